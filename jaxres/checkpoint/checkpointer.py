@@ -1,7 +1,7 @@
 """The checkpointer: saves in the background, commits through the run log, restores steps.
 
 Order of a commit:
-1. Orbax writes the arrays asynchronously into a directory of this attempt.
+1. TensorStore or Orbax writes the arrays in the background into a directory of this attempt.
 2. The saver waits for the result of that write.
 3. Files of frozen parameters that an earlier step has are linked (frozen_arrays.py).
 4. progress.json and MANIFEST.json are written, and everything is fsynced (finalize.py).
@@ -33,7 +33,7 @@ from jaxres.checkpoint.frozen_arrays import (
     LinkSource,
     split_state,
 )
-from jaxres.checkpoint.orbax_io import OrbaxSave, Tree, array_infos
+from jaxres.checkpoint.orbax_io import BackgroundSave, Tree, array_infos
 from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
 from jaxres.checkpoint.snapshot import SnapshotMemory
@@ -118,7 +118,7 @@ class Checkpointer:
         self._commits = CommitTracker(
             section, run_dir=run_dir, log=log, peers=peers, emit=emit, clock=clock
         )
-        self._writer: OrbaxSave | None = None
+        self._writer: BackgroundSave | None = None
         """A save that timed out while Orbax was still writing it."""
         self._silence_seconds = 2 * section.timeout_seconds  # For Orbax, then for finalizing.
         self._is_silent = False
@@ -295,6 +295,7 @@ class Checkpointer:
             self._pace,
             frozen={} if frozen.source else still,
             memory=self._memory,
+            writer=self._section.writer,
         )
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
@@ -387,6 +388,8 @@ class Checkpointer:
         reports = self._reports(save)
         if any(frozen_arrays.CHANGED in report.failure for report in reports):
             self._sources = []  # The next saves write the frozen arrays.
+        if not any(report.failure for report in reports):
+            save.writing.complete()
         linked = self._link(save)
         root = self._run_dir.root.absolute()
         commit = finalize(
@@ -445,7 +448,7 @@ class Checkpointer:
             own = HostReport({}, frozen_arrays.CHANGED)
         if not own.failure:
             left_out = frozen.paths if frozen.source else ()
-            own = verify_own_files(
+            own = save.writing.report or verify_own_files(
                 save.step_dir,
                 {path: info for path, info in save.infos.items() if path not in left_out},
                 self._peers.member.host,

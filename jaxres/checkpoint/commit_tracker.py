@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jaxres.checkpoint import pruning
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.frozen_arrays import BitSums, LinkSource
-from jaxres.checkpoint.orbax_io import OrbaxSave
+from jaxres.checkpoint.orbax_io import BackgroundSave
 from jaxres.checkpoint.step_download import StepDownload
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
@@ -118,9 +118,10 @@ class CommitTracker:
         if self._run_dir.is_remote:
             self._tried.add(name)
             return name
-        if files.exists(step_dir):
+        both = step_dir, step_dir.with_name(step_dirs.temporary_name(name))
+        if any(map(files.exists, both)):
             self.sweep()
-        if files.exists(step_dir):
+        if any(map(files.exists, both)):
             raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
         return name
 
@@ -212,7 +213,7 @@ class FrozenPart:
 class PendingSave:
     """A save that Orbax has started and that is not finalized yet."""
 
-    writing: OrbaxSave
+    writing: BackgroundSave
     step_dir: RunPath
     progress: Progress
     infos: Mapping[str, ArrayInfo]

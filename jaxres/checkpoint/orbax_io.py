@@ -23,7 +23,10 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import orbax_files
+from jaxres.checkpoint.array_writer import ArrayWriter
 from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import (
     MIN_SLICE_BYTES,
     Snapshot,
@@ -143,10 +146,10 @@ _MISSING_FILE = ("NOT_FOUND", "No ArrayMetadata found", "directory does not exis
 """Texts of TensorStore's and Orbax's ValueErrors about a file of the save that does not exist."""
 
 
-class OrbaxSave:
-    """A save by Orbax.
+class BackgroundSave:
+    """A save by Orbax or TensorStore, in a thread.
 
-    A thread waits for the result without a timeout: with one, a TimeoutError could mean that the
+    The thread waits for the result without a timeout: with one, a TimeoutError could mean that the
     result is not available yet or that the save has run into Orbax's own limits.
     """
 
@@ -156,14 +159,19 @@ class OrbaxSave:
         snapshots: Sequence[Snapshot] = (),
         *,
         on_success: Callable[[], None] = lambda: None,
+        own: ArrayWriter | None = None,
     ) -> None:
-        """Calls `begin` in the thread; it returns Orbax's response."""
+        """Calls `begin` in the thread; it returns an object whose `result()` ends with the save.
+
+        `own` is that object if the save is not by Orbax.
+        """
+        self._own = own
         self._begin = begin
         self._on_success = on_success
         self._snapshots = snapshots
         self._over = threading.Event()
         self._error: BaseException | None = None
-        spawn_thread("orbax", self._await, daemon=True, blocks_signals=False)
+        spawn_thread("save", self._await, daemon=True, blocks_signals=False)
 
     def _await(self) -> None:
         try:
@@ -179,12 +187,29 @@ class OrbaxSave:
         """Reason why this process's block digests were not written; empty if they were."""
         return "; ".join(snapshot.failure for snapshot in self._snapshots if snapshot.failure)
 
+    @property
+    def report(self) -> HostReport | None:
+        """Report on this host's part, if the save has read it back already."""
+        return self._own and self._own.report
+
+    def complete(self) -> None:
+        """On host 0, once all hosts have written their parts: makes them one checkpoint.
+
+        Raises:
+          StorageUnavailable: storage has failed.
+        """
+        if self._own is not None:
+            try:
+                self._own.complete()
+            except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
+                _raise_typed(error, self._own.step_dir)
+
     def is_over(self) -> bool:
-        """Returns whether Orbax has finished, with or without an error."""
+        """Returns whether the save has ended, with or without an error."""
         return self._over.is_set()
 
     def ended(self, *, timeout: float) -> bool:
-        """Waits until Orbax has finished and raises its error; False: timeout."""
+        """Waits until the save has ended and raises its error; False: timeout."""
         if not self._over.wait(timeout):
             return False
         if self._error is not None:
@@ -200,18 +225,31 @@ def start_save(
     pace: Throttle = UNTHROTTLED,
     frozen: Tree | None = None,
     memory: SnapshotMemory | None = None,
-) -> OrbaxSave:
+    writer: str = "orbax",
+) -> BackgroundSave:
     """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
-    `memory` keeps the memory of the snapshot for the next save.
+    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`.
     """
     memory = memory or SnapshotMemory()
     parts = {(ARRAYS, manifests.DIGESTS): state}
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
     copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
+    if writer == "tensorstore" and not is_remote(step_dir):
+        folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
+        own = ArrayWriter(
+            step_dir,
+            {folder: named_arrays(part) for folder, part in folders.items()},
+            functools.partial(orbax_files.describe, folders),
+            process=jax.process_index(),
+            is_own=is_own,
+            pace=pace,
+        )
+        written = functools.partial(memory.give_back, copies) if is_own else lambda: None
+        return BackgroundSave(lambda: own, on_success=written, own=own)
     contents: dict[str, Any] = {}
     snapshots: list[Snapshot] = []
     for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
@@ -227,16 +265,16 @@ def start_save(
 
     if is_own and jax.process_count() == 1:  # On several hosts Orbax begins with a computation.
         written = functools.partial(memory.give_back, copies)
-        return OrbaxSave(begin, snapshots, on_success=written)
+        return BackgroundSave(begin, snapshots, on_success=written)
     with files.typed_errors(step_dir):
         try:
             response = begin()
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
-    return OrbaxSave(lambda: response, snapshots)
+    return BackgroundSave(lambda: response, snapshots)
 
 
-def wait_save(writing: OrbaxSave, step_dir: RunPath, *, timeout: float) -> None:
+def wait_save(writing: BackgroundSave, step_dir: RunPath, *, timeout: float) -> None:
     """Waits until Orbax has written a step; raises StorageUnavailable if storage refused."""
     try:
         is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)

@@ -19,11 +19,11 @@ import numpy as np
 import xxhash
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.block_digests import ArrayInfo, Digests, decode, grid_box, split
+from jaxres.checkpoint.block_digests import ArrayInfo, Box, Digests, decode, grid_box, split
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.step_download import LocalCopies
-from jaxres.checkpoint.stored_chunks import Chunk, by_file, locate_chunks, scan
+from jaxres.checkpoint.stored_chunks import Chunk, by_file, locate_below, locate_chunks, scan
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import HostGroup
@@ -37,7 +37,7 @@ THREADS = 4
 READ_BYTES = 2**22
 REMOTE_TRIES = 4
 _PROCESS_FILE = re.compile(
-    r"(?:state|frozen)/ocdbt\.process_(\d+)/.*|(?:state|frozen)/array_metadatas/process_(\d+)|"
+    r"(?:state|frozen)/ocdbt\.process_(\d+)(?:\.\d+)?/.*|(?:state|frozen)/array_metadatas/process_(\d+)|"
     r"(?:frozen_)?digests/process_(\d+)\.json"
 )
 
@@ -131,12 +131,49 @@ def _report(
         )
         return HostReport({}, f"{step_dir}: could not be read back ({error})"), not is_down
     if wrong:
-        text = (
-            f"{step_dir}: {', '.join(sorted(wrong))} differ from what was written, when read back. "
-            "Is the disk, or this machine's memory, faulty?"
-        )
-        return HostReport({}, text), True
+        return _reads_differently(step_dir, wrong), True
     return HostReport(files), False
+
+
+def _reads_differently(step_dir: RunPath, wrong: Collection[str]) -> HostReport:
+    return HostReport(
+        {},
+        f"{step_dir}: {', '.join(sorted(wrong))} differ from what was written, when read back. "
+        "Is the disk, or this machine's memory, faulty?",
+    )
+
+
+def verify_part(
+    step_dir: RunPath,
+    database: str,
+    arrays: Mapping[str, ArrayInfo],
+    boxes: Mapping[str, Collection[Box]],
+    expected: Mapping[str, Digests],
+    pace: Throttle,
+) -> HostReport:
+    """Verifies one part of a save, which is a database of its own; returns the report on its files.
+
+    Args:
+      step_dir: directory of the step.
+      database: name of the database in it.
+      arrays: path -> dtype and shape of the arrays in it.
+      boxes: path -> boxes of items that are in it.
+      expected: path -> digests of the snapshot.
+      pace: throttle of the reads.
+    """
+    try:
+        with storage.typed_errors(step_dir):
+            own = [f"{database}/{name}" for name in manifests.inventory(step_dir / database)]
+            drop_from_memory(step_dir, own)
+            chunks = _with_digests(locate_below(step_dir, database, arrays, boxes), expected)
+            reader = ArrayReader(step_dir, arrays, frozen=(), database=database)
+            rest = {path: expected[path] for path in expected.keys() - chunks.keys()}
+            found, wrong = _scan_files(step_dir, chunks, expected, pace)
+            wrong |= _wrong_arrays(reader, arrays, rest, pace)
+            found |= checksums(step_dir, [name for name in own if name not in found], pace)
+    except (RunError, OSError, ValueError, KeyError, TypeError) as error:
+        return HostReport({}, f"{step_dir}: could not be read back ({error})")
+    return _reads_differently(step_dir, wrong) if wrong else HostReport(found)
 
 
 def writer_of(name: str) -> int | None:
@@ -211,9 +248,20 @@ def _own_chunks(
     """
     if is_remote(step_dir):
         return {}
+    chunks = locate_chunks(step_dir, arrays, frozen=frozen)
+    own = {
+        path: [chunk for chunk in found if writer_of(chunk.file) == process]
+        for path, found in chunks.items()
+    }
+    return _with_digests(own, expected)
+
+
+def _with_digests(
+    chunks: Mapping[str, list[Chunk]], expected: Mapping[str, Digests]
+) -> dict[str, list[Chunk]]:
+    """Returns the arrays each chunk of which has digests of its own."""
     found: dict[str, list[Chunk]] = {}
-    for path, chunks in locate_chunks(step_dir, arrays, frozen=frozen).items():
-        own = [chunk for chunk in chunks if writer_of(chunk.file) == process]
+    for path, own in chunks.items():
         digests = expected.get(path, Digests())
         if not digests.parts and {grid_box(c.info, c.box) for c in own} == {*dict(digests.blocks)}:
             found[path] = own

@@ -207,15 +207,24 @@ def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
 
     Over all processes each item occurs once. Orbax itself decides which they are.
     """
-    found = replica_slices.get_replica_slices(
+    return {
+        box_of(part.index, array.shape): np.asarray(part.data())
+        for part in _slices(array).replica_slices
+    }
+
+
+def local_shape(array: jax.Array) -> tuple[int, ...]:
+    """Returns the shape of every piece of an array, on all processes."""
+    return tuple(_slices(array).local_shape)
+
+
+def _slices(array: jax.Array) -> replica_slices.ReplicaSlices:
+    return replica_slices.get_replica_slices(
         array,
         replica_id=0,
         use_replica_parallel=spreads_replicas(),
         min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
     )
-    return {
-        box_of(part.index, array.shape): np.asarray(part.data()) for part in found.replica_slices
-    }
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:

@@ -94,11 +94,26 @@ def locate_chunks(
     found: dict[str, list[Chunk]] = {}
     for folder in (ARRAYS, FROZEN):
         infos = {p: info for p, info in arrays.items() if (p in frozen) == (folder == FROZEN)}
-        entries = _entries(step_dir / folder) if infos else {}
-        for path, info in infos.items():
-            chunks = _chunks(path, info, entries, folder)
-            if chunks is not None:
-                found[path] = chunks
+        found |= locate_below(step_dir, folder, infos) if infos else {}
+    return found
+
+
+def locate_below(
+    step_dir: RunPath,
+    database: str,
+    arrays: Mapping[str, ArrayInfo],
+    boxes: Mapping[str, Collection[Box]] | None = None,
+) -> dict[str, list[Chunk]]:
+    """Returns the chunks as `locate_chunks` does, from one database of the step.
+
+    With `boxes` (path -> boxes of items): only the chunks that are these boxes.
+    """
+    entries = _entries(step_dir / database)
+    found: dict[str, list[Chunk]] = {}
+    for path, info in arrays.items():
+        chunks = _chunks(path, info, entries, database, boxes[path] if boxes else None)
+        if chunks is not None:
+            found[path] = chunks
     return found
 
 
@@ -108,6 +123,18 @@ def by_file(chunks: Mapping[str, Sequence[Chunk]]) -> dict[str, list[Chunk]]:
     for chunk in itertools.chain.from_iterable(chunks.values()):
         files.setdefault(chunk.file, []).append(chunk)
     return files
+
+
+def entries_of(database: RunPath) -> dict[str, str | bytes]:
+    """Returns key -> its value, or `FILE:OFFSET:SIZE` of it, of the index of a database."""
+    found: dict[str, str | bytes] = {}
+    for key, entry in _entries(database).items():
+        place = _VALUE.fullmatch(entry.get("indirect_value", ""))
+        if place is None:
+            found[key] = entry["inline_value"]
+        else:
+            found[key] = f"{place['base']}{place['file']}:{place['offset']}:{place['size']}"
+    return found
 
 
 def _entries(folder: RunPath) -> dict[str, Any]:
@@ -130,9 +157,13 @@ def _entries(folder: RunPath) -> dict[str, Any]:
 
 
 def _chunks(
-    path: str, info: ArrayInfo, entries: Mapping[str, Any], folder: str
+    path: str,
+    info: ArrayInfo,
+    entries: Mapping[str, Any],
+    folder: str,
+    boxes: Collection[Box] | None,
 ) -> list[Chunk] | None:
-    """Returns the chunks of an array; None if they are not plain items."""
+    """Returns the chunks of an array, or those of some boxes; None if they are not plain items."""
     key = key_of(path)
     described = entries.get(f"{key}zarr.json", {}).get("inline_value")
     if described is None:
@@ -147,11 +178,13 @@ def _chunks(
     size_bytes = math.prod(shape) * info.itemsize
     counts = [range(n // m) for n, m in zip(info.shape, shape, strict=True)]
     for position in itertools.product(*counts):
+        box = tuple((p * m, (p + 1) * m) for p, m in zip(position, shape, strict=True))
+        if boxes is not None and box not in boxes:
+            continue
         value = entries.get(f"{key}{'/'.join(['c', *map(str, position)])}", {})
         match = _VALUE.fullmatch(value.get("indirect_value", ""))
         if match is None or int(match["size"]) != size_bytes + INDEX_BYTES:
             return None
-        box = tuple((p * m, (p + 1) * m) for p, m in zip(position, shape, strict=True))
         name = f"{folder}/{match['base']}{match['file']}"
         chunks.append(Chunk(path, info, box, name, int(match["offset"])))
     return chunks

@@ -37,6 +37,7 @@ class ArrayReader:
         *,
         frozen: Collection[str],
         copied: Mapping[str, Path] | None = None,
+        database: str = "",
     ) -> None:
         """Opens nothing yet.
 
@@ -46,6 +47,7 @@ class ArrayReader:
           frozen: paths of the arrays that are in the folder of the frozen parameters.
           copied: folder of the step, as `state/ocdbt.process_0/d` -> local folder with copies of
             all its files, which are read instead.
+          database: name of the database of one part of a save; all arrays are read from there.
         """
         import tensorstore
 
@@ -54,6 +56,7 @@ class ArrayReader:
         self._arrays = arrays
         self._frozen = frozenset(frozen)
         self._copied = copied or {}
+        self._database = database
         self._tensorstore: Any = tensorstore
         self._context = tensorstore.Context()
         self._open: dict[str, Any] = {}
@@ -89,7 +92,7 @@ class ArrayReader:
         return self._open[path]
 
     def _opened(self, path: str) -> Any:
-        name = FROZEN if path in self._frozen else ARRAYS
+        name = self._database or (FROZEN if path in self._frozen else ARRAYS)
         if name not in self._stores:
             self._stores[name] = self._store(name)
         spec = {"driver": "zarr3", "recheck_cached_metadata": False, "recheck_cached_data": False}

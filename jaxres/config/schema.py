@@ -143,11 +143,17 @@ class CheckpointSection(Section):
     copy: in the host's memory (on CPU the buffers themselves, which the next step then can't
     reuse); device: a copy on each device, fetched by the host in the background; auto: device if
     the devices have room for it (on CPU always), else copy."""
+    writer: Literal["tensorstore", "orbax"] = free("tensorstore")
+    """Who writes the arrays on a file system; both write the same format. A bucket's are always
+    written by Orbax.
+
+    tensorstore: TensorStore without Orbax's layers; each part is read back while the next ones are
+    written."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
     """Share of its time that the background thread spends on digests and read-back of a save.
 
-    A smaller share slows training less and prolongs the save. Orbax does the writing itself, which
-    this does not limit."""
+    A smaller share slows training less and prolongs the save. TensorStore does the writing itself,
+    which this does not limit."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)

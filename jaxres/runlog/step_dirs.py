@@ -58,6 +58,15 @@ def step_name(step: int, *, attempt: int) -> str:
     return f"{step:08d}-{attempt:04d}"
 
 
+def temporary_name(name: str) -> str:
+    """Returns the name of a step directory until all its arrays are written, as Orbax has it.
+
+    >>> temporary_name("00000008-0002")
+    '00000008-0002.orbax-checkpoint-tmp'
+    """
+    return f"{name}.orbax-checkpoint-tmp"
+
+
 def parse_name(name: str) -> StepDir | None:
     """Parses the name of a step directory; None: no save produces such a name.
 

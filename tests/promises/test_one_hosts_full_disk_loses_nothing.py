@@ -32,7 +32,7 @@ class Trap(threading.Thread):
     def __init__(self, run_dir: RunDir, *, host: int, full: Path) -> None:
         super().__init__(daemon=True)
         self.run_dir, self.full = run_dir, full
-        self.name_of_part = f"ocdbt.process_{host}"
+        self.name_of_part = f"ocdbt.process_{host}.0"
         self.step: int | None = None
         self.closed = False
 

@@ -37,7 +37,7 @@ def step_dir(gcs_bucket: str) -> GcsPath:
     return GcsPath(gcs_bucket, "run/checkpoints/00000008-0001")
 
 
-def begin(step_dir: GcsPath, *, seconds: float = 60) -> orbax_io.OrbaxSave:
+def begin(step_dir: GcsPath, *, seconds: float = 60) -> orbax_io.BackgroundSave:
     context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
     return orbax_io.start_save(STATE, step_dir, context)
 
@@ -126,7 +126,7 @@ def test_bucket_errors_of_every_library_are_storage_unavailable(
     step_dir: GcsPath, error: Exception
 ) -> None:
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(orbax_io.OrbaxSave(lambda: Broken(error)), step_dir, timeout=10)
+        orbax_io.wait_save(orbax_io.BackgroundSave(lambda: Broken(error)), step_dir, timeout=10)
 
 
 def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
@@ -136,7 +136,9 @@ def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
     with pytest.raises(KeyError) as raised:
         json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(orbax_io.OrbaxSave(lambda: Broken(raised.value)), step_dir, timeout=10)
+        orbax_io.wait_save(
+            orbax_io.BackgroundSave(lambda: Broken(raised.value)), step_dir, timeout=10
+        )
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
@@ -156,7 +158,7 @@ def test_bug_in_a_save_is_raised_unchanged_on_disk_and_in_a_bucket(
 ) -> None:
     place = tmp_path if where == "disk" else step_dir
     with pytest.raises(type(error)) as raised:
-        orbax_io.wait_save(orbax_io.OrbaxSave(lambda: Broken(error)), place, timeout=10)
+        orbax_io.wait_save(orbax_io.BackgroundSave(lambda: Broken(error)), place, timeout=10)
     assert raised.value is error
 
 

@@ -28,7 +28,7 @@ def newest(run_dir):
 
 
 def values_of(step_dir, host):
-    files = (step_dir / "state" / f"ocdbt.process_{host}" / "d").iterdir()
+    files = (step_dir / "state").glob(f"ocdbt.process_{host}.*/d/*")
     return max(files, key=lambda path: path.stat().st_size)
 
 

@@ -1,5 +1,6 @@
 """A save is verified on disk before it is committed, and older steps are kept until then."""
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -8,10 +9,10 @@ import os
 
 import pytest
 
+from jaxres.checkpoint import array_writer, orbax_io, readback
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax_io, readback
 from jaxres.checkpoint.orbax_io import array_infos
-from jaxres.checkpoint.stored_chunks import locate_chunks
+from jaxres.checkpoint.stored_chunks import locate_below
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
 from jaxres.runlog.events import SaveFailed
@@ -21,8 +22,17 @@ from tests.unit.checkpoint.test_checkpointer import commits
 from tests.unit.checkpoint.test_restore import largest, save, state
 
 
-def spoil_after_orbax(monkeypatch, harm):
-    """Damages a step's files as soon as Orbax has written them."""
+def spoil_before_read_back(monkeypatch, harm, writer):
+    """Damages a step's files when they are written, right before they are read back."""
+    if writer == "tensorstore":
+
+        def spoil(folder):
+            with contextlib.suppress(StopIteration, FileNotFoundError, KeyError):
+                harm(folder)  # The file that it damages may be written later.
+
+        for name in ("verify_part", "file_info", "drop_from_memory"):
+            monkeypatch.setattr(array_writer, name, first(spoil, getattr(array_writer, name)))
+        return
     real = orbax_io.wait_save
 
     def settle(writing, step_dir, *, timeout):
@@ -30,6 +40,16 @@ def spoil_after_orbax(monkeypatch, harm):
         harm(step_dir)
 
     monkeypatch.setattr(orbax_io, "wait_save", settle)
+
+
+def first(harm, real):
+    """Returns a function that harms the step once it is called, and then does what it should."""
+
+    def both(path, *arguments):
+        harm(path if (path / "state").exists() else path.parents[1])
+        return real(path, *arguments)
+
+    return both
 
 
 def flip(path):
@@ -40,7 +60,10 @@ def flip(path):
 
 def flip_item(step_dir, path):
     """Flips a bit of an item of an array."""
-    chunk = locate_chunks(step_dir, array_infos(state(8)), frozen=())[path][0]
+    infos = array_infos(state(8))
+    names = ("state", "state/ocdbt.process_0.0")
+    database = next(name for name in names if (step_dir / name / "manifest.ocdbt").exists())
+    chunk = locate_below(step_dir, database, infos)[path][0]
     data = bytearray((step_dir / chunk.file).read_bytes())
     data[chunk.offset + chunk.size_bytes // 3] ^= 1
     (step_dir / chunk.file).write_bytes(data)
@@ -56,17 +79,18 @@ HARM = {
 }
 
 
+@pytest.mark.parametrize("writer", ["tensorstore", "orbax"])
 @pytest.mark.parametrize("harm", HARM)
 def test_a_save_that_reads_back_differently_fails_and_the_older_step_stays(
-    attempt, monkeypatch, harm
+    attempt, monkeypatch, harm, writer
 ):
-    with attempt.checkpoints(keep_last=2) as checkpoints:
+    with attempt.checkpoints(keep_last=2, writer=writer) as checkpoints:
         for step in (4, 8):
             checkpoints.save(state(step), progress(step))
             checkpoints.wait()
         older = {p: p.read_bytes() for p in attempt.run_dir.checkpoints.rglob("*") if p.is_file()}
         with monkeypatch.context() as spoilt:
-            spoil_after_orbax(spoilt, HARM[harm])
+            spoil_before_read_back(spoilt, HARM[harm], writer)
             checkpoints.save(state(16), progress(16))
             checkpoints.wait()
         assert checkpoints.committed_step == 8
@@ -139,9 +163,14 @@ def test_no_page_of_a_hosts_files_is_in_memory_when_they_are_read_back(
     assert left == 0
 
 
-def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(attempt, monkeypatch):
-    monkeypatch.setattr("jaxres.checkpoint.snapshot.digests_of", lambda *_: 1 / 0)
-    save(attempt, 8)
+@pytest.mark.parametrize(
+    ("writer", "module"), [("tensorstore", "array_writer"), ("orbax", "snapshot")]
+)
+def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(
+    attempt, monkeypatch, writer, module
+):
+    monkeypatch.setattr(f"jaxres.checkpoint.{module}.digests_of", lambda *_: 1 / 0)
+    attempt.save(8, writer=writer)
     assert commits(attempt) == []
     (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]
     assert "could not digest its data: ZeroDivisionError" in failed.reason

@@ -327,7 +327,7 @@ def test_no_second_snapshot_is_taken_while_orbax_is_still_writing(attempt, monke
         raise StorageUnavailable("it took too long")
 
     with attempt.checkpoints() as checkpoints:
-        monkeypatch.setattr(orbax_io.OrbaxSave, "is_over", lambda writing: bool(over))
+        monkeypatch.setattr(orbax_io.BackgroundSave, "is_over", lambda writing: bool(over))
         with monkeypatch.context() as slow:
             slow.setattr(orbax_io, "wait_save", too_slow)
             try_save(checkpoints, 8)
@@ -346,7 +346,7 @@ def test_a_save_that_orbax_itself_has_timed_out_has_ended():
         def result(self, timeout=None):
             raise TimeoutError("Timeout waiting at barrier")
 
-    writing = orbax_io.OrbaxSave(Response)
+    writing = orbax_io.BackgroundSave(Response)
     with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
         orbax_io.wait_save(writing, Path("step"), timeout=10)
     assert writing.is_over()

@@ -1,0 +1,294 @@
+"""Writes the arrays of a step by TensorStore on file systems, and reads each part back at once.
+
+A part is some arrays, with the pieces of them that this host writes, in an OCDBT database of its
+own (`state/ocdbt.process_HOST.PART`). While parts are written, those before are read back from the
+disk. When all hosts have written theirs, host 0 merges the indexes of all parts into the index of
+the folder, in which stock Orbax and TensorStore find the arrays.
+
+Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.block_digests import ArrayInfo, Box, Digests, digests_of, encode
+from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, verify_part
+from jaxres.checkpoint.snapshot import digests_name, local_shape, pieces
+from jaxres.checkpoint.stored_chunks import entries_of
+from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
+from jaxres.checkpoint.throttle import Throttle
+from jaxres.faults import StorageUnavailable
+from jaxres.runlog import step_dirs
+from jaxres.storage import files
+
+PART_BYTES = 2**26
+"""Size from which another part begins; an array is never split."""
+THREADS = 3
+"""Number of parts that are written or read back at the same time."""
+_STORE = {
+    "driver": "ocdbt",
+    "assume_config": True,
+    "config": {
+        "max_inline_value_bytes": 1024,
+        "max_decoded_node_bytes": 100_000_000,
+        "manifest_kind": "single",
+    },
+}
+"""The database's settings are those of Orbax: descriptions of arrays, and very small arrays, are
+inside the index, which is one node."""
+
+
+@dataclass(frozen=True)
+class HostPieces:
+    """The pieces of an array that this host writes."""
+
+    info: ArrayInfo
+    chunk_shape: tuple[int, ...]
+    """Shape of every piece of the array, on all hosts."""
+    items: Mapping[Box, np.ndarray]
+
+
+class ArrayWriter:
+    """One host's save of the arrays of a step."""
+
+    def __init__(
+        self,
+        step_dir: Path,
+        folders: Mapping[str, Mapping[str, tuple[ArrayInfo, Any]]],
+        describe: Callable[[], Mapping[str, bytes]],
+        *,
+        process: int,
+        is_own: bool,
+        pace: Throttle,
+    ) -> None:
+        """Fetches the pieces to the host, unless the arrays are a copy that is never donated.
+
+        Args:
+          step_dir: directory of the step, which does not exist yet.
+          folders: folder of the step -> path -> info and jax.Array.
+          describe: returns name -> content of Orbax's files (orbax_files.py).
+          process: number of this host.
+          is_own: whether the arrays are such a copy.
+          pace: throttle of digests and read-back.
+        """
+        self.step_dir = step_dir
+        """Directory of the step."""
+        self._folder = step_dir.with_name(step_dirs.temporary_name(step_dir.name))
+        self._process = process
+        self._pace = pace
+        self._describe: Callable[[], Mapping[str, bytes]] | None = describe
+        self._described: Mapping[str, bytes] = {}
+        self._names = tuple(folders)
+        self._context: Any = None
+        self._folders = {name: dict(arrays) for name, arrays in folders.items()}
+        self._fetched: dict[str, HostPieces] = {}
+        if not is_own:
+            self._described, self._describe = describe(), None
+            for path, (info, array) in itertools.chain(*(a.items() for a in folders.values())):
+                self._fetched[path] = _fetch(info, array)
+        self.report = HostReport({}, "was not written")
+        """Report on this host's part of the step, once `result` has returned."""
+
+    def result(self) -> None:
+        """Writes this host's pieces, reads them back, and writes their digests.
+
+        Raises:
+          StorageUnavailable, ValueError: storage has failed.
+        """
+        try:
+            with files.typed_errors(self.step_dir):
+                self.report = self._write()
+        finally:
+            self._folders, self._fetched, self._describe = {}, {}, None
+
+    def complete(self) -> None:
+        """Makes the parts of all hosts one checkpoint, under the step's name.
+
+        Host 0 calls it when all have written.
+
+        Raises:
+          StorageUnavailable: the index reads back differently.
+          OSError, ValueError: storage has failed.
+        """
+        for folder in self._names:
+            _merge(self._folder, folder, self._context)
+        for name, content in self._described.items():
+            (self._folder / name).write_bytes(content)
+        self._folder.rename(self.step_dir)
+
+    def _write(self) -> HostReport:
+        self._context = _context(self.step_dir.parent)
+        if self._describe is not None:
+            self._described = self._describe()
+        self._folder.mkdir(exist_ok=True)
+        report = HostReport({})
+        for folder in self._folders:
+            (self._folder / folder).mkdir(exist_ok=True)
+            report = self._write_folder(folder, report)
+        return report
+
+    def _write_folder(self, folder: str, so_far: HostReport) -> HostReport:
+        arrays = self._folders[folder]
+        with ThreadPoolExecutor(THREADS, "jaxres-write") as pool:
+            written = pool.map(
+                lambda numbered: self._write_part(folder, *numbered),
+                enumerate(list(_parts(arrays))),
+            )
+            parts = list(written)
+        digests = {path: each for _, own in parts for path, each in own.items()}
+        below = DIGESTS_OF[folder]
+        (self._folder / below).mkdir(exist_ok=True)
+        name = f"{below}/{digests_name(self._process)}"
+        content = encode(digests)
+        files.replace(self._folder / name, content)
+        infos, failures = {name: file_info(self._folder / name)}, []
+        if infos[name] != manifests.info_of(content):
+            failures.append(f"{self._folder / name} reads back differently from what was written")
+        for report in [so_far, *(report for report, _ in parts)]:
+            infos |= report.files
+            failures += [report.failure] if report.failure else []
+        return HostReport(infos, failures[0] if failures else "")
+
+    def _write_part(
+        self, folder: str, number: int, paths: list[str]
+    ) -> tuple[HostReport, dict[str, Digests]]:
+        arrays, database = self._folders[folder], database_name(folder, self._process, number)
+        held = {path: self._fetched.pop(path, None) or _fetch(*arrays[path]) for path in paths}
+        for path in paths:
+            del arrays[path]
+        (self._folder / database).mkdir(exist_ok=True)
+        writes = _begin(self._folder / database, held, self._context)
+        digests: dict[str, Digests] = {}
+        try:
+            for path, each in held.items():  # While TensorStore writes.
+                with self._pace.piece():
+                    digests[path] = digests_of(each.info, each.items)
+        except Exception as error:  # noqa: BLE001  Host 0 refuses the step.
+            why = f"this process could not digest its data: {type(error).__name__}: {error}"
+            return HostReport({}, why), {}
+        finally:
+            writes.result()
+        infos = {path: each.info for path, each in held.items()}
+        boxes = {path: tuple(each.items) for path, each in held.items()}
+        del held
+        report = verify_part(self._folder, database, infos, boxes, digests, self._pace)
+        return report, digests
+
+
+DIGESTS_OF = {ARRAYS: manifests.DIGESTS, FROZEN: manifests.FROZEN_DIGESTS}
+"""Folder of arrays -> folder of their block digests."""
+
+
+def database_name(folder: str, process: int, number: int) -> str:
+    """Returns the name of a part's database in the step directory."""
+    return f"{folder}/ocdbt.process_{process}.{number}"
+
+
+def _parts(arrays: Mapping[str, tuple[ArrayInfo, Any]]) -> Iterator[list[str]]:
+    """Yields the paths of the arrays of each part; the same on every host."""
+    part: list[str] = []
+    size_bytes = 0
+    for path, (info, _) in arrays.items():
+        part.append(path)
+        size_bytes += math.prod(info.shape) * info.itemsize
+        if size_bytes >= PART_BYTES:
+            yield part
+            part, size_bytes = [], 0
+    if part:
+        yield part
+
+
+def _fetch(info: ArrayInfo, array: Any) -> HostPieces:
+    return HostPieces(info, local_shape(array), pieces(array))
+
+
+def _context(folder: Path) -> Any:
+    """Returns TensorStore's settings; lock files where the mount refuses locks."""
+    import tensorstore
+
+    locking = {"file_io_locking": {"mode": "lockfile"}} if files.refuses_locks(folder) else {}
+    return tensorstore.Context({"file_io_concurrency": {"limit": 128}, **locking})
+
+
+def _begin(database: Path, held: Mapping[str, HostPieces], context: Any) -> Any:
+    """Starts to write pieces into a database; returns a future of when all are durable."""
+    import tensorstore
+
+    transaction = tensorstore.Transaction()
+    base = {**_STORE, "base": kvstore(database)}
+    writes: list[Any] = []
+    for path, each in held.items():
+        array = tensorstore.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {**base, "path": key_of(path)},
+                "metadata": _metadata(each),
+                "store_data_equal_to_fill_value": True,
+            },
+            create=True,
+            context=context,
+            transaction=transaction,
+        ).result()
+        for box, items in each.items.items():
+            place = tuple(slice(start, stop) for start, stop in box)
+            writes.append(array[place].write(items, can_reference_source_data_indefinitely=True))
+    for write in writes:  # One that nobody waits for is cancelled.
+        write.copy.result()
+    return transaction.commit_async()
+
+
+def _metadata(each: HostPieces) -> dict[str, Any]:
+    """Returns the description of an array as Orbax writes it (zarr3)."""
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    chunk = {
+        "chunk_shape": each.chunk_shape,
+        "codecs": [little],
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return {
+        "shape": each.info.shape,
+        "data_type": each.info.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": each.chunk_shape}},
+        "codecs": [{"name": "sharding_indexed", "configuration": chunk}],
+    }
+
+
+def _merge(step_dir: Path, folder: str, context: Any) -> None:
+    """Merges the indexes of all hosts' parts into the folder's index, and verifies it on disk."""
+    import tensorstore
+
+    base = step_dir / folder
+    names = [name for name in files.list_names(base) if name.startswith("ocdbt.process_")]
+    merged = tensorstore.KvStore.open({**_STORE, "base": kvstore(base)}, context=context).result()
+    transaction = tensorstore.Transaction(atomic=True)
+    expected: dict[str, str | bytes] = {}
+    for name in names:
+        part = {**_STORE, "base": kvstore(base / name)}
+        opened = tensorstore.KvStore.open(part, context=context).result()
+        opened.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+        expected |= {
+            key: value if isinstance(value, bytes) else f"{name}/{value}"
+            for key, value in entries_of(base / name).items()
+        }
+    transaction.commit_async().result()
+    own = [
+        f"{folder}/{name}" for name in manifests.inventory(base) if not name.startswith("ocdbt.")
+    ]
+    drop_from_memory(step_dir, own)
+    try:
+        is_same = entries_of(base) == expected
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise StorageUnavailable(f"{base}: its index reads back differently from what was written.")

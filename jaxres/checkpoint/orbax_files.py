@@ -1,0 +1,74 @@
+"""Orbax's own files of a step: what they say of the arrays, for readers that use stock Orbax.
+
+jaxres reads none of them. Source: orbax-checkpoint 0.12.8, `metadata/tree.py`,
+`metadata/sharding.py`, `metadata/checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from orbax.checkpoint._src.metadata import sharding as orbax_shardings
+
+from jaxres.checkpoint.snapshot import local_shape
+
+_DICT_KEY = 2
+"""Orbax's number of the kind of a key: that of a dict."""
+_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+
+
+def describe(folders: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns name -> content of Orbax's files of a step.
+
+    Args:
+      folders: folder of the step -> nested dict of jax.Array.
+    """
+    checkpoint = {
+        "item_handlers": dict.fromkeys(folders, _HANDLER),
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": None,
+        "commit_timestamp_nsecs": None,
+        "custom_metadata": {},
+    }
+    found = {"_CHECKPOINT_METADATA": json.dumps(checkpoint).encode(), "orbax.checkpoint": b""}
+    for folder, tree in folders.items():
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+        arrays = {tuple(key.key for key in keys): array for keys, array in leaves}
+        found[f"{folder}/_METADATA"] = json.dumps(_tree(arrays)).encode()
+        found[f"{folder}/_sharding"] = json.dumps(_shardings(arrays)).encode()
+    return found
+
+
+def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
+    return {
+        "tree_metadata": {
+            str(keys): {
+                "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
+                "value_metadata": {
+                    "value_type": "jax.Array",
+                    "skip_deserialize": False,
+                    "write_shape": list(local_shape(array)),
+                },
+            }
+            for keys, array in arrays.items()
+        },
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _shardings(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for keys, array in arrays.items():
+        described = orbax_shardings.from_jax_sharding(array.sharding)
+        if described is not None:
+            name = base64.b64encode(".".join(keys).encode()).decode()
+            found[name] = described.to_serialized_string()
+    return found
