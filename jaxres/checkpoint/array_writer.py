@@ -117,14 +117,16 @@ class ArrayWriter:
         Host 0 calls it when all have written.
 
         Raises:
-          StorageUnavailable: the index reads back differently.
-          OSError, ValueError: storage has failed.
+          StorageUnavailable: the index reads back differently, or storage has failed.
+          ValueError: storage has failed.
         """
-        for folder in self._names:
-            _merge(self._folder, folder, self._context)
-        for name, content in self._described.items():
-            (self._folder / name).write_bytes(content)
-        self._folder.rename(self.step_dir)
+        with files.typed_errors(self.step_dir):
+            self._folder.stat()  # TensorStore would make it, if it is gone.
+            for folder in self._names:
+                _merge(self._folder, folder, self._context)
+            for name, content in self._described.items():
+                (self._folder / name).write_bytes(content)
+            self._folder.rename(self.step_dir)
 
     def _write(self) -> HostReport:
         self._context = _context(self.step_dir.parent)
@@ -242,7 +244,7 @@ def _begin(database: Path, held: Mapping[str, HostPieces], context: Any) -> Any:
         for box, items in each.items.items():
             place = tuple(slice(start, stop) for start, stop in box)
             writes.append(array[place].write(items, can_reference_source_data_indefinitely=True))
-    for write in writes:  # One that nobody waits for is cancelled.
+    for write in writes:  # TensorStore cancels one whose future is dropped.
         write.copy.result()
     return transaction.commit_async()
 
