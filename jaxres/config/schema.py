@@ -144,11 +144,11 @@ class CheckpointSection(Section):
     reuse); device: a copy on each device, fetched by the host in the background; auto: device if
     the devices have room for it (on CPU always), else copy."""
     writer: Literal["tensorstore", "orbax"] = free("tensorstore")
-    """Who writes the arrays on a file system; both write the same format. A bucket's are always
-    written by Orbax.
+    """What writes the arrays on a file system, in the same format.
 
     tensorstore: TensorStore without Orbax's layers; each part is read back while the next ones are
-    written."""
+    written; orbax: Orbax, and all is read back at the end. A bucket's are always written by
+    Orbax."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
     """Share of its time that the background thread spends on digests and read-back of a save.
 
