@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo, Box, Digests, digests_of, encode
 from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, verify_part
-from jaxres.checkpoint.snapshot import digests_name, local_shape, pieces
+from jaxres.checkpoint.snapshot import digests_name, shape_and_pieces
 from jaxres.checkpoint.stored_chunks import entries_of
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
 from jaxres.checkpoint.throttle import Throttle
@@ -129,7 +130,7 @@ class ArrayWriter:
             self._folder.rename(self.step_dir)
 
     def _write(self) -> HostReport:
-        self._context = _context(self.step_dir.parent)
+        self._context = orbax_stores.get_ts_context()  # orbax_io.use_lockfiles_if_needed
         if self._describe is not None:
             self._described = self._describe()
         self._folder.mkdir(exist_ok=True)
@@ -211,15 +212,7 @@ def _parts(arrays: Mapping[str, tuple[ArrayInfo, Any]]) -> Iterator[list[str]]:
 
 
 def _fetch(info: ArrayInfo, array: Any) -> HostPieces:
-    return HostPieces(info, local_shape(array), pieces(array))
-
-
-def _context(folder: Path) -> Any:
-    """Returns TensorStore's settings; lock files where the mount refuses locks."""
-    import tensorstore
-
-    locking = {"file_io_locking": {"mode": "lockfile"}} if files.refuses_locks(folder) else {}
-    return tensorstore.Context({"file_io_concurrency": {"limit": 128}, **locking})
+    return HostPieces(info, *shape_and_pieces(array))
 
 
 def _begin(database: Path, held: Mapping[str, HostPieces], context: Any) -> Any:

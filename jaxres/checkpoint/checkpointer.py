@@ -119,7 +119,7 @@ class Checkpointer:
             section, run_dir=run_dir, log=log, peers=peers, emit=emit, clock=clock
         )
         self._writer: BackgroundSave | None = None
-        """A save that timed out while Orbax was still writing it."""
+        """A save that timed out while it was still being written."""
         self._silence_seconds = 2 * section.timeout_seconds  # For Orbax, then for finalizing.
         self._is_silent = False
         """Whether storage has not answered for so long that no further save is attempted."""

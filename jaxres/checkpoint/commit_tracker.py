@@ -211,7 +211,7 @@ class FrozenPart:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that Orbax has started and that is not finalized yet."""
+    """A save that has been started and is not finalized yet."""
 
     writing: BackgroundSave
     step_dir: RunPath

@@ -1,4 +1,4 @@
-"""Finalizes a step that Orbax has written: facts and manifest, all of it verified on disk.
+"""Finalizes a step whose arrays are written: facts and manifest, all of it verified on disk.
 
 This is the last action before the commit record. Only the saver thread of host 0 runs it.
 """

@@ -95,7 +95,7 @@ def _new_step_class() -> type[epath.Path]:
 
 
 def use_lockfiles_if_needed(folder: RunPath) -> None:
-    """Makes TensorStore use lock files on a mount that refuses locks, where saves fail otherwise.
+    """Makes saves use lock files on a mount that refuses locks, where they fail otherwise.
 
     Orbax has no setting for it (orbax-checkpoint 0.12.8, tensorstore_utils.get_ts_context). Only
     this attempt writes into its step directories, so a lock file that a killed process leaves there
@@ -275,7 +275,7 @@ def start_save(
 
 
 def wait_save(writing: BackgroundSave, step_dir: RunPath, *, timeout: float) -> None:
-    """Waits until Orbax has written a step; raises StorageUnavailable if storage refused."""
+    """Waits until a step is written; raises StorageUnavailable if storage refused."""
     try:
         is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)
     except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.

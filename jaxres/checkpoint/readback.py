@@ -37,7 +37,8 @@ THREADS = 4
 READ_BYTES = 2**22
 REMOTE_TRIES = 4
 _PROCESS_FILE = re.compile(
-    r"(?:state|frozen)/ocdbt\.process_(\d+)(?:\.\d+)?/.*|(?:state|frozen)/array_metadatas/process_(\d+)|"
+    r"(?:state|frozen)/ocdbt\.process_(\d+)(?:\.\d+)?/.*|"
+    r"(?:state|frozen)/array_metadatas/process_(\d+)|"
     r"(?:frozen_)?digests/process_(\d+)\.json"
 )
 
@@ -120,11 +121,8 @@ def _report(
             chunks = _own_chunks(step_dir, arrays, expected, process, frozen)
             copied = {name: copies.root / name for name in copies.folders} if copies else {}
             reader = ArrayReader(step_dir, arrays, frozen=frozen, copied=copied)
-            rest = {path: expected[path] for path in expected.keys() - chunks.keys()}
-            scanned, wrong = _scan_files(step_dir, chunks, expected, pace)
-            wrong |= _wrong_arrays(reader, arrays, rest, pace)
-            files |= scanned
-            files |= checksums(step_dir, [name for name in own if name not in files], pace)
+            found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
+            files |= found
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
         is_down = isinstance(error, StorageUnavailable) and not isinstance(
             error, storage.TransferCorrupted
@@ -133,6 +131,22 @@ def _report(
     if wrong:
         return _reads_differently(step_dir, wrong), True
     return HostReport(files), False
+
+
+def _read_back(
+    names: Sequence[str],
+    reader: ArrayReader,
+    arrays: Mapping[str, ArrayInfo],
+    chunks: Mapping[str, list[Chunk]],
+    expected: Mapping[str, Digests],
+    pace: Throttle,
+) -> tuple[dict[str, FileInfo], set[str]]:
+    """Reads files and arrays once; returns the files' checksums, and the arrays that are wrong."""
+    rest = {path: expected[path] for path in expected.keys() - chunks.keys()}
+    found, wrong = _scan_files(reader.step_dir, chunks, expected, pace)
+    wrong |= _wrong_arrays(reader, arrays, rest, pace)
+    found |= checksums(reader.step_dir, [name for name in names if name not in found], pace)
+    return found, wrong
 
 
 def _reads_differently(step_dir: RunPath, wrong: Collection[str]) -> HostReport:
@@ -167,10 +181,7 @@ def verify_part(
             drop_from_memory(step_dir, own)
             chunks = _with_digests(locate_below(step_dir, database, arrays, boxes), expected)
             reader = ArrayReader(step_dir, arrays, frozen=(), database=database)
-            rest = {path: expected[path] for path in expected.keys() - chunks.keys()}
-            found, wrong = _scan_files(step_dir, chunks, expected, pace)
-            wrong |= _wrong_arrays(reader, arrays, rest, pace)
-            found |= checksums(step_dir, [name for name in own if name not in found], pace)
+            found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
         return HostReport({}, f"{step_dir}: could not be read back ({error})")
     return _reads_differently(step_dir, wrong) if wrong else HostReport(found)

@@ -207,15 +207,20 @@ def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
 
     Over all processes each item occurs once. Orbax itself decides which they are.
     """
-    return {
-        box_of(part.index, array.shape): np.asarray(part.data())
-        for part in _slices(array).replica_slices
-    }
+    return shape_and_pieces(array)[1]
 
 
 def local_shape(array: jax.Array) -> tuple[int, ...]:
     """Returns the shape of every piece of an array, on all processes."""
     return tuple(_slices(array).local_shape)
+
+
+def shape_and_pieces(array: jax.Array) -> tuple[tuple[int, ...], dict[Box, np.ndarray]]:
+    """Returns `local_shape` and `pieces` of an array at once."""
+    found = _slices(array)
+    return tuple(found.local_shape), {
+        box_of(part.index, array.shape): np.asarray(part.data()) for part in found.replica_slices
+    }
 
 
 def _slices(array: jax.Array) -> replica_slices.ReplicaSlices:
