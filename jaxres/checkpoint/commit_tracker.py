@@ -56,7 +56,7 @@ class CommitTracker:
         self.names = {path.rpartition("/")[2] for path in line.paths}
         """Directory names of all steps that were ever committed, even if pruned since."""
         self._tried: set[str] = set()
-        """Directory names of all saves of this attempt to a bucket."""
+        """Directory names of all saves of this attempt."""
         self.committed_step = self.saved_step = line.step
         """Newest committed step, and newest step that is committed or being saved."""
         self.longest_seconds = 0.0
@@ -104,26 +104,29 @@ class CommitTracker:
         return exists
 
     def free_name(self, step: int) -> str:
-        """Returns a name for a step directory that does not exist.
+        """Returns a name for a step directory that no save has ever had.
 
-        No committed step has ever had the name, even if it was pruned since. In a bucket no other
-        save has had it either: a bucket may complete requests of a save that has timed out.
+        A disk or bucket may complete writes of a save that has timed out: they must not reach
+        another save's directory.
 
         Raises:
-          StorageUnavailable: files of a failed save of this step can't be deleted yet.
+          StorageUnavailable: files of a failed save can't be deleted yet.
         """
+        if not self._run_dir.is_remote and self._failed_dirs():
+            self.sweep()
+            if left := self._failed_dirs():
+                raise StorageUnavailable(f"{left[0]}: a failed save's files can't be deleted yet.")
         names = step_dirs.step_names(step, attempt=self._log.attempt)
         name = next(name for name in names if name not in self.names | self._tried)
-        step_dir = self._run_dir.checkpoints / name
-        if self._run_dir.is_remote:
-            self._tried.add(name)
-            return name
-        both = step_dir, step_dir.with_name(step_dirs.temporary_name(name))
-        if any(map(files.exists, both)):
-            self.sweep()
-        if any(map(files.exists, both)):
-            raise StorageUnavailable(f"{step_dir}: an earlier save's files can't be deleted yet.")
+        self._tried.add(name)
         return name
+
+    def _failed_dirs(self) -> list[RunPath]:
+        """Returns the existing directories of this attempt's failed saves."""
+        names = sorted(self._tried - self.names)
+        both = [(name, step_dirs.temporary_name(name)) for name in names]
+        folders = [self._run_dir.checkpoints / name for pair in both for name in pair]
+        return [folder for folder in folders if files.exists(folder)]
 
     def rewind(self, step: int) -> None:
         """Makes an older step the newest committed one, after a rollback record.

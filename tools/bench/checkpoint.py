@@ -89,7 +89,7 @@ def make_arrays(*, number: int, gigabytes: float) -> Callable[[], Any]:
     """Returns a function that creates so many arrays, each split over all devices."""
     mesh = meshes.build(MeshSection(fsdp=-1), devices=jax.devices())
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
-    rows = max(1, round(gigabytes * 1e9 / number / 4 / 1024 / len(jax.devices())))
+    rows = 64 * max(1, round(gigabytes * 1e9 / number / 4 / 1024 / 64 / len(jax.devices())))
     shape = (rows * len(jax.devices()), 1024)
     noise = np.random.default_rng(0).random(shape, np.float32)  # Stock Orbax compresses the rest.
     scaled = jax.jit(

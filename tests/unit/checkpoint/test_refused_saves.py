@@ -448,3 +448,20 @@ def test_a_write_of_digests_that_orbax_never_begins_is_no_coroutine():
     """Such a coroutine would warn, at any later time, that it was never awaited."""
     snapshot = Snapshot({}, process=0, is_own=True, pace=Throttle())
     assert not inspect.iscoroutine(asyncio.run(snapshot.save(None)))
+
+
+def test_a_save_that_is_tried_again_has_a_directory_of_its_own(attempt, monkeypatch):
+    """The disk may complete writes of the failed save late; they reach no other save's files."""
+    with attempt.checkpoints() as checkpoints:
+        with monkeypatch.context() as broken:
+            broken.setattr(checkpointer, "finalize", refuse)
+            try_save(checkpoints, 8)
+        assert failed(attempt)[-1].reason == "refused"
+        assert step_dirs(attempt) == []
+        try_save(checkpoints, 8)
+        assert step_dirs(attempt) == ["00000008-0001-2"]
+        late = attempt.run_dir.checkpoints / "00000008-0001.orbax-checkpoint-tmp" / "state"
+        late.mkdir(parents=True)
+        try_save(checkpoints, 16)
+        assert step_dirs(attempt) == ["00000008-0001-2", "00000016-0001"]
+    assert commits(attempt) == [8, 16]
