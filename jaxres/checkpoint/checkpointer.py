@@ -23,8 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
-from jaxres.checkpoint import frozen_arrays, orbax_io
+from jaxres.checkpoint import background_save, frozen_arrays, orbax_io
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.background_save import BackgroundSave
 from jaxres.checkpoint.commit_tracker import CommitTracker, FrozenPart, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import finalize
 from jaxres.checkpoint.frozen_arrays import (
@@ -33,7 +34,7 @@ from jaxres.checkpoint.frozen_arrays import (
     LinkSource,
     split_state,
 )
-from jaxres.checkpoint.orbax_io import BackgroundSave, Tree, array_infos
+from jaxres.checkpoint.orbax_io import Tree, array_infos
 from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
 from jaxres.checkpoint.snapshot import SnapshotMemory
@@ -287,7 +288,7 @@ class Checkpointer:
             self.wait()  # Host 0 has waited before it decided.
         changing, still = split_state(state, self._trainable)
         frozen = self._frozen_part(still, source)
-        writing = orbax_io.start_save(
+        writing = background_save.start_save(
             changing,
             step_dir,
             self._context,
@@ -356,7 +357,7 @@ class Checkpointer:
         step = save.progress.step
         try:
             with save.download or contextlib.nullcontext():
-                orbax_io.wait_save(
+                background_save.wait_save(
                     save.writing, save.step_dir, timeout=self._section.timeout_seconds
                 )
                 self._reports(save)
@@ -383,7 +384,9 @@ class Checkpointer:
         Also returns how many of its bytes are in linked files.
         """
         self._writer = save.writing
-        orbax_io.wait_save(save.writing, save.step_dir, timeout=self._section.timeout_seconds)
+        background_save.wait_save(
+            save.writing, save.step_dir, timeout=self._section.timeout_seconds
+        )
         self._writer = None
         reports = self._reports(save)
         if any(frozen_arrays.CHANGED in report.failure for report in reports):

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jaxres.checkpoint import pruning
+from jaxres.checkpoint.background_save import BackgroundSave
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.frozen_arrays import BitSums, LinkSource
-from jaxres.checkpoint.orbax_io import BackgroundSave
 from jaxres.checkpoint.step_download import StepDownload
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup

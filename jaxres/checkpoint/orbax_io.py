@@ -1,20 +1,12 @@
-"""Orbax adapter: asynchronous saves of a step's arrays, their settings, typed errors.
-
-The result of every save is awaited: otherwise Orbax raises the error of a failed save in the next
-save, which then saves nothing.
-"""
+"""Settings of Orbax's saves, and the arrays of a state by the names that Orbax gives them."""
 
 from __future__ import annotations
 
-import functools
-import json
 import logging
 import math
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from traceback import walk_tb
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +14,14 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax_files
-from jaxres.checkpoint.array_writer import ArrayWriter
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import (
     MIN_SLICE_BYTES,
-    Snapshot,
-    SnapshotMemory,
     spreads_replicas,
-    take_snapshot,
 )
-from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN
-from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
-from jaxres.storage.path import SCHEME, RunPath, is_remote
-from jaxres.storage.threads import spawn_thread
+from jaxres.storage.path import RunPath
 
 Tree = dict[str, Any]
 
@@ -49,10 +31,6 @@ SPARE_BYTES = 4 * 2**20
 DATA_FILE_BYTES = 64 * 2**20
 """Size from which TensorStore begins another data file, so that several are written and read back
 at once. By default it is 2 GB."""
-
-BESIDE_ORBAX = 1.25
-"""Our limit as a multiple of Orbax's: Orbax's own timeout error is more specific, so it comes
-first."""
 
 
 def save_context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:
@@ -140,192 +118,6 @@ def require_free_space(folder: RunPath, state_bytes: int) -> None:
             f"{folder}: no space left: a save needs {needed / 2**20:,.1f} MiB, "
             f"{free / 2**20:,.1f} MiB are free. Nothing committed is lost. Free some space there."
         )
-
-
-_MISSING_FILE = ("NOT_FOUND", "No ArrayMetadata found", "directory does not exist")
-"""Texts of TensorStore's and Orbax's ValueErrors about a file of the save that does not exist."""
-
-
-class BackgroundSave:
-    """A save by Orbax or TensorStore, in a thread.
-
-    The thread waits for the result without a timeout: with one, a TimeoutError could mean that the
-    result is not available yet or that the save has run into Orbax's own limits.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], Any],
-        snapshots: Sequence[Snapshot] = (),
-        *,
-        on_success: Callable[[], None] = lambda: None,
-        own: ArrayWriter | None = None,
-    ) -> None:
-        """Calls `begin` in the thread; it returns an object whose `result()` ends with the save.
-
-        `own` is that object if the save is not by Orbax.
-        """
-        self._own = own
-        self._begin = begin
-        self._on_success = on_success
-        self._snapshots = snapshots
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        spawn_thread("save", self._await, daemon=True, blocks_signals=False)
-
-    def _await(self) -> None:
-        try:
-            self._begin().result()
-            self._on_success()
-        except BaseException as error:  # noqa: BLE001  It crosses to the waiter's thread.
-            self._error = error
-        del self._begin, self._on_success  # They may hold a copy of the state.
-        self._over.set()
-
-    @property
-    def failure(self) -> str:
-        """Reason why this process's block digests were not written; empty if they were."""
-        return "; ".join(snapshot.failure for snapshot in self._snapshots if snapshot.failure)
-
-    @property
-    def report(self) -> HostReport | None:
-        """Report on this host's part, if the save has read it back already."""
-        return self._own and self._own.report
-
-    def complete(self) -> None:
-        """On host 0, once all hosts have written their parts: makes them one checkpoint.
-
-        Raises:
-          StorageUnavailable: storage has failed.
-        """
-        if self._own is not None:
-            try:
-                self._own.complete()
-            except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
-                _raise_typed(error, self._own.step_dir)
-
-    def is_over(self) -> bool:
-        """Returns whether the save has ended, with or without an error."""
-        return self._over.is_set()
-
-    def ended(self, *, timeout: float) -> bool:
-        """Waits until the save has ended and raises its error; False: timeout."""
-        if not self._over.wait(timeout):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-def start_save(
-    state: Tree,
-    step_dir: RunPath,
-    context: ocp.Context,
-    snapshot_by: str = "copy",
-    pace: Throttle = UNTHROTTLED,
-    frozen: Tree | None = None,
-    memory: SnapshotMemory | None = None,
-    writer: str = "orbax",
-) -> BackgroundSave:
-    """Starts an asynchronous save of a state and of its block digests.
-
-    The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
-    `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
-    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`.
-    """
-    memory = memory or SnapshotMemory()
-    parts = {(ARRAYS, manifests.DIGESTS): state}
-    if frozen:
-        parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
-    copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
-    if writer == "tensorstore" and not is_remote(step_dir):
-        folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
-        own = ArrayWriter(
-            step_dir,
-            {folder: named_arrays(part) for folder, part in folders.items()},
-            functools.partial(orbax_files.describe, folders),
-            process=jax.process_index(),
-            is_own=is_own,
-            pace=pace,
-        )
-        written = functools.partial(memory.give_back, copies) if is_own else lambda: None
-        return BackgroundSave(lambda: own, on_success=written, own=own)
-    contents: dict[str, Any] = {}
-    snapshots: list[Snapshot] = []
-    for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
-        snapshot = Snapshot(
-            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace
-        )
-        contents |= {arrays_name: part, digests_name: snapshot}
-        snapshots.append(snapshot)
-
-    def begin() -> Any:
-        with context:
-            return ocp.save_checkpointables_async(str(step_dir), contents)
-
-    if is_own and jax.process_count() == 1:  # On several hosts Orbax begins with a computation.
-        written = functools.partial(memory.give_back, copies)
-        return BackgroundSave(begin, snapshots, on_success=written)
-    with files.typed_errors(step_dir):
-        try:
-            response = begin()
-        except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
-            _raise_typed(error, step_dir)
-    return BackgroundSave(lambda: response, snapshots)
-
-
-def wait_save(writing: BackgroundSave, step_dir: RunPath, *, timeout: float) -> None:
-    """Waits until a step is written; raises StorageUnavailable if storage refused."""
-    try:
-        is_over = writing.ended(timeout=BESIDE_ORBAX * timeout)
-    except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
-        _raise_typed(error, step_dir)
-    if not is_over:
-        raise StorageUnavailable(
-            f"{step_dir}: was not written within {timeout:.0f} s (checkpoint.timeout_seconds). "
-            "Nothing committed is lost. Is the storage slow?"
-        )
-
-
-def _raise_typed(error: Exception, step_dir: RunPath) -> NoReturn:
-    """Raises StorageUnavailable if storage has failed, otherwise the error itself.
-
-    A bucket's failure may also be a ValueError of TensorStore that names the object, or an error
-    from parsing one of Orbax's own files that was damaged in transfer. Any other error is a bug.
-    """
-    of_bucket = _reads_metadata(error) or (isinstance(error, ValueError) and SCHEME in str(error))
-    is_storages = isinstance(error, OSError) or manifests.is_storage_fault(error)
-    is_storages = is_storages or _misses_files(error, step_dir)
-    if not (is_storages or (is_remote(step_dir) and of_bucket)):
-        raise error
-    why = str(error).partition("\n")[0]  # JAX's error about a barrier has ten lines.
-    if is_remote(step_dir):
-        why = f"{type(error).__name__}: {why}"
-    raise StorageUnavailable(
-        f"{step_dir}: could not be saved ({why}). Nothing committed is lost. Free some space or "
-        "fix the storage."
-    ) from error
-
-
-def _misses_files(error: Exception, step_dir: RunPath) -> bool:
-    """Returns whether files that this save has written are gone: the run directory was deleted."""
-    is_gone = not files.is_dir(step_dir.parent)
-    return is_gone or (
-        isinstance(error, ValueError) and any(text in str(error) for text in _MISSING_FILE)
-    )
-
-
-def _reads_metadata(error: Exception) -> bool:
-    """Returns whether an error comes from parsing a metadata file that Orbax has read back.
-
-    A flipped bit may leave valid JSON with an unknown key.
-    """
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return True
-    if not isinstance(error, ValueError | KeyError | TypeError):
-        return False
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    return any(name.startswith(("json.", "orbax.checkpoint._src.metadata.")) for name in modules)
 
 
 def array_infos(tree: Tree) -> dict[str, ArrayInfo]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint import orbax_io
+from jaxres.checkpoint import background_save, orbax_io
 from jaxres.checkpoint.load_arrays import load
 
 ROUNDS = 5
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         step_dir = Path(folder, "step")
         state = make()
-        orbax_io.wait_save(
-            orbax_io.start_save(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS
+        background_save.wait_save(
+            background_save.start_save(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS
         )
         for index in range(ROUNDS + 1):
             for name, layout in layouts.items():

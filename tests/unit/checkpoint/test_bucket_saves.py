@@ -15,8 +15,8 @@ from aiohttp import ServerDisconnectedError
 from gcsfs.retry import HttpError
 from google.api_core.exceptions import NotFound
 
+from jaxres.checkpoint import background_save, orbax_io, step_download
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax_io, step_download
 from jaxres.checkpoint.load_arrays import load
 from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.readback import HostReport, verify_own_files
@@ -37,9 +37,9 @@ def step_dir(gcs_bucket: str) -> GcsPath:
     return GcsPath(gcs_bucket, "run/checkpoints/00000008-0001")
 
 
-def begin(step_dir: GcsPath, *, seconds: float = 60) -> orbax_io.BackgroundSave:
+def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.BackgroundSave:
     context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
-    return orbax_io.start_save(STATE, step_dir, context)
+    return background_save.start_save(STATE, step_dir, context)
 
 
 def test_starting_a_save_does_not_wait_for_the_bucket(
@@ -50,7 +50,7 @@ def test_starting_a_save_does_not_wait_for_the_bucket(
     writing = begin(step_dir)
     assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "the call has made a request"
     gcs_server.faults.clear()
-    orbax_io.wait_save(writing, step_dir, timeout=60)
+    background_save.wait_save(writing, step_dir, timeout=60)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
     )
@@ -64,7 +64,7 @@ def test_save_refused_by_the_bucket_is_storage_unavailable(
 ) -> None:
     gcs_server.fail("403", times=None)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
+        background_save.wait_save(begin(step_dir), step_dir, timeout=60)
     gc.collect()
 
 
@@ -126,7 +126,9 @@ def test_bucket_errors_of_every_library_are_storage_unavailable(
     step_dir: GcsPath, error: Exception
 ) -> None:
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(orbax_io.BackgroundSave(lambda: Broken(error)), step_dir, timeout=10)
+        background_save.wait_save(
+            background_save.BackgroundSave(lambda: Broken(error)), step_dir, timeout=10
+        )
 
 
 def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
@@ -136,8 +138,8 @@ def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
     with pytest.raises(KeyError) as raised:
         json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(
-            orbax_io.BackgroundSave(lambda: Broken(raised.value)), step_dir, timeout=10
+        background_save.wait_save(
+            background_save.BackgroundSave(lambda: Broken(raised.value)), step_dir, timeout=10
         )
 
 
@@ -158,7 +160,9 @@ def test_bug_in_a_save_is_raised_unchanged_on_disk_and_in_a_bucket(
 ) -> None:
     place = tmp_path if where == "disk" else step_dir
     with pytest.raises(type(error)) as raised:
-        orbax_io.wait_save(orbax_io.BackgroundSave(lambda: Broken(error)), place, timeout=10)
+        background_save.wait_save(
+            background_save.BackgroundSave(lambda: Broken(error)), place, timeout=10
+        )
     assert raised.value is error
 
 
@@ -167,14 +171,14 @@ def test_data_damaged_on_upload_is_never_reported_as_written(
 ) -> None:
     """TensorStore sends no checksum with its writes; the digests of the snapshot detect damage."""
     damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
-    orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
+    background_save.wait_save(begin(step_dir), step_dir, timeout=60)
     assert damaged.hits == 1
     result = verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED)
     assert result.failure
 
 
 def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: GcsServer) -> None:
-    orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
+    background_save.wait_save(begin(step_dir), step_dir, timeout=60)
     damaged = gcs_server.fail("damage", method="GET", path="alt=media", times=3)
     result = verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED)
     assert damaged.hits == 3
@@ -186,7 +190,7 @@ DATA_FOLDER = "state/ocdbt.process_0/d"
 
 
 def saved(step_dir: GcsPath) -> None:
-    orbax_io.wait_save(begin(step_dir), step_dir, timeout=60)
+    background_save.wait_save(begin(step_dir), step_dir, timeout=60)
 
 
 @pytest.fixture

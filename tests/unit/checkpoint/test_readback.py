@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from jaxres.checkpoint import array_writer, orbax_io, readback
+from jaxres.checkpoint import array_writer, background_save, readback
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.stored_chunks import locate_below
@@ -33,13 +33,13 @@ def spoil_before_read_back(monkeypatch, harm, writer):
         for name in ("verify_part", "file_info", "drop_from_memory"):
             monkeypatch.setattr(array_writer, name, first(spoil, getattr(array_writer, name)))
         return
-    real = orbax_io.wait_save
+    real = background_save.wait_save
 
     def settle(writing, step_dir, *, timeout):
         real(writing, step_dir, timeout=timeout)
         harm(step_dir)
 
-    monkeypatch.setattr(orbax_io, "wait_save", settle)
+    monkeypatch.setattr(background_save, "wait_save", settle)
 
 
 def first(harm, real):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.checkpoint import checkpointer, orbax_io, retention
+from jaxres.checkpoint import background_save, checkpointer, retention
 from jaxres.checkpoint.snapshot import Snapshot
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.cluster.host_group import HostRank, SingleHost
@@ -320,16 +320,16 @@ def test_storage_that_stops_answering_causes_a_stop_and_blocks_no_caller(attempt
 
 
 def test_no_second_snapshot_is_taken_while_orbax_is_still_writing(attempt, monkeypatch):
-    real, over = orbax_io.wait_save, []
+    real, over = background_save.wait_save, []
 
     def too_slow(response, step_dir, *, timeout):
         real(response, step_dir, timeout=timeout)
         raise StorageUnavailable("it took too long")
 
     with attempt.checkpoints() as checkpoints:
-        monkeypatch.setattr(orbax_io.BackgroundSave, "is_over", lambda writing: bool(over))
+        monkeypatch.setattr(background_save.BackgroundSave, "is_over", lambda writing: bool(over))
         with monkeypatch.context() as slow:
-            slow.setattr(orbax_io, "wait_save", too_slow)
+            slow.setattr(background_save, "wait_save", too_slow)
             try_save(checkpoints, 8)
         try_save(checkpoints, 16)
         assert "still being written" in checkpoints.last_error
@@ -346,9 +346,9 @@ def test_a_save_that_orbax_itself_has_timed_out_has_ended():
         def result(self, timeout=None):
             raise TimeoutError("Timeout waiting at barrier")
 
-    writing = orbax_io.BackgroundSave(Response)
+    writing = background_save.BackgroundSave(Response)
     with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
-        orbax_io.wait_save(writing, Path("step"), timeout=10)
+        background_save.wait_save(writing, Path("step"), timeout=10)
     assert writing.is_over()
 
 
@@ -369,7 +369,7 @@ def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt
     with checkpoints:
         messages.append("host 1: no space left")
         with monkeypatch.context() as failing:
-            failing.setattr(orbax_io, "wait_save", refuse_after_write)
+            failing.setattr(background_save, "wait_save", refuse_after_write)
             try_save(checkpoints, 8)
         assert checkpoints.last_error == "host 1: no space left; refused"
         try_save(checkpoints, 16)
@@ -418,14 +418,14 @@ class EndedSave:
 def test_files_of_a_save_that_are_gone_are_a_failure_of_storage(tmp_path, text):
     """As orbax-checkpoint 0.12.8 raises them when the run directory is deleted during a save."""
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(EndedSave(ValueError(text)), tmp_path / "8", timeout=1)
+        background_save.wait_save(EndedSave(ValueError(text)), tmp_path / "8", timeout=1)
 
 
 def test_any_error_of_a_save_in_a_deleted_folder_is_a_failure_of_storage(tmp_path):
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        orbax_io.wait_save(EndedSave(KeyError("w")), tmp_path / "gone" / "8", timeout=1)
+        background_save.wait_save(EndedSave(KeyError("w")), tmp_path / "gone" / "8", timeout=1)
     with pytest.raises(KeyError):
-        orbax_io.wait_save(EndedSave(KeyError("w")), tmp_path / "8", timeout=1)
+        background_save.wait_save(EndedSave(KeyError("w")), tmp_path / "8", timeout=1)
 
 
 @pytest.mark.slow
