@@ -10,6 +10,7 @@ import hashlib
 import math
 import sys
 from pathlib import Path
+from typing import Literal
 
 import jax
 import ml_dtypes
@@ -86,8 +87,13 @@ def state(step: int, devices: list[jax.Device]) -> dict[str, dict[str, jax.Array
     return tree | {"key": {name: placed(key_data(name, step), ()) for name in KEYS}}
 
 
-def save(run_dir: RunDir, member: HostRank, nums_devices: list[int]) -> None:
-    """Saves a step on each number of devices."""
+def save(
+    run_dir: RunDir,
+    member: HostRank,
+    nums_devices: list[int],
+    writer: Literal["tensorstore", "orbax"] = "tensorstore",
+) -> None:
+    """Saves a step on each number of devices; `writer` is `checkpoint.writer`."""
     clock = SystemClock()
     peers = SingleHost() if member.is_alone else join(member, heartbeat_seconds=20, clock=clock)
     claim = dataclasses.replace(CLAIM, num_hosts=member.num_hosts, attempt=1)
@@ -95,7 +101,7 @@ def save(run_dir: RunDir, member: HostRank, nums_devices: list[int]) -> None:
         RunLog.claim(run_dir.log, claim, after=(), clock=clock)
     peers.barrier("claimed", seconds=PATIENCE_SECONDS)
     checkpoints = Checkpointer(
-        CheckpointSection(timeout_seconds=60, keep_last=5),
+        CheckpointSection(timeout_seconds=60, keep_last=5, writer=writer),
         run_dir=run_dir,
         log=RunLog(run_dir.log, attempt=1, last_seq=1, clock=clock),
         claim=claim,

@@ -33,9 +33,9 @@ def step_dirs(run_dir: RunDir) -> dict[int, Path]:
     return {c.step: run_dir.root / c.path for c in run_history(run_dir).committed}
 
 
-def start(reader: str, run_dir: RunDir) -> subprocess.Popen[bytes]:
+def start(reader: str, *run_dirs: RunDir) -> subprocess.Popen[bytes]:
     """Starts a process that reads all steps; it has no path to jaxres, and can't import it."""
-    folders = map(str, step_dirs(run_dir).values())
+    folders = [str(folder) for run_dir in run_dirs for folder in step_dirs(run_dir).values()]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(READER), reader, *folders]
     return subprocess.Popen(
@@ -43,11 +43,12 @@ def start(reader: str, run_dir: RunDir) -> subprocess.Popen[bytes]:
     )
 
 
-def assert_reads_the_bits(process: subprocess.Popen[bytes], reader: str, run_dir: RunDir) -> None:
+def assert_reads_the_bits(process: subprocess.Popen[bytes], reader: str, *runs: RunDir) -> None:
     printed, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors.decode()
     found = json.loads(printed)
-    for step, folder in step_dirs(run_dir).items():
+    steps = [(step, folder) for run_dir in runs for step, folder in step_dirs(run_dir).items()]
+    for step, folder in steps:
         assert set(found[str(folder)]) == set(NUMS_DEVICES[reader])
         for num_devices, table in found[str(folder)].items():
             assert table == stock_arrays.table(step), (step, num_devices)
@@ -74,12 +75,17 @@ def written(root: Path, num_hosts: int, *nums_devices: int) -> RunDir:
 
 
 def test_stock_orbax_and_tensorstore_read_a_step_of_eight_devices(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    stock_arrays.save(run_dir, ALONE, [8])
-    assert list(step_dirs(run_dir)) == [8]
-    processes = {reader: start(reader, run_dir) for reader in NUMS_DEVICES}
+    """Of both writers of `checkpoint.writer`."""
+    runs = RunDir(tmp_path / "default"), RunDir(tmp_path / "orbax")
+    stock_arrays.save(runs[0], ALONE, [8])
+    stock_arrays.save(runs[1], ALONE, [8], "orbax")
+    assert [list(step_dirs(run_dir)) for run_dir in runs] == [[8], [8]]
+    (by_default,), (by_orbax,) = (step_dirs(run_dir).values() for run_dir in runs)
+    assert (by_default / "state/ocdbt.process_0.0").is_dir()
+    assert (by_orbax / "state/ocdbt.process_0").is_dir()
+    processes = {reader: start(reader, *runs) for reader in NUMS_DEVICES}
     for reader, process in processes.items():
-        assert_reads_the_bits(process, reader, run_dir)
+        assert_reads_the_bits(process, reader, *runs)
 
 
 @pytest.mark.slow
