@@ -26,6 +26,7 @@ WALL_CLOCK_MAY = {
     "jaxres/telemetry/console_log.py:_TimedLines.write": "stamps a line",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
     "jaxres/supervisor/run_lock.py:liveness": "for output; a claim compares heartbeats",
+    "jaxres/supervisor/host_health.py:_clock_offset": "finds that the clock was set",
     "jaxres/checkpoint/replica.py:Replica._marker": "stamps the marker of a replica",
     "jaxres/cli/status.py:read_status": "ages, for output",
     "jaxres/launch/gce.py:print_line": "stamps output",

@@ -179,13 +179,15 @@ class HealthSection(Section):
     link: HealthAction = free("warn")
     """Errors of PCIe or NVLink that the link repeats, more than link_errors_per_minute."""
     link_errors_per_minute: PositiveFloat = free(100.0)
-    """Most such errors in a minute."""
+    """Most such errors in a minute; also of each network interface, whose errors only warn."""
     silent: HealthAction = free("warn")
     """NVIDIA's library has not answered for answer_seconds."""
     leak_minutes: PositiveFloat | None = free(60.0)
     """Warns if memory grows so steadily that it is used up within these minutes; null: never."""
     disk_free_gb: PositiveFloat | None = free(5.0)
     """Warns if the disk of the run's local files has fewer GB (1e9 bytes) left; null: never."""
+    clock_step_seconds: PositiveFloat | None = free(1.0)
+    """Warns if the clock of the host was set by more seconds than this; null: never."""
 
 
 class HardwareSection(Section):
@@ -197,7 +199,7 @@ class HardwareSection(Section):
     quick takes seconds, full minutes (most of each device's memory); auto: quick on accelerators,
     off on CPUs."""
     health: HealthSection | None = free(HealthSection())
-    """Health guard of each host: its GPUs, if it has an NVIDIA driver, memory, disk; null: none."""
+    """Health guard of each host: GPUs of NVIDIA, memory, disk, clock, network; null: none."""
 
 
 class RestartSection(Section):

@@ -1,9 +1,10 @@
-"""Runs the health process of a host, reads its memory and disk, and judges what they show.
+"""Runs the health process of a host, reads the host itself, and judges what they show.
 
 A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
 that wakes it. If the driver hangs, the lines stop: the thread kills the process and reports that,
-and the supervisor starts another process later. Another thread reads memory and disk. Nothing here
-delays the supervisor. Without an NVIDIA driver's library no process is started.
+and the supervisor starts another process later. Another thread reads memory, disk, clock and
+network. Nothing here delays the supervisor. Without an NVIDIA driver's library no process is
+started.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def may_have_gpus(env: Mapping[str, str]) -> bool:
 
 
 class HealthWatcher:
-    """Watches the GPUs, memory and disk of this host until closed; a context manager."""
+    """Watches the GPUs and the rest of this host until closed; a context manager."""
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ class HealthWatcher:
         self._states: dict[str, GpuState] = {}
         self._warned_xids: set[XidReported] = set()
         self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
-        self._host_reported: set[str] = set()
+        self._host_reported: set[tuple[str, str]] = set()
+        """Kind and device of the findings of the reading before."""
         self._process: subprocess.Popen[bytes] | None = None
         self._retry_at = math.inf
         """When the process is started again, on the clock."""
@@ -153,14 +155,16 @@ class HealthWatcher:
                 yield from found
             case HostReading():
                 self._host.append(message)
+                reported = self._host_reported
                 found = host_health.judge(tuple(self._host), section)
-                yield from (each for each in found if each.kind not in self._host_reported)
-                self._host_reported = {each.kind for each in found}
+                new = [each for each in found if (each.kind, each.device) not in reported]
+                self._host_reported = {(each.kind, each.device) for each in found}
+                yield from new
 
     def _watch_host(self) -> None:
         while not self._threads.closed.wait(host_health.READ_SECONDS):
-            now = self._clock.monotonic()
-            self._threads.put(host_health.read(self._folder, supervisor=os.getpid(), at=now))
+            reading = host_health.read(self._folder, supervisor=os.getpid(), clock=self._clock)
+            self._threads.put(reading)
 
     def _start(self, section: HealthSection) -> None:
         """Starts the process; called by the main thread alone, so that `pids` is never behind."""

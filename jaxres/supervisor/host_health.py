@@ -1,4 +1,4 @@
-"""Memory and disk space of a host: readings, and what they show over time.
+"""Memory, disk space, clock and network links of a host: readings, and what they show over time.
 
 A leak is reported before the kernel kills a process because memory ran out. `judge` is pure.
 """
@@ -9,10 +9,11 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxres.clock import Clock, boot_seconds
 from jaxres.config.schema_operations import HealthSection
 from jaxres.supervisor.health import Finding
 from jaxres.supervisor.proc_stat import read_proc_stat
@@ -25,11 +26,32 @@ NUM_READINGS = 11
 STEADY = 0.8
 """Share of the intervals in which memory grows, if that is a leak."""
 HOST = "this host"
+TOGETHER_SECONDS = 0.1
+"""Longest time between the readings of two clocks that are compared."""
+SYSFS = Path("/sys")
+ERRORS = ("statistics/rx_errors", "statistics/tx_errors")
+"""Counters of errors of a network interface, in its folder of sysfs.
+
+Source: kernel.org, Documentation/ABI/testing/sysfs-class-net-statistics."""
+LOSSES = "carrier_down_count"
+PORT_ERRORS = ("counters/symbol_error", "counters/port_rcv_errors")
+PORT_LOSSES = "counters/link_downed"
+"""The same of a port of an InfiniBand or RoCE device (sysfs-class-infiniband)."""
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """Counters of a network interface or port, since the host was started."""
+
+    errors: int
+    """Damaged packets, received or sent."""
+    losses: int
+    """How often the link was lost."""
 
 
 @dataclass(frozen=True)
 class HostReading:
-    """Memory and disk space at one moment."""
+    """A host at one moment."""
 
     at: float
     """Monotonic time."""
@@ -39,21 +61,62 @@ class HostReading:
     """Memory that the host, or the limit of its container, has left."""
     disk_free_bytes: int | None
     """Free space of the file system of the run's local files; None: unknown."""
+    clock_offset: float = 0.0
+    """Seconds of the wall clock since the epoch, without those since the host was started."""
+    links: Mapping[str, LinkCounters] = field(default_factory=dict)
+    """Name of each network interface or port of hardware -> its counters."""
 
 
-def read(folder: Path, *, supervisor: int, at: float) -> HostReading:
+def read(folder: Path, *, supervisor: int, clock: Clock, sysfs: Path = SYSFS) -> HostReading:
     """Reads the host; may wait for the storage of `folder`.
 
     Args:
       folder: folder of the run's local files.
       supervisor: pid whose descendants are the run's processes.
-      at: the present time.
+      clock: the clock of this host.
+      sysfs: where the kernel's sysfs is mounted.
     """
     free = None
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(folder).free
     used = sum(map(_resident_bytes, _descendants(supervisor)))
-    return HostReading(at, used, available_bytes(), free)
+    return HostReading(
+        at=clock.monotonic(),
+        used_bytes=used,
+        left_bytes=available_bytes(),
+        disk_free_bytes=free,
+        clock_offset=_clock_offset(clock),
+        links=read_links(sysfs),
+    )
+
+
+def _clock_offset(clock: Clock) -> float:
+    """Compares two clocks; does so again if this process was suspended in between."""
+    while True:
+        boot, wall = boot_seconds(), clock.wall()
+        if boot_seconds() - boot < TOGETHER_SECONDS:
+            return wall - boot
+
+
+def read_links(sysfs: Path) -> dict[str, LinkCounters]:
+    """Returns the counters of all network interfaces and ports that are hardware."""
+    cards = [path.parent for path in sysfs.glob("class/net/*/device")]
+    found = {card.name: _counters(card, ERRORS, LOSSES) for card in cards}
+    for port in sysfs.glob("class/infiniband/*/ports/*"):
+        name = f"{port.parent.parent.name} port {port.name}"
+        found[name] = _counters(port, PORT_ERRORS, PORT_LOSSES)
+    return found
+
+
+def _counters(folder: Path, errors: Sequence[str], losses: str) -> LinkCounters:
+    """Reads counters; those that the driver does not have are 0."""
+
+    def value(name: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int((folder / name).read_text())
+        return 0
+
+    return LinkCounters(sum(map(value, errors)), value(losses))
 
 
 def _descendants(pid: int) -> set[int]:
@@ -92,7 +155,30 @@ def judge(readings: Sequence[HostReading], section: HealthSection) -> list[Findi
     if free is not None and least_gb is not None and free < 1e9 * least_gb:
         text = f"the disk of the run directory has {free / 1e9:.1f} GB left"
         found.append(Finding("disk", HOST, text, "warn"))
+    for before, now in itertools.pairwise(readings[-2:]):
+        found += [*_clock_step(before, now, section), *_bad_links(before, now, section)]
     return found
+
+
+def _clock_step(before: HostReading, now: HostReading, section: HealthSection) -> Iterator[Finding]:
+    """Finds that the clock was set: it then differs from the time since the host was started."""
+    limit, step = section.clock_step_seconds, now.clock_offset - before.clock_offset
+    if limit is not None and abs(step) > limit:
+        way = "forward" if step > 0 else "back"
+        text = f"its clock was set {way} by {abs(step):.1f} s; time stamps of the logs jump"
+        yield Finding("clock", HOST, text, "warn")
+
+
+def _bad_links(before: HostReading, now: HostReading, section: HealthSection) -> Iterator[Finding]:
+    minutes = (now.at - before.at) / 60
+    for name in now.links.keys() & before.links.keys():
+        errors = now.links[name].errors - before.links[name].errors
+        losses = now.links[name].losses - before.links[name].losses
+        if losses > 0:
+            yield Finding("network", name, f"its link was lost {losses} times", "warn")
+        elif errors > section.link_errors_per_minute * minutes:
+            text = f"{errors} damaged packets in {60 * minutes:.0f} s"
+            yield Finding("network", name, text, "warn")
 
 
 def _leak(readings: Sequence[HostReading], *, within_minutes: float) -> str | None:

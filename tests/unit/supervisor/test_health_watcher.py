@@ -170,8 +170,8 @@ def test_a_full_disk_is_told_once_and_again_after_it_had_space(watch, monkeypatc
     monkeypatch.setattr(host_health, "READ_SECONDS", 0.01)
     free = iter([9e9, 4e9, 4e9, 9e9, 4e9])
 
-    def read(folder, *, supervisor, at):
-        return HostReading(at, 0, 10**12, int(next(free, 9e9)))
+    def read(folder, *, supervisor, clock):
+        return HostReading(clock.monotonic(), 0, 10**12, int(next(free, 9e9)))
 
     monkeypatch.setattr(host_health, "read", read)
     watcher = watch(CUDA_VISIBLE_DEVICES="")
