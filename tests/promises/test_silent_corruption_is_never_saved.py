@@ -8,7 +8,14 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
-from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, run_history
+from tests.promises.trainer import (
+    FAULTY,
+    TrainingProcess,
+    Workspace,
+    digest,
+    run_history,
+    starts,
+)
 
 SAVE, COMPARE, STEPS = 4, 5, 12
 OVERRIDES = (
@@ -66,3 +73,37 @@ def test_a_host_with_a_flipped_bit_is_left_out_and_the_others_go_on(workspace: W
     assert (restart["exit"], restart["culprit"]) == (ExitCode.UNHEALTHY, 1)
     assert (restart["step"], restart["excluded_slots"]) == (SAVE, [1])
     assert run_history(trainer.run_dir).step == STEPS
+
+
+CLEAN_STEPS = 100_000
+MESHES = {
+    "data=2": ("2", "mesh.data=2"),
+    "data=2 fsdp=2": ("4", "mesh.data=2", "mesh.fsdp=2"),
+    "data=4": ("4", "mesh.data=4"),
+}
+
+
+@pytest.mark.campaign
+def test_a_hundred_thousand_clean_steps_raise_no_alarm(workspace: Workspace) -> None:
+    """Over SIGKILLs and three meshes; the copies are compared after each step."""
+    common = (
+        "evaluation.every_steps=0",
+        f"train.steps={CLEAN_STEPS}",
+        "checkpoint.save_every_steps=5000",
+        "guards.corruption.every_steps=1",
+        "guards.corruption.replay_every_steps=100",
+    )
+    commits = (*range(15_000, CLEAN_STEPS, 15_000), None)
+    for number, commit in enumerate(commits):
+        devices, *axes = list(MESHES.values())[number % len(MESHES)]
+        env = {"JAX_NUM_CPU_DEVICES": devices}
+        trainer = workspace.start("run", *common, *axes, config=FAULTY, env=env)
+        if commit is not None:
+            trainer.wait_commit(commit)
+            trainer.kill()
+        code = trainer.wait_exit()
+        assert code == (0 if commit is None else -9), trainer.printed()
+        assert not trainer.events_of("corruption_detected")
+    begun = starts(trainer.run_dir)
+    assert [step >= commit for step, commit in zip(begun[1:], commits[:-1], strict=True)]
+    assert run_history(trainer.run_dir).step == CLEAN_STEPS
