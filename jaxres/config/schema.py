@@ -26,6 +26,7 @@ from jaxres.config.schema_operations import (
     PreemptionSection,
     ReplicaSection,
     RestartSection,
+    ScrubSection,
     StepsWhen,
     TrackerSection,
     When,
@@ -135,6 +136,8 @@ class CheckpointSection(Section):
     """Shorthand for keep.last."""
     replica: ReplicaSection | None = free(None)
     """A second place for the committed steps, as in {path: gs://OTHER-BUCKET/RUN}; null: none."""
+    scrub: ScrubSection | None = free(ScrubSection())
+    """Verification of committed steps on storage while the run trains; null: none."""
     memory: MemorySection | None = free(None)
     """Newest states in host memory too, for a restart after a worker's crash; null: off."""
     snapshot: Literal["auto", "copy", "device"] = free("auto")

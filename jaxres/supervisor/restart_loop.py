@@ -12,7 +12,6 @@ import dataclasses
 import os
 import select
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +48,7 @@ from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.watchdog import LEAVE_SECONDS
 from jaxres.telemetry import stdio
@@ -89,6 +89,8 @@ class LoopState:
     """Copy the metrics to experiment trackers, over all attempts."""
     replica: ReplicaProcess
     """Replicates the committed steps, over all attempts."""
+    scrub: ScrubProcess
+    """Verifies committed steps in the background, over all attempts."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -131,6 +133,7 @@ def run_restart_loop(
         health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
+        scrub = stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
@@ -156,6 +159,7 @@ def run_restart_loop(
             unconfirmed=unconfirmed,
             trackers=trackers,
             replica=replica,
+            scrub=scrub,
             fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
@@ -273,6 +277,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
     )
     run.trackers.ensure_started(opened.claim.attempt)
     run.replica.ensure_started(run.emit)
+    run.scrub.ensure_started(run.emit)
     ended = attempt_runner.consume_stop_file(run.run_dir, opened.claim)
     if ended is None:
         deadline = restart_policy.deadline(run.policy)
@@ -303,8 +308,7 @@ def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
 
 
 def _is_ours(claim: Claim) -> bool:
-    ours = (socket.gethostname(), os.getpid(), worker_group.boot_id())
-    return (claim.host, claim.pid, claim.boot_id) == ours
+    return worker_group.is_claim_of(claim, pid=os.getpid())
 
 
 def _fenced_reason(run: LoopState, claim: Claim) -> str:
@@ -316,6 +320,7 @@ def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     keep = (
         run.trackers.pids
         | run.replica.pids
+        | run.scrub.pids
         | run.health_watcher.pids
         | (set() if run.fork_server is None else run.fork_server.pids)
     )
