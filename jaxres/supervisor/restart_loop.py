@@ -122,8 +122,7 @@ def run_restart_loop(
 
     Args:
       config, run_dir: of every attempt; no live process holds the run directory.
-      policy: when to restart.
-      run_attempt: runs a claimed attempt to its end; `_run_claimed` has its arguments.
+      policy, run_attempt: when to restart, and what runs a claimed attempt (`_run_claimed`).
       unconfirmed: path of the last step if it is committed and does not count yet.
       env, clock: the environment of all attempts, and the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.
@@ -133,7 +132,6 @@ def run_restart_loop(
         health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
-        scrub = stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
@@ -159,7 +157,7 @@ def run_restart_loop(
             unconfirmed=unconfirmed,
             trackers=trackers,
             replica=replica,
-            scrub=scrub,
+            scrub=stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock)),
             fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
