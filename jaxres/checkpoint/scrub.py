@@ -5,8 +5,11 @@ Nothing is written to the step, and none is quarantined: a restore does that, on
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 
+from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.throttle import BandwidthLimit, Throttle
 from jaxres.checkpoint.verify import VerificationReport, verify_step
 from jaxres.clock import Clock
@@ -36,11 +39,11 @@ def verify(run_dir: RunDir, commit: Commit, *, limit: BandwidthLimit, clock: Clo
 def judge(result: Result, commit: Commit, before: StepCheck | None, *, now: float) -> StepCheck:
     """Returns the check that a verification is. Pure.
 
-    An error of storage is damage of no kind; that this step alone stays unreadable is an incident,
-    since such a step is lost too (a bad sector).
+    An error of storage proves no damage. But a step that stays unreadable while others can be read
+    (a bad sector) is an incident.
 
     Args:
-      result: what the verification has returned or raised.
+      result: what the verification has returned or raised. An error: another step can be read.
       commit: the step, which is still committed: a step is pruned in the log before its files are.
       before: the check before it.
       now: wall-clock time.
@@ -59,6 +62,16 @@ def judge(result: Result, commit: Commit, before: StepCheck | None, *, now: floa
         text = f"storage has failed to return it {failures} times, most recently: {result}"
         return with_damage(check, Damage("unreadable", now, text), before)
     return check if before is None else replace(check, damage=before.damage)
+
+
+def can_read_another(run_dir: RunDir, commits: Iterable[Commit], but: Commit) -> bool:
+    """Returns whether storage returns the manifest of a committed step other than this one."""
+    for commit in commits:
+        if commit != but:
+            with contextlib.suppress(RunError):
+                manifests.load((run_dir.root / commit.path).absolute(), commit)
+                return True
+    return False
 
 
 def intact_copy(

@@ -66,6 +66,10 @@ def _scrub(run_dir: RunDir, options: argparse.Namespace, *, clock: Clock) -> Non
     history = _history(run_dir, records, supervisor=options.parent)
     if _commit(history, options.path) is None:
         return  # It was pruned or quarantined while it was read.
+    if isinstance(result, RunError) and not scrub.can_read_another(
+        run_dir, history.committed, but=commit
+    ):
+        raise result
     checks = scrub_progress.read(run_dir)
     check = scrub.judge(result, commit, checks.get(commit.path), now=clock.wall())
     if check.damage is not None and options.replica is not None:

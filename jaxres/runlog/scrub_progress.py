@@ -47,7 +47,7 @@ class StepCheck:
     time: float
     """Wall-clock time at which the check has ended."""
     num_failures: int = 0
-    """Number of checks, one after another, in which storage failed."""
+    """Number of checks, one after another, in which storage returned other steps but not this."""
     damage: Damage | None = None
 
 
