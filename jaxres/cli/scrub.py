@@ -21,7 +21,7 @@ from jaxres.faults import Fenced, RunError
 from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, RunHistory
-from jaxres.runlog.scrub_progress import StepCheck
+from jaxres.storage.path import RunPath
 from jaxres.supervisor import processes, worker_group
 from jaxres.telemetry import stdio
 
@@ -40,8 +40,16 @@ def main(arguments: list[str], *, clock: Clock) -> int:
     options = parser.parse_args(arguments)
     processes.kill_me_with_parent(options.parent)
     os.nice(NICE)
+    limit = BandwidthLimit(options.max_mb_per_second * 1e6, clock=clock)
     try:
-        _scrub(RunDir(options.run_dir), options, clock=clock)
+        check_step(
+            RunDir(options.run_dir),
+            options.path,
+            supervisor=options.parent,
+            replica=options.replica,
+            limit=limit,
+            clock=clock,
+        )
     except RunError as end:
         error = faults.by_phase(end, at_start=False)
         stdio.eprint(f"checkpoint.scrub: {error}\n")
@@ -49,42 +57,52 @@ def main(arguments: list[str], *, clock: Clock) -> int:
     return ExitCode.DONE
 
 
-def _scrub(run_dir: RunDir, options: argparse.Namespace, *, clock: Clock) -> None:
-    """Verifies the step and writes the result.
+def check_step(
+    run_dir: RunDir,
+    path: str,
+    *,
+    supervisor: int,
+    replica: RunPath | None,
+    limit: BandwidthLimit,
+    clock: Clock,
+) -> None:
+    """Verifies a step and writes the result; does nothing if the step is not committed any more.
+
+    Args:
+      run_dir: the run directory.
+      path: path of the step's directory in it.
+      supervisor: pid of the supervisor, which must own the run.
+      replica: folder of the run's replica; None: there is none.
+      limit: limit of the bytes that are read.
+      clock: stamps the result.
 
     Raises:
       Fenced: another process has claimed the run; nothing was written.
       StorageUnavailable: the run directory could not be read or written.
     """
-    limit = BandwidthLimit(options.max_mb_per_second * 1e6, clock=clock)
     records = run_log.read_records(run_dir.log)
-    commit = _commit(_history(run_dir, records, supervisor=options.parent), options.path)
+    commit = _commit(_history(run_dir, records, supervisor=supervisor), path)
     if commit is None:
         return
     result = scrub.verify(run_dir, commit, limit=limit, clock=clock)
     records = run_log.read_records(run_dir.log, known=len(records))
-    history = _history(run_dir, records, supervisor=options.parent)
-    if _commit(history, options.path) is None:
+    history = _history(run_dir, records, supervisor=supervisor)
+    if _commit(history, path) is None:
         return  # It was pruned or quarantined while it was read.
     if isinstance(result, RunError) and not scrub.can_read_another(
         run_dir, history.committed, but=commit
     ):
         raise result
     checks = scrub_progress.read(run_dir)
-    check = scrub.judge(result, commit, checks.get(commit.path), now=clock.wall())
-    if check.damage is not None and options.replica is not None:
-        copy = scrub.intact_copy(run_dir, commit, options.replica, limit=limit, clock=clock)
+    check = scrub.judge(result, commit, checks.get(path), now=clock.wall())
+    if check.damage is not None and replica is not None:
+        copy = scrub.intact_copy(run_dir, commit, replica, limit=limit, clock=clock)
         check = dataclasses.replace(check, damage=dataclasses.replace(check.damage, copy=copy))
-    _write(run_dir, check, records, supervisor=options.parent)
-
-
-def _write(run_dir: RunDir, check: StepCheck, records: list[Record], *, supervisor: int) -> None:
-    """Adds a check; drops those of steps that are no longer committed."""
-    records = run_log.read_records(run_dir.log, known=len(records))
-    history = _history(run_dir, records, supervisor=supervisor)
-    checks = {**scrub_progress.read(run_dir), check.path: check}
-    committed = {commit.path for commit in history.committed}
-    scrub_progress.write(run_dir, {p: each for p, each in checks.items() if p in committed})
+        records = run_log.read_records(run_dir.log, known=len(records))
+        history = _history(run_dir, records, supervisor=supervisor)
+    committed = {each.path for each in history.committed}
+    checks = {name: each for name, each in {**checks, path: check}.items() if name in committed}
+    scrub_progress.write(run_dir, checks)
 
 
 def _history(run_dir: RunDir, records: list[Record], *, supervisor: int) -> RunHistory:

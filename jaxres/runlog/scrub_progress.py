@@ -109,3 +109,11 @@ def intact_steps(commits: Sequence[Commit], checks: Mapping[str, StepCheck]) -> 
         for commit in commits
         if (check := checks.get(commit.path)) is None or check.damage is None
     )
+
+
+def damaged_steps(
+    commits: Sequence[Commit], checks: Mapping[str, StepCheck]
+) -> tuple[StepCheck, ...]:
+    """Returns the checks of the committed steps with known damage, ascending by step."""
+    found = [checks[commit.path] for commit in commits if commit.path in checks]
+    return tuple(check for check in found if check.damage is not None)

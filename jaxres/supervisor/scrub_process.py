@@ -161,44 +161,42 @@ def damage_events(
     """Returns an event for each committed step with known damage. Pure."""
     intact = scrub_progress.intact_steps(history.committed, checks)
     events: list[CheckpointDamageFound] = []
-    for commit in history.committed:
-        check = checks.get(commit.path)
-        if check is None or check.damage is None:
-            continue
+    for check in scrub_progress.damaged_steps(history.committed, checks):
         damage = check.damage
+        assert damage is not None, check
         state = "is damaged on storage" if damage.kind == "damaged" else "can't be read"
         events.append(
             CheckpointDamageFound(
                 attempt=history.attempt,
                 step=history.step,
                 kind=damage.kind,
-                damaged_step=commit.step,
-                path=commit.path,
+                damaged_step=check.step,
+                path=check.path,
                 found=damage.found,
                 files=damage.files,
                 arrays=damage.arrays,
                 intact_steps=intact,
                 copy=damage.copy,
-                reason=f"step {commit.step} ({commit.path}) {state}: {damage.evidence}",
-                next=_remedy(commit, intact, damage.copy, run_dir=run_dir),
+                reason=f"step {check.step} ({check.path}) {state}: {damage.evidence}",
+                next=_remedy(check, intact, damage.copy, run_dir=run_dir),
                 number=0,
             )
         )
     return events
 
 
-def _remedy(commit: Commit, intact: Sequence[int], copy: str | None, *, run_dir: RunDir) -> str:
+def _remedy(check: StepCheck, intact: Sequence[int], copy: str | None, *, run_dir: RunDir) -> str:
     root = run_dir.root.absolute()
-    check = f"jaxres checkpoints verify {root} --step {commit.step}"
+    command = f"jaxres checkpoints verify {root} --step {check.step}"
     if copy is not None:
         return (
             f"training continues; an intact copy is in the replica: copy the files of {copy} over "
-            f"those in {root / commit.path}, then {check}"
+            f"those in {root / check.path}, then {command}"
         )
     if intact:
         return (
             f"training continues; a restore skips this step and takes step {max(intact)}, which "
-            f"has no known damage. To look again: {check}"
+            f"has no known damage. To look again: {command}"
         )
     return (
         "training continues, and no other committed step is known to be intact: request a save "
