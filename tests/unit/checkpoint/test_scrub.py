@@ -6,6 +6,7 @@ import pytest
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import scrub
+from jaxres.checkpoint.stored_chunks import by_file, locate_chunks
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.paths import RunDir
@@ -42,12 +43,18 @@ def test_the_rate_is_kept(run_dir):
     assert size / RATE <= clock.now <= 2.1 * size / RATE, "at most two reads of each byte"
 
 
-def test_each_file_is_dropped_from_the_page_cache_before_it_is_read(run_dir, monkeypatch):
+@pytest.mark.parametrize("is_scanned", [True, False], ids=["arrays", "other"])
+def test_each_file_is_dropped_from_the_page_cache_before_it_is_read(
+    written_by, tmp_path, monkeypatch, is_scanned
+):
     """The disk's bytes are other ones than those of the cache until it is dropped."""
+    shutil.copytree(written_by(1).root, tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     commit = newest(run_dir)
     step_dir = run_dir.root / commit.path
     manifest = manifests.load(step_dir, commit)
-    name = max(manifest.files, key=lambda name: manifest.files[name].size)
+    chunks = locate_chunks(step_dir, manifest.arrays, frozen=manifest.frozen)
+    name = max(by_file(chunks)) if is_scanned else "progress.json"
     drop, dropped = files.drop_page_cache, []
 
     def drop_page_cache(path):
