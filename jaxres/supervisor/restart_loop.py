@@ -317,8 +317,8 @@ def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     """Kills the processes that attempts have left behind."""
     keep = (
         run.trackers.pids
-        | run.replica.pids
         | run.scrub.pids
+        | run.replica.pids
         | run.health_watcher.pids
         | (set() if run.fork_server is None else run.fork_server.pids)
     )
