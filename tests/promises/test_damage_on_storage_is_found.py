@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import replica_files, scrub_progress
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from tests.damage import flip_bit_at
 from tests.promises.trainer import (
+    BUSY_SECONDS,
     FAULTY,
     TrainingProcess,
     Workspace,
@@ -28,6 +34,8 @@ LIMIT_SECONDS = 90.0
 """Longest wait; the run waits for its gate meanwhile."""
 ARRAY = "params/bias_V"
 OFTEN = "checkpoint.scrub={every_hours: 0.0002, max_mb_per_second: 20}"
+SLOWLY = "checkpoint.scrub={every_hours: 0.0002, max_mb_per_second: 0.003}"
+"""Some 4 s for a step, which has 12 KB."""
 GATE_ROW, HELD_STEP = 1090, 40
 """A row of step 46, where the run waits, and the newest step that is committed by then."""
 
@@ -140,3 +148,53 @@ def verify(run_dir: RunDir, step: int) -> int:
 def replica_step(to: RunDir) -> int:
     marker = replica_files.read_marker(to)
     return 0 if marker is None else marker.step
+
+
+@pytest.mark.slow
+def test_a_check_ends_with_its_supervisor_and_one_of_a_zombie_writes_nothing(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    env, gate = held(tmp_path)
+    own = (SLOWLY, "checkpoint.save_every_steps=20")
+    zombie = workspace.launch("run", *own, hosts=1, config=FAULTY, restart=True, env=env)
+    zombie.wait_commit(HELD_STEP)
+    zombie.wait(lambda: bool(checking(zombie)), what="a check", seconds=LIMIT_SECONDS)
+    (pid,) = checking(zombie)
+    for each in (zombie.process.pid, zombie.worker(), pid):
+        assert each is not None
+        os.kill(each, signal.SIGSTOP)
+    again = env | {"FAULT": "row:200:gate"}
+    successor = workspace.launch("run", *own, hosts=1, config=FAULTY, restart=True, env=again)
+    successor.wait(lambda: starts(zombie.run_dir) == [0, HELD_STEP], what="a takeover")
+    os.kill(pid, signal.SIGCONT)
+    successor.wait(lambda: is_over(pid), what="the end of the zombie's check")
+    assert "owns this run now" in zombie.printed()
+    assert scrub_progress.read(zombie.run_dir) == {}
+
+    successor.wait(lambda: bool(checking(successor)), what="a check", seconds=LIMIT_SECONDS)
+    (pid,) = checking(successor)
+    successor.kill(target="supervisor")
+    deadline = time.monotonic() + BUSY_SECONDS
+    while not is_over(pid):
+        assert time.monotonic() < deadline, "it outlives its supervisor"
+        time.sleep(0.05)
+    gate.touch()
+    zombie.kill(signal.SIGCONT)
+    assert zombie.wait_exit() == ExitCode.FENCED, zombie.printed()
+    assert scrub_progress.read(zombie.run_dir) == {}
+
+
+def checking(trainer: TrainingProcess) -> list[int]:
+    """Returns the pid of the process that verifies a step for a supervisor, if there is one."""
+    command = ["pgrep", "--parent", str(trainer.process.pid), "-f", "jaxres.cli.scrub"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def is_over(pid: int) -> bool:
+    """Returns whether a process has ended; its parent may be suspended, so it may be a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
