@@ -25,6 +25,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_store
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_files
 from jaxres.checkpoint.array_writer import ArrayWriter
+from jaxres.checkpoint.bit_sums import sums_of
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import (
@@ -238,6 +239,7 @@ def start_save(
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
     copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
+    sums = sums_of({path: a for part in parts.values() for path, a in named_arrays(part).items()})
     if writer == "tensorstore" and not is_remote(step_dir):
         folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
         own = ArrayWriter(
@@ -247,6 +249,7 @@ def start_save(
             process=jax.process_index(),
             is_own=is_own,
             pace=pace,
+            sums=sums,
         )
         written = functools.partial(memory.give_back, copies) if is_own else lambda: None
         return BackgroundSave(lambda: own, on_success=written, own=own)
@@ -254,7 +257,7 @@ def start_save(
     snapshots: list[Snapshot] = []
     for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
         snapshot = Snapshot(
-            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace
+            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace, sums=sums
         )
         contents |= {arrays_name: part, digests_name: snapshot}
         snapshots.append(snapshot)
