@@ -42,25 +42,27 @@ class BitSums:
         return {
             part: int(value)
             for parts, values in self.by_device
-            for part, value in zip(parts, np.asarray(values), strict=True)
+            for part, value in zip(parts, values, strict=True)
         }
 
 
 NO_SUMS = BitSums(())
 
 
-def sums_of(arrays: Mapping[str, tuple[ArrayInfo, Any]]) -> BitSums:
+def sums_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], when: str = "on") -> BitSums:
     """Returns the sums of the parts that this process may write; an accelerator goes on alone.
 
     Left out are arrays with other items than words of 1, 2 or 4 bytes. The arrays may be donated
-    once this returns.
+    once this returns. `when` is the setting `checkpoint.check_snapshot`.
     """
+    if when == "off":
+        return NO_SUMS
     parts: dict[Any, list[tuple[Part, Any]]] = {}
     for path, (_, array) in arrays.items():
         if not _is_summed(array.dtype):
             continue
         for shard in array.addressable_shards:
-            if shard.replica_id == 0:
+            if shard.replica_id == 0 and (when == "on" or shard.device.platform != "cpu"):
                 box = tuple(
                     part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True)
                 )
@@ -105,9 +107,9 @@ def _is_summed(dtype: Any) -> bool:
     return dtype.itemsize in WORDS and is_whole and not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _device_sums(device: Any, parts: list[Any]) -> Any:
+def _device_sums(device: Any, parts: list[Any]) -> list[Any]:
     if device.platform != "cpu":
-        return _sums(parts)
+        return [_sum(part) for part in parts]
     # XLA's sums on a CPU are ten times slower than NumPy's.
     with ThreadPoolExecutor(THREADS, "jaxres-sums") as pool:
         return list(pool.map(_cpu_sum, parts))
@@ -123,14 +125,13 @@ def _cpu_sum(part: jax.Array) -> int:
     return host_sum(np.frombuffer(buffer, WORDS[part.dtype.itemsize]))
 
 
-@jax.jit
-def _sums(parts: list[Any]) -> jax.Array:
-    return jnp.stack([device_sum(part) for part in parts])
-
-
 def device_sum(part: jax.Array) -> jax.Array:
     """Returns the sum of the bits of items on a device."""
     if part.dtype == jnp.bool_:
         part = part.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(part, WORDS[part.dtype.itemsize])
     return jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32)
+
+
+_sum = jax.jit(device_sum)
+"""One program for each shape and type; one for a whole state would take longer to compile."""

@@ -227,19 +227,22 @@ def start_save(
     frozen: Tree | None = None,
     memory: SnapshotMemory | None = None,
     writer: str = "orbax",
+    check: str = "auto",
 ) -> BackgroundSave:
     """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
-    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`.
+    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`,
+    `check` is `checkpoint.check_snapshot`.
     """
     memory = memory or SnapshotMemory()
     parts = {(ARRAYS, manifests.DIGESTS): state}
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
     copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
-    sums = sums_of({path: a for part in parts.values() for path, a in named_arrays(part).items()})
+    named = {path: x for part in parts.values() for path, x in named_arrays(part).items()}
+    sums = sums_of(named, check)
     if writer == "tensorstore" and not is_remote(step_dir):
         folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
         own = ArrayWriter(

@@ -1,5 +1,7 @@
 """A bit that changes between the state on the devices and the digests of a save is found."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +57,21 @@ def test_the_next_step_can_reuse_the_buffers_that_were_summed():
     }
 
 
+def test_an_accelerator_sums_arrays_that_the_next_step_overwrites():
+    array = jnp.arange(2.0**16)
+    expected = bit_sums.host_sum(np.asarray(array))
+    (value,) = bit_sums._device_sums(SimpleNamespace(platform="gpu"), [array])
+    jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert array.is_deleted()
+    assert int(value) == expected
+
+
+def test_on_a_cpu_nothing_is_summed_unless_it_is_asked_for():
+    arrays = {"w": (ArrayInfo("float32", (4,)), jnp.ones(4))}
+    found = [len(bit_sums.sums_of(arrays, when).read()) for when in ("on", "auto", "off")]
+    assert found == [1, 0, 0]
+
+
 def test_items_of_other_sizes_are_left_out():
     arrays = {"a": np.ones(4, "int4"), "c": np.ones(4, np.complex64), "f": np.ones(4, np.float32)}
     named = {name: (None, jnp.asarray(items)) for name, items in arrays.items()}
@@ -94,7 +111,8 @@ def flip_host_copy(monkeypatch):
 def test_such_a_save_is_not_committed_and_the_next_one_is(attempt, monkeypatch, writer, mode, flip):
     if (flip, mode) == (flip_copy_on_device, "copy"):
         pytest.skip("there is no copy on the device")
-    with attempt.checkpoints(writer=writer, snapshot=mode) as checkpoints:
+    own = {"writer": writer, "snapshot": mode, "check_snapshot": "on"}
+    with attempt.checkpoints(**own) as checkpoints:
         with monkeypatch.context() as faulty:
             flip(faulty)
             checkpoints.save(state(8), progress(8))
