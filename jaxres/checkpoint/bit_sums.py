@@ -103,8 +103,14 @@ def host_sum(items: np.ndarray) -> int:
 
 
 def _is_summed(dtype: Any) -> bool:
-    is_whole = "int2" not in str(dtype) and "int4" not in str(dtype)
-    return dtype.itemsize in WORDS and is_whole and not jnp.issubdtype(dtype, jax.dtypes.extended)
+    """Returns whether an item is one word; complex numbers and items of a part of a byte are not."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    elif jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+    else:
+        return dtype == jnp.bool_
+    return bits == 8 * dtype.itemsize and dtype.itemsize in WORDS
 
 
 def _device_sums(device: Any, parts: list[Any]) -> list[Any]:
@@ -120,9 +126,11 @@ def _cpu_sum(part: jax.Array) -> int:
 
     `np.asarray` would keep a view of the buffer, so that the next step could not reuse it.
     """
+    if not part.nbytes:
+        return 0
     part.block_until_ready()
     buffer = (ctypes.c_uint8 * part.nbytes).from_address(part.unsafe_buffer_pointer())
-    return host_sum(np.frombuffer(buffer, WORDS[part.dtype.itemsize]))
+    return host_sum(np.ctypeslib.as_array(buffer).view(WORDS[part.dtype.itemsize]))
 
 
 def device_sum(part: jax.Array) -> jax.Array:

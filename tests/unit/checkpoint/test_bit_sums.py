@@ -73,9 +73,10 @@ def test_on_a_cpu_nothing_is_summed_unless_it_is_asked_for():
 
 
 def test_items_of_other_sizes_are_left_out():
-    arrays = {"a": np.ones(4, "int4"), "c": np.ones(4, np.complex64), "f": np.ones(4, np.float32)}
-    named = {name: (None, jnp.asarray(items)) for name, items in arrays.items()}
-    assert {path for path, _ in bit_sums.sums_of(named).read()} == {"f"}
+    names = ("int4", "uint2", "float4_e2m1fn", "complex64", "float32", "bool")
+    arrays = {name: (ArrayInfo(name, (4,)), jnp.ones(4, name)) for name in names}
+    arrays["empty"] = (ArrayInfo("float32", (0,)), jnp.ones(0))
+    assert {path for path, _ in bit_sums.sums_of(arrays).read()} == {"float32", "bool", "empty"}
 
 
 def flip_copy_on_device(monkeypatch):
