@@ -28,6 +28,8 @@ WALL_CLOCK_MAY = {
     "jaxres/supervisor/run_lock.py:liveness": "for output; a claim compares heartbeats",
     "jaxres/supervisor/host_health.py:_clock_offset": "finds that the clock was set",
     "jaxres/checkpoint/replica.py:Replica._marker": "stamps the marker of a replica",
+    "jaxres/cli/scrub.py:check_step": "stamps the check of a step, for due_steps",
+    "jaxres/supervisor/scrub_process.py:ScrubProcess._watch": "hours since a check, over processes",
     "jaxres/cli/status.py:read_status": "ages, for output",
     "jaxres/launch/gce.py:print_line": "stamps output",
     "jaxres/launch/gce.py:_upload_job": "start of a job, over several machines: hours, cost",

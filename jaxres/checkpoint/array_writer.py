@@ -22,6 +22,7 @@ import numpy as np
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, Part, require_equal
 from jaxres.checkpoint.block_digests import ArrayInfo, Box, Digests, digests_of, encode
 from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, verify_part
 from jaxres.checkpoint.snapshot import digests_name, shape_and_pieces
@@ -71,6 +72,7 @@ class ArrayWriter:
         process: int,
         is_own: bool,
         pace: Throttle,
+        sums: BitSums = NO_SUMS,
     ) -> None:
         """Fetches the pieces to the host, unless the arrays are a copy that is never donated.
 
@@ -81,7 +83,10 @@ class ArrayWriter:
           process: number of this host.
           is_own: whether the arrays are such a copy.
           pace: throttle of digests and read-back.
+          sums: sums of the bits of the state itself, with which what is written is compared.
         """
+        self._sums = sums
+        self._expected: Mapping[Part, int] = {}
         self.step_dir = step_dir
         """Directory of the step."""
         self._folder = step_dir.with_name(step_dirs.temporary_name(step_dir.name))
@@ -134,7 +139,7 @@ class ArrayWriter:
         if self._describe is not None:
             self._described = self._describe()
         self._folder.mkdir(exist_ok=True)
-        report = HostReport({})
+        report, self._expected = HostReport({}), self._sums.read()
         for folder in self._folders:
             (self._folder / folder).mkdir(exist_ok=True)
             report = self._write_folder(folder, report)
@@ -176,6 +181,10 @@ class ArrayWriter:
             for path, each in held.items():  # While TensorStore writes.
                 with self._pace.piece():
                     digests[path] = digests_of(each.info, each.items)
+                    # After the digests: what changes later differs from them when it is read back.
+                    require_equal(self._expected, path, each.items)
+        except Corrupted as error:
+            return HostReport({}, str(error)), {}
         except Exception as error:  # noqa: BLE001  Host 0 refuses the step.
             why = f"this process could not digest its data: {type(error).__name__}: {error}"
             return HostReport({}, why), {}

@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_files
 from jaxres.checkpoint.array_writer import ArrayWriter
+from jaxres.checkpoint.bit_sums import sums_of
 from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import Snapshot, SnapshotMemory, take_snapshot
@@ -118,18 +119,22 @@ def start_save(
     frozen: Tree | None = None,
     memory: SnapshotMemory | None = None,
     writer: str = "orbax",
+    check: str = "auto",
 ) -> BackgroundSave:
     """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
-    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`.
+    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`,
+    `check` is `checkpoint.check_snapshot`.
     """
     memory = memory or SnapshotMemory()
     parts = {(ARRAYS, manifests.DIGESTS): state}
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
     copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
+    named = {path: x for part in parts.values() for path, x in named_arrays(part).items()}
+    sums = sums_of(named, check)
     if writer == "tensorstore" and not is_remote(step_dir):
         folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
         own = ArrayWriter(
@@ -139,6 +144,7 @@ def start_save(
             process=jax.process_index(),
             is_own=is_own,
             pace=pace,
+            sums=sums,
         )
         written = functools.partial(memory.give_back, copies) if is_own else lambda: None
         return BackgroundSave(lambda: own, on_success=written, own=own)
@@ -146,7 +152,7 @@ def start_save(
     snapshots: list[Snapshot] = []
     for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
         snapshot = Snapshot(
-            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace
+            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace, sums=sums
         )
         contents |= {arrays_name: part, digests_name: snapshot}
         snapshots.append(snapshot)

@@ -297,6 +297,7 @@ class Checkpointer:
             frozen={} if frozen.source else still,
             memory=self._memory,
             writer=self._section.writer,
+            check=self._section.check_snapshot,
         )
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))

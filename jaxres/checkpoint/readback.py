@@ -214,10 +214,10 @@ def checksums(
         return dict(zip(names, infos, strict=True))
 
 
-def file_info(path: RunPath) -> FileInfo:
+def file_info(path: RunPath, pace: Throttle = UNTHROTTLED) -> FileInfo:
     """Returns size and checksum of a file as read from disk, bypassing the page cache."""
     storage.drop_page_cache(path)
-    return _checksum(path, UNTHROTTLED)
+    return _checksum(path, pace)
 
 
 def _checksum(path: RunPath, pace: Throttle) -> FileInfo:
@@ -232,6 +232,7 @@ def _checksum_once(path: RunPath, pace: Throttle) -> FileInfo:
     for part in pace.each(storage.iter_chunks(path, size_bytes=READ_BYTES)):
         size += len(part)
         checksum.update(part)
+        pace.spend(len(part))
     return FileInfo(size, checksum.hexdigest())
 
 

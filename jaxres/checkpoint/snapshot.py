@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint._src.serialization import replica_slices
 
+from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, require_equal
 from jaxres.checkpoint.block_digests import (
     ArrayInfo,
     Box,
@@ -63,6 +64,7 @@ class Snapshot:
         process: int,
         is_own: bool,
         pace: Throttle,
+        sums: BitSums = NO_SUMS,
     ) -> None:
         """Keeps references to the arrays; fetches them to the host unless they are a copy.
 
@@ -71,7 +73,9 @@ class Snapshot:
           process: number of this process, for the name of its digest file.
           is_own: whether the arrays are a copy that is never donated and can be fetched later.
           pace: throttle of the hashing.
+          sums: sums of the bits of the state itself, with which what is digested is compared.
         """
+        self._sums = sums
         self._process = process
         self._pace = pace
         self.failure = ""
@@ -99,8 +103,13 @@ class Snapshot:
         try:
             all_pieces = self._pieces or _all_pieces(self._arrays)
             with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
-                digests = pool.map(self._digests, all_pieces.values())
-                return encode(dict(zip(all_pieces, digests, strict=True)))
+                found = list(pool.map(self._digests, all_pieces.values()))
+            expected = self._sums.read()
+            for path, (_, own) in all_pieces.items():
+                require_equal(expected, path, own)
+            return encode(dict(zip(all_pieces, found, strict=True)))
+        except Corrupted as error:
+            return encode_failure(str(error))
         except Exception as error:  # noqa: BLE001  Host 0 reads it and refuses the step.
             return encode_failure(f"{type(error).__name__}: {error}")
         finally:

@@ -234,6 +234,7 @@ def scan(
             fill(part, file)
             checksum.update(part.data)
             position += num_bytes
+            pace.spend(num_bytes)
             return part
 
         for chunk in sorted(chunks, key=lambda chunk: chunk.offset):

@@ -31,7 +31,7 @@ from jaxres.checkpoint.manifest import (
 from jaxres.checkpoint.readback import REMOTE_TRIES, file_info
 from jaxres.checkpoint.stored_chunks import Chunk, by_file, locate_chunks, scan
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, ArrayReader
-from jaxres.checkpoint.throttle import UNTHROTTLED
+from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import step_dirs
 from jaxres.runlog.run_log import Commit
@@ -79,7 +79,11 @@ class VerificationReport:
 
 
 def verify_step(
-    step_dir: RunPath, commit: Commit, *, again: int = REMOTE_TRIES
+    step_dir: RunPath,
+    commit: Commit,
+    *,
+    again: int = REMOTE_TRIES,
+    pace: Throttle = UNTHROTTLED,
 ) -> VerificationReport:
     """Verifies all of a committed step; repeats failed checks with the page cache dropped.
 
@@ -87,6 +91,7 @@ def verify_step(
       step_dir: directory of the step.
       commit: commit record of the step.
       again: how often the verification is repeated if two reads from a bucket differ.
+      pace: throttle of the reads.
 
     Raises:
       StorageUnavailable: storage could not be read, or two reads of the same file differ.
@@ -95,7 +100,7 @@ def verify_step(
         manifest = manifests.load(step_dir, commit)  # It repeats a failed read itself.
     except CheckpointDamaged as damage:
         return VerificationReport(commit.step, (Defect(damage.what, file=MANIFEST),))
-    step_checks = _StepChecks(step_dir, commit, manifest)
+    step_checks = _StepChecks(step_dir, commit, manifest, pace)
     checks: dict[Part, Callable[[], Defect | None]] = {
         **{("file", n): partial(step_checks.check_file, n, i) for n, i in manifest.files.items()},
         **{("array", path): partial(step_checks.check_array, path) for path in manifest.arrays},
@@ -110,7 +115,8 @@ def verify_step(
         second_results = list(pool.map(_run, failed))
     problems = [_naming_sharers(step_dir, defect) for defect in second_results if defect]
     if len(problems) < len(failed) and is_remote(step_dir) and again:
-        return verify_step(step_dir, commit, again=again - 1)  # A transfer may corrupt data.
+        # A transfer may corrupt data.
+        return verify_step(step_dir, commit, again=again - 1, pace=pace)
     if len(problems) < len(failed):
         raise StorageUnavailable(
             f"{step_dir}: two reads of the same part of step {commit.step} differ. Nothing was "
@@ -164,8 +170,11 @@ def _run(check: Callable[[], Defect | None]) -> Defect | None:
 class _StepChecks:
     """The checks of single files and arrays of one step; each can be repeated."""
 
-    def __init__(self, step_dir: RunPath, commit: Commit, manifest: Manifest) -> None:
+    def __init__(
+        self, step_dir: RunPath, commit: Commit, manifest: Manifest, pace: Throttle
+    ) -> None:
         self._step_dir = step_dir
+        self._pace = pace
         self._commit = commit
         self._manifest = manifest
         self._reader = ArrayReader(step_dir, manifest.arrays, frozen=manifest.frozen)
@@ -221,7 +230,7 @@ class _StepChecks:
         path = Path(str(self._step_dir / name))
         try:
             files.drop_page_cache(path)
-            return scan(path, chunks, add, UNTHROTTLED) == self._manifest.files.get(name)
+            return scan(path, chunks, add, self._pace) == self._manifest.files.get(name)
         except (ValueError, OSError):
             return None
 
@@ -245,7 +254,7 @@ class _StepChecks:
         """Checks size and checksum of one file."""
         path = self._step_dir / name
         try:
-            stored = file_info(path)
+            stored = file_info(path, self._pace)
         except OSError as error:
             if manifests.is_storage_fault(error):
                 raise manifests.unreadable(self._step_dir, self._commit.step, error) from error
@@ -269,7 +278,9 @@ class _StepChecks:
                     (start // n, -(-stop // n)) if n else (0, 1)
                     for (start, stop), n in zip(box, info.block, strict=True)
                 )
-                blocks.append((grid, block_digests(self._reader.read(path, box), info.block)))
+                items = self._reader.read(path, box)
+                blocks.append((grid, block_digests(items, info.block)))
+                self._pace.spend(items.nbytes)
         except (ValueError, OSError) as error:
             if manifests.is_storage_fault(error):
                 raise manifests.unreadable(self._step_dir, self._commit.step, error) from error

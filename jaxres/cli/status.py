@@ -15,7 +15,7 @@ from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.runlog import attempt_history, metrics, replica_files, run_log
+from jaxres.runlog import attempt_history, metrics, replica_files, run_log, scrub_progress
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.evaluations import EVALUATED
 from jaxres.runlog.event_log import read_events
@@ -24,11 +24,14 @@ from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
+from jaxres.runlog.scrub_progress import StepCheck
 from jaxres.supervisor import run_lock
 
 RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
 NUM_INCIDENTS = 5
 """Number of recent attempts shown."""
+LONGEST_EVIDENCE = 160
+"""Characters of the evidence of damage that are shown as text."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Status:
     """What the replica has; None: there is none."""
     marker: replica_files.Marker | None = None
     """If the folder itself is a replica: of which run."""
+    damaged: Sequence[StepCheck] = ()
+    """Committed steps that the background verification has found damaged or unreadable."""
 
 
 def read_status(
@@ -122,6 +127,7 @@ def read_status(
         outlook=health,
         replica=replica_files.read_progress(run_dir),
         marker=replica_files.read_marker(run_dir),
+        damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
     )
 
 
@@ -195,6 +201,11 @@ def as_text(status: Status) -> str:
     else:
         rows.append(("committed", "nothing yet"))
     rows += _replica(status)
+    rows += [
+        (check.damage.kind, f"step {check.step}: {check.damage.evidence[:LONGEST_EVIDENCE]}")
+        for check in status.damaged
+        if check.damage is not None
+    ]
     if history.starts:
         rows.append(("guarantee", guarantee_level(history.starts)))
     if history.claims and history.claims[-1].num_hosts > 1:
@@ -308,6 +319,7 @@ def as_json(status: Status) -> str:
         "evaluation": status.evaluation,
         "committed": committed,
         "replica": None if status.replica is None else _replica_fields(status),
+        "damaged": [dataclasses.asdict(check) for check in status.damaged],
         "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],
         "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],

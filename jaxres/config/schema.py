@@ -26,6 +26,7 @@ from jaxres.config.schema_operations import (
     PreemptionSection,
     ReplicaSection,
     RestartSection,
+    ScrubSection,
     StepsWhen,
     TrackerSection,
     When,
@@ -135,6 +136,8 @@ class CheckpointSection(Section):
     """Shorthand for keep.last."""
     replica: ReplicaSection | None = free(None)
     """A second place for the committed steps, as in {path: gs://OTHER-BUCKET/RUN}; null: none."""
+    scrub: ScrubSection | None = free(ScrubSection())
+    """Verification of committed steps on storage while the run trains; null: none."""
     memory: MemorySection | None = free(None)
     """Newest states in host memory too, for a restart after a worker's crash; null: off."""
     snapshot: Literal["auto", "copy", "device"] = free("auto")
@@ -143,6 +146,10 @@ class CheckpointSection(Section):
     copy: in the host's memory (on CPU the buffers themselves, which the next step then can't
     reuse); device: a copy on each device, fetched by the host in the background; auto: device if
     the devices have room for it (on CPU always), else copy."""
+    check_snapshot: Literal["auto", "on", "off"] = free("auto")
+    """Whether each device sums the bits of its state, with which what is saved is compared.
+
+    auto: accelerators do; on a CPU the call of a save would take up to twice as long."""
     writer: Literal["tensorstore", "orbax"] = free("tensorstore")
     """What writes the arrays on a file system, in the same format.
 

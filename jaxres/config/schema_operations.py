@@ -27,6 +27,7 @@ KINDS = (
     *("restarted", "supervisor_restarted", "gave_up", "commits_stalled", "commits_resumed"),
     *("rollback", "saves_failing", "saves_recovered", "preempted", "finished"),
     *("replica_behind", "replica_caught_up", "hardware_fault"),
+    "checkpoint_damaged",
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
@@ -335,3 +336,12 @@ class ReplicaSection(Section):
     """Minutes that a committed step may be missing in the replica until it is an incident.
 
     null: never."""
+
+
+class ScrubSection(Section):
+    """Verification of committed steps in the background, while the run trains."""
+
+    every_hours: PositiveFloat = free(24.0)
+    """Hours after which a committed step is read again and compared with its manifest."""
+    max_mb_per_second: PositiveFloat = free(20.0)
+    """Most MB (1e6 bytes) that are read in a second."""

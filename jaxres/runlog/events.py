@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
+    CheckpointDamageFound,
     ForkServerReady,
     GaveUp,
     HardwareFaultFound,
@@ -383,6 +384,7 @@ Event = (
     | SupervisionEnded
     | ReplicaBehind
     | ReplicaCaughtUp
+    | CheckpointDamageFound
     | PreemptionWatchStarted
     | PreemptionNoticeReceived
     | PreemptionNoticeHandled
@@ -429,6 +431,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "supervision_ended": SupervisionEnded,
         "replica_behind": ReplicaBehind,
         "replica_caught_up": ReplicaCaughtUp,
+        "checkpoint_damage_found": CheckpointDamageFound,
         "preemption_watch_started": PreemptionWatchStarted,
         "preemption_notice_received": PreemptionNoticeReceived,
         "preemption_notice_handled": PreemptionNoticeHandled,

@@ -115,6 +115,35 @@ class ReplicaCaughtUp:
 
 
 @dataclass(frozen=True)
+class CheckpointDamageFound:
+    """A committed step is damaged on storage, or can't be read there; training continues."""
+
+    attempt: int
+    step: int
+    """Newest committed step."""
+    kind: str
+    """`damaged`: proved by two reads; `unreadable`: storage returns errors for this step alone."""
+    damaged_step: int
+    path: str
+    """Path of its directory in the run directory."""
+    found: float
+    """Wall-clock time at which it was found."""
+    files: tuple[str, ...]
+    """Files of the step that differ from the manifest."""
+    arrays: tuple[str, ...]
+    """Arrays of the step that differ from the manifest."""
+    intact_steps: tuple[int, ...]
+    """Committed steps without known damage, ascending."""
+    copy: str | None
+    """Directory of an intact copy in the replica; None: there is none."""
+    reason: str
+    next: str
+    """What an operator can do."""
+    number: int
+    """Number of such events of the run, this one included."""
+
+
+@dataclass(frozen=True)
 class PreemptionWatchStarted:
     """A supervisor has looked for the source of this machine's preemption notices."""
 

@@ -36,7 +36,11 @@ from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
-from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
+from jaxres.runlog.supervisor_events import (
+    CheckpointDamageFound,
+    ReplicaBehind,
+    ReplicaCaughtUp,
+)
 from jaxres.storage import files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
@@ -56,6 +60,7 @@ from jaxres.supervisor.proc_stat import read_proc_stat
 from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
@@ -168,6 +173,7 @@ def run_attempt(
         job = stack.enter_context(rendezvous(config, run_dir))
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
+        scrub = stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         hold_signals()
         given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
@@ -176,7 +182,8 @@ def run_attempt(
             opened, preemption_watcher=preemption_watcher, health_watcher=health_watcher
         )
         trackers.ensure_started(opened.claim.attempt)
-        replica.ensure_started(_print_lag)
+        replica.ensure_started(_print_event)
+        scrub.ensure_started(_print_event)
         ended = _run_claimed(opened, job, run, is_inline=threads is not None)
         record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
         trackers.on_run_ended(ended.code)
@@ -187,12 +194,14 @@ def run_attempt(
     return ended.code
 
 
-def _print_lag(event: Event) -> None:
-    """Prints that the replica is behind, or has caught up: without `launch` nothing else shows."""
+def _print_event(event: Event) -> None:
+    """Prints damage, and that the replica is behind or has caught up: nothing else shows it."""
     if isinstance(event, ReplicaBehind):
         print_message(f"ALARM: {event.reason}; training continues")
     elif isinstance(event, ReplicaCaughtUp):
         print_message(f"{event.replica} has step {event.step}: it has caught up")
+    elif isinstance(event, CheckpointDamageFound):
+        print_message(f"ALARM: {event.reason}; {event.next}")
 
 
 def claim_attempt(

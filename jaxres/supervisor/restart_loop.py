@@ -12,7 +12,6 @@ import dataclasses
 import os
 import select
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +48,7 @@ from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.watchdog import LEAVE_SECONDS
 from jaxres.telemetry import stdio
@@ -89,6 +89,8 @@ class LoopState:
     """Copy the metrics to experiment trackers, over all attempts."""
     replica: ReplicaProcess
     """Replicates the committed steps, over all attempts."""
+    scrub: ScrubProcess
+    """Verifies committed steps in the background, over all attempts."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -120,8 +122,7 @@ def run_restart_loop(
 
     Args:
       config, run_dir: of every attempt; no live process holds the run directory.
-      policy: when to restart.
-      run_attempt: runs a claimed attempt to its end; `_run_claimed` has its arguments.
+      policy, run_attempt: when to restart, and what runs a claimed attempt (`_run_claimed`).
       unconfirmed: path of the last step if it is committed and does not count yet.
       env, clock: the environment of all attempts, and the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.
@@ -156,6 +157,7 @@ def run_restart_loop(
             unconfirmed=unconfirmed,
             trackers=trackers,
             replica=replica,
+            scrub=stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock)),
             fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
@@ -273,6 +275,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
     )
     run.trackers.ensure_started(opened.claim.attempt)
     run.replica.ensure_started(run.emit)
+    run.scrub.ensure_started(run.emit)
     ended = attempt_runner.consume_stop_file(run.run_dir, opened.claim)
     if ended is None:
         deadline = restart_policy.deadline(run.policy)
@@ -303,8 +306,7 @@ def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
 
 
 def _is_ours(claim: Claim) -> bool:
-    ours = (socket.gethostname(), os.getpid(), worker_group.boot_id())
-    return (claim.host, claim.pid, claim.boot_id) == ours
+    return worker_group.is_claim_of(claim, pid=os.getpid())
 
 
 def _fenced_reason(run: LoopState, claim: Claim) -> str:
@@ -315,6 +317,7 @@ def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     """Kills the processes that attempts have left behind."""
     keep = (
         run.trackers.pids
+        | run.scrub.pids
         | run.replica.pids
         | run.health_watcher.pids
         | (set() if run.fork_server is None else run.fork_server.pids)

@@ -203,3 +203,8 @@ def versions() -> dict[str, str]:
 def boot_id() -> str:
     """Returns the id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().splitlines()[0]
+
+
+def is_claim_of(claim: Claim, *, pid: int) -> bool:
+    """Returns whether a process of this machine has written a claim."""
+    return (claim.host, claim.pid, claim.boot_id) == (socket.gethostname(), pid, boot_id())

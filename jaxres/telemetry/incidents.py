@@ -12,6 +12,7 @@ from jaxres.config.schema_operations import AlertTarget, GenericTarget, Pagerdut
 from jaxres.exit_codes import ExitCode, exit_name, exit_row
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
+    CheckpointDamageFound,
     GaveUp,
     HardwareFaultFound,
     ReplicaBehind,
@@ -34,6 +35,7 @@ Kind = Literal[
     "replica_behind",
     "replica_caught_up",
     "hardware_fault",
+    "checkpoint_damaged",
 ]
 ALWAYS_SENT = ("gave_up", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
@@ -51,6 +53,7 @@ HEADLINES: Mapping[str, str] = {
     "replica_behind": "has committed steps that its replica lacks for too long",
     "replica_caught_up": "has every committed step in its replica again",
     "hardware_fault": "trains on hardware with a fault",
+    "checkpoint_damaged": "has a damaged or unreadable checkpoint",
 }
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
@@ -58,6 +61,7 @@ SEVERITIES: Mapping[str, str] = {
     "saves_failing": "error",
     "replica_behind": "error",
     "hardware_fault": "error",
+    "checkpoint_damaged": "error",
     "restarted": "warning",
     "supervisor_restarted": "warning",
     "rollback": "warning",
@@ -211,6 +215,8 @@ def of_event(event: object, *, run: str) -> Incident | None:
     match event:
         case ReplicaBehind() | ReplicaCaughtUp():
             return _of_replica(event, run=run)
+        case CheckpointDamageFound():
+            return _of_damage(event, run=run)
         case HardwareFaultFound():
             return _of_hardware(event, run=run)
         case AttemptRestarted(exit=code, culprit=host):
@@ -252,6 +258,18 @@ def _of_replica(event: ReplicaBehind | ReplicaCaughtUp, *, run: str) -> Incident
         reason=event.reason if is_behind else "",
         next="training continues; the copy is tried again" if is_behind else "",
         seq=event.series,
+    )
+
+
+def _of_damage(event: CheckpointDamageFound, *, run: str) -> Incident:
+    return Incident(
+        kind="checkpoint_damaged",
+        run=run,
+        attempt=event.attempt,
+        step=event.step,
+        reason=event.reason,
+        next=event.next,
+        seq=event.number,
     )
 
 

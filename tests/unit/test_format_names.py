@@ -37,7 +37,15 @@ from jaxres.data import token_folder
 from jaxres.engine.state import Progress
 from jaxres.launch import desired_state, lease, observed_state
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import attempt_history, metrics, paths, records, replica_files, run_log
+from jaxres.runlog import (
+    attempt_history,
+    metrics,
+    paths,
+    records,
+    replica_files,
+    run_log,
+    scrub_progress,
+)
 from jaxres.runlog.event_log import EventLog, read_events
 from jaxres.runlog.events import EVENTS, Event
 from jaxres.runlog.run_log import RunHistory
@@ -172,6 +180,7 @@ def status_names() -> dict[str, Any]:
         supervision=example(run_health.LastSupervisorEvent),
         outlook=run_health.RunHealth("running", "x", "x"),
         replica=example(replica_files.Progress),
+        damaged=(example(scrub_progress.StepCheck),),
     )
     return written(status.as_json(found))
 
@@ -259,6 +268,7 @@ def names() -> dict[str, Any]:
         ),
         "owner.json": run_lock_names,
         "REPLICA.json": lambda: shape(dataclasses.asdict(example(replica_files.Marker))),
+        "scrub.json": lambda: shape(dataclasses.asdict(example(scrub_progress.StepCheck))),
         "replica.json": lambda: shape(dataclasses.asdict(example(replica_files.Progress))),
         "alerts.jsonl": lambda: shape(alert_delivery_log.line("x", "x", "queued", time=1.5)),
         "alerts.jsonl: states": lambda: list(get_args(alert_delivery_log.DeliveryState)),

@@ -195,7 +195,7 @@ def test_storage_that_fails_or_returns_two_results_is_not_damage(run_dir, monkey
     step_dir, commit = commit_at(run_dir, 16)
     real, calls = readback.file_info, []
 
-    def once_wrong(path):
+    def once_wrong(path, pace):
         calls.append(path)
         is_first = path.name == "progress.json" and calls.count(path) == 1
         return manifests.info_of(b"wrong") if is_first else real(path)
@@ -204,7 +204,7 @@ def test_storage_that_fails_or_returns_two_results_is_not_damage(run_dir, monkey
     with pytest.raises(StorageUnavailable, match="two reads of the same part of step 16 differ"):
         verify.verify_step(step_dir, commit)
 
-    def failing(path):
+    def failing(path, pace):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(verify, "file_info", failing)

@@ -73,6 +73,7 @@ def run(tmp_path, monkeypatch):
             run_attempt=lambda opened: None,  # type: ignore[arg-type, return-value]
             trackers=None,  # type: ignore[arg-type]
             replica=None,  # type: ignore[arg-type]
+            scrub=None,  # type: ignore[arg-type]
             fork_server=None,
             env={},
             run_history=run_log.fold([]),
