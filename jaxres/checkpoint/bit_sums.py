@@ -103,7 +103,7 @@ def host_sum(items: np.ndarray) -> int:
 
 
 def _is_summed(dtype: Any) -> bool:
-    """Returns whether an item is one word: no complex number, no part of a byte."""
+    """Returns whether an item is one word: no complex number, and no part of a byte."""
     if jnp.issubdtype(dtype, jnp.floating):
         bits = jnp.finfo(dtype).bits
     elif jnp.issubdtype(dtype, jnp.integer):
