@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import pydantic
 import pydantic_core
 
+from jaxres.cluster.host_identity import HostIdentity
 from jaxres.storage.codec import TaggedCodec
 
-VERSION = 3
+VERSION = 4
 MAX_BYTES = 65536
 """Longest line; a heartbeat with the steps of 4,096 hosts fits."""
 MAX_VERSIONS, MAX_KEY_LENGTH, MAX_SHOWN_KEYS = 64, 512, 32
@@ -67,6 +68,8 @@ class Hello:
     )
     """Config key -> keyed digest of its value, so that a message can name a difference; may be
     empty. No value of a config is ever sent: it may be a token."""
+    identity: HostIdentity = HostIdentity()
+    """By what the machine is known again in a later attempt."""
 
 
 @dataclass(frozen=True)

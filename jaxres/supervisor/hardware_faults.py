@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 
+from jaxres.cluster.host_identity import HostIdentity, identify
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
@@ -90,7 +91,8 @@ def _leave(running: RunningAttempt, reason: str) -> None:
         code = None if worker.end is None else worker.end.result.code
         is_decided = code is not None and exit_row(code).is_graceful
         if not is_decided and code != ExitCode.UNHEALTHY:
-            worker.end = WorkerExit(AttemptResult(ExitCode.UNHEALTHY, reason), now)
+            result = AttemptResult(ExitCode.UNHEALTHY, reason, is_machine_fault=True)
+            worker.end = WorkerExit(result, now)
 
 
 def as_unhealthy(running: RunningAttempt, result: AttemptResult) -> AttemptResult:
@@ -100,4 +102,18 @@ def as_unhealthy(running: RunningAttempt, result: AttemptResult) -> AttemptResul
     if not running.hardware_fault or not is_explained or row.code == ExitCode.PEER_LOST:
         return result
     reason = f"{running.hardware_fault}; {result.reason}"
-    return dataclasses.replace(result, code=ExitCode.UNHEALTHY, reason=reason)
+    return dataclasses.replace(
+        result, code=ExitCode.UNHEALTHY, reason=reason, is_machine_fault=True
+    )
+
+
+def faulty_host(running: RunningAttempt, result: AttemptResult) -> HostIdentity | None:
+    """Returns the host whose hardware has ended the attempt; None: none, or unknown which."""
+    if result.code != ExitCode.UNHEALTHY:
+        return None
+    remote = {} if running.links is None else {host.host: host for host in running.links.hosts}
+    if result.culprit in remote:
+        return remote[result.culprit].identity
+    if result.culprit is None and not result.is_machine_fault:
+        return None
+    return identify(running.env, hostname=socket.gethostname())

@@ -22,6 +22,7 @@ from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
 from jaxres.faults import Fenced, RunError, StorageUnavailable
+from jaxres.runlog import faulty_hosts as recorded_faults
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
@@ -33,6 +34,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_t
 from jaxres.supervisor import (
     attempt_runner,
     failure_report,
+    faulty_hosts,
     processes,
     restart_policy,
     run_dir_watcher,
@@ -136,7 +138,15 @@ def run_restart_loop(
         records = run_log.read_records(run_dir.log)
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
-        run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
+        faulty = faulty_hosts.faulty_slots(
+            run_dir, faulty_hosts.on_this_machine(run_dir, records, env=env), policy
+        )
+        for slot, host in sorted(faulty.items()):
+            print_message(faulty_hosts.left_out(run_dir, slot, host))
+        policy = dataclasses.replace(policy, faulty_slots=frozenset(faulty))
+        forgotten = recorded_faults.forgotten(run_dir)
+        run_history = run_log.fold(records)
+        restarts = restart_policy.load_history(records, forgotten=forgotten)
         emit = partial(_emit_in_time, log)
         server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
@@ -185,7 +195,7 @@ def _close_in_time(log: EventLog) -> None:
 def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
     """Runs attempts until the policy gives up or a stop was requested; returns the exit code."""
     attempt_runner.delete_unused_memory(run.run_dir, run.config)
-    decision = Restart(0.0, frozenset(), "")
+    decision = Restart(0.0, run.policy.faulty_slots, "")
     if run.outcomes:
         decision = restart_policy.decide(run.outcomes, run.clock.monotonic(), run.policy)
     _announce(
@@ -284,7 +294,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
             on_save_health=partial(run.save_monitor.on_save_health, attempt=opened.claim.attempt),
             fork_server=run.fork_server,
         )
-    attempt_runner.record_stop_with_timeout(log, ended, run_dir=run.run_dir, run_lock=run.run_lock)
+    attempt_runner.record_stop_with_timeout(log, ended, opened, run_lock=run.run_lock)
     return ended
 
 
