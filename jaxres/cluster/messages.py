@@ -19,7 +19,7 @@ import pydantic_core
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.storage.codec import TaggedCodec
 
-VERSION = 4
+VERSION = 3
 MAX_BYTES = 65536
 """Longest line; a heartbeat with the steps of 4,096 hosts fits."""
 MAX_VERSIONS, MAX_KEY_LENGTH, MAX_SHOWN_KEYS = 64, 512, 32

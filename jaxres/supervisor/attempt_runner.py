@@ -41,7 +41,7 @@ from jaxres.storage import files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
-    faulty_hosts,
+    host_exclusion,
     processes,
     replica_process,
     restart_policy,
@@ -160,7 +160,7 @@ def run_attempt(
         replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
     records, clock = run_log.read_records(run_dir.log), SystemClock()
-    faulty_hosts.on_this_machine(run_dir, records, env=env)
+    host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)

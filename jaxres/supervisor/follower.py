@@ -16,7 +16,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import faulty_hosts, signals
+from jaxres.supervisor import host_exclusion, signals
 from jaxres.supervisor.attempt_runner import (
     add_memory_advice,
     delete_memory_at_end,
@@ -48,7 +48,7 @@ def follow(
     config = loaded.config
     if is_complete(run_dir, config):
         return ExitCode.DONE
-    faulty_hosts.on_this_machine(run_dir, run_log.read_records(run_dir.log), env=env)
+    host_exclusion.on_this_machine(run_dir, run_log.read_records(run_dir.log), env=env)
     identity, clock = identify(env, hostname=socket.gethostname()), SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))

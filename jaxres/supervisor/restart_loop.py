@@ -22,8 +22,7 @@ from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
 from jaxres.faults import Fenced, RunError, StorageUnavailable
-from jaxres.runlog import faulty_hosts as recorded_faults
-from jaxres.runlog import run_log
+from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Event
@@ -34,7 +33,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_t
 from jaxres.supervisor import (
     attempt_runner,
     failure_report,
-    faulty_hosts,
+    host_exclusion,
     processes,
     restart_policy,
     run_dir_watcher,
@@ -138,13 +137,13 @@ def run_restart_loop(
         records = run_log.read_records(run_dir.log)
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
-        faulty = faulty_hosts.faulty_slots(
-            run_dir, faulty_hosts.on_this_machine(run_dir, records, env=env), policy
+        faulty = host_exclusion.faulty_slots(
+            run_dir, host_exclusion.on_this_machine(run_dir, records, env=env), policy
         )
         for slot, host in sorted(faulty.items()):
-            print_message(faulty_hosts.left_out(run_dir, slot, host))
+            print_message(host_exclusion.left_out(run_dir, slot, host))
         policy = dataclasses.replace(policy, faulty_slots=frozenset(faulty))
-        forgotten = recorded_faults.forgotten(run_dir)
+        forgotten = faulty_hosts.forgotten(run_dir)
         run_history = run_log.fold(records)
         restarts = restart_policy.load_history(records, forgotten=forgotten)
         emit = partial(_emit_in_time, log)
