@@ -58,13 +58,5 @@ def test_a_machine_with_a_fault_is_refused_in_any_role_until_it_is_forgotten(
     hosts = workspace.command(lead.run_dir, ["hosts", str(lead.run_dir.root)], verb=("jaxres",))
     assert hosts.wait_exit() == 0
     assert faulty.reason in hosts.printed()
-    forget(workspace, "run", "b")
+    workspace.repaired("run", host="b")
     workspace.finish("run", SHORT, config=FAULTY, env=node_b)
-
-
-def forget(workspace: Workspace, name: str, host: str) -> None:
-    """Declares a host of a run as repaired."""
-    run_dir = workspace.run_dir(name)
-    arguments = ["hosts", str(run_dir.root), "--forget", host]
-    forgotten = workspace.command(run_dir, arguments, verb=("jaxres",))
-    assert forgotten.wait_exit() == 0, forgotten.printed()
