@@ -8,6 +8,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import faulty_hosts
+from tests.promises.cloud import Cloud
 from tests.promises.test_supervisor_restarts_the_worker import start
 from tests.promises.trainer import FAULTY, Workspace, free_address, run_history
 
@@ -60,3 +61,29 @@ def test_a_machine_with_a_fault_is_refused_in_any_role_until_it_is_forgotten(
     assert faulty.reason in hosts.printed()
     workspace.repaired("run", host="b")
     workspace.finish("run", SHORT, config=FAULTY, env=node_b)
+
+
+@pytest.mark.slow
+def test_no_attempt_runs_on_the_physical_host_of_a_faulty_vm_under_any_later_launcher(
+    cloud: Cloud,
+) -> None:
+    bad = "/block/sub/bad"
+    cloud.gce.place(bad, bad, "/block/sub/good")
+    env = {"FAULT": "trace:1:unhealthy_place", "BAD_HOST": bad}
+    config = cloud.config(env=env)
+    first = cloud.up(config, SHORT)
+    cloud.wait(lambda: faulty_hosts.read(cloud.run_dir), of="fault")
+    first.kill()
+    (faulty,) = faulty_hosts.read(cloud.run_dir)
+    (vm,) = (vm for vm in cloud.gce.vms() if vm == faulty.identity.name)
+    assert (faulty.identity.physical_host, faulty.slot) == (bad, None)
+    second = cloud.up(config, SHORT)
+    assert second.wait_exit() == 0, cloud.describe()
+    refused = f"its hardware (physical host {bad}) has failed before, as {faulty.name} (failed once"
+    assert refused in second.printed(), "the VM at the same place was used"
+    desired = cloud.desired_state()
+    assert desired is not None
+    ends = [(outcome.code, outcome.culprit) for outcome in desired.history]
+    assert ends == [(ExitCode.UNHEALTHY, vm), (ExitCode.DONE, None)]
+    assert len(faulty_hosts.read(cloud.run_dir)) == 1
+    cloud.assert_nothing_is_left()
