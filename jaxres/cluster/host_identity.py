@@ -1,4 +1,4 @@
-"""By what a host is known again in a later attempt, when its machine may have another role. Pure."""
+"""By what the machine of a host is known again in a later attempt, in whatever role. Pure."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class HostIdentity:
     """Id of the VM, which a later VM of the same name does not have; empty: unknown, or no VM."""
     physical_host: Name = ""
     """The server that the VM runs on; empty: unknown, or no VM."""
+
+
+UNKNOWN = HostIdentity()
 
 
 def identify(env: Mapping[str, str], *, hostname: str) -> HostIdentity:

@@ -81,11 +81,13 @@ def fault_record(result: AttemptResult, slots: Sequence[int] | None) -> HostFaul
     host, culprit = result.faulty_host, result.culprit
     if host is None or not host.name:
         return None
-    is_slot = slots is not None and culprit is not None and not result.is_machine_fault
+    slot = None
+    if slots is not None and culprit is not None and not result.is_machine_fault:
+        slot = slots[culprit]
     return HostFault(
         host=host.name,
         reason=result.reason,
-        slot=slots[culprit] if is_slot else None,
+        slot=slot,
         instance=host.instance,
         physical_host=host.physical_host,
     )

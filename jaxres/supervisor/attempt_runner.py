@@ -368,9 +368,7 @@ def worker_command(
     return [*command, *rank, "--coordinator", claim.coordinator]
 
 
-def record_stop(
-    log: RunLog, result: AttemptResult, *, slots: Sequence[int] | None = None
-) -> None:
+def record_stop(log: RunLog, result: AttemptResult, *, slots: Sequence[int] | None = None) -> None:
     """Writes the result to the run log; if that fails, only prints the error.
 
     `slots`: the slot of each host if one supervisor runs them all.

@@ -66,4 +66,6 @@ def _refused(run_dir: RunDir, hosts: Sequence[FaultyHost], what: str) -> str:
 
 
 def _forget(run_dir: RunDir, host: FaultyHost) -> str:
-    return f"python -m jaxres hosts {shlex.quote(str(run_dir.root))} --forget {shlex.quote(host.name)}"
+    return (
+        f"python -m jaxres hosts {shlex.quote(str(run_dir.root))} --forget {shlex.quote(host.name)}"
+    )

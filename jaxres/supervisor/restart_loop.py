@@ -137,15 +137,7 @@ def run_restart_loop(
         records = run_log.read_records(run_dir.log)
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
-        faulty = host_exclusion.faulty_slots(
-            run_dir, host_exclusion.on_this_machine(run_dir, records, env=env), policy
-        )
-        for slot, host in sorted(faulty.items()):
-            print_message(host_exclusion.left_out(run_dir, slot, host))
-        policy = dataclasses.replace(policy, faulty_slots=frozenset(faulty))
-        forgotten = faulty_hosts.forgotten(run_dir)
-        run_history = run_log.fold(records)
-        restarts = restart_policy.load_history(records, forgotten=forgotten)
+        run_history, restarts = run_log.fold(records), _restart_history(run_dir, records)
         emit = partial(_emit_in_time, log)
         server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
@@ -158,7 +150,7 @@ def run_restart_loop(
             wakeup=stack.enter_context(signals.wakeup_fd()),
             preemption_watcher=watcher,
             health_watcher=stack.enter_context(health),
-            policy=policy,
+            policy=_without_faulty_slots(run_dir, records, policy, env=env),
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
@@ -174,6 +166,26 @@ def run_restart_loop(
         )
         health.on_fault = partial(_alert_fault, run, alerts)
         return _run_attempts(run, restarts)
+
+
+def _restart_history(run_dir: RunDir, records: Sequence[Record]) -> RestartHistory:
+    forgotten = faulty_hosts.forgotten(run_dir)
+    return restart_policy.load_history(records, forgotten=forgotten)
+
+
+def _without_faulty_slots(
+    run_dir: RunDir, records: Sequence[Record], policy: RestartPolicy, *, env: Mapping[str, str]
+) -> RestartPolicy:
+    """Returns the policy without the slots whose hardware has failed before, and prints them.
+
+    Raises:
+      UnhealthyHost: too few slots are left, or none, since it is the whole machine.
+    """
+    hosts = host_exclusion.on_this_machine(run_dir, records, env=env)
+    faulty = host_exclusion.faulty_slots(run_dir, hosts, policy)
+    for slot, host in sorted(faulty.items()):
+        print_message(host_exclusion.left_out(run_dir, slot, host))
+    return dataclasses.replace(policy, faulty_slots=frozenset(faulty))
 
 
 def _alert_fault(run: LoopState, alerts: Alerts, event: HardwareFaultFound) -> None:

@@ -52,9 +52,7 @@ class _OpenAttempt:
     step_before: int
 
 
-def load_history(
-    records: Sequence[Record], *, forgotten: Container[str] = ()
-) -> RestartHistory:
+def load_history(records: Sequence[Record], *, forgotten: Container[str] = ()) -> RestartHistory:
     """Returns the outcomes of earlier supervisors; none of their attempts may still run.
 
     `forgotten`: nonces of the claims of attempts whose faults are forgotten.
