@@ -26,6 +26,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank
+from jaxres.cluster.host_identity import HOST_NAME
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.config.schema_data import CustomSource, single_sources
@@ -376,6 +377,8 @@ def record_stop(log: RunLog, result: AttemptResult, *, slots: Sequence[int] | No
     try:
         if (fault := fault_record(result, slots)) is not None:
             log.append(fault)
+        elif result.faulty_host is not None:
+            print_message(f"the faulty host can't be remembered: set {HOST_NAME} to its name")
         log.append(stop_record(result))
     except (RunError, OSError) as error:
         stdio.eprint(f"jaxres: the result could not be recorded: {error}\n")
