@@ -15,11 +15,12 @@ from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.runlog import attempt_history, metrics, replica_files, run_log
+from jaxres.runlog import attempt_history, faulty_hosts, metrics, replica_files, run_log
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.evaluations import EVALUATED
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
+from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -70,6 +71,8 @@ class Status:
     """What the replica has; None: there is none."""
     marker: replica_files.Marker | None = None
     """If the folder itself is a replica: of which run."""
+    faulty: Sequence[FaultyHost] = ()
+    """Hosts whose hardware has failed, which the run leaves out."""
 
 
 def read_status(
@@ -122,6 +125,7 @@ def read_status(
         outlook=health,
         replica=replica_files.read_progress(run_dir),
         marker=replica_files.read_marker(run_dir),
+        faulty=faulty_hosts.read(run_dir),
     )
 
 
@@ -199,6 +203,7 @@ def as_text(status: Status) -> str:
         rows.append(("guarantee", guarantee_level(history.starts)))
     if history.claims and history.claims[-1].num_hosts > 1:
         rows += [(f"host {host.host}", _host(host)) for host in status.hosts]
+    rows += [("left out", str(host)) for host in status.faulty]
     rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
     rows += _ending(status)
     return "".join(f"{name:<11}{value}\n" for name, value in rows)
@@ -310,6 +315,7 @@ def as_json(status: Status) -> str:
         "replica": None if status.replica is None else _replica_fields(status),
         "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],
+        "left_out": [host.name for host in status.faulty],
         "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],
         "supervisor": None if supervision is None else dataclasses.asdict(supervision),
         "restarts": status.outlook.restarts,
