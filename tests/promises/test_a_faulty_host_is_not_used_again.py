@@ -12,7 +12,7 @@ from tests.promises.cloud import Cloud
 from tests.promises.test_supervisor_restarts_the_worker import start
 from tests.promises.trainer import FAULTY, Workspace, free_address, run_history
 
-FAULT = {"FAULT": "trace:1:unhealthy"}
+FAULT = {"FAULT": "build:1:unhealthy"}
 """Host 1 finds that a device has failed, before the first step."""
 SHORT = "train.steps=2"
 
@@ -29,7 +29,7 @@ def test_a_slot_with_a_fault_is_left_out_by_every_later_supervisor(workspace: Wo
     )
     assert run_history(first.run_dir).attempt == 1, "a start that is refused claims no attempt"
     second = start(workspace, SHORT, hosts="1..2")
-    assert second.wait_exit() == 0, second.printed()
+    second.wait(lambda: run_history(first.run_dir).attempt == 2, what="an attempt without it")
     slots = [claim.slots for claim in run_history(first.run_dir).claims]
     assert slots == [(0, 1), (0,)], "the faulty host was used again"
     assert f"slot 1 is left out: {faulty}" in second.printed()
@@ -69,7 +69,7 @@ def test_no_attempt_runs_on_the_physical_host_of_a_faulty_vm_under_any_later_lau
 ) -> None:
     bad = "/block/sub/bad"
     cloud.gce.place(bad, bad, "/block/sub/good")
-    env = {"FAULT": "trace:1:unhealthy_place", "BAD_HOST": bad}
+    env = {"FAULT": "build:1:unhealthy_place", "BAD_HOST": bad}
     config = cloud.config(env=env)
     first = cloud.up(config, SHORT)
     cloud.wait(lambda: faulty_hosts.read(cloud.run_dir), of="fault")
