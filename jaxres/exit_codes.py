@@ -258,7 +258,10 @@ ROWS: tuple[ExitRow, ...] = (
         meaning="A host or device is unhealthy, or too few hosts are left.",
         severity=Severity.UNHEALTHY,
         restart=RestartRule.WITHOUT_HOST,
-        remedy="repair or remove the host that the message names, then run {command}",
+        remedy=(
+            "replace the host that the message names, or repair it and run `jaxres hosts RUN_DIR "
+            "--forget HOST`; then run {command}"
+        ),
         needs_operator=True,
         is_agreed=True,
         outranks_lost_host=True,

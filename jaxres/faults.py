@@ -296,7 +296,8 @@ ALL: tuple[Fault, ...] = (
         "host",
         "supervisor/health.py",
         "a GPU has a fault (memory, Xid, lost): save if the state is good, or stop at once; the "
-        "host is excluded or replaced; other faults are warnings (`hardware.health`)",
+        "host is excluded or replaced, also in later starts of the run; other faults are warnings "
+        "(`hardware.health`)",
         exit=ExitCode.UNHEALTHY,
         done=True,
     ),

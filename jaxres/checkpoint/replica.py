@@ -20,7 +20,7 @@ from jaxres.checkpoint.readback import READ_BYTES
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
-from jaxres.runlog import replica_files, run_log, step_dirs
+from jaxres.runlog import faulty_hosts, replica_files, run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, Commit, Record, file_name
 from jaxres.runlog.replica_files import Marker
@@ -166,6 +166,7 @@ class Replica:
         replica_files.write_marker(self._target, self._marker(done))
         done.pruned = self._sweep(there)
         self._copy_pins(there)
+        self._copy_forgotten_faults()
         self._seen = len(records)
         return done
 
@@ -338,6 +339,14 @@ class Replica:
             pruning.pin(self._target, step)
         for step in own - steps:
             pruning.unpin(self._target, step)
+
+    def _copy_forgotten_faults(self) -> None:
+        """Adds the faults of hosts that are forgotten in the source."""
+        known = faulty_hosts.forgotten(self._target)
+        if more := faulty_hosts.forgotten(self._source) - known:
+            files.make_dir(self._target.forgotten_faults)
+            for nonce in more:
+                files.create(self._target.forgotten_faults / nonce, b"")
 
     def _copy_attempts(self, records: Sequence[Record]) -> None:
         """Copies configs, tokenizers, metrics and events of the recorded attempts."""

@@ -15,11 +15,19 @@ from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.runlog import attempt_history, metrics, replica_files, run_log, scrub_progress
+from jaxres.runlog import (
+    attempt_history,
+    faulty_hosts,
+    metrics,
+    replica_files,
+    run_log,
+    scrub_progress,
+)
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.evaluations import EVALUATED
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunBuilt
+from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -75,6 +83,8 @@ class Status:
     """If the folder itself is a replica: of which run."""
     damaged: Sequence[StepCheck] = ()
     """Committed steps that the background verification has found damaged or unreadable."""
+    faulty: Sequence[FaultyHost] = ()
+    """Hosts whose hardware has failed, which the run leaves out."""
 
 
 def read_status(
@@ -128,6 +138,7 @@ def read_status(
         replica=replica_files.read_progress(run_dir),
         marker=replica_files.read_marker(run_dir),
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
+        faulty=faulty_hosts.read(run_dir),
     )
 
 
@@ -210,6 +221,7 @@ def as_text(status: Status) -> str:
         rows.append(("guarantee", guarantee_level(history.starts)))
     if history.claims and history.claims[-1].num_hosts > 1:
         rows += [(f"host {host.host}", _host(host)) for host in status.hosts]
+    rows += [("left out", str(host)) for host in status.faulty]
     rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
     rows += _ending(status)
     return "".join(f"{name:<11}{value}\n" for name, value in rows)
@@ -322,6 +334,7 @@ def as_json(status: Status) -> str:
         "damaged": [dataclasses.asdict(check) for check in status.damaged],
         "guarantee": guarantee_level(history.starts) if history.starts else None,
         "hosts": [dataclasses.asdict(host) for host in status.hosts],
+        "left_out": [host.name for host in status.faulty],
         "attempts": [dataclasses.asdict(attempt) for attempt in status.recent],
         "supervisor": None if supervision is None else dataclasses.asdict(supervision),
         "restarts": status.outlook.restarts,

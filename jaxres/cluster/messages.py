@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import pydantic
 import pydantic_core
 
+from jaxres.cluster.host_identity import UNKNOWN, HostIdentity
 from jaxres.storage.codec import TaggedCodec
 
 VERSION = 3
@@ -67,6 +68,8 @@ class Hello:
     )
     """Config key -> keyed digest of its value, so that a message can name a difference; may be
     empty. No value of a config is ever sent: it may be a token."""
+    identity: HostIdentity = UNKNOWN
+    """By what the machine is known again in a later attempt."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from jaxres.clock import Awake, Clock
 from jaxres.cluster.authentication import VARIABLE, Handshake, Secret
 from jaxres.cluster.connection import Connection
+from jaxres.cluster.host_identity import UNKNOWN
 from jaxres.cluster.messages import (
     Disconnected,
     Goodbye,
@@ -57,6 +58,8 @@ class PeerLink:
     ) -> None:
         self.host = host
         self.name = name
+        self.identity = UNKNOWN
+        """By what the host's machine is known again; the leader sets it from the host's hello."""
         self.connection = connection
         self.silence_seconds = silence_seconds
         self.step = 0

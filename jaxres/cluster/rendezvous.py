@@ -232,7 +232,8 @@ class RendezvousLeader:
         self._incompatible.discard(hello.host)
         if differences(self._hello, hello):
             self._incompatible.add(hello.host)
-        self.peers.add(hello.host, hello.name, connection)
+        link = self.peers.add(hello.host, hello.name, connection)
+        link.identity = hello.identity
         seconds_left = max(0.0, self._until - self.peers.awake.now())
         self.peers.send(Admitted(seconds_left), to=hello.host)
 

@@ -29,7 +29,7 @@ from jaxres.launch.observed_state import (
     VmStatus,
 )
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import run_log
+from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 
@@ -92,6 +92,8 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
+    _has_faults: bool = False
+    """Whether the run log has a fault of a host."""
     _log_is_damaged: bool = False
     """Whether a record of the run log can't be used and that has been printed."""
     _unavailable: set[str] = field(default_factory=set)
@@ -242,6 +244,10 @@ class Controller:
                 end.seq if end else 0,
                 longest_wait(run_log.in_force(self._records)),
             )
+        self._has_faults |= any(isinstance(record.body, run_log.HostFault) for record in more)
+        if self._has_faults:  # Faults may be forgotten at any time.
+            known = faulty_hosts.read(RunDir(self.paths.run), self._records)
+            self._log = replace(self._log, faulty_hosts=known)
 
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
         """Returns the result of the pending creation."""

@@ -57,6 +57,10 @@ class HostAddress:
 
     name: str
     ip: str
+    instance: str = ""
+    """Unique id of the VM; empty: written before there were ids here."""
+    physical_host: str = ""
+    """The server that the VM runs on; empty: unknown."""
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,8 @@ def _observed(vm: compute_v1.Instance) -> VmStatus:
     interfaces = vm.network_interfaces
     ip = interfaces[0].network_i_p if interfaces else ""
     run_id, code = vm.labels.get(ID_LABEL, ""), vm.labels.get(CODE_LABEL, "")
-    return VmStatus(vm.name, vm.zone.rpartition("/")[2], vm.status, ip, vm.id, run_id, code)
+    zone, physical_host = vm.zone.rpartition("/")[2], vm.resource_status.physical_host
+    return VmStatus(vm.name, zone, vm.status, ip, vm.id, run_id, code, physical_host)
 
 
 STOCKOUT = {

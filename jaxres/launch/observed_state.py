@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxres.launch.capacity_options import CreateErrorKind
+from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import AttemptEnded
 
 MAX_REASON = 600
@@ -106,6 +107,8 @@ class VmStatus:
     """Id of the run that created it, from its label; see DesiredState.id."""
     code: str = ""
     """Beginning of the digest of its code, from its label."""
+    physical_host: str = ""
+    """The server that it runs on; empty: the service does not show it for this kind of VM."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class RunLogSummary:
     """Number of that record."""
     longest_wait: float | None = None
     """Longest time between two commits of one attempt, in seconds; None: there were no two yet."""
+    faulty_hosts: tuple[FaultyHost, ...] = ()
+    """VMs whose hardware has failed, with their physical hosts."""
 
 
 @dataclass(frozen=True)

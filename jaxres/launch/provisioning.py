@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import capacity_options
@@ -31,6 +32,7 @@ from jaxres.launch.observed_state import (
     ObservedState,
     VmStatus,
 )
+from jaxres.runlog import faulty_hosts
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
 ABSENT_SECONDS = 15.0
@@ -54,7 +56,8 @@ def provision(
         return _choose_zone(desired, observed, gce)
     if desired.creation is not None:
         return _await_creation(desired, desired.creation, observed, gce)
-    lost = lost_vms(desired.vms, observed, gce, notices=True)
+    lost = faulty_vms(desired.vms, observed)
+    lost |= lost_vms(desired.vms, observed, gce, notices=True)
     if lost:
         if desired.unready + 1 >= most_unready:
             reason = (
@@ -242,7 +245,7 @@ def _start(desired: DesiredState, observed: ObservedState, gce: GceSection) -> T
         desired,
         phase="running",
         attempt=number,
-        hosts=tuple(HostAddress(vm.name, vms[vm.name].ip) for vm in desired.vms),
+        hosts=tuple(_address(vms[vm.name]) for vm in desired.vms),
         port=gce.port + number % 1000,
         step_before=observed.log.step,
         seq_before=observed.log.seq,
@@ -250,6 +253,25 @@ def _start(desired: DesiredState, observed: ObservedState, gce: GceSection) -> T
         unready=0,
     )
     return Transition(new, (f"attempt {number} on {', '.join(m.name for m in new.hosts)}",))
+
+
+def _address(vm: VmStatus) -> HostAddress:
+    return HostAddress(vm.name, vm.ip, str(vm.id), vm.physical_host)
+
+
+def faulty_vms(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, str]:
+    """Returns the VMs whose hardware has failed in this run before, with the cause."""
+    faulty = {}
+    for vm in vms:
+        listed = (observed.vms or {}).get(vm.name)
+        if listed is None or not vm.created:
+            continue
+        identity = HostIdentity(vm.name, str(listed.id), listed.physical_host)
+        found = faulty_hosts.matching(observed.log.faulty_hosts, identity)
+        if found:
+            where = listed.physical_host and f" (physical host {listed.physical_host})"
+            faulty[vm.name] = f"its hardware{where} has failed before, as {found[0]}"
+    return faulty
 
 
 def lost_vms(

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
+from jaxres.cluster.host_identity import HOST_NAME, INSTANCE, PHYSICAL_HOST
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.gce_machine_types import num_gpus
@@ -247,10 +248,13 @@ class Agent:
     def _training_env(
         self, env: Mapping[str, str], config: RunConfig, desired: DesiredState
     ) -> dict[str, str]:
-        """Returns the environment of the training, with the number of GPUs that this VM must have.
+        """Returns the environment of the training: identity of this VM, number of its GPUs.
 
-        It is left out if `launch.gce.env` chooses devices itself.
+        The number is left out if `launch.gce.env` chooses devices itself.
         """
+        (host,) = (host for host in desired.hosts if host.name == self._name)
+        identity = {HOST_NAME: host.name, INSTANCE: host.instance}
+        env = {**env, **identity, PHYSICAL_HOST: host.physical_host}
         gce = config.launch.gce
         if gce is None or any(name in env for name in DEVICE_VARIABLES):
             return dict(env)

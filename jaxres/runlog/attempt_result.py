@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
+from jaxres.cluster.host_identity import HostIdentity
 from jaxres.exit_codes import exit_row
-from jaxres.runlog.records import AttemptEnded, SupervisorEnded
+from jaxres.runlog.records import AttemptEnded, HostFault, SupervisorEnded
 
 HostT = TypeVar("HostT", int, str)
 
@@ -37,6 +38,10 @@ class AttemptResult:
     """Whether the result goes to the run log; False: another attempt or process writes there."""
     is_printed: bool = False
     """Whether the result still has to be printed."""
+    is_machine_fault: bool = False
+    """Whether a supervisor has found a fault in the hardware of its whole machine."""
+    faulty_host: HostIdentity | None = None
+    """The host whose hardware has failed; None: none, or unknown which."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,26 @@ def stop_record(result: AttemptResult) -> AttemptEnded:
         reason=result.reason,
         committed=result.committed,
         culprit=result.culprit,
+    )
+
+
+def fault_record(result: AttemptResult, slots: Sequence[int] | None) -> HostFault | None:
+    """Returns the run log record of the host whose hardware has failed; None: there is none.
+
+    `slots`: the slot of each host if one supervisor runs them all; None: each is a machine.
+    """
+    host, culprit = result.faulty_host, result.culprit
+    if host is None or not host.name:
+        return None
+    slot = None
+    if slots is not None and culprit is not None and not result.is_machine_fault:
+        slot = slots[culprit]
+    return HostFault(
+        host=host.name,
+        reason=result.reason,
+        slot=slot,
+        instance=host.instance,
+        physical_host=host.physical_host,
     )
 
 

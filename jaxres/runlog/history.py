@@ -11,6 +11,7 @@ from jaxres.runlog.records import (
     Branch,
     Claim,
     Commit,
+    HostFault,
     Prune,
     Quarantine,
     Record,
@@ -217,8 +218,8 @@ def fold(records: Sequence[Record]) -> RunHistory:
                     commits.pop(step, None)
             case AttemptEnded():
                 last_stop = record
-            case SupervisorEnded():
-                pass  # Only supervisor/restart_policy.py reads it.
+            case SupervisorEnded() | HostFault():
+                pass  # Only supervisor/restart_policy.py and faulty_hosts.py read them.
     return RunHistory(
         claims=tuple(claims),
         starts=tuple(starts),

@@ -74,6 +74,11 @@ class RunDir:
         """The folder of pins: a file named after a step keeps that step."""
         return self.root / "pins"
 
+    @property
+    def forgotten_faults(self) -> RunPath:
+        """The folder of forgotten faults of hosts: a file named after the claim of an attempt."""
+        return self.root / "forgotten-faults"
+
     def tokenizer(self, name: str) -> RunPath:
         """The folder of a tokenizer's files; its name in the start records has their digest."""
         return self.root / "tokenizers" / name.partition(":")[2]

@@ -131,6 +131,22 @@ class Quarantine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostFault:
+    """The hardware of a host has failed in this attempt: later attempts leave the host out."""
+
+    host: str
+    """Name of the machine."""
+    reason: str
+    """The fault, with the device if it is known."""
+    slot: int | None = None
+    """Slot of the worker under `launch local`; None: the whole machine."""
+    instance: str = ""
+    """Id of the VM; empty: unknown, or no VM."""
+    physical_host: str = ""
+    """The server that the VM runs on; empty: unknown, or no VM."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttemptEnded:
     """An attempt ended with an exit record."""
 
@@ -158,6 +174,7 @@ Body = (
     | Rollback
     | Prune
     | Quarantine
+    | HostFault
     | AttemptEnded
     | SupervisorEnded
 )
@@ -172,6 +189,7 @@ RECORDS: TaggedCodec[Body] = TaggedCodec(
         "rollback": Rollback,
         "prune": Prune,
         "quarantine": Quarantine,
+        "host_fault": HostFault,
         "attempt_ended": AttemptEnded,
         "supervisor_ended": SupervisorEnded,
     },

@@ -26,13 +26,14 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank
+from jaxres.cluster.host_identity import HOST_NAME
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.config.schema_data import CustomSource, single_sources
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log, step_dirs
-from jaxres.runlog.attempt_result import AttemptResult, stop_record
+from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
@@ -45,6 +46,7 @@ from jaxres.storage import files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
+    host_exclusion,
     processes,
     replica_process,
     restart_policy,
@@ -163,7 +165,8 @@ def run_attempt(
         tracker_processes.send_rest(config, run_dir, env=env)
         replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
-    known, clock = len(run_log.read_records(run_dir.log)), SystemClock()
+    records, clock = run_log.read_records(run_dir.log), SystemClock()
+    host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
@@ -177,7 +180,7 @@ def run_attempt(
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         hold_signals()
         given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
-        log, opened = claim_attempt(config, run_dir, **given, known=known, threads=threads)
+        log, opened = claim_attempt(config, run_dir, **given, known=len(records), threads=threads)
         opened = dataclasses.replace(
             opened, preemption_watcher=preemption_watcher, health_watcher=health_watcher
         )
@@ -185,7 +188,7 @@ def run_attempt(
         replica.ensure_started(_print_event)
         scrub.ensure_started(_print_event)
         ended = _run_claimed(opened, job, run, is_inline=threads is not None)
-        record_stop_with_timeout(log, ended, run_dir=run_dir, run_lock=run_lock)
+        record_stop_with_timeout(log, ended, opened, run_lock=run_lock)
         trackers.on_run_ended(ended.code)
         replica.on_run_ended(ended.code)
         delete_memory_at_end(run_dir, opened.config, ended)
@@ -375,25 +378,32 @@ def worker_command(
     return [*command, *rank, "--coordinator", claim.coordinator]
 
 
-def record_stop(log: RunLog, result: AttemptResult) -> None:
-    """Writes the result to the run log; if that fails, only prints the error."""
+def record_stop(log: RunLog, result: AttemptResult, *, slots: Sequence[int] | None = None) -> None:
+    """Writes the result to the run log; if that fails, only prints the error.
+
+    `slots`: the slot of each host if one supervisor runs them all.
+    """
     try:
+        if (fault := fault_record(result, slots)) is not None:
+            log.append(fault)
+        elif result.faulty_host is not None:
+            print_message(f"the faulty host can't be remembered: set {HOST_NAME} to its name")
         log.append(stop_record(result))
     except (RunError, OSError) as error:
         stdio.eprint(f"jaxres: the result could not be recorded: {error}\n")
 
 
 def record_stop_with_timeout(
-    log: RunLog, ended: AttemptResult, *, run_dir: RunDir, run_lock: RunLock
+    log: RunLog, ended: AttemptResult, claimed: ClaimedAttempt, *, run_lock: RunLock
 ) -> None:
     """Writes the result to the run log, or gives up after RECORD_SECONDS."""
     if not ended.is_recorded:
         return
 
     def record() -> None:
-        record_stop(log, ended)
+        record_stop(log, ended, slots=claimed.claim.slots)
 
-    what = f"the result could not be recorded: {run_dir.root}"
+    what = f"the result could not be recorded: {claimed.run_dir.root}"
     if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, report=print_message):
         run_lock.abandon()  # Closing it would wait for the same storage.
 

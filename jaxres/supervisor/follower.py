@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres import faults
 from jaxres.clock import SystemClock
 from jaxres.cluster.detect import Address
 from jaxres.cluster.host_group import HostRank
+from jaxres.cluster.host_identity import identify
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import signals
+from jaxres.supervisor import host_exclusion, signals
 from jaxres.supervisor.attempt_runner import (
     add_memory_advice,
     delete_memory_at_end,
@@ -46,7 +48,8 @@ def follow(
     config = loaded.config
     if is_complete(run_dir, config):
         return ExitCode.DONE
-    clock = SystemClock()
+    host_exclusion.on_this_machine(run_dir, run_log.read_records(run_dir.log), env=env)
+    identity, clock = identify(env, hostname=socket.gethostname()), SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
         preemption_watcher = stack.enter_context(
@@ -54,7 +57,9 @@ def follow(
         )
         health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
         health_watcher = stack.enter_context(health)
-        joined = as_follower(config, run_dir, member, address, secret=secret, clock=clock)
+        joined = as_follower(
+            config, run_dir, member, address, secret=secret, identity=identity, clock=clock
+        )
         attempt_number, peers = stack.enter_context(joined)
         signals.block()
         records = run_log.read_records(run_dir.log)

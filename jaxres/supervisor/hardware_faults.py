@@ -8,15 +8,22 @@ hosts learn the cause from this host's exit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 
+from jaxres.cluster.host_identity import HostIdentity, identify
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.faults import RunError
+from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import AttemptResult, fault_record
+from jaxres.runlog.run_log import RunLog
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
+from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor import signal_dispatch
 from jaxres.supervisor.attempt import RunningAttempt, print_message
 from jaxres.supervisor.health import Finding
+from jaxres.supervisor.remote_hosts import LEADER
 from jaxres.supervisor.root_cause import WorkerExit
 from jaxres.supervisor.worker_process import kill_process_groups
 
@@ -55,11 +62,34 @@ def _on_finding(running: RunningAttempt, finding: Finding) -> None:
         action = "leave"  # Nothing new to save.
     _announce(running, dataclasses.replace(finding, action=action))
     reason = f"{socket.gethostname()}: {finding}"
+    if action != "warn" and is_first:
+        _record(running, reason)
     if action == "leave":
         _leave(running, reason)
     elif action == "save" and is_first and running.stop_requested is None:
         running.hardware_fault = reason
         signal_dispatch.request_stop(running, ExitCode.UNHEALTHY, reason)
+
+
+def _record(running: RunningAttempt, reason: str) -> None:
+    """Records the fault in a thread: a save may take long, and may be killed with its supervisor.
+
+    Host 0 alone writes the run log: it records the fault of another host with the attempt's end.
+    """
+    identity = identify(running.env, hostname=socket.gethostname())
+    result = AttemptResult(ExitCode.UNHEALTHY, reason, is_machine_fault=True, faulty_host=identity)
+    fault, folder, attempt = fault_record(result, None), running.run_dir.log, running.number
+    if fault is None or LEADER not in {worker.host for worker in running.workers}:
+        return
+
+    def write() -> None:
+        with contextlib.suppress(RunError, OSError):  # The record of the end is the second try.
+            records = run_log.read_records(folder)
+            run_log.claim_of(records, attempt=attempt, folder=folder)
+            log = RunLog.of_attempt(folder, records, attempt=attempt, clock=running.clock)
+            log.append(fault)
+
+    spawn_thread("host-fault", write, daemon=True)
 
 
 def _announce(running: RunningAttempt, finding: Finding) -> None:
@@ -90,7 +120,8 @@ def _leave(running: RunningAttempt, reason: str) -> None:
         code = None if worker.end is None else worker.end.result.code
         is_decided = code is not None and exit_row(code).is_graceful
         if not is_decided and code != ExitCode.UNHEALTHY:
-            worker.end = WorkerExit(AttemptResult(ExitCode.UNHEALTHY, reason), now)
+            result = AttemptResult(ExitCode.UNHEALTHY, reason, is_machine_fault=True)
+            worker.end = WorkerExit(result, now)
 
 
 def as_unhealthy(running: RunningAttempt, result: AttemptResult) -> AttemptResult:
@@ -100,4 +131,18 @@ def as_unhealthy(running: RunningAttempt, result: AttemptResult) -> AttemptResul
     if not running.hardware_fault or not is_explained or row.code == ExitCode.PEER_LOST:
         return result
     reason = f"{running.hardware_fault}; {result.reason}"
-    return dataclasses.replace(result, code=ExitCode.UNHEALTHY, reason=reason)
+    return dataclasses.replace(
+        result, code=ExitCode.UNHEALTHY, reason=reason, is_machine_fault=True
+    )
+
+
+def faulty_host(running: RunningAttempt, result: AttemptResult) -> HostIdentity | None:
+    """Returns the host whose hardware has ended the attempt; None: none, or unknown which."""
+    if result.code != ExitCode.UNHEALTHY:
+        return None
+    remote = {} if running.links is None else {host.host: host for host in running.links.hosts}
+    if result.culprit in remote:
+        return remote[result.culprit].identity
+    if result.culprit is None and not result.is_machine_fault:
+        return None
+    return identify(running.env, hostname=socket.gethostname())

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxres.cluster import messages
+from jaxres.cluster.host_identity import UNKNOWN, HostIdentity
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
@@ -33,6 +34,8 @@ class RemoteHost:
     end: WorkerExit | None = None
     stalled_seconds: float = 0.0
     """Seconds without progress at its last heartbeat."""
+    identity: HostIdentity = UNKNOWN
+    """By what its machine is known again in a later attempt."""
 
     def status(self) -> HostStatus:
         """Returns the status of this host."""
@@ -67,7 +70,7 @@ class FollowerLinks:
     def __init__(self, peers: PeerLinks, *, now: float) -> None:
         self._peers = peers
         self.hosts = [
-            RemoteHost(host, link.name, ProgressTracker(last_progress=now))
+            RemoteHost(host, link.name, ProgressTracker(last_progress=now), identity=link.identity)
             for host, link in sorted(peers.links.items())
         ]
         self._is_result_sent = False

@@ -21,7 +21,7 @@ from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
 from jaxres.faults import Fenced, RunError, StorageUnavailable
-from jaxres.runlog import run_log
+from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Event
@@ -32,6 +32,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_t
 from jaxres.supervisor import (
     attempt_runner,
     failure_report,
+    host_exclusion,
     processes,
     restart_policy,
     run_dir_watcher,
@@ -137,7 +138,7 @@ def run_restart_loop(
         records = run_log.read_records(run_dir.log)
         log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
         stack.push(lambda *_: _close_in_time(log))
-        run_history, restarts = run_log.fold(records), restart_policy.load_history(records)
+        run_history, restarts = run_log.fold(records), _restart_history(run_dir, records)
         emit = partial(_emit_in_time, log)
         server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
@@ -150,7 +151,7 @@ def run_restart_loop(
             wakeup=stack.enter_context(signals.wakeup_fd()),
             preemption_watcher=watcher,
             health_watcher=stack.enter_context(health),
-            policy=policy,
+            policy=_without_faulty_slots(run_dir, records, policy, env=env),
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
@@ -167,6 +168,26 @@ def run_restart_loop(
         )
         health.on_fault = partial(_alert_fault, run, alerts)
         return _run_attempts(run, restarts)
+
+
+def _restart_history(run_dir: RunDir, records: Sequence[Record]) -> RestartHistory:
+    forgotten = faulty_hosts.forgotten(run_dir)
+    return restart_policy.load_history(records, forgotten=forgotten)
+
+
+def _without_faulty_slots(
+    run_dir: RunDir, records: Sequence[Record], policy: RestartPolicy, *, env: Mapping[str, str]
+) -> RestartPolicy:
+    """Returns the policy without the slots whose hardware has failed before, and prints them.
+
+    Raises:
+      UnhealthyHost: too few slots are left, or none, since it is the whole machine.
+    """
+    hosts = host_exclusion.on_this_machine(run_dir, records, env=env)
+    faulty = host_exclusion.faulty_slots(run_dir, hosts, policy)
+    for slot, host in sorted(faulty.items()):
+        print_message(host_exclusion.left_out(run_dir, slot, host))
+    return dataclasses.replace(policy, faulty_slots=frozenset(faulty))
 
 
 def _alert_fault(run: LoopState, alerts: Alerts, event: HardwareFaultFound) -> None:
@@ -187,7 +208,7 @@ def _close_in_time(log: EventLog) -> None:
 def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
     """Runs attempts until the policy gives up or a stop was requested; returns the exit code."""
     attempt_runner.delete_unused_memory(run.run_dir, run.config)
-    decision = Restart(0.0, frozenset(), "")
+    decision = Restart(0.0, run.policy.faulty_slots, "")
     if run.outcomes:
         decision = restart_policy.decide(run.outcomes, run.clock.monotonic(), run.policy)
     _announce(
@@ -287,7 +308,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
             on_save_health=partial(run.save_monitor.on_save_health, attempt=opened.claim.attempt),
             fork_server=run.fork_server,
         )
-    attempt_runner.record_stop_with_timeout(log, ended, run_dir=run.run_dir, run_lock=run.run_lock)
+    attempt_runner.record_stop_with_timeout(log, ended, opened, run_lock=run.run_lock)
     return ended
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
@@ -52,8 +52,11 @@ class _OpenAttempt:
     step_before: int
 
 
-def load_history(records: Sequence[Record]) -> RestartHistory:
-    """Returns the outcomes of earlier supervisors; none of their attempts may still run."""
+def load_history(records: Sequence[Record], *, forgotten: Container[str] = ()) -> RestartHistory:
+    """Returns the outcomes of earlier supervisors; none of their attempts may still run.
+
+    `forgotten`: nonces of the claims of attempts whose faults are forgotten.
+    """
     outcomes: list[AttemptOutcome[int]] = []
     attempt: _OpenAttempt | None = None
     step, was_killed = 0, False
@@ -68,7 +71,9 @@ def load_history(records: Sequence[Record]) -> RestartHistory:
             case Commit():
                 step = max(step, record.body.step)
             case AttemptEnded() if attempt is not None and record.attempt == attempt.claim.attempt:
-                outcomes.append(_outcome(attempt, record.body, step))
+                outcome = _outcome(attempt, record.body, step)
+                is_forgotten = attempt.claim.nonce in forgotten
+                outcomes.append(replace(outcome, culprit=None) if is_forgotten else outcome)
                 attempt = None
             case SupervisorEnded():
                 outcomes += _killed_outcome(attempt, step)
@@ -135,6 +140,8 @@ class RestartPolicy:
     """When the supervisor began, on its monotonic clock."""
     seed: int
     """Seed of the jitter."""
+    faulty_slots: frozenset[int] = frozenset()
+    """Slots whose hardware has failed in an earlier attempt; no attempt uses them."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ def _excluded(
     Excluded are a host that reports itself unhealthy, and a host that two consecutive failures name
     with no new commit between them, if the job can run without it.
     """
-    without: frozenset[int] = frozenset()
+    without = policy.faulty_slots
     since = 0
     for number in range(1, len(history) + 1):
         outcome = history[number - 1]

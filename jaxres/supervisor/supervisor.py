@@ -274,6 +274,7 @@ def _conclude(running: RunningAttempt) -> AttemptResult:
         reason=reason,
         is_recorded=cause.result.code != ExitCode.FENCED,
         is_printed=code != ExitCode.DONE,
+        faulty_host=hardware_faults.faulty_host(running, cause.result),
     )
 
 

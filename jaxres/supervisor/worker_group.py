@@ -7,6 +7,7 @@ a supervisor each connect to the supervisor of host 0 (`cluster.rendezvous`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.metadata
 import os
@@ -26,6 +27,7 @@ from jaxres.cluster.compatibility import key_digests, values_of
 from jaxres.cluster.connection import reserve_port
 from jaxres.cluster.detect import Address
 from jaxres.cluster.host_group import HostRank
+from jaxres.cluster.host_identity import HostIdentity
 from jaxres.cluster.messages import AttemptAnnounced, Goodbye, Hello
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.cluster.rendezvous import (
@@ -128,16 +130,19 @@ def as_follower(
     address: Address,
     *,
     secret: str,
+    identity: HostIdentity,
     clock: Clock,
 ) -> Iterator[tuple[int, PeerLinks]]:
     """Connects to the leader; yields the attempt that it has claimed, and the connection.
 
-    The secret is as for `as_leader`.
+    The secret is as for `as_leader`; `identity` is that of this machine.
 
     Raises:
       RunError: the error that the leader sent, or PeerLost if the leader does not answer.
     """
     settings = _settings(config, run_dir, member, address, secret=secret, clock=clock)
+    hello = dataclasses.replace(settings.hello, identity=identity)
+    settings = dataclasses.replace(settings, hello=hello)
     with RendezvousFollower(settings) as follower:
         announcement = follower.join()
         can_read = functools.partial(_can_read_claim, run_dir)

@@ -86,6 +86,12 @@ def unhealthy() -> None:
         raise Unhealthy("a device has failed, requested by the test")
 
 
+def unhealthy_place() -> None:
+    """Fails on the physical host BAD_HOST, whatever VM is there."""
+    if os.environ["JAXRES_PHYSICAL_HOST"] == os.environ["BAD_HOST"]:
+        raise Unhealthy("a device has failed, requested by the test")
+
+
 def spawn() -> None:
     """Starts processes that outlive the process group, with and without the environment."""
     command = [sys.executable, "-c", f"import time; time.sleep({MANY_SECONDS})", os.environ["TAG"]]
@@ -101,6 +107,7 @@ def wait_at_gate() -> None:
 
 WHATS = {
     "unhealthy": unhealthy,
+    "unhealthy_place": unhealthy_place,
     "spawn": spawn,
     "eat": eat,
     "sleep": lambda: time.sleep(MANY_SECONDS),

@@ -20,6 +20,7 @@ def test_a_device_that_computes_wrongly_is_named_and_no_step_is_computed(
     trainer.assert_fails(ExitCode.UNHEALTHY, wrong, "hardware.preflight")
     assert trainer.steps() == []
     assert run_history(trainer.run_dir).committed == ()
+    workspace.repaired("run")
     sound = workspace.finish("run", *QUICK, config=FAULTY, env=devices)
     assert "hardware.preflight=quick: passed in" in sound.printed()
     assert run_history(sound.run_dir).step == 4

@@ -17,7 +17,7 @@ from jaxres.checkpoint.verify import verify_step
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Unrestorable
-from jaxres.runlog import replica_files, run_log
+from jaxres.runlog import faulty_hosts, replica_files, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
@@ -268,7 +268,10 @@ def test_prunes_and_pins_are_carried_over(workspace: Workspace, killed: RunDir) 
         )
         == 0
     )
+    files.make_dir(source.forgotten_faults)
+    files.create(source.forgotten_faults / "nonce", b"")
     assert replicate(source, to) == 0
+    assert faulty_hosts.forgotten(to) == {"nonce"}
     others = set(committed(to)) - {first}
     workspace.finish("source", *MLP)
     assert replicate(source, to) == 0

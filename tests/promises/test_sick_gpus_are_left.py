@@ -70,6 +70,7 @@ def test_a_fatal_xid_ends_the_run_at_once_and_nothing_is_saved_after_it(
     assert (record.exit, record.committed, record.culprit) == (ExitCode.UNHEALTHY, False, 0)
     assert run_history(trainer.run_dir).step == COMMITTED, "a state was saved after the fault"
     gpus.set()
+    workspace.repaired("run")
     again = workspace.finish("run", OFTEN, config=FAULTY, env=gpus.env)
     assert_bit_exact(again.run_dir, fault_free)
 
@@ -109,6 +110,7 @@ def test_a_fault_of_one_host_is_named_by_it_and_the_run_goes_on_exactly(
     else:
         assert f"{GPU}: the driver has lost it" in record.reason
     gpus.set()
+    workspace.repaired("run")
     again = workspace.launched("run", OFTEN, hosts=2, config=FAULTY, env=gpus.env)
     assert_bit_exact(again.run_dir, fault_free_pair)
 

@@ -51,6 +51,7 @@ def test_a_flipped_bit_is_named_and_not_saved_and_the_run_ends_as_an_unbroken_on
         (event,) = trainer.events_of("corruption_detected")
         assert (event["step"], event["devices"]) == (found, [device])
         assert run_history(trainer.run_dir).step == committed
+        workspace.repaired("run")
     trainer = start(workspace, "run", REPLAY)
     assert trainer.wait_exit() == 0, trainer.printed()
     assert digest(trainer.run_dir) == digest(unbroken.run_dir)

@@ -96,6 +96,7 @@ def test_a_host_with_fewer_devices_than_it_must_have_is_unhealthy(workspace: Wor
     env = {"JAX_NUM_CPU_DEVICES": "2", "JAXRES_MIN_DEVICES": "4"}
     refused = workspace.start("few", *MLP, env=env)
     refused.assert_fails(ExitCode.UNHEALTHY, "4 devices expected, 2 found (JAXRES_MIN_DEVICES)")
+    workspace.repaired("few")
     run = workspace.start("few", *MLP, "train.steps=1", env={"JAX_NUM_CPU_DEVICES": "2"})
     assert run.wait_exit() == 0, run.printed()
     (start,) = run_history(run.run_dir).starts

@@ -330,6 +330,13 @@ class Workspace:
         assert trainer.wait_exit() == 0, trainer.printed()
         return trainer
 
+    def repaired(self, name: str, *, host: str | None = None) -> None:
+        """Declares a faulty host as repaired; None: this machine."""
+        run_dir = self.run_dir(name)
+        arguments = ["hosts", str(run_dir.root), "--forget", host or socket.gethostname()]
+        forgotten = self.command(run_dir, arguments, verb=("jaxres",))
+        assert forgotten.wait_exit() == 0, forgotten.printed()
+
     def copy(self, run_dir: RunDir, name: str) -> RunDir:
         """Copies a run directory from a disk."""
         copied = self.run_dir(name)

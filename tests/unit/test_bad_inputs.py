@@ -100,6 +100,10 @@ COMMANDS = [
     Row("history run --attempts=yes", USAGE, "--attempts"),
     Row("history none", USAGE, "none: no run here"),
     Row("history --attempts none", USAGE, "none: no run here"),
+    Row("hosts", USAGE, "required: RUN_DIR"),
+    Row("hosts none", USAGE, "none: no run here"),
+    Row("hosts run --forget", USAGE, "--forget: expected one argument"),
+    Row("hosts run --forget x", USAGE, "--forget x: no host of this name is left out"),
     Row("checkpoints", USAGE, "required: COMMAND"),
     Row("checkpoints lst run", USAGE, "invalid choice: 'lst'"),
     Row("checkpoints list", USAGE, "required: RUN_DIR"),
@@ -459,7 +463,7 @@ def test_bad_input_is_one_line_with_its_exit_code(
 
 LOOKING = (
     *("status", "history", "history --attempts", "checkpoints list", "checkpoints verify"),
-    "checkpoints prune --dry-run",
+    *("checkpoints prune --dry-run", "hosts"),
 )
 RUN_FILES = {
     "owner.json": ("status",),

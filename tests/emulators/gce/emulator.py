@@ -247,6 +247,11 @@ class GceEmulator:
         with self.scheduler.changed:
             self.fleet.announce(self.vm(name), seconds=seconds, can_reschedule=can_reschedule)
 
+    def place(self, *physical_hosts: str) -> None:
+        """Runs the next VMs on these physical hosts, one each, and shows where they run."""
+        with self.scheduler.changed:
+            self.fleet.physical_hosts += physical_hosts
+
     def stockout(self, *, seconds: float = float("inf"), **rule: Any) -> Shortage:
         """Makes creations fail because of missing capacity; see Shortage for the rules."""
         until = time.monotonic() + seconds / self.scheduler.speed

@@ -64,6 +64,8 @@ class Fleet:
         self.delays = Delays()
         self.lost_in_creation = 0
         """How many of the next VMs are preempted while they are created."""
+        self.physical_hosts: list[str] = []
+        """Physical hosts of the next VMs; that of later ones is not shown."""
         self._count = itertools.count(1)
         self._looked = -float("inf")
         self._seen: dict[str, list[int]] = {}
@@ -114,6 +116,8 @@ class Fleet:
                 for one in wanted.get("metadata", {}).get("items", [])
             },
         )
+        if self.physical_hosts:
+            vm.physical_host = self.physical_hosts.pop(0)
         failure = self._obstacle(vm, operation.group or operation.name)
         vm.is_blocked = failure is not None
         self.vms[zone, name] = self.past[ident] = vm

@@ -54,6 +54,8 @@ class Vm:
     stopped: str = ""
     upcoming: dict[str, Any] = field(default_factory=dict)
     metadata_version: int = 1
+    physical_host: str = ""
+    """Empty: not shown, as for most machine types without a placement policy."""
 
     @property
     def path(self) -> str:
@@ -131,7 +133,7 @@ class Vm:
             "disks": self._disks(here),
             "cpuPlatform": "Unknown CPU Platform",
             "selfLink": f"{here}/instances/{self.name}",
-            "resourceStatus": {"upcomingMaintenance": self.upcoming} if self.upcoming else {},
+            "resourceStatus": self._resource_status(),
         }
         if self.shape.gpus:
             kind = f"{here}/acceleratorTypes/{self.shape.gpu}"
@@ -139,6 +141,10 @@ class Vm:
             reported["guestAccelerators"] = [one]
         times = {"lastStartTimestamp": self.started, "lastStopTimestamp": self.stopped}
         return reported | {key: value for key, value in times.items() if value}
+
+    def _resource_status(self) -> dict[str, Any]:
+        fields = {"upcomingMaintenance": self.upcoming, "physicalHost": self.physical_host}
+        return {key: value for key, value in fields.items() if value}
 
     def _networks(self, url: str) -> list[dict[str, Any]]:
         default = f"{url}/regions/{region_of(self.zone)}/subnetworks/default"

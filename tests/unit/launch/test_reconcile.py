@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxres.cluster.host_identity import HostIdentity
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import capacity_options, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
@@ -23,6 +24,7 @@ from jaxres.launch.observed_state import (
 from jaxres.launch.provisioning import ABSENT_SECONDS
 from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, vms_to_delete
 from jaxres.runlog.attempt_result import AttemptOutcome
+from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import Commit, Record
 from tests.unit.launch.gce_config import config
 
@@ -408,6 +410,44 @@ def test_a_new_run_in_the_same_place_has_other_names_and_first_deletes_what_is_l
     ended = replace(new, phase="ended", next_name=5)
     again = new_state("jx", "code2", "config", now=NOW, after=ended, run_id="22cc")
     assert (again.id, again.next_name) == ("11bb", 5), "the names would not continue"
+
+
+def faulty(name: str, *, instance: str, physical_host: str) -> FaultyHost:
+    identity = HostIdentity(name, instance, physical_host)
+    return FaultyHost(identity, None, 1, NOW, 2, "Xid 79", ("nonce",))
+
+
+@pytest.mark.parametrize(
+    ("known", "replaced"),
+    [
+        (faulty("jx-0009", instance="9", physical_host="/a/b/c"), True),
+        (faulty("jx-0009", instance="9", physical_host=""), False),
+        (faulty("jx-0001", instance="7", physical_host=""), True),  # The same VM, restarted.
+        (faulty("jx-0001", instance="9", physical_host=""), False),  # Another one of this name.
+    ],
+)
+def test_a_vm_whose_hardware_has_failed_before_gets_no_attempt(
+    known: FaultyHost, replaced: bool
+) -> None:
+    vms = listed(*NAMES)
+    vms["jx-0001"] = replace(vms["jx-0001"], id=7, physical_host="/a/b/c")
+    log = RunLogSummary(step=20, seq=9, faulty_hosts=(known,))
+    found = next_state(READY, observed(vms=vms, log=log))
+    assert found.phase == ("placing" if replaced else "running")
+    assert [vm.name for vm in found.deleting] == ["jx-0001"] * replaced
+    if not replaced:
+        assert found.hosts[1] == HostAddress("jx-0001", "10.0.0.1", "7", "/a/b/c")
+
+
+def test_a_zone_that_offers_only_faulty_physical_hosts_ends_the_job_with_the_reason() -> None:
+    known = faulty("jx-0009", instance="9", physical_host="/a/b/c")
+    vms = {name: replace(vm, physical_host="/a/b/c") for name, vm in listed(*NAMES).items()}
+    seen = observed(vms=vms, log=RunLogSummary(faulty_hosts=(known,)))
+    most = CONFIG.restart.max_preemptions_without_commit
+    found = next_state(replace(READY, unready=most - 1), seen)
+    assert found.end is not None
+    assert found.end.exit == ExitCode.NO_PROGRESS
+    assert "(physical host /a/b/c) has failed before, as jx-0009 (failed once" in found.end.reason
 
 
 @pytest.mark.parametrize("codes", [(82,), (82, 79), (82, 82), (79, 82)])

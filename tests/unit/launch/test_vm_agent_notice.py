@@ -11,7 +11,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.launch import instance_spec
-from jaxres.launch.desired_state import DesiredState, VmSpec
+from jaxres.launch.desired_state import DesiredState, HostAddress, VmSpec
 from jaxres.launch.instance_spec import NOTICE, Machine
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
@@ -106,7 +106,14 @@ def test_a_training_expects_the_gpus_of_the_machine_type_of_its_vm(
     agent = Agent(LaunchPaths(RUN), name="jx-0", folder=tmp_path, clock=SystemClock())
     desired = DesiredState("jx", "code", "config", started_at=0.0)
     vms = (VmSpec("jx-1", "us-central1-a", 0, 0.0), VmSpec("jx-0", "us-central1-a", 1, 0.0))
-    desired = replace(desired, vms=vms)
+    host = HostAddress("jx-0", "10.0.0.1", "17", "/block/sub/host")
+    desired = replace(desired, vms=vms, hosts=(HostAddress("jx-1", "10.0.0.2"), host))
     options = [OPTION, OPTION | {"machine_type": machine_type}]
     found = agent._training_env(env, config(capacity_options=options), desired)
-    assert found == env | ({} if expected is None else {"JAXRES_MIN_DEVICES": expected})
+    identity = {
+        "JAXRES_HOST_NAME": "jx-0",
+        "JAXRES_INSTANCE": "17",
+        "JAXRES_PHYSICAL_HOST": "/block/sub/host",
+    }
+    count = {} if expected is None else {"JAXRES_MIN_DEVICES": expected}
+    assert found == env | identity | count

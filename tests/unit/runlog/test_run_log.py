@@ -17,6 +17,7 @@ from jaxres.runlog.records import RECORDS, Branch
 from jaxres.runlog.run_log import (
     AttemptEnded,
     Commit,
+    HostFault,
     Prune,
     Quarantine,
     Record,
@@ -68,6 +69,8 @@ BODIES = [
     Quarantine(step=3, path="checkpoints/y", evidence="w has another digest"),
     Branch(path="gs://bucket/run", step=8, manifest="sha256:0", dataset="d", tokenizer="bytes"),
     AttemptEnded(exit=74, reason="disk\nfull", committed=False),
+    HostFault(host="node17", reason="Xid 79", slot=1, instance="123", physical_host="/a/b/c"),
+    HostFault(host="node17", reason="Xid 79"),
     AttemptEnded(exit=137, reason="killed", committed=False, culprit=1),
     SupervisorEnded(exit=84, reason="5 attempts"),
 ]

@@ -1,12 +1,16 @@
 """What follows a fault of the hardware: real processes without jax, and a fake NVML library."""
 
 import json
+import os
 import signal
 
 import pytest
 
+from jaxres.runlog import faulty_hosts
 from jaxres.runlog.event_log import read_events
+from jaxres.runlog.run_log import Record
 from jaxres.supervisor.worker_process import LEAVE
+from tests.unit.runlog.example_records import CLAIM
 from tests.unit.supervisor.test_supervisor import supervisors
 
 SAVES = {"on_stop": [75, 0.0], "saves": [0.1, False]}
@@ -89,6 +93,20 @@ def test_a_crash_while_the_save_is_requested_counts_as_the_hardwares(start, gpus
     gpus.set(ROW)
     ended, _ = supervisor.ended()
     assert (ended["code"], "stop 0" in ended["reason"]) == (82, True)
+
+
+def test_a_fault_is_recorded_although_the_supervisor_is_killed_during_the_save(start, gpus):
+    supervisor = start({"on_stop": [75, 60.0]})
+    run_dir = supervisor.run_dir
+    (run_dir.log / "00000001.json").write_bytes(Record(1, 1, 0.0, CLAIM).encode())
+    watched(supervisor)
+    gpus.set(ROW)
+    supervisor.wait(lambda: faulty_hosts.read(run_dir), "a record")
+    assert supervisor.signalled(signal.SIGTERM) == [0], "the save has not begun"
+    supervisor.process.kill()
+    (faulty,) = faulty_hosts.read(run_dir)
+    assert (faulty.identity.name, faulty.slot, faulty.attempt) == (os.uname().nodename, None, 1)
+    assert "the remapping of a row of memory is pending" in faulty.reason
 
 
 def test_a_hang_while_the_save_is_requested_counts_as_the_hardwares(start, gpus):

@@ -150,6 +150,15 @@ def test_decisions_are_the_same_for_one_supervisor_and_for_many():
     assert ours.exit == ExitCode.UNHEALTHY
 
 
+def test_a_host_whose_fault_is_forgotten_is_not_excluded_by_that_end():
+    bodies = [claim(1, 0, 1, 2), stop(ExitCode.UNHEALTHY, 1)]
+    records = [Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, start=1)]
+    nonce = bodies[0].nonce
+    (known,) = restart_policy.load_history(records).outcomes
+    (forgotten,) = restart_policy.load_history(records, forgotten={nonce}).outcomes
+    assert (known.culprit, forgotten.culprit) == (1, None)
+
+
 def test_late_record_of_an_older_attempt_is_no_progress_and_no_end():
     records = [
         Record(1, 1, 0.0, claim(1, 0)),

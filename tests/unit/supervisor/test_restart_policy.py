@@ -109,6 +109,14 @@ def test_an_unhealthy_host_is_excluded_at_once():
     assert decide((82, 0, 0)).exit == ExitCode.UNHEALTHY, "one that is alone can't be left out"
 
 
+def test_a_slot_that_has_failed_in_an_earlier_run_of_the_command_is_excluded_from_the_beginning():
+    known = dataclasses.replace(MANY, faulty_slots=frozenset({2}))
+    assert decide(1, policy=known).without_hosts == {2}
+    assert decide((82, 0, 1), policy=known).without_hosts == {1, 2}
+    third = decide((82, 0, 1), (82, 0, 3), policy=known)
+    assert "too few hosts are left (at least 2) without slot 1, 2, 3" in third.reason
+
+
 @pytest.mark.parametrize("code", FAILURES)
 def test_a_host_named_by_two_consecutive_faults_is_excluded(code):
     twice = decide((code, 0, 2), (code, 0, 2), policy=MANY)

@@ -1,0 +1,130 @@
+"""The hosts whose hardware has failed in a run, from its log; later attempts leave them out.
+
+A host is taken again once its faults are forgotten by `jaxres hosts RUN_DIR --forget HOST`. That
+writes a file for each of the faults, named after the claim of the attempt that met it, so that a
+fault after it counts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from jaxres.cluster.host_identity import HostIdentity
+from jaxres.runlog import run_log
+from jaxres.runlog.history import in_force
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import Claim, HostFault, Record
+from jaxres.storage import files
+
+
+@dataclass(frozen=True)
+class FaultyHost:
+    """A host whose hardware has failed."""
+
+    identity: HostIdentity
+    slot: int | None
+    """Slot of the worker under `launch local`; None: the whole machine."""
+    count: int
+    """Number of attempts in which it has failed."""
+    since: float
+    """Time of the first of these faults, for display only."""
+    attempt: int
+    """The newest of these attempts."""
+    reason: str
+    """The fault of that attempt."""
+    nonces: tuple[str, ...]
+    """Nonces of the claims of these attempts."""
+
+    @property
+    def name(self) -> str:
+        """Name of the host for `--forget`."""
+        return host_name(self.identity, self.slot)
+
+    def __str__(self) -> str:
+        """Returns the host and its fault, for a message."""
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        times = f"{self.count} times" if self.count > 1 else "once"
+        newest = f"in attempt {self.attempt}: {self.reason}"
+        return f"{self.name} (failed {times} since {since}; {newest})"
+
+
+def host_name(identity: HostIdentity, slot: int | None) -> str:
+    """Returns the name of a host, or of one slot of `launch local` on it.
+
+    >>> host_name(HostIdentity("node17"), 3)
+    'node17:3'
+    """
+    return identity.name if slot is None else f"{identity.name}:{slot}"
+
+
+def faulty_hosts(
+    records: Sequence[Record], *, forgotten: Iterable[str] = ()
+) -> tuple[FaultyHost, ...]:
+    """Returns the hosts with a fault that is not forgotten, by their first fault; pure.
+
+    Faults that a fenced process has recorded do not count. The order is that of the records: the
+    clocks of hosts may jump.
+
+    Args:
+      records: the run log.
+      forgotten: nonces of the claims of attempts whose faults are forgotten.
+    """
+    ignored, nonces = frozenset(forgotten), dict[int, str]()
+    found: dict[tuple[str, str, int | None], FaultyHost] = {}
+    for record in in_force(records):
+        body = record.body
+        if isinstance(body, Claim):
+            nonces[record.attempt] = body.nonce
+        if not isinstance(body, HostFault):
+            continue
+        nonce = nonces.get(record.attempt, "")
+        identity = HostIdentity(body.host, body.instance, body.physical_host)
+        key = (body.host, body.instance, body.slot)
+        before = found.get(key)
+        if nonce in ignored or (before is not None and nonce in before.nonces):
+            continue
+        since = record.time if before is None else before.since
+        earlier = () if before is None else before.nonces
+        found[key] = FaultyHost(
+            identity=identity,
+            slot=body.slot,
+            count=len(earlier) + 1,
+            since=since,
+            attempt=record.attempt,
+            reason=body.reason,
+            nonces=(*earlier, nonce),
+        )
+    return tuple(found.values())
+
+
+def matching(hosts: Iterable[FaultyHost], identity: HostIdentity) -> list[FaultyHost]:
+    """Returns the faulty hosts that a machine is, or that were on the same physical host."""
+    return [host for host in hosts if _is_same(host.identity, identity)]
+
+
+def _is_same(faulty: HostIdentity, other: HostIdentity) -> bool:
+    if faulty.physical_host and faulty.physical_host == other.physical_host:
+        return True
+    is_other_vm = faulty.instance and other.instance and faulty.instance != other.instance
+    return bool(faulty.name) and faulty.name == other.name and not is_other_vm
+
+
+def forgotten(run_dir: RunDir) -> frozenset[str]:
+    """Returns the nonces of the claims of attempts whose faults are forgotten."""
+    return frozenset(files.list_names(run_dir.forgotten_faults))
+
+
+def read(run_dir: RunDir, records: Sequence[Record] | None = None) -> tuple[FaultyHost, ...]:
+    """Returns the faulty hosts of a run; `records`: its log if that was read already."""
+    known = run_log.read_records(run_dir.log) if records is None else records
+    hosts = faulty_hosts(known)
+    return faulty_hosts(known, forgotten=forgotten(run_dir)) if hosts else ()
+
+
+def forget(run_dir: RunDir, host: FaultyHost) -> None:
+    """Forgets the faults of a host so far, durably; takes effect at the next start."""
+    files.make_dir(run_dir.forgotten_faults)
+    for nonce in host.nonces:
+        files.create(run_dir.forgotten_faults / nonce, b"")

@@ -1,0 +1,89 @@
+"""A host whose hardware has failed is left out by every later start, until it is repaired."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog import faulty_hosts
+from tests.promises.cloud import Cloud
+from tests.promises.test_supervisor_restarts_the_worker import start
+from tests.promises.trainer import FAULTY, Workspace, free_address, run_history
+
+FAULT = {"FAULT": "build:1:unhealthy"}
+"""Host 1 finds that a device has failed, before the first step."""
+SHORT = "train.steps=2"
+
+
+def test_a_slot_with_a_fault_is_left_out_by_every_later_supervisor(workspace: Workspace) -> None:
+    first = start(workspace, SHORT, hosts=2, **FAULT)
+    assert first.wait_exit() == ExitCode.UNHEALTHY, first.printed()
+    (faulty,) = faulty_hosts.read(first.run_dir)
+    assert (faulty.name, faulty.count) == (f"{socket.gethostname()}:1", 1)
+    assert "a device has failed, requested by the test" in faulty.reason
+    command = f"jaxres hosts {first.run_dir.root} --forget {faulty.name}"
+    start(workspace, SHORT, hosts=2).assert_fails(
+        ExitCode.UNHEALTHY, "too few hosts are left (at least 2)", str(faulty), command
+    )
+    assert run_history(first.run_dir).attempt == 1, "a start that is refused claims no attempt"
+    second = start(workspace, SHORT, hosts="1..2")
+    second.wait(lambda: run_history(first.run_dir).attempt == 2, what="an attempt without it")
+    slots = [claim.slots for claim in run_history(first.run_dir).claims]
+    assert slots == [(0, 1), (0,)], "the faulty host was used again"
+    assert f"slot 1 is left out: {faulty}" in second.printed()
+
+
+@pytest.mark.slow
+def test_a_machine_with_a_fault_is_refused_in_any_role_until_it_is_forgotten(
+    workspace: Workspace,
+) -> None:
+    at, node_a, node_b = free_address(), {"JAXRES_HOST_NAME": "a"}, {"JAXRES_HOST_NAME": "b"}
+    lead, sick = (
+        workspace.start_host(
+            "run", SHORT, host=host, hosts=2, at=at, config=FAULTY, env=env | FAULT
+        )
+        for host, env in enumerate([node_a, node_b])
+    )
+    assert sick.wait_exit() == ExitCode.UNHEALTHY, sick.printed()
+    assert lead.wait_exit() == ExitCode.PEER_LOST, lead.printed()
+    (faulty,) = faulty_hosts.read(lead.run_dir)
+    assert (faulty.name, faulty.slot, faulty.count) == ("b", None, 1), "recorded by the leader"
+    roles = [
+        workspace.start("run", SHORT, config=FAULTY, env=node_b),
+        workspace.start_host("run", host=1, hosts=2, at=at, config=FAULTY, env=node_b),
+    ]
+    for refused in roles:
+        refused.assert_fails(ExitCode.UNHEALTHY, "this host is not used", str(faulty), "--forget b")
+    hosts = workspace.command(lead.run_dir, ["hosts", str(lead.run_dir.root)], verb=("jaxres",))
+    assert hosts.wait_exit() == 0
+    assert faulty.reason in hosts.printed()
+    workspace.repaired("run", host="b")
+    workspace.finish("run", SHORT, config=FAULTY, env=node_b)
+
+
+@pytest.mark.slow
+def test_no_attempt_runs_on_the_physical_host_of_a_faulty_vm_under_any_later_launcher(
+    cloud: Cloud,
+) -> None:
+    bad = "/block/sub/bad"
+    cloud.gce.place(bad, bad, "/block/sub/good")
+    env = {"FAULT": "build:1:unhealthy_place", "BAD_HOST": bad}
+    config = cloud.config(env=env)
+    first = cloud.up(config, SHORT)
+    cloud.wait(lambda: faulty_hosts.read(cloud.run_dir), of="fault")
+    first.kill()
+    (faulty,) = faulty_hosts.read(cloud.run_dir)
+    (vm,) = (vm for vm in cloud.gce.vms() if vm == faulty.identity.name)
+    assert (faulty.identity.physical_host, faulty.slot) == (bad, None)
+    second = cloud.up(config, SHORT)
+    assert second.wait_exit() == 0, cloud.describe()
+    refused = f"its hardware (physical host {bad}) has failed before, as {faulty.name} (failed once"
+    assert refused in second.printed(), "the VM at the same place was used"
+    desired = cloud.desired_state()
+    assert desired is not None
+    ends = [(outcome.code, outcome.culprit) for outcome in desired.history]
+    assert ends == [(ExitCode.UNHEALTHY, vm), (ExitCode.DONE, None)]
+    assert len(faulty_hosts.read(cloud.run_dir)) == 1
+    cloud.assert_nothing_is_left()
