@@ -48,6 +48,7 @@ class DeviceProbe:
         self._num_steps = 0
         self._cost_seconds = 0.0
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._busy: deque[float] = deque(maxlen=RECENT_STEPS)
         self.seconds: dict[Any, float] = {}
         """Device -> its newest duration."""
 
@@ -70,13 +71,12 @@ class DeviceProbe:
             interval *= 2
         return interval
 
-    def measure(self, *, busy_seconds: float) -> None:
-        """Measures the devices, which must be idle.
+    def on_dispatch(self, busy_seconds: float) -> None:
+        """Counts the host's work for a step: after a probe the devices are idle for so long."""
+        self._busy.append(busy_seconds)
 
-        Args:
-          busy_seconds: usual time from an idle device to the next dispatched step, which the
-            probe costs too.
-        """
+    def measure(self) -> None:
+        """Measures the devices, which must be idle."""
         if self._run is None:
             self._run = _program(self._devices)
             self._run().block_until_ready()  # Not measured: it is compiled.
@@ -86,7 +86,8 @@ class DeviceProbe:
             for device in [one for one, data in waiting.items() if data.is_ready()]:
                 del waiting[device]
                 self.seconds[device] = max(now - begun, 1e-9)
-        self._cost_seconds = self._clock.monotonic() - begun + busy_seconds
+        busy = statistics.median(self._busy) if self._busy else 0.0
+        self._cost_seconds = self._clock.monotonic() - begun + busy
 
 
 def _program(devices: Sequence[Any]) -> Callable[[], jax.Array]:
