@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeFloat, PositiveInt
 
 from jaxres.config.base import (
     Folder,
@@ -92,7 +92,7 @@ class ThroughputSection(Section):
     """Shortest time for which a host is slow, or throughput low, before it is reported."""
     probe: Literal["auto", "on", "off"] = free("auto")
     """Measures each device by a fixed program of about a millisecond; auto: not on CPUs."""
-    probe_every_steps: PositiveInt = free(8)
+    probe_every_steps: PositiveInt = free(5)
     """Steps between two probes; more, if steps are so short that it would cost over 0.5 %."""
 
 

@@ -45,7 +45,7 @@ class MetricsLine:
     samples: str
     """xxh3-64 of the ids of the global batch's rows in order."""
     busy_seconds: Sequence[float] = ()
-    """Seconds of a step that each host works alone, updated every 8 steps; empty with one host."""
+    """Seconds of a step that each host works alone, updated every 5 steps; empty with one host."""
     loss_scale: float | None = None
     """Loss scale of the backward pass; None, and not written, without loss scaling."""
     model_metrics: Mapping[str, float | None] = field(default_factory=dict)

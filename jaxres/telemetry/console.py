@@ -111,6 +111,14 @@ class Console:
                     self.print(f"WARNING: {reason}")
                 case events.CorruptionDetected(reason=reason):
                     self.print(f"ALARM: {reason}")
+                case events.StragglerFound(step=step, reason=reason):
+                    self.print(f"WARNING: step {step}: {reason}")
+                case events.StragglerRecovered(step=step, host=host):
+                    self.print(f"step {step}: host {host} is no longer slower than the others")
+                case events.ThroughputDropped(step=step, reason=reason):
+                    self.print(f"WARNING: step {step}: {reason}")
+                case events.ThroughputRecovered(step=step, kind=kind):
+                    self.print(f"step {step}: {kind.replace('_', ' ')} are as fast as usual again")
                 case events.RolledBack():
                     self.print(_rolled_back(event))
                 case events.BadRecordsSkipped():

@@ -12,15 +12,21 @@ import select
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import (
     Event,
     PartCommitted,
+    PerformanceEvent,
     PhaseChanged,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
+    StragglerFound,
+    StragglerRecovered,
+    ThroughputDropped,
+    ThroughputRecovered,
     TrainingStarted,
 )
 from jaxres.runlog.metrics import MetricsLine
@@ -86,11 +92,26 @@ class SavesRecovered:
     step: int
 
 
+@dataclass(frozen=True)
+class SpeedChanged:
+    """Host 0 has reported a slow host or a lower throughput, or that it is as usual again."""
+
+    kind: Literal["straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"]
+    step: int
+    """Newest completed step."""
+    host: int | None
+    """Host that is the cause; None: no single host is known to be."""
+    reason: str
+    number: int
+
+
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
 SaveHealth = SavesFailing | SavesRecovered
-StatusMessage = PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | SaveHealth
+News = SaveHealth | SpeedChanged
+"""What an operator is alerted of."""
+StatusMessage = PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News
 MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
     "message",
     {
@@ -101,6 +122,7 @@ MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
         "exit": ExitMessage,
         "saves_failing": SavesFailing,
         "saves_recovered": SavesRecovered,
+        "speed_changed": SpeedChanged,
     },
 )
 """Wire name of each message."""
@@ -157,6 +179,13 @@ class StatusWriter:
             case SaveFailed(step, reason):
                 self._send(SaveEnded(step, None))
                 self._send_health(SavesFailing(self._committed, reason))
+            case (
+                StragglerFound()
+                | StragglerRecovered()
+                | ThroughputDropped()
+                | ThroughputRecovered()
+            ):
+                self._send(_speed_message(event))
             case _:
                 pass
 
@@ -202,6 +231,18 @@ class StatusWriter:
             with self._changed:
                 while self._waiting and self._is_written(self._waiting[0]):
                     self._waiting.popleft()
+
+
+def _speed_message(event: PerformanceEvent) -> SpeedChanged:
+    match event:
+        case StragglerFound(step=step, host=host, reason=reason, number=number):
+            return SpeedChanged("straggler", step, host, reason, number)
+        case StragglerRecovered(step=step, host=host, number=number):
+            return SpeedChanged("straggler_recovered", step, host, "", number)
+        case ThroughputDropped(step=step, host=host, reason=reason, number=number):
+            return SpeedChanged("throughput_dropped", step, host, reason, number)
+        case ThroughputRecovered(step=step, number=number):
+            return SpeedChanged("throughput_recovered", step, None, "", number)
 
 
 def write_now(descriptor: int, message: StatusMessage) -> None:

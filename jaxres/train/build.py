@@ -45,8 +45,8 @@ from jaxres.train import (
     init_params,
     jitted_steps,
     oom_advice,
-    preflight,
     performance_guard,
+    preflight,
     replica_check,
     save_scheduler,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-TIMED_STEPS = 8
+TIMED_STEPS = 5
 """Steps that times are averaged over: unchanged flags cost no transfer to the devices."""
 
 

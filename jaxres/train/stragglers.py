@@ -217,9 +217,7 @@ def _with_usual(state: Series, block: Sequence[float], level: float) -> Series:
         blocks = (*blocks, level)
     if len(blocks) > MAX_BLOCKS:
         blocks, stride = blocks[::2], 2 * stride
-    return replace(
-        state, blocks=blocks, stride=stride, num_usual=state.num_usual + 1, noise=noise
-    )
+    return replace(state, blocks=blocks, stride=stride, num_usual=state.num_usual + 1, noise=noise)
 
 
 def _deviation(values: Sequence[float], *, middle: float | None = None) -> float:
