@@ -112,7 +112,7 @@ class GuardsSection(Section):
     corruption: CorruptionSection | None = free(CorruptionSection())
     """Detection of silent corruption, where several devices hold the same arrays; null: off."""
     throughput: ThroughputSection | None = free(ThroughputSection())
-    """Reports of slow hosts and devices and of a low throughput, which change nothing; null: none."""
+    """Reports of slow hosts, slow devices and a low throughput; null: none."""
     spikes: SpikesSection | None = SpikesSection()
     """Clipping and skipping of gradient spikes (after arXiv 2504.02507); null: off."""
     diagnostics: Literal["none", "report", "state"] = free("report")
