@@ -98,7 +98,7 @@ class SpeedChanged:
 
     kind: Literal["straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"]
     step: int
-    """Newest completed step."""
+    """Newest committed step."""
     host: int | None
     """Host that is the cause; None: no single host is known to be."""
     reason: str
@@ -179,13 +179,8 @@ class StatusWriter:
             case SaveFailed(step, reason):
                 self._send(SaveEnded(step, None))
                 self._send_health(SavesFailing(self._committed, reason))
-            case (
-                StragglerFound()
-                | StragglerRecovered()
-                | ThroughputDropped()
-                | ThroughputRecovered()
-            ):
-                self._send(_speed_message(event))
+            case _ if isinstance(event, PerformanceEvent):
+                self._send(_speed_message(event, committed=self._committed))
             case _:
                 pass
 
@@ -233,16 +228,17 @@ class StatusWriter:
                     self._waiting.popleft()
 
 
-def _speed_message(event: PerformanceEvent) -> SpeedChanged:
+def _speed_message(event: PerformanceEvent, *, committed: int) -> SpeedChanged:
     match event:
         case StragglerFound(step=step, host=host, reason=reason, number=number):
-            return SpeedChanged("straggler", step, host, reason, number)
-        case StragglerRecovered(step=step, host=host, number=number):
-            return SpeedChanged("straggler_recovered", step, host, "", number)
+            return SpeedChanged("straggler", committed, host, f"step {step}: {reason}", number)
+        case StragglerRecovered(host=host, number=number):
+            return SpeedChanged("straggler_recovered", committed, host, "", number)
         case ThroughputDropped(step=step, host=host, reason=reason, number=number):
-            return SpeedChanged("throughput_dropped", step, host, reason, number)
-        case ThroughputRecovered(step=step, number=number):
-            return SpeedChanged("throughput_recovered", step, None, "", number)
+            text = f"step {step}: {reason}"
+            return SpeedChanged("throughput_dropped", committed, host, text, number)
+        case ThroughputRecovered(number=number):
+            return SpeedChanged("throughput_recovered", committed, None, "", number)
 
 
 def write_now(descriptor: int, message: StatusMessage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,8 +49,8 @@ class MeanTimes:
             self._busy.append(times.busy_seconds)
             self._data.append(times.data_seconds)
         if times is not None and len(self._busy) >= TIMED_STEPS:
-            means = (sum(values) / len(values) for values in (self._busy, self._data))
-            self._newest = LocalTimes(*means, times.probe_seconds)
+            busy, data = statistics.fmean(self._busy), statistics.fmean(self._data)
+            self._newest = LocalTimes(busy, data, times.probe_seconds)
             self._busy.clear()
             self._data.clear()
         return self._newest

@@ -254,7 +254,8 @@ class PerformanceGuard:
             f"{self._tokens / usual:,.0f}",
             "steps_beside_saves": f"beside saves a step takes {seconds:.3g} s instead of the usual "
             f"{usual:.3g} s",
-            "evaluations": f"an evaluation takes {seconds:.3g} s instead of the usual {usual:.3g} s",
+            "evaluations": f"an evaluation takes {seconds:.3g} s instead of the usual "
+            f"{usual:.3g} s",
         }[kind]
         share = usual / seconds
         self._emit(

@@ -17,7 +17,7 @@ HIDDEN_SHARE = 0.7
 RECORDS = 7
 """Records of times that a level is the median of."""
 PATIENCE = 5
-"""Records in a row that show a unit as slow before it is named, or as recovered before it is not."""
+"""Records in a row that show a unit as slow, or as recovered, before that is reported."""
 RECOVERY_SHARE = 0.5
 """Share of the limit on the excess below which a slow unit, or a low throughput, has recovered."""
 MIN_DEVIATIONS = 4.0
