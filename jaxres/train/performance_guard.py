@@ -89,6 +89,7 @@ class PerformanceGuard:
         self._probes = Series()
         """Durations of the probe on the median device: all devices may become slower."""
         self._times = Times()
+        self._last_probes: tuple[float, ...] = ()
         self._recent: list[tuple[Times, float]] = []
         """The newest times, with the median step time since the ones before."""
         self._steps: list[float] = []
@@ -152,7 +153,8 @@ class PerformanceGuard:
                 self._found_host(one.index, one.ratio)
             for host in recovered:
                 self._recovered(host, ())
-        if times.probe_seconds != self._times.probe_seconds and min(times.probe_seconds) > 0:
+        if self._is_measured_again(times.probe_seconds):
+            self._last_probes = times.probe_seconds
             self._probes, _ = stragglers.measure(
                 self._probes,
                 statistics.median_low(times.probe_seconds),
@@ -170,6 +172,14 @@ class PerformanceGuard:
             for host in sorted({self._places[index].host for index in recovered}):
                 devices = [i for i in recovered if self._places[i].host == host]
                 self._recovered(host, tuple(self._places[i].device for i in devices))
+
+    def _is_measured_again(self, probe_seconds: tuple[float, ...]) -> bool:
+        """Returns whether every device was measured since the last record of them."""
+        last = self._last_probes or (0.0,) * len(probe_seconds)
+        return bool(probe_seconds) and all(
+            seconds not in (0.0, before)
+            for seconds, before in zip(probe_seconds, last, strict=True)
+        )
 
     def _found_host(self, host: int, ratio: float) -> None:
         cause = self._cause_on(host)
