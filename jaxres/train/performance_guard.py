@@ -97,6 +97,8 @@ class PerformanceGuard:
         self._is_saving = False
         self._evaluation_began: float | None = None
         self._numbers = {"straggler": 0, "throughput": 0}
+        self._open: dict[Kind, int] = {}
+        """Reported drops without a recovery -> their numbers."""
         self._step = 0
 
     def usual_step_seconds(self) -> float | None:
@@ -250,13 +252,16 @@ class PerformanceGuard:
     def _report_throughput(self, kind: Kind, series: Series) -> None:
         usual, seconds = series.usual_seconds(), series.seconds()
         assert usual is not None
-        if series.is_slow:
-            self._numbers["throughput"] += 1
-        if not self._reports:
-            return
-        number = self._numbers["throughput"]
         if not series.is_slow:
-            self._emit(ThroughputRecovered(self._step, kind, seconds, usual, number))
+            number = self._open.pop(kind, None)
+            if number is not None and self._reports:
+                self._emit(ThroughputRecovered(self._step, kind, seconds, usual, number))
+            return
+        if kind == "steps_beside_saves" and "steps" in self._open:
+            return  # The same cause.
+        self._numbers["throughput"] += 1
+        self._open[kind] = number = self._numbers["throughput"]
+        if not self._reports:
             return
         cause, host, text = self._cause_of(kind)
         what = {
