@@ -301,7 +301,8 @@ class StragglerRecovered:
     step: int
     host: int
     devices: tuple[int, ...]
-    number: int
+    num_left: int
+    """Number of hosts and devices that are still slow."""
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,8 @@ class ThroughputRecovered:
     seconds: float
     usual_seconds: float
     number: int
+    num_left: int
+    """Number of reported drops that have not recovered."""
 
 
 @dataclass(frozen=True)

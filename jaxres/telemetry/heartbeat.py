@@ -103,6 +103,7 @@ class SpeedChanged:
     """Host that is the cause; None: no single host is known to be."""
     reason: str
     number: int
+    """Number that separates messages of one kind in one attempt."""
 
 
 CLOSE_SECONDS = 3600.0
@@ -180,7 +181,9 @@ class StatusWriter:
                 self._send(SaveEnded(step, None))
                 self._send_health(SavesFailing(self._committed, reason))
             case _ if isinstance(event, PerformanceEvent):
-                self._send(_speed_message(event, committed=self._committed))
+                message = _speed_message(event, committed=self._committed)
+                if message is not None:
+                    self._send(message)
             case _:
                 pass
 
@@ -228,17 +231,20 @@ class StatusWriter:
                     self._waiting.popleft()
 
 
-def _speed_message(event: PerformanceEvent, *, committed: int) -> SpeedChanged:
+def _speed_message(event: PerformanceEvent, *, committed: int) -> SpeedChanged | None:
+    """Returns the message of an event; None: something is still slow, so it has not recovered."""
     match event:
         case StragglerFound(step=step, host=host, reason=reason, number=number):
             return SpeedChanged("straggler", committed, host, f"step {step}: {reason}", number)
-        case StragglerRecovered(host=host, number=number):
-            return SpeedChanged("straggler_recovered", committed, host, "", number)
         case ThroughputDropped(step=step, host=host, reason=reason, number=number):
             text = f"step {step}: {reason}"
             return SpeedChanged("throughput_dropped", committed, host, text, number)
-        case ThroughputRecovered(number=number):
-            return SpeedChanged("throughput_recovered", committed, None, "", number)
+        case _ if event.num_left:
+            return None
+        case StragglerRecovered(step=step, host=host):
+            return SpeedChanged("straggler_recovered", committed, host, "", step)
+        case ThroughputRecovered(step=step):
+            return SpeedChanged("throughput_recovered", committed, None, "", step)
 
 
 def write_now(descriptor: int, message: StatusMessage) -> None:

@@ -221,8 +221,8 @@ class PerformanceGuard:
 
     def _recovered(self, host: int, devices: tuple[int, ...]) -> None:
         if self._reports:
-            number = self._numbers["straggler"]
-            self._emit(StragglerRecovered(self._step, host, devices, number))
+            num_left = len(self._hosts.slow) + len(self._devices.slow)
+            self._emit(StragglerRecovered(self._step, host, devices, num_left))
 
     def _host_times(self, host: int) -> tuple[float, float, float]:
         """Returns a host's busy and data seconds and the step time: medians of the newest."""
@@ -255,7 +255,9 @@ class PerformanceGuard:
         if not series.is_slow:
             number = self._open.pop(kind, None)
             if number is not None and self._reports:
-                self._emit(ThroughputRecovered(self._step, kind, seconds, usual, number))
+                self._emit(
+                    ThroughputRecovered(self._step, kind, seconds, usual, number, len(self._open))
+                )
             return
         if kind == "steps_beside_saves" and "steps" in self._open:
             return  # The same cause.
