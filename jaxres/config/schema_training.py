@@ -93,7 +93,9 @@ class ThroughputSection(Section):
     probe: Literal["auto", "on", "off"] = free("auto")
     """Measures each device by a fixed program of about a millisecond; auto: not on CPUs."""
     probe_every_steps: PositiveInt = free(5)
-    """Steps between two probes; more, if steps are so short that it would cost over 0.5 %."""
+    """Steps between two probes; more, if probe_share would be exceeded."""
+    probe_share: Annotated[float, Field(gt=0, lt=1)] = free(0.005)
+    """Largest share of the time that probes may take, the wait until the next step included."""
 
 
 class GuardsSection(Section):

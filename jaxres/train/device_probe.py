@@ -18,8 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.clock import Clock
 
-MAX_SHARE = 0.005
-"""Largest share of the time that the probe may take; it runs less often where it would be more."""
 FIRST_STEP = 20
 """Steps of an attempt before the first probe: compilation and cold caches are over."""
 LIMIT_SECONDS = 5.0
@@ -38,8 +36,8 @@ class DeviceProbe:
         devices: Sequence[Any],
         *,
         every_steps: int,
+        max_share: float,
         clock: Clock,
-        max_share: float = MAX_SHARE,
     ) -> None:
         """Stores the devices; the program is compiled by the first run."""
         self._devices, self._every, self._clock = list(devices), every_steps, clock

@@ -1,0 +1,112 @@
+"""A host that becomes slow is named, its cause is in the alert, and no bit of the run depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxres.runlog.event_log import read_json_lines
+from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest
+from tests.unit.telemetry.webhook_server import served
+
+STEPS, WINDOW, WITHIN = 170, 5, 50
+ROWS_A_STEP = 12
+OVERRIDES = (
+    f"train.steps={STEPS}",
+    "checkpoint.save_every_steps=1000",
+    "evaluation.every_steps=0",
+)
+GUARD = (
+    "guards.throughput.min_seconds=0",
+    f"guards.throughput.window_steps={WINDOW}",
+    "guards.throughput.probe=on",
+)
+TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK, kinds: [straggler, throughput_dropped]}]"
+PACE = "0.002"
+"""Seconds a row: the data are what each host waits for."""
+
+
+def test_a_host_with_slow_data_is_named_within_50_steps_and_alerted(workspace: Workspace) -> None:
+    onset = 80
+    with served() as hook:
+        env = {"PACE": PACE, "SLOW": f"1:{onset * ROWS_A_STEP}:1.5", "HOOK": hook.url}
+        trainer = workspace.launch(
+            *("run", *OVERRIDES, *GUARD, TARGETS),
+            hosts=2,
+            config=FAULTY,
+            restart=True,
+            env=env,
+        )
+        assert trainer.wait_exit() == 0, trainer.printed()
+        (found,) = trainer.events_of("straggler_found")
+        assert (found["host"], found["cause"], found["devices"]) == (1, "data", [])
+        assert 0 < found["step"] - first_slow_step(trainer) <= WITHIN
+        dropped = [event for event in trainer.events_of("throughput_dropped") if event["host"] == 1]
+        assert [event["cause"] for event in dropped] == ["data"]
+        incidents = {(body["kind"], body["host"]) for body in hook.accepted}
+    assert {("straggler", 1), ("throughput_dropped", 1)} <= incidents
+    assert f"step {found['step']}: {found['reason']}" in trainer.printed()
+    assert trainer.events_of("straggler_found", host=1) == [], "one host reports"
+    off = ("guards.throughput=null",)
+    without = workspace.launched("without", *OVERRIDES, *off, hosts=2, config=FAULTY)
+    assert digest(trainer.run_dir) == digest(without.run_dir)
+
+
+def first_slow_step(trainer: TrainingProcess) -> int:
+    """Returns the first step at which host 0 has waited for host 1, by the seconds of both."""
+    lines = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
+    return next(
+        line["step"]
+        for line in lines
+        if line["step"] > 10 and 2 * line["busy_seconds"][0] < line["busy_seconds"][1]
+    )
+
+
+@pytest.mark.slow
+def test_a_host_that_is_stopped_most_of_the_time_is_named_and_recovers(
+    workspace: Workspace,
+) -> None:
+    env = {"PACE": PACE}
+    steps = "train.steps=1000000"
+    trainer = workspace.launch("run", *OVERRIDES, steps, *GUARD, hosts=2, config=FAULTY, env=env)
+    trainer.wait_step(70)
+    with stopped_most_of_the_time(trainer.workers()[1]):
+        trainer.wait(lambda: named(trainer, "straggler_found"), what="a straggler")
+        trainer.wait(lambda: named(trainer, "throughput_dropped"), what="a lower throughput")
+    trainer.wait(lambda: named(trainer, "straggler_recovered"), what="a recovery")
+    assert {event["host"] for event in trainer.events_of("straggler_found")} == {1}
+    trainer.kill()
+    trainer.wait_exit()
+
+
+def named(trainer: TrainingProcess, kind: str) -> list[dict[str, Any]]:
+    """Returns the reports of host 1."""
+    return [event for event in trainer.events_of(kind) if event["host"] == 1]
+
+
+@contextlib.contextmanager
+def stopped_most_of_the_time(pid: int) -> Iterator[None]:
+    """Stops a process for three quarters of the time: a machine that is four times slower."""
+    ends = threading.Event()
+
+    def run() -> None:
+        while not ends.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.006)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
