@@ -1,4 +1,4 @@
-"""A host that becomes slow is named, its cause is in the alert, and no bit of the run depends on it."""
+"""A host that becomes slow is named and alerted, and no bit of the run depends on it."""
 
 from __future__ import annotations
 
