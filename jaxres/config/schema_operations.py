@@ -27,6 +27,7 @@ KINDS = (
     *("restarted", "supervisor_restarted", "gave_up", "commits_stalled", "commits_resumed"),
     *("rollback", "saves_failing", "saves_recovered", "preempted", "finished"),
     *("replica_behind", "replica_caught_up", "hardware_fault"),
+    *("straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"),
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
