@@ -136,20 +136,22 @@ class PerformanceGuard:
         if self._left_out > 0:
             self._left_out -= 1
             return
+        kind: Kind = "steps_beside_saves" if self._is_saving else "steps"
         self._steps.append(step_seconds)
         if times != self._times:
-            self._compare(times, statistics.median(self._steps))
+            usual = self._series[kind].usual_seconds()
+            self._compare(times, statistics.median(self._steps), usual_seconds=usual)
             self._times = times
             self._steps.clear()
-        kind: Kind = "steps_beside_saves" if self._is_saving else "steps"
         self._measure(kind, step_seconds, block_size=self._section.window_steps)
 
-    def _compare(self, times: Times, step_seconds: float) -> None:
+    def _compare(self, times: Times, step_seconds: float, *, usual_seconds: float | None) -> None:
         section, now = self._section, self._clock.monotonic()
         self._recent = [*self._recent, (times, step_seconds)][-RECENT_RECORDS:]
         limits = {"factor": section.slow_factor, "min_seconds": section.min_seconds, "now": now}
         if times.busy_seconds != self._times.busy_seconds:
-            held_up = stragglers.host_times(times.busy_seconds, step_seconds)
+            is_usual = usual_seconds is None or step_seconds * (1 - section.drop) < usual_seconds
+            held_up = stragglers.host_times(times.busy_seconds, step_seconds, is_usual=is_usual)
             self._hosts, found, recovered = stragglers.compare(self._hosts, held_up, **limits)
             for one in found:
                 self._found_host(one.index, one.ratio)

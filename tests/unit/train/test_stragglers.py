@@ -145,6 +145,11 @@ def test_a_host_that_works_longer_than_its_devices_is_named_within_50_steps(num_
     assert (dropped.host, dropped.cause) == (0, cause)
 
 
+def test_a_host_that_the_others_wait_for_at_the_usual_speed_is_not_reported():
+    job = Job(3, seed=0, work=lambda host, step: 1.3 * STEP * (host == 0))
+    assert job.run(2000) == []
+
+
 def test_work_of_a_host_that_its_devices_hide_is_not_reported():
     job = Job(3, seed=0, work=lambda host, step: 0.5 * STEP * (host == 0))
     assert job.run(2000) == []
