@@ -294,11 +294,6 @@ class PerformanceGuard:
         """Returns the cause of a lower throughput, its host if it is one, and a text."""
         if kind == "evaluations":
             return "evaluation", None, "cause: evaluations"
-        factor = self._section.slow_factor
-        levels = self._devices.levels() if self._devices.records else ()
-        if levels and max(levels) >= factor:
-            place = self._places[levels.index(max(levels))]
-            return "device", place.host, f"cause: device {place.device} of host {place.host}"
         if self._recent:
             hosts = range(len(self._recent[-1][0].busy_seconds))
             host = max(hosts, key=lambda one: self._host_times(one)[0])
@@ -307,6 +302,10 @@ class PerformanceGuard:
                 cause = self._cause_on(host)
                 what = f"waits {data:.3g} s a step for its data" if cause == "data" else "is busy"
                 return cause, host, f"cause: host {host} {what}"
+        levels = self._devices.levels() if self._devices.num_records else (0.0,)
+        if self._devices.is_high(max(levels), factor=self._section.slow_factor):
+            place = self._places[levels.index(max(levels))]
+            return "device", place.host, f"cause: device {place.device} of host {place.host}"
         usual = self._probes.usual_seconds()
         if usual is not None and self._probes.seconds() >= usual / (1 - self._section.drop):
             return "devices", None, "cause: all devices are slower (heat, power, clocks)"

@@ -71,6 +71,10 @@ class Comparison:
         usual = statistics.median_low(medians)
         return tuple(time / usual for time in medians)
 
+    def is_high(self, level: float, *, factor: float) -> bool:
+        """Returns whether a level is that of a slow unit, beyond the noise."""
+        return level - 1 >= max(factor - 1, MIN_DEVIATIONS * self.noise)
+
 
 def host_times(
     busy_seconds: Sequence[float], step_seconds: float, *, is_usual: bool
@@ -112,9 +116,8 @@ def compare(
     streaks, since = [0] * len(times), [now] * len(times)
     found, recovered = list[Slow](), list[int]()
     for unit, level in enumerate(levels):
-        excess = level - 1
-        is_low = excess < RECOVERY_SHARE * (factor - 1)
-        is_high = excess >= max(factor - 1, MIN_DEVIATIONS * noise)
+        is_low = level - 1 < RECOVERY_SHARE * (factor - 1)
+        is_high = state.is_high(level, factor=factor)
         if not (is_low if unit in state.slow else is_high):
             continue
         streaks[unit] = before[unit] + 1
