@@ -30,7 +30,7 @@ from jaxres.runlog.events import (
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.train import stragglers
 from jaxres.train.host_times import Times
-from jaxres.train.stragglers import Comparison, Series
+from jaxres.train.stragglers import Comparison, Series, Slow
 
 PAUSES = ("evaluate", "hook", "save")
 """Phases that delay the next steps."""
@@ -140,42 +140,59 @@ class PerformanceGuard:
         self._steps.append(step_seconds)
         if times != self._times:
             usual = self._series[kind].usual_seconds()
-            self._compare(times, statistics.median(self._steps), usual_seconds=usual)
+            self._compare_hosts(times, usual_seconds=usual)
+            self._compare_devices(times.probe_seconds)
             self._times = times
             self._steps.clear()
         self._measure(kind, step_seconds, block_size=self._section.window_steps)
 
-    def _compare(self, times: Times, step_seconds: float, *, usual_seconds: float | None) -> None:
-        section, now = self._section, self._clock.monotonic()
+    def _compare_hosts(self, times: Times, *, usual_seconds: float | None) -> None:
+        step_seconds = statistics.median(self._steps)
         self._recent = [*self._recent, (times, step_seconds)][-RECENT_RECORDS:]
-        limits = {"factor": section.slow_factor, "min_seconds": section.min_seconds, "now": now}
-        if times.busy_seconds != self._times.busy_seconds:
-            is_usual = usual_seconds is None or step_seconds * (1 - section.drop) < usual_seconds
-            held_up = stragglers.host_times(times.busy_seconds, step_seconds, is_usual=is_usual)
-            self._hosts, found, recovered = stragglers.compare(self._hosts, held_up, **limits)
-            for one in found:
-                self._found_host(one.index, one.ratio)
-            for host in recovered:
-                self._recovered(host, ())
-        if self._is_measured_again(times.probe_seconds):
-            self._last_probes = times.probe_seconds
-            self._probes, _ = stragglers.measure(
-                self._probes,
-                statistics.median_low(times.probe_seconds),
-                block_size=RECENT_RECORDS,
-                drop=section.drop,
-                min_seconds=0.0,
-                now=now,
-            )
-            self._devices, found, recovered = stragglers.compare(
-                self._devices, times.probe_seconds, **limits
-            )
-            for host in sorted({self._places[one.index].host for one in found}):
-                own = [one for one in found if self._places[one.index].host == host]
-                self._found_devices(host, [one.index for one in own], max(o.ratio for o in own))
-            for host in sorted({self._places[index].host for index in recovered}):
-                devices = [i for i in recovered if self._places[i].host == host]
-                self._recovered(host, tuple(self._places[i].device for i in devices))
+        if times.busy_seconds == self._times.busy_seconds:
+            return
+        drop = self._section.drop
+        is_usual = usual_seconds is None or step_seconds * (1 - drop) < usual_seconds
+        # The mean, since busy seconds are means too: a pause is in both.
+        mean = statistics.fmean(self._steps)
+        shares = stragglers.host_shares(times.busy_seconds, mean, is_usual=is_usual)
+        self._hosts, found, recovered = self._compared(self._hosts, shares)
+        for one in found:
+            self._found_host(one.index, one.ratio)
+        for host in recovered:
+            self._recovered(host, ())
+
+    def _compare_devices(self, probe_seconds: tuple[float, ...]) -> None:
+        if not self._is_measured_again(probe_seconds):
+            return
+        self._last_probes = probe_seconds
+        self._probes, _ = stragglers.measure(
+            self._probes,
+            statistics.median_low(probe_seconds),
+            block_size=RECENT_RECORDS,
+            drop=self._section.drop,
+            min_seconds=0.0,
+            now=self._clock.monotonic(),
+        )
+        self._devices, found, recovered = self._compared(self._devices, probe_seconds)
+        for host in sorted({self._places[one.index].host for one in found}):
+            own = [one for one in found if self._places[one.index].host == host]
+            self._found_devices(host, [one.index for one in own], max(o.ratio for o in own))
+        for host in sorted({self._places[index].host for index in recovered}):
+            devices = [i for i in recovered if self._places[i].host == host]
+            self._recovered(host, tuple(self._places[i].device for i in devices))
+
+    def _compared(
+        self, state: Comparison, times: Sequence[float]
+    ) -> tuple[Comparison, tuple[Slow, ...], tuple[int, ...]]:
+        section = self._section
+        return stragglers.compare(
+            state,
+            times,
+            factor=section.slow_factor,
+            min_seconds=section.min_seconds,
+            now=self._clock.monotonic(),
+        )
 
     def _is_measured_again(self, probe_seconds: tuple[float, ...]) -> bool:
         """Returns whether every device was measured since the last record of them."""

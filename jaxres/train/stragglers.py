@@ -1,5 +1,6 @@
 """Finds slow hosts and devices, and a lower throughput, from times that are measured anyway. Pure.
 
+Home of: slow_host.
 Collectives make all hosts of a job equally slow. So hosts are compared by what precedes the
 collectives: the seconds that each host works by itself for a step, and the seconds of a small fixed
 program on each device. Throughput is compared with that of the same attempt before.
@@ -76,16 +77,18 @@ class Comparison:
         return level - 1 >= max(factor - 1, MIN_DEVIATIONS * self.noise)
 
 
-def host_times(
+def host_shares(
     busy_seconds: Sequence[float], step_seconds: float, *, is_usual: bool
 ) -> tuple[float, ...]:
-    """Returns the seconds that each host holds up a step: its own work is hidden up to a share.
+    """Returns the share of a step that each host holds it up: its work is hidden up to a share.
 
     In a job that waits for its data on all hosts, the ones with more batches in stock wait for the
     others, by chance. So no host holds up a step that takes as long as usual.
     """
-    hidden = HIDDEN_SHARE * step_seconds
-    return tuple(hidden if is_usual else max(busy, hidden) for busy in busy_seconds)
+    return tuple(
+        HIDDEN_SHARE if is_usual else max(busy / step_seconds, HIDDEN_SHARE)
+        for busy in busy_seconds
+    )
 
 
 def compare(
