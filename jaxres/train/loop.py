@@ -312,6 +312,7 @@ def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
         skipped=not measured.applied,
         samples=sample_digest(ids),
         busy_seconds=times.busy_seconds if len(times.busy_seconds) > 1 else (),
+        usual_step_seconds=run.performance and run.performance.usual_step_seconds(),
         loss_scale=measured.loss_scale,
         model_metrics=measured.model_metrics,
     )
