@@ -161,6 +161,8 @@ class Series:
     """Blocks that were as usual."""
     noise: float = MIN_NOISE
     """Standard deviation of a block's median, from the durations within the blocks."""
+    usual: float = 0.0
+    """Median of `blocks`."""
     level: float = 0.0
     """Median of the newest complete block."""
     streak: int = 0
@@ -171,9 +173,7 @@ class Series:
 
     def usual_seconds(self) -> float | None:
         """Returns the usual duration; None: too few are measured."""
-        if len(self.blocks) < MIN_BLOCKS:
-            return None
-        return math.exp(statistics.median(self.blocks))
+        return None if len(self.blocks) < MIN_BLOCKS else math.exp(self.usual)
 
     def seconds(self) -> float:
         """Returns the median duration of the newest block."""
@@ -206,7 +206,7 @@ def measure(
     state = replace(state, block=(), level=level)
     if len(state.blocks) < MIN_BLOCKS:
         return _with_usual(state, block, level), False
-    excess = level - statistics.median(state.blocks)
+    excess = level - state.usual
     limit = -math.log1p(-drop)
     needed = max(limit, MIN_BLOCK_DEVIATIONS * max(state.noise, _deviation(state.blocks)))
     is_low, is_high = excess < RECOVERY_SHARE * needed, excess >= needed
@@ -230,7 +230,10 @@ def _with_usual(state: Series, block: Sequence[float], level: float) -> Series:
         blocks = (*blocks, level)
     if len(blocks) > MAX_BLOCKS:
         blocks, stride = blocks[::2], 2 * stride
-    return replace(state, blocks=blocks, stride=stride, num_usual=state.num_usual + 1, noise=noise)
+    usual, num_usual = statistics.median(blocks), state.num_usual + 1
+    return replace(
+        state, blocks=blocks, stride=stride, num_usual=num_usual, noise=noise, usual=usual
+    )
 
 
 def _deviation(values: Sequence[float], *, middle: float | None = None) -> float:
