@@ -50,7 +50,7 @@ from jaxres.train import (
     replica_check,
     save_scheduler,
 )
-from jaxres.train.components import Components, Diagnostics, StepSchedule, Trainer
+from jaxres.train.components import Components, DataLoader, Diagnostics, StepSchedule, Trainer
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
 from jaxres.train.device_probe import DeviceProbe
@@ -94,16 +94,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         limits=config.guards,
-        data_loader=data_loader.open_data_loader(
-            parts.dataset,
-            parts.mesh,
-            context,
-            stack,
-            section=config.data,
-            train=config.train,
-            leaves_out=config.guards.bad_records is not None,
-            seed=config.run.seed,
-        ),
+        data_loader=_data_loader(parts, context, stack),
         init=init,
         shapes=parts.shapes,
         step=compiled.train,
@@ -133,6 +124,22 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         device_probe=_device_probe(parts, context),
     )
     return BuiltTrainer(run, parts.dataset, parts.model, parts.trainable)
+
+
+def _data_loader(
+    parts: Components, context: AttemptContext, stack: contextlib.ExitStack
+) -> DataLoader:
+    config = parts.config
+    return data_loader.open_data_loader(
+        parts.dataset,
+        parts.mesh,
+        context,
+        stack,
+        section=config.data,
+        train=config.train,
+        leaves_out=config.guards.bad_records is not None,
+        seed=config.run.seed,
+    )
 
 
 def _computation(
