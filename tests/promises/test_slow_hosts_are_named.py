@@ -16,7 +16,7 @@ from jaxres.runlog.event_log import read_json_lines
 from tests.promises.trainer import FAULTY, TrainingProcess, Workspace
 from tests.unit.telemetry.webhook_server import served
 
-STEPS, WINDOW, WITHIN = 150, 10, 50
+STEPS, WINDOW, WITHIN = 130, 10, 50
 ROWS_A_STEP = 12
 OVERRIDES = (
     f"train.steps={STEPS}",
@@ -36,9 +36,9 @@ PACE = "0.002"
 
 
 def test_a_host_with_slow_data_is_named_within_50_steps_and_alerted(workspace: Workspace) -> None:
-    onset = 80
+    onset = 65
     with served() as hook:
-        env = {"PACE": PACE, "SLOW": f"1:{onset * ROWS_A_STEP}:4", "HOOK": hook.url}
+        env = {"PACE": PACE, "SLOW": f"1:{onset * ROWS_A_STEP}:3", "HOOK": hook.url}
         trainer = workspace.launch(
             *("run", *OVERRIDES, *GUARD, TARGETS),
             hosts=2,
