@@ -235,6 +235,14 @@ ALL: tuple[Fault, ...] = (
         done=True,
     ),
     _row(
+        "slow_host",
+        "loop",
+        "train/stragglers.py",
+        "a host or device that the others wait for, or a throughput below the attempt's own usual: "
+        "name it and its cause, alert; training continues",
+        done=True,
+    ),
+    _row(
         "damaged_checkpoint",
         "loop",
         "checkpoint/verify.py",

@@ -28,6 +28,7 @@ KINDS = (
     *("rollback", "saves_failing", "saves_recovered", "preempted", "finished"),
     *("replica_behind", "replica_caught_up", "hardware_fault"),
     "checkpoint_damaged",
+    *("straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"),
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"

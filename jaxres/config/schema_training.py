@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeFloat, PositiveInt
 
 from jaxres.config.base import (
     Folder,
@@ -79,8 +79,27 @@ class CorruptionSection(Section):
     """act: end (82) without a save if copies differ; warn: only log it."""
 
 
+class ThroughputSection(Section):
+    """Reports of slow hosts and devices, and of a throughput below the attempt's own usual."""
+
+    drop: Annotated[float, Field(gt=0, lt=1)] = free(0.1)
+    """Share of the usual throughput by which it has dropped when it is reported."""
+    window_steps: Annotated[int, Field(ge=5)] = free(20)
+    """Steps whose median duration is compared with the usual one."""
+    slow_factor: Annotated[float, Field(gt=1)] = free(1.15)
+    """Multiple of the usual time of all hosts, or devices, from which on one is slow."""
+    min_seconds: NonNegativeFloat = free(30.0)
+    """Shortest time for which a host is slow, or throughput low, before it is reported."""
+    probe: Literal["auto", "on", "off"] = free("auto")
+    """Measures each device by a fixed program of about a millisecond; auto: not on CPUs."""
+    probe_every_steps: PositiveInt = free(5)
+    """Steps between two probes; more, if probe_share would be exceeded."""
+    probe_share: Annotated[float, Field(gt=0, lt=1)] = free(0.005)
+    """Largest share of the time that probes may take, the wait until the next step included."""
+
+
 class GuardsSection(Section):
-    """Guards against divergence, gradient spikes, bad records and silent corruption."""
+    """Guards against divergence, gradient spikes, bad records, silent corruption and slowness."""
 
     on_nonfinite: Literal["skip", "rollback", "stop", "warn"] = free("skip")
     """Response to a step whose loss or gradient is not finite; its update is never applied.
@@ -94,6 +113,8 @@ class GuardsSection(Section):
     """Skipping of rows that can't be used, by a record in the log; null: one ends the run."""
     corruption: CorruptionSection | None = free(CorruptionSection())
     """Detection of silent corruption, where several devices hold the same arrays; null: off."""
+    throughput: ThroughputSection | None = free(ThroughputSection())
+    """Reports of slow hosts, slow devices and a low throughput; null: none."""
     spikes: SpikesSection | None = SpikesSection()
     """Clipping and skipping of gradient spikes (after arXiv 2504.02507); null: off."""
     diagnostics: Literal["none", "report", "state"] = free("report")

@@ -24,7 +24,7 @@ LOSS = "loss"
 class Listener(Protocol):
     """Interface of the consensus of all hosts, as far as an evaluation uses it."""
 
-    def local_flags(self, *, busy_seconds: float | None) -> Any:
+    def local_flags(self, *, times: None) -> Any:
         """Returns this host's flags for the next batch."""
         ...
 
@@ -96,7 +96,7 @@ def make(
                 mesh, {**arrays, "mask_B": mask_B}, local=local
             )
             mask = placed.pop("mask_B")
-            facts = hosts.local_flags(busy_seconds=None)
+            facts = hosts.local_flags(times=None)
             values = np.asarray(eval_step(params, model_state, placed, mask, facts), np.float64)
             sums += values[: len(sums)]
             hosts.on_flags(values[len(sums) :])

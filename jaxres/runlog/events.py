@@ -279,6 +279,66 @@ class CorruptionDetected:
 
 
 @dataclass(frozen=True)
+class StragglerFound:
+    """A host, or devices of it, are slower than the others; training continues."""
+
+    step: int
+    host: int
+    devices: tuple[int, ...]
+    """Ids of the slow devices; empty: the host's own work is slow."""
+    ratio: float
+    """Its time as a multiple of the median of all."""
+    cause: str
+    """data, host or device."""
+    reason: str
+    number: int
+    """Number of stragglers in this attempt, the present one included."""
+
+
+@dataclass(frozen=True)
+class StragglerRecovered:
+    """A host, or devices of it, are as fast as the others again."""
+
+    step: int
+    host: int
+    devices: tuple[int, ...]
+    num_left: int
+    """Number of hosts and devices that are still slow."""
+
+
+@dataclass(frozen=True)
+class ThroughputDropped:
+    """Steps, steps beside saves or evaluations take longer than usual in this attempt."""
+
+    step: int
+    kind: str
+    """steps, steps_beside_saves or evaluations."""
+    seconds: float
+    """Their present median duration."""
+    usual_seconds: float
+    cause: str
+    """data, host, device, devices, save, evaluation or unknown."""
+    host: int | None
+    """Host that is the cause; None: no single host is known to be."""
+    reason: str
+    number: int
+    """Number of such drops in this attempt, the present one included."""
+
+
+@dataclass(frozen=True)
+class ThroughputRecovered:
+    """They take as long as usual again."""
+
+    step: int
+    kind: str
+    seconds: float
+    usual_seconds: float
+    number: int
+    num_left: int
+    """Number of reported drops that have not recovered."""
+
+
+@dataclass(frozen=True)
 class RolledBack:
     """The run resumes from an older step; later commits have left the run history."""
 
@@ -351,6 +411,7 @@ class RunEnded:
     message: str = ""
 
 
+PerformanceEvent = StragglerFound | StragglerRecovered | ThroughputDropped | ThroughputRecovered
 Event = (
     PhaseChanged
     | RunOpened
@@ -370,6 +431,7 @@ Event = (
     | UpdateSkipped
     | GuardWarned
     | CorruptionDetected
+    | PerformanceEvent
     | RolledBack
     | BadRecordsSkipped
     | StepsPruned
@@ -417,6 +479,10 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "update_skipped": UpdateSkipped,
         "guard_warned": GuardWarned,
         "corruption_detected": CorruptionDetected,
+        "straggler_found": StragglerFound,
+        "straggler_recovered": StragglerRecovered,
+        "throughput_dropped": ThroughputDropped,
+        "throughput_recovered": ThroughputRecovered,
         "rolled_back": RolledBack,
         "bad_records_skipped": BadRecordsSkipped,
         "steps_pruned": StepsPruned,

@@ -45,7 +45,9 @@ class MetricsLine:
     samples: str
     """xxh3-64 of the ids of the global batch's rows in order."""
     busy_seconds: Sequence[float] = ()
-    """Seconds of a step that each host works alone, updated every 8 steps; empty with one host."""
+    """Seconds of a step that each host works alone, updated every 5 steps; empty with one host."""
+    usual_step_seconds: float | None = None
+    """Usual time of a step in this attempt; None, and not written, while too few are measured."""
     loss_scale: float | None = None
     """Loss scale of the backward pass; None, and not written, without loss scaling."""
     model_metrics: Mapping[str, float | None] = field(default_factory=dict)
@@ -55,7 +57,11 @@ class MetricsLine:
     def fields(self) -> dict[str, Any]:
         """Returns the fields that are written."""
         fields = {name: finite_or_none(value) for name, value in vars(self).items()}
-        unused = {"loss_scale": self.loss_scale is None, "model_metrics": not self.model_metrics}
+        unused = {
+            "usual_step_seconds": self.usual_step_seconds is None,
+            "loss_scale": self.loss_scale is None,
+            "model_metrics": not self.model_metrics,
+        }
         return {name: value for name, value in fields.items() if not unused.get(name)}
 
 
@@ -127,6 +133,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("seq", "step", "attempt", "tokens"), (int,)),
     **dict.fromkeys(("loss", "grad_norm", "learning_rate", "loss_scale"), (int, float, NoneType)),
     "step_seconds": (int, float),
+    "usual_step_seconds": (int, float, NoneType),
     "skipped": (bool,),
     "samples": (str,),
     "busy_seconds": (list,),

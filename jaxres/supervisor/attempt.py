@@ -18,10 +18,10 @@ from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink, RemoteHost
 from jaxres.supervisor.worker_process import Worker
 from jaxres.telemetry import stdio
-from jaxres.telemetry.heartbeat import SaveHealth
+from jaxres.telemetry.heartbeat import News
 
 
-def ignore_save_health(news: SaveHealth) -> None:
+def ignore_news(news: News) -> None:
     """No-op: the worker's console reports failing saves itself."""
 
 
@@ -49,7 +49,7 @@ class RunningAttempt:
     """Environment of the workers."""
     health_watcher: HealthWatcher | None
     """Watches the GPUs of this host; None: nothing does."""
-    on_save_health: Callable[[SaveHealth], None] = ignore_save_health
+    on_news: Callable[[News], None] = ignore_news
     """Called when the saves of host 0 begin to fail, and when they recover."""
     stop_requested: ExitCode | None = None
     """Exit code of the stop that was requested; None: no stop was requested."""

@@ -53,7 +53,7 @@ from jaxres.supervisor import (
     signals,
     tracker_processes,
 )
-from jaxres.supervisor.attempt import ignore_save_health, print_message
+from jaxres.supervisor.attempt import ignore_news, print_message
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.health_watcher import HealthWatcher
@@ -67,7 +67,7 @@ from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
 from jaxres.telemetry import stdio
-from jaxres.telemetry.heartbeat import SaveHealth
+from jaxres.telemetry.heartbeat import News
 
 WORKER_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Variables of a worker, unless they are set: malloc asks for transparent huge pages, without which
@@ -290,7 +290,7 @@ def run_local_workers(
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
     deadline: float = math.inf,
-    on_save_health: Callable[[SaveHealth], None] = ignore_save_health,
+    on_news: Callable[[News], None] = ignore_news,
     fork_server: ForkServer | None = None,
 ) -> AttemptResult:
     """Runs the attempt's workers as processes of this machine, one per host of this supervisor.
@@ -301,7 +301,7 @@ def run_local_workers(
       advise: returns the message for a worker that the kernel has killed because memory ran out.
       wakeup: the read end of `signals.wakeup_fd`, if the caller has opened one.
       deadline: when the workers are asked to save and stop, on the attempt's clock.
-      on_save_health: called when saves begin to fail, and when they recover.
+      on_news: called with what host 0 reports for the alerts: failing saves, a slow host.
       fork_server: forks the workers; None: all are fresh processes.
     """
     claim = opened.claim
@@ -321,7 +321,7 @@ def run_local_workers(
         peers=opened.peers,
         wakeup=wakeup,
         deadline=deadline,
-        on_save_health=on_save_health,
+        on_news=on_news,
         fork_server=fork_server,
         preemption_watcher=opened.preemption_watcher,
         health_watcher=opened.health_watcher,

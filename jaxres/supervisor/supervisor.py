@@ -24,7 +24,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import hardware_faults, processes, root_cause, signal_dispatch, signals
-from jaxres.supervisor.attempt import RunningAttempt, ignore_save_health, print_message
+from jaxres.supervisor.attempt import RunningAttempt, ignore_news, print_message
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
@@ -35,7 +35,7 @@ from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.watchdog import LEAVE_SECONDS, limit_seconds, overdue_seconds
 from jaxres.supervisor.worker_process import Worker, kill_process_groups, spawn_worker, wait_for
-from jaxres.telemetry.heartbeat import SaveHealth
+from jaxres.telemetry.heartbeat import News
 
 TICK_SECONDS = 0.25
 SILENT_SECONDS = 10.0
@@ -58,7 +58,7 @@ def supervise(
     peers: PeerLinks | None = None,
     wakeup: int | None = None,
     deadline: float = math.inf,
-    on_save_health: Callable[[SaveHealth], None] = ignore_save_health,
+    on_news: Callable[[News], None] = ignore_news,
     fork_server: ForkServer | None = None,
     preemption_watcher: PreemptionWatcher | None = None,
     health_watcher: HealthWatcher | None = None,
@@ -78,7 +78,7 @@ def supervise(
       peers: connections to the supervisors of the other hosts; None: there are none.
       wakeup: read end of `signals.wakeup_fd`; None: one is opened while the workers run.
       deadline: when the workers are asked to save and stop, on the clock.
-      on_save_health: called when the saves of host 0 begin to fail, and when they recover.
+      on_news: called with what host 0 reports for the alerts: failing saves, a slow host.
       fork_server: forks the workers, and is started once training runs; None: no forks.
       preemption_watcher, health_watcher: watch this machine; None: nothing does.
     """
@@ -90,7 +90,7 @@ def supervise(
         running = RunningAttempt(
             *(run_dir, attempt, limits, clock, [], others, deadline),
             *(num_hosts, preemption_watcher, event_log, fork_server, env),
-            *(health_watcher, on_save_health),
+            *(health_watcher, on_news),
         )
         try:
             _spawn_workers(running, commands, is_alone=num_hosts == 1)
@@ -171,10 +171,10 @@ def _wait(running: RunningAttempt, wakeup: int, watch: RunDirWatcher | None) -> 
         now = running.clock.monotonic()
         for worker in running.workers:
             _read_status(running, worker, now=now)
-            while worker.save_news:
-                save_health = worker.save_news.pop(0)
+            while worker.news:
+                news = worker.news.pop(0)
                 if worker.host == LEADER:
-                    running.on_save_health(save_health)
+                    running.on_news(news)
         if links is not None and (ended := _exchange(running, links, now=now)) is not None:
             return ended
         if (ended := _result_after_exit(running)) is not None:

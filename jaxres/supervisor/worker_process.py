@@ -22,9 +22,10 @@ from jaxres.supervisor.root_cause import HostStatus, WorkerExit
 from jaxres.supervisor.watchdog import ProgressTracker, SaveTimes
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
-    SaveHealth,
+    News,
     SavesFailing,
     SavesRecovered,
+    SpeedChanged,
     decode,
     result_of_exit_message,
 )
@@ -110,7 +111,7 @@ class Worker:
     progress: ProgressTracker
     kills_before: int
     """The kernel's count of out-of-memory kills when the worker was started."""
-    save_news: list[SaveHealth] = field(default_factory=list)
+    news: list[News] = field(default_factory=list)
     """Messages about failing saves that the supervisor has not passed on yet."""
     save_times: SaveTimes = field(default_factory=SaveTimes)
     """Durations of the worker's saves."""
@@ -186,8 +187,8 @@ class Worker:
                 self.save_times = self.save_times.on_status(message, now=now)
                 if isinstance(message, ExitMessage):
                     self.exit_message = message
-                elif isinstance(message, SavesFailing | SavesRecovered):
-                    self.save_news.append(message)
+                elif isinstance(message, SavesFailing | SavesRecovered | SpeedChanged):
+                    self.news.append(message)
 
     def _translate(self, status: int, now: float) -> WorkerExit:
         """Translates the wait status: the worker's exit code, or 128 + the signal that killed it.

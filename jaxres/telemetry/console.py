@@ -111,6 +111,8 @@ class Console:
                     self.print(f"WARNING: {reason}")
                 case events.CorruptionDetected(reason=reason):
                     self.print(f"ALARM: {reason}")
+                case _ if isinstance(event, events.PerformanceEvent):
+                    self.print(_speed(event))
                 case events.RolledBack():
                     self.print(_rolled_back(event))
                 case events.BadRecordsSkipped():
@@ -290,6 +292,16 @@ def _begin(started: events.TrainingStarted) -> str:
         durable = f"step {committed}" if committed else "none"
         return f"resuming from step {step} (from host memory; newest committed step: {durable})"
     return f"resuming from step {step} ({started.path})" if started.path else "starting at step 0"
+
+
+def _speed(event: events.PerformanceEvent) -> str:
+    match event:
+        case events.StragglerRecovered(step=step, host=host):
+            return f"step {step}: host {host} is no longer slower than the others"
+        case events.ThroughputRecovered(step=step, kind=kind):
+            return f"step {step}: {kind.replace('_', ' ')} are as fast as usual again"
+        case _:
+            return f"WARNING: step {event.step}: {event.reason}"
 
 
 def _memory_tier(event: events.MemoryEvent) -> str:

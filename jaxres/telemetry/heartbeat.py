@@ -12,15 +12,21 @@ import select
 import threading
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import (
     Event,
     PartCommitted,
+    PerformanceEvent,
     PhaseChanged,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
+    StragglerFound,
+    StragglerRecovered,
+    ThroughputDropped,
+    ThroughputRecovered,
     TrainingStarted,
 )
 from jaxres.runlog.metrics import MetricsLine
@@ -86,11 +92,27 @@ class SavesRecovered:
     step: int
 
 
+@dataclass(frozen=True)
+class SpeedChanged:
+    """Host 0 has reported a slow host or a lower throughput, or that it is as usual again."""
+
+    kind: Literal["straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"]
+    step: int
+    """Newest committed step."""
+    host: int | None
+    """Host that is the cause; None: no single host is known to be."""
+    reason: str
+    number: int
+    """Number that separates messages of one kind in one attempt."""
+
+
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
 SaveHealth = SavesFailing | SavesRecovered
-StatusMessage = PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | SaveHealth
+News = SaveHealth | SpeedChanged
+"""What an operator is alerted of."""
+StatusMessage = PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News
 MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
     "message",
     {
@@ -101,6 +123,7 @@ MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
         "exit": ExitMessage,
         "saves_failing": SavesFailing,
         "saves_recovered": SavesRecovered,
+        "speed_changed": SpeedChanged,
     },
 )
 """Wire name of each message."""
@@ -157,6 +180,10 @@ class StatusWriter:
             case SaveFailed(step, reason):
                 self._send(SaveEnded(step, None))
                 self._send_health(SavesFailing(self._committed, reason))
+            case _ if isinstance(event, PerformanceEvent):
+                message = _speed_message(event, committed=self._committed)
+                if message is not None:
+                    self._send(message)
             case _:
                 pass
 
@@ -202,6 +229,22 @@ class StatusWriter:
             with self._changed:
                 while self._waiting and self._is_written(self._waiting[0]):
                     self._waiting.popleft()
+
+
+def _speed_message(event: PerformanceEvent, *, committed: int) -> SpeedChanged | None:
+    """Returns the message of an event; None: something is still slow, so it has not recovered."""
+    match event:
+        case StragglerFound(step=step, host=host, reason=reason, number=number):
+            return SpeedChanged("straggler", committed, host, f"step {step}: {reason}", number)
+        case ThroughputDropped(step=step, host=host, reason=reason, number=number):
+            text = f"step {step}: {reason}"
+            return SpeedChanged("throughput_dropped", committed, host, text, number)
+        case _ if event.num_left:
+            return None
+        case StragglerRecovered(step=step, host=host):
+            return SpeedChanged("straggler_recovered", committed, host, "", step)
+        case ThroughputRecovered(step=step):
+            return SpeedChanged("throughput_recovered", committed, None, "", step)
 
 
 def write_now(descriptor: int, message: StatusMessage) -> None:

@@ -20,6 +20,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
+from jaxres.telemetry.heartbeat import SpeedChanged
 
 Kind = Literal[
     "restarted",
@@ -36,6 +37,10 @@ Kind = Literal[
     "replica_caught_up",
     "hardware_fault",
     "checkpoint_damaged",
+    "straggler",
+    "straggler_recovered",
+    "throughput_dropped",
+    "throughput_recovered",
 ]
 ALWAYS_SENT = ("gave_up", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
@@ -54,6 +59,10 @@ HEADLINES: Mapping[str, str] = {
     "replica_caught_up": "has every committed step in its replica again",
     "hardware_fault": "trains on hardware with a fault",
     "checkpoint_damaged": "has a damaged or unreadable checkpoint",
+    "straggler": "waits for a slow host",
+    "straggler_recovered": "waits for a slow host no longer",
+    "throughput_dropped": "is slower than usual",
+    "throughput_recovered": "is as fast as usual again",
 }
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
@@ -65,6 +74,8 @@ SEVERITIES: Mapping[str, str] = {
     "restarted": "warning",
     "supervisor_restarted": "warning",
     "rollback": "warning",
+    "straggler": "warning",
+    "throughput_dropped": "warning",
     "preempted": "info",
 }
 """PagerDuty severity by kind."""
@@ -72,6 +83,8 @@ RESOLVES: Mapping[str, tuple[str, ...]] = {
     "commits_resumed": ("commits_stalled",),
     "saves_recovered": ("saves_failing",),
     "replica_caught_up": ("replica_behind",),
+    "straggler_recovered": ("straggler",),
+    "throughput_recovered": ("throughput_dropped",),
     "finished": tuple(SEVERITIES),
 }
 """Kinds that resolve open incidents of other kinds."""
@@ -289,4 +302,19 @@ def _of_hardware(event: HardwareFaultFound, *, run: str) -> Incident | None:
         reason=f"{event.device}: {event.reason}",
         next="training continues: docs/hardware.md",
         seq=event.number,
+    )
+
+
+def of_speed(news: SpeedChanged, *, run: str, attempt: int) -> Incident:
+    """Returns the incident that a worker's report of a change of speed causes."""
+    begins = news.kind in SEVERITIES
+    return Incident(
+        kind=news.kind,
+        run=run,
+        attempt=attempt,
+        step=news.step,
+        host=news.host,
+        reason=news.reason,
+        next="training continues: docs/guards.md" if begins else "",
+        seq=news.number,
     )

@@ -211,6 +211,9 @@ class TensorBoard:
         values |= {f"train/{name}": value for name, value in line.model_metrics.items()}
         if line.step_seconds > 0:
             values["train/tokens_per_second"] = self._tokens_per_step / line.step_seconds
+        if line.usual_step_seconds:
+            usual = self._tokens_per_step / line.usual_step_seconds
+            values["train/usual_tokens_per_second"] = usual
         self._put(line.step, {tag: value for tag, value in values.items() if value is not None})
 
     def _put(self, step: int, values: Mapping[str, Value]) -> None:

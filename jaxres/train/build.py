@@ -45,15 +45,18 @@ from jaxres.train import (
     init_params,
     jitted_steps,
     oom_advice,
+    performance_guard,
     preflight,
     replica_check,
     save_scheduler,
 )
-from jaxres.train.components import Components, Diagnostics, StepSchedule, Trainer
+from jaxres.train.components import Components, DataLoader, Diagnostics, StepSchedule, Trainer
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
+from jaxres.train.device_probe import DeviceProbe
 from jaxres.train.hooks import Hooks
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
+from jaxres.train.performance_guard import PerformanceGuard
 from jaxres.train.replay_check import ReplayCheck
 from jaxres.train.replica_check import ReplicaCheck
 
@@ -91,16 +94,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         checkpoints=checkpoints,
         guards=_guards(config.guards),
         limits=config.guards,
-        data_loader=data_loader.open_data_loader(
-            parts.dataset,
-            parts.mesh,
-            context,
-            stack,
-            section=config.data,
-            train=config.train,
-            leaves_out=config.guards.bad_records is not None,
-            seed=config.run.seed,
-        ),
+        data_loader=_data_loader(parts, context, stack),
         init=init,
         shapes=parts.shapes,
         step=compiled.train,
@@ -126,8 +120,26 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         memory=_memory(parts, context, stack, flush),
         replica_check=_replica_check(parts, context, compiled.fingerprints),
         replay_check=_replay_check(parts, context, compiled.replay),
+        performance=_performance(parts, context),
+        device_probe=_device_probe(parts, context),
     )
     return BuiltTrainer(run, parts.dataset, parts.model, parts.trainable)
+
+
+def _data_loader(
+    parts: Components, context: AttemptContext, stack: contextlib.ExitStack
+) -> DataLoader:
+    config = parts.config
+    return data_loader.open_data_loader(
+        parts.dataset,
+        parts.mesh,
+        context,
+        stack,
+        section=config.data,
+        train=config.train,
+        leaves_out=config.guards.bad_records is not None,
+        seed=config.run.seed,
+    )
 
 
 def _computation(
@@ -163,6 +175,36 @@ def _replica_check(
         every_steps=section.every_steps,
         mode=section.mode,
         emit=context.emit,
+    )
+
+
+def _performance(parts: Components, context: AttemptContext) -> PerformanceGuard | None:
+    section = parts.config.guards.throughput
+    if section is None:
+        return None
+    guard = PerformanceGuard(
+        section,
+        places=performance_guard.places_of(list(parts.mesh.devices.flat)),
+        tokens_per_step=parts.tokens_per_step,
+        reports=context.peers.member.leads,
+        emit=context.emit,
+        clock=context.clock,
+    )
+    context.observers.append(guard)
+    return guard
+
+
+def _device_probe(parts: Components, context: AttemptContext) -> DeviceProbe | None:
+    section, devices = parts.config.guards.throughput, list(parts.mesh.local_devices)
+    if section is None or section.probe == "off":
+        return None
+    if section.probe == "auto" and devices[0].platform == "cpu":
+        return None
+    return DeviceProbe(
+        devices,
+        every_steps=section.probe_every_steps,
+        max_share=section.probe_share,
+        clock=context.clock,
     )
 
 

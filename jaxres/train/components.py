@@ -38,7 +38,10 @@ from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.run_log import RunHistory, RunLog
 from jaxres.storage.path import RunPath
 from jaxres.train.consensus import Consensus
+from jaxres.train.device_probe import DeviceProbe
 from jaxres.train.hooks import Hooks
+from jaxres.train.host_times import LocalTimes
+from jaxres.train.performance_guard import PerformanceGuard
 from jaxres.train.replay_check import Replay, ReplayCheck
 from jaxres.train.replica_check import ReplicaCheck
 
@@ -284,6 +287,10 @@ class Trainer:
     """The comparison of the copies of the state; None: off, or no array has a copy."""
     replay_check: ReplayCheck | None = None
     """The replays; None: off."""
+    performance: PerformanceGuard | None = None
+    """Reports of slow hosts and of a low throughput; None: off."""
+    device_probe: DeviceProbe | None = None
+    """The measurement of this host's devices; None: off."""
 
 
 @dataclass
@@ -308,6 +315,8 @@ class InFlight:
     """When the last step was dispatched; with none in flight, when work on the next one began."""
     waited_seconds: float = 0.0
     """Seconds since `dispatched_at` of waiting for the devices, and so for other hosts."""
+    data_seconds: float = 0.0
+    """Seconds since `dispatched_at` of getting the batch and placing it on the devices."""
     bad: BadRows | None = None
     """Bad records that this host has read; it has no batch from there on."""
     recent: deque[CompletedStep] = dataclasses.field(
@@ -333,10 +342,10 @@ class InFlight:
     def rest(self, now: float) -> None:
         """Resets the timing while no step is in flight, so that no step includes the time since."""
         self.completed_at = self.dispatched_at = now
-        self.waited_seconds = 0.0
+        self.waited_seconds = self.data_seconds = 0.0
 
-    def busy_seconds(self, now: float) -> float:
+    def local_times(self, now: float) -> LocalTimes:
         """Returns how long this host has worked for the step that it dispatches now."""
-        busy = now - self.dispatched_at - self.waited_seconds
-        self.dispatched_at, self.waited_seconds = now, 0.0
-        return busy
+        times = LocalTimes(now - self.dispatched_at - self.waited_seconds, self.data_seconds)
+        self.dispatched_at, self.waited_seconds, self.data_seconds = now, 0.0, 0.0
+        return times

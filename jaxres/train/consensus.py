@@ -9,7 +9,7 @@ overtake a dispatch. docs/adr/0007 describes the alternative that was measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -21,17 +21,16 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine.guards import most_severe
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, Verdict, fault
+from jaxres.train.host_times import LocalTimes, MeanTimes, Times
 from jaxres.train.stop_requests import StopRequests
 
-FACTS = ("stop", "save", "storage", "busy_seconds", "no_batch")
+FACTS = ("stop", "save", "storage", "busy_seconds", "no_batch", "data_seconds", "probe_seconds")
 """Names of the columns of the array of flags; see HostFlags."""
-TIMED_STEPS = 8
-"""Steps over which busy seconds are averaged: unchanged flags cost no transfer to the devices."""
 
 
 @dataclass(frozen=True)
 class HostFlags:
-    """Flags of one host at one step.
+    """Flags of one host at one step, of which each of its devices has a row.
 
     A stop is encoded as its index in STOP_REQUESTS; the maximum over the hosts wins. index +
     len(STOP_REQUESTS) is the same stop without time to save; one such host decides for all.
@@ -44,14 +43,19 @@ class HostFlags:
     storage: bool = False
     """Whether too many saves have failed in a row; only host 0 sets it."""
     busy_seconds: float = 0.0
-    """How long this host worked for a step, without waits for other hosts; see TIMED_STEPS."""
+    """How long this host worked for a step, without waits for other hosts; see host_times.py."""
     no_batch: bool = False
     """Whether this host has bad records at this step, and other rows replace its own."""
+    data_seconds: float = 0.0
+    """The part of it in which it got the batch."""
+    probe_seconds: float = 0.0
+    """Duration of the probe on the device of this row; 0: none yet."""
 
     def encode(self) -> np.ndarray:
         """Returns the flags as float32[len(FACTS)]."""
         stop = STOP_REQUESTS.index(self.stop) + len(STOP_REQUESTS) * (not self.has_time)
-        values = [stop, self.save, self.storage, self.busy_seconds, self.no_batch]
+        times = (self.data_seconds, self.probe_seconds)
+        values = [stop, self.save, self.storage, self.busy_seconds, self.no_batch, *times]
         return np.asarray(values, np.float32)
 
     @staticmethod
@@ -62,27 +66,27 @@ class HostFlags:
         >>> HostFlags.decode(flags.encode()) == flags
         True
         """
-        stop, save, storage, seconds, no_batch = (float(value) for value in facts)
+        stop, save, storage, seconds, no_batch, *times = (float(value) for value in facts)
         no_time, number = divmod(int(stop), len(STOP_REQUESTS))
         return HostFlags(
-            STOP_REQUESTS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0
+            STOP_REQUESTS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0, *times
         )
 
 
 class Consensus(Protocol):
     """Interface of the stops and saves that all hosts have agreed on; equal on every host."""
 
-    def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> Any:
+    def local_flags(self, *, times: LocalTimes | None, no_batch: bool = False) -> Any:
         """Returns this host's flags as input of the next step; None with a single host.
 
         Args:
-          busy_seconds: how long this host worked for that step; None: not a training step.
+          times: this host's times for that step; None: not a training step.
           no_batch: whether other rows replace this host's rows, which can't be used.
         """
         ...
 
-    def on_flags(self, facts: np.ndarray) -> tuple[float, ...]:
-        """Reads the flags of all hosts that a completed step has returned; returns busy seconds."""
+    def on_flags(self, facts: np.ndarray) -> Times:
+        """Reads the flags of all hosts that a completed step has returned; returns their times."""
         ...
 
     def any_host_without_batch(self) -> bool:
@@ -120,13 +124,19 @@ class SingleHostConsensus:
         self._requests = requests
         self._storage = storage
         self._is_due = is_due
+        self._means = MeanTimes()
+        self._times = Times()
 
-    def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> None:
-        """No-op (single host)."""
+    def local_flags(self, *, times: LocalTimes | None, no_batch: bool = False) -> None:
+        """Keeps the times (single host)."""
+        means = self._means.add(times)
+        self._times = Times(
+            (means.busy_seconds,), (means.data_seconds,), tuple(means.probe_seconds.values())
+        )
 
-    def on_flags(self, facts: np.ndarray) -> tuple[float, ...]:
-        """No-op (single host)."""
-        return ()
+    def on_flags(self, facts: np.ndarray) -> Times:
+        """Returns the newest times (single host)."""
+        return self._times
 
     def any_host_without_batch(self) -> bool:
         """Returns False: a single host runs no step without its rows."""
@@ -164,48 +174,47 @@ class StepConsensus:
         self._requests = requests
         self._storage = storage
         self._is_due = is_due
-        self._place, self._rows = _transfer(mesh)
+        self._place, self._local, self._rows = _transfer(mesh)
         self._stop: ExitCode | None = None
         self._has_time = True
         self._storage_stop = False
         self._save = False
         self._no_batch = False
-        self._busy: list[float] = []
-        self._placed: tuple[HostFlags, jax.Array] | None = None
+        self._means = MeanTimes()
+        self._placed: tuple[tuple[HostFlags, ...], jax.Array] | None = None
 
-    def local_flags(self, *, busy_seconds: float | None, no_batch: bool = False) -> jax.Array:
+    def local_flags(self, *, times: LocalTimes | None, no_batch: bool = False) -> jax.Array:
         """Returns this host's flags as an array on its devices."""
-        flags = HostFlags(
+        means = self._means.add(times)
+        own = HostFlags(
             stop=self._requests.requested_stop(),
             has_time=self._requests.may_save(),
             save=self._requests.save_requested() or self._is_due(),
             storage=isinstance(self._storage(), StopRun),
-            busy_seconds=self._timing(busy_seconds),
+            busy_seconds=means.busy_seconds,
             no_batch=no_batch,
+            data_seconds=means.data_seconds,
         )
+        probes = means.probe_seconds
+        flags = tuple(replace(own, probe_seconds=probes.get(one, 0.0)) for one in self._local)
         if self._placed is None or self._placed[0] != flags:
-            self._placed = flags, self._place(flags.encode())
+            self._placed = flags, self._place([one.encode() for one in flags])
         return self._placed[1]
 
-    def _timing(self, busy_seconds: float | None) -> float:
-        """Returns the mean of TIMED_STEPS steps, which changes only once in TIMED_STEPS steps."""
-        if busy_seconds is not None:
-            self._busy.append(busy_seconds)
-        if len(self._busy) < TIMED_STEPS:
-            return self._placed[0].busy_seconds if self._placed else 0.0
-        mean = sum(self._busy) / len(self._busy)
-        self._busy.clear()
-        return mean
-
-    def on_flags(self, facts: np.ndarray) -> tuple[float, ...]:
+    def on_flags(self, facts: np.ndarray) -> Times:
         """Folds in the flags of all hosts at one step."""
-        hosts = [HostFlags.decode(row) for row in facts.reshape(-1, len(FACTS))[self._rows]]
+        rows = facts.reshape(-1, len(FACTS))
+        hosts = [HostFlags.decode(row) for row in rows[self._rows]]
         self._stop = max(self._stop, *(host.stop for host in hosts), key=STOP_REQUESTS.index)
         self._has_time &= all(host.has_time for host in hosts)
         self._save |= any(host.save for host in hosts)
         self._storage_stop |= any(host.storage for host in hosts)
         self._no_batch = any(host.no_batch for host in hosts)
-        return tuple(host.busy_seconds for host in hosts)
+        return Times(
+            tuple(host.busy_seconds for host in hosts),
+            tuple(host.data_seconds for host in hosts),
+            tuple(map(float, rows[:, FACTS.index("probe_seconds")])),
+        )
 
     def any_host_without_batch(self) -> bool:
         """Returns whether any host had bad records at the step that was read last."""
@@ -238,8 +247,10 @@ def facts_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((mesh.size, len(FACTS)), np.float32, sharding=sharding)
 
 
-def _transfer(mesh: Mesh) -> tuple[Callable[[np.ndarray], jax.Array], Sequence[int]]:
-    """Returns a function that places flags on the devices, and one row index of every host."""
+def _transfer(
+    mesh: Mesh,
+) -> tuple[Callable[[Sequence[np.ndarray]], jax.Array], Sequence[Any], Sequence[int]]:
+    """Returns a function that places flags, their devices, and one row index of every host."""
     shape = facts_shape(mesh)
     sharding = shape.sharding
     assert sharding is not None
@@ -247,8 +258,8 @@ def _transfer(mesh: Mesh) -> tuple[Callable[[np.ndarray], jax.Array], Sequence[i
     hosts = [device.process_index for device in mesh.devices.flat]
     rows = [hosts.index(host) for host in sorted(set(hosts))]
 
-    def place(flags: np.ndarray) -> jax.Array:
-        pieces = jax.device_put([flags[None]] * len(local), local)
+    def place(flags: Sequence[np.ndarray]) -> jax.Array:
+        pieces = jax.device_put([row[None] for row in flags], local)
         return jax.make_array_from_single_device_arrays(shape.shape, sharding, pieces)
 
-    return place, rows
+    return place, local, rows

@@ -30,6 +30,7 @@ from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSki
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.train.components import BadRows, CompletedStep, InFlight, PlacedBatch, Trainer
 from jaxres.train.diagnostics import diagnose
+from jaxres.train.host_times import LocalTimes
 from jaxres.train.replay_check import Replay
 from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start, withdraw_commits
 
@@ -91,13 +92,13 @@ def train(run: Trainer) -> LoopResult:
                 return finalize(run, None, state, progress)
             if not in_flight.steps:
                 in_flight.rest(run.clock.monotonic())
+            measure_devices(run, in_flight, step=progress.step + 1)
             placed = next_batch(run, in_flight, progress, entry=entries + 1)
             if placed is None:
                 continue
             batch, arrays = placed
-            busy_seconds = in_flight.busy_seconds(run.clock.monotonic())
             no_batch = in_flight.bad is not None
-            flags = run.consensus.local_flags(busy_seconds=busy_seconds, no_batch=no_batch)
+            flags = run.consensus.local_flags(times=_local_times(run, in_flight), no_batch=no_batch)
             peak_rate = in_flight.peak_rate(progress.step + 1)
             inputs = (arrays, flags, peak_rate)
             state, metrics = dispatch(run, in_flight, state, inputs, step=progress.step + 1)
@@ -131,13 +132,35 @@ def next_batch(
     Bad records are published to the other hosts before the step that all hosts enter, so every
     host that has completed that step can read them.
     """
+    begun = run.clock.monotonic()
     placed = in_flight.batch_at(progress.cursor)
+    in_flight.data_seconds = run.clock.monotonic() - begun
     if not isinstance(placed, BadRows):
         return placed
     if in_flight.bad is None:
         run.peers.publish(bad_rows_topic(entry), placed.encode())
     in_flight.bad = placed
     return placed.replacement
+
+
+def measure_devices(run: Trainer, in_flight: InFlight, *, step: int) -> None:
+    """Measures this host's devices before a step, if it is due, while they are idle."""
+    probe = run.device_probe
+    if probe is None or not probe.is_due(step):
+        return
+    begun = run.clock.monotonic()
+    for _, _, metrics in in_flight.steps:
+        jax.block_until_ready(metrics)
+    probe.measure()
+    in_flight.waited_seconds += run.clock.monotonic() - begun
+
+
+def _local_times(run: Trainer, in_flight: InFlight) -> LocalTimes:
+    times = in_flight.local_times(run.clock.monotonic())
+    if run.device_probe is None:
+        return times
+    run.device_probe.on_dispatch(times.busy_seconds)
+    return dataclasses.replace(times, probe_seconds=dict(run.device_probe.seconds))
 
 
 def process_completed(
@@ -235,6 +258,7 @@ def _judge_copies(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
     if run.replica_check is None or values is None:
         return Continue()
     in_flight.compared_step = step
+    _wait_for(run, in_flight, values)
     return _without_warning(run, run.replica_check.judge(values, step=step), step=step)
 
 
@@ -244,10 +268,18 @@ def _judge_replay(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
     if run.replay_check is None or replay is None:
         return Continue()
     good = in_flight.replayed_step
+    _wait_for(run, in_flight, replay)
     verdict = run.replay_check.judge(replay, step=step, last_good_step=good)
     if isinstance(verdict, Continue):
         in_flight.replayed_step = step
     return _without_warning(run, verdict, step=step)
+
+
+def _wait_for(run: Trainer, in_flight: InFlight, values: Any) -> None:
+    """Waits for the devices: the time is no work of this host."""
+    begun = run.clock.monotonic()
+    jax.block_until_ready(values)
+    in_flight.waited_seconds += run.clock.monotonic() - begun
 
 
 def _without_warning(run: Trainer, verdict: Verdict, *, step: int) -> Verdict:
@@ -267,6 +299,7 @@ def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
     now = run.clock.monotonic()
     in_flight.waited_seconds += now - begun
     measured, facts = run.metrics_layout.read(values)
+    times, step_seconds = run.consensus.on_flags(facts), now - in_flight.completed_at
     line = MetricsLine(
         seq=in_flight.seq,
         step=progress.step,
@@ -275,14 +308,19 @@ def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
         grad_norm=measured.grad_norm,
         learning_rate=measured.learning_rate,
         tokens=progress.tokens,
-        step_seconds=now - in_flight.completed_at,
+        step_seconds=step_seconds,
         skipped=not measured.applied,
         samples=sample_digest(ids),
-        busy_seconds=run.consensus.on_flags(facts),
+        busy_seconds=times.busy_seconds if len(times.busy_seconds) > 1 else (),
+        usual_step_seconds=run.performance and run.performance.usual_step_seconds(),
         loss_scale=measured.loss_scale,
         model_metrics=measured.model_metrics,
     )
     run.on_step(line)
+    if run.device_probe is not None:
+        run.device_probe.on_step(step_seconds)
+    if run.performance is not None:
+        run.performance.on_times(progress.step, step_seconds, times)
     in_flight.recent.append(CompletedStep(line, measured, rows, ids))
     in_flight.completed_at = now
     if not measured.applied:

@@ -3,7 +3,8 @@
 The environment selects the fault instead of the config, so that the same command without it is the
 same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
 to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
-random delays, which differ in every process. POISON="INDEX:WHAT,..." lists unreadable items: raise,
+random delays, which differ in every process. SLOW="HOST:COUNT:FACTOR" multiplies PACE on that host
+from its COUNT-th row on. POISON="INDEX:WHAT,..." lists unreadable items: raise,
 range or hang. WHAT "gate" waits until the file GATE exists. FLIP="STEP:HOST:DEVICE" flips a bit of
 one device's copy of a parameter after that step, once in a run, with the hook `flip_bit`.
 WRONG_PRODUCT is the id of a device whose product in the tests of the hardware is wrong.
@@ -121,6 +122,7 @@ WHATS = {
     "exhaust_device": exhaust_device,
     "exhaust_host": exhaust_host,
 }
+ROWS_READ = itertools.count(1)
 COUNTS = {where: itertools.count(1) for where in ("build", "trace", "row", "heldout")}
 
 
@@ -131,6 +133,14 @@ def reach(where: str) -> None:
     is_time = where == asked_where and count == int(asked_count)
     if is_time and host in ([], [str(jax.process_index())]):
         WHATS[what]()
+
+
+def slowness() -> float:
+    """Returns the factor on the seconds of a row that this host reads now."""
+    host, count, factor = os.environ.get("SLOW", "::").split(":")
+    if host != str(jax.process_index()):
+        return 1.0
+    return float(factor) if next(ROWS_READ) >= int(count) else 1.0
 
 
 def flip_bit(context: Any) -> None:
@@ -171,7 +181,7 @@ class TokenRows:
     def __getitem__(self, index: int) -> Any:
         where, pace = ("heldout", "HELDOUT_PACE") if index >= HELDOUT_FROM else ("row", "PACE")
         reach(where)
-        time.sleep(float(os.environ.get(pace, os.environ.get("PACE", "0"))))
+        time.sleep(float(os.environ.get(pace, os.environ.get("PACE", "0"))) * slowness())
         what = POISON.get(index)
         if what == "raise":
             raise ValueError("a broken record")

@@ -43,7 +43,7 @@ MAY_DIFFER = (
     *("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "STORAGE_EMULATOR_HOST"),
     *("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING", "NO_GCE_CHECK"),
     *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST"),
-    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "FAKE_NVML"),
+    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "FAKE_NVML", "HOOK", "SLOW"),
 )
 """Variables that no import reads, besides those of jaxres itself. LD_LIBRARY_PATH has the fake of
 NVIDIA's library, which only a process of its own loads. The C library reads its own when

@@ -37,6 +37,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Continue, StopRun
 from jaxres.train.consensus import FACTS, StepConsensus, facts_shape
+from jaxres.train.host_times import LocalTimes
 from jaxres.train.loop import LAG
 
 BLOCKS, STEPS_A_BLOCK = 12, 100
@@ -125,7 +126,7 @@ class Bench:
                     consensus.on_flags(values[1:])
                     host += time.perf_counter() - at
             at = time.perf_counter()
-            facts = consensus.local_flags(busy_seconds=1e-4) if flags else None
+            facts = consensus.local_flags(times=LocalTimes(1e-4)) if flags else None
             host += time.perf_counter() - at
             step = self.with_flags if flags else self.without
             self.weights, metrics = step(self.weights, self.batch, facts)
@@ -144,7 +145,7 @@ class Bench:
             if isinstance(consensus.verdict(), StopRun):
                 return step, time.time()
             time.sleep(chance.expovariate(1 / MEAN_DELAY_SECONDS))
-            facts = consensus.local_flags(busy_seconds=0.0)
+            facts = consensus.local_flags(times=LocalTimes(0.0))
             self.weights, metrics = self.with_flags(self.weights, self.batch, facts)
             flight.append(metrics)
         raise AssertionError("no stop was requested")

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         busy = [line.busy_seconds[host] for line in steps]
         print(
             f"host {host}: by itself {statistics.median(busy) * 1e3:.3f} ms a step "
-            f"(worst of the means over 8 steps {max(busy) * 1e3:.3f})"
+            f"(worst of the means over 5 steps {max(busy) * 1e3:.3f})"
         )
     return 0
 

@@ -35,7 +35,7 @@ MAX_DELAY_SECONDS = {"at step 56": 0.1, "during a save": 0.15}
 SAVE_EVERY_STEPS = {"at step 56": 50, "during a save": 25}
 TRIES = 5
 """How often a kill during a save is tried, until it comes before the commit."""
-NOT_COMPARED = ("attempt", "step_seconds", "busy_seconds")
+NOT_COMPARED = ("attempt", "step_seconds", "busy_seconds", "usual_step_seconds")
 """Facts of the history that depend on the clock."""
 
 

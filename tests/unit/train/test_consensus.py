@@ -10,7 +10,8 @@ from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, fault
-from jaxres.train.consensus import TIMED_STEPS, HostFlags, SingleHostConsensus, StepConsensus
+from jaxres.train.consensus import HostFlags, SingleHostConsensus, StepConsensus
+from jaxres.train.host_times import TIMED_STEPS, LocalTimes
 
 FULL = StopRun(fault("storage_unavailable"), "20 saves in a row have failed")
 
@@ -58,7 +59,7 @@ def test_decoded_flags_equal_the_encoded_ones(stop, save, storage):
 
 def test_flags_on_the_devices_are_read_back_from_each_device():
     requests = FakeRequests(stop=ExitCode.PREEMPTED, save=True)
-    facts = np.asarray(consensus_of(requests).local_flags(busy_seconds=None))
+    facts = np.asarray(consensus_of(requests).local_flags(times=None))
     assert [HostFlags.decode(row) for row in facts] == [
         HostFlags(ExitCode.PREEMPTED, save=True)
     ] * 8
@@ -100,7 +101,7 @@ def test_one_host_without_time_to_save_decides_for_all():
 def test_a_local_request_has_no_effect_before_a_step_returns_it():
     requests = FakeRequests(stop=ExitCode.STOPPED, save=True)
     consensus = consensus_of(requests, storage=lambda: FULL)
-    consensus.local_flags(busy_seconds=0.0)
+    consensus.local_flags(times=LocalTimes(0.0))
     assert consensus.verdict() == Continue()
     assert not consensus.save_requested()
 
@@ -127,19 +128,19 @@ def test_a_follower_receives_that_saves_fail_on_host_0():
 def test_every_host_receives_the_busy_seconds_of_each():
     consensus = consensus_of(hosts=4)
     flags = [HostFlags(busy_seconds=seconds) for seconds in (0.5, 0.25, 2.0, 0.125)]
-    assert consensus.on_flags(step_output(*flags)) == (0.5, 0.25, 2.0, 0.125)
+    assert consensus.on_flags(step_output(*flags)).busy_seconds == (0.5, 0.25, 2.0, 0.125)
 
 
 def test_unchanged_flags_are_placed_on_the_devices_once_per_timed_steps():
     requests = FakeRequests()
     consensus = consensus_of(requests)
-    given = [consensus.local_flags(busy_seconds=step / 8) for step in range(3 * TIMED_STEPS)]
+    given = [consensus.local_flags(times=LocalTimes(step / 8)) for step in range(3 * TIMED_STEPS)]
     assert len({id(facts) for facts in given}) == 4
     means = {HostFlags.decode(np.asarray(facts)[0]).busy_seconds for facts in given}
-    assert means == {0.0, 3.5 / 8, 11.5 / 8, 19.5 / 8}
+    assert means == {0.0, 2 / 8, 7 / 8, 12 / 8}
     requests.stop = ExitCode.PREEMPTED
     assert (
-        HostFlags.decode(np.asarray(consensus.local_flags(busy_seconds=0.0))[0]).stop
+        HostFlags.decode(np.asarray(consensus.local_flags(times=LocalTimes(0.0)))[0]).stop
         == ExitCode.PREEMPTED
     )
 
@@ -148,21 +149,19 @@ def test_a_time_based_save_is_requested_through_the_step():
     mesh = meshes.build(MeshSection(), devices=jax.devices())
     due = [True]
     lead = StepConsensus(FakeRequests(), Continue, mesh=mesh, is_due=lambda: due[0])
-    assert HostFlags.decode(np.asarray(lead.local_flags(busy_seconds=None))[0]) == HostFlags(
-        save=True
-    )
+    assert HostFlags.decode(np.asarray(lead.local_flags(times=None))[0]) == HostFlags(save=True)
     assert not lead.save_requested(), "before a step has returned it"
     alone = SingleHostConsensus(FakeRequests(), Continue, is_due=lambda: due[0])
     assert alone.save_requested()
     due[0] = False
-    assert HostFlags.decode(np.asarray(lead.local_flags(busy_seconds=None))[0]) == HostFlags()
+    assert HostFlags.decode(np.asarray(lead.local_flags(times=None))[0]) == HostFlags()
     assert not alone.save_requested()
 
 
 def test_a_single_host_acts_at_once():
     requests = FakeRequests()
     consensus = SingleHostConsensus(requests, Continue)
-    assert consensus.local_flags(busy_seconds=0.0) is None
+    assert consensus.local_flags(times=LocalTimes(0.0)) is None
     assert consensus.verdict() == Continue()
     requests.stop = ExitCode.STOPPED
     assert isinstance(consensus.verdict(), StopRun)
