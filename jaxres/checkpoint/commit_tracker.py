@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jaxres.checkpoint import pruning
 from jaxres.checkpoint.background_save import BackgroundSave
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.frozen_arrays import BitSums, LinkSource
+from jaxres.checkpoint.frozen_arrays import FrozenSums, LinkSource
 from jaxres.checkpoint.step_download import StepDownload
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
@@ -206,7 +206,7 @@ class FrozenPart:
 
     paths: tuple[str, ...] = ()
     """Their paths; empty if the run trains everything."""
-    sums: BitSums = ()
+    sums: FrozenSums = ()
     """Result of `sums_of` for them."""
     source: LinkSource | None = None
     """The step whose files are linked; None if they are written."""

@@ -42,7 +42,7 @@ FOLDERS = (FROZEN, FROZEN_DIGESTS)
 """Folders of a step directory whose files steps share."""
 SAMPLE = 2**14
 """Number of items of a part of an array that are looked at on a CPU."""
-BitSums = tuple[jax.Array | np.ndarray, ...]
+FrozenSums = tuple[jax.Array | np.ndarray, ...]
 """For each device of this process, the checksums of its parts of the arrays."""
 COPIES = 2
 """Number of copies of the frozen parameters that saves link in turn. Retention keeps at least as
@@ -57,7 +57,7 @@ class LinkSource:
 
     name: str
     """Name of its directory."""
-    sums: BitSums
+    sums: FrozenSums
     """Result of `sums_of` for its frozen arrays."""
 
 
@@ -94,7 +94,7 @@ def merge_state(changing: Tree, frozen: Tree) -> Tree:
     return {**changing, PARAMS: params}
 
 
-def sums_of(frozen: Tree) -> BitSums:
+def sums_of(frozen: Tree) -> FrozenSums:
     """Returns checksums of each array's parts on this process's devices.
 
     They show that an array has changed although the config says that it does not. An accelerator
@@ -145,7 +145,7 @@ def _sum(array: Any) -> Any:
     return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
 
-def are_equal(a: BitSums, b: BitSums) -> bool:
+def are_equal(a: FrozenSums, b: FrozenSums) -> bool:
     """Returns whether two results of `sums_of` are equal; waits for the devices."""
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
