@@ -186,15 +186,19 @@ def _leak(readings: Sequence[HostReading], *, within_minutes: float) -> str | No
         return None
     used = [reading.used_bytes for reading in readings]
     growing = sum(later > earlier for earlier, later in itertools.pairwise(used))
-    grown = used[-1] - used[0]
-    if grown <= 0 or growing < STEADY * (len(used) - 1):
-        return None
-    minutes = (readings[-1].at - readings[0].at) / 60
+    # A start grows quickly, and then no more: so the newer half must show it, too.
+    rate = min(_bytes_a_minute(readings), _bytes_a_minute(readings[len(readings) // 2 :]))
     left = readings[-1].left_bytes
-    until_full = left * minutes / grown
-    if until_full > within_minutes:
+    is_steady = rate > 0 and growing >= STEADY * (len(used) - 1)
+    if not is_steady or rate * within_minutes < left:
         return None
     return (
-        f"the memory of the run's processes grows by {grown / minutes / 1e6:.0f} MB a minute, and "
-        f"uses up the {left / 1e9:.1f} GB that are left in {until_full:.0f} minutes"
+        f"the memory of the run's processes grows by {rate / 1e6:.0f} MB a minute, and uses up the "
+        f"{left / 1e9:.1f} GB that are left in {left / rate:.0f} minutes"
     )
+
+
+def _bytes_a_minute(readings: Sequence[HostReading]) -> float:
+    """Returns how fast the memory of the run's processes grows."""
+    first, last = readings[0], readings[-1]
+    return 60 * (last.used_bytes - first.used_bytes) / (last.at - first.at)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxres.config.schema import DeadlinesSection
+from jaxres.config.schema_operations import HealthSection
 from jaxres.config.schema_optimizer import SgdOptimizer
 from jaxres.config.schema_training import RollbackSection, SpikesSection
 from jaxres.data import find_bad_rows, find_hung_row
@@ -34,10 +35,16 @@ from jaxres.engine import step as steps
 from jaxres.engine.divergence import losses
 from jaxres.engine.guards import StepObservation
 from jaxres.faults import Continue
+from jaxres.runlog.events import StragglerFound
+from jaxres.supervisor import host_health
+from jaxres.supervisor.host_health import HostReading
 from jaxres.supervisor.watchdog import ProgressTracker, limit_seconds
 from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished
+from tests.unit.train.simulated_job import SimulatedJob
 
 STEPS, ROWS = 1000, 8
+ONSET = 1050
+"""Step from which on a simulated host is slow."""
 
 
 @dataclass
@@ -280,6 +287,50 @@ def hung_records(series: int) -> Tally:
     return tally
 
 
+def leaks(series: int, *, minutes_left: float) -> Tally:
+    """Memory of a run, each minute: noise of 50 MB, 300 MB more in every third minute (a save).
+
+    In half of the series it also grows from the 30th minute on, at the rate that uses up the rest
+    in so many minutes.
+    """
+    tally, section = Tally(), HealthSection()
+    for seed in range(2 * series):
+        chance, onset, total = random.Random(seed), 30 if seed % 2 else 10**9, 40e9
+        rate, readings, found = (total - 10e9) / minutes_left, [], None
+        for minute in range(120):
+            used = 10e9 + rate * max(0, minute - onset) + chance.gauss(0, 50e6)
+            used += 300e6 * (minute % 3 == 0) + 5e9 * min(1.0, minute / 5)
+            reading = HostReading(60.0 * minute, round(used), round(total - used), None)
+            readings = [*readings, reading][-host_health.NUM_READINGS :]
+            is_found = bool(host_health.judge(readings, section))
+            if minute < onset:
+                count(tally, False, is_found)
+            elif is_found and found is None:
+                found = minute - onset
+        if seed % 2:
+            count(tally, True, found is not None, found or 0)
+    return tally
+
+
+def slow_hosts(series: int, *, factor: float, noise: float) -> Tally:
+    """Jobs of three hosts with two devices each; the devices of one take longer from a step on."""
+    tally = Tally()
+    for seed in range(series):
+        job = SimulatedJob(
+            num_hosts=3,
+            seed=seed,
+            noise=noise,
+            compute=lambda host, step: factor if host == 1 and step > ONSET else 1.0,
+        )
+        events = job.run(ONSET + 200)
+        named = [event for event in events if isinstance(event, StragglerFound)]
+        right = [event.step - ONSET for event in named if event.step > ONSET and event.host == 1]
+        count(tally, True, bool(right), right[0] if right else 0)
+        tally.clean += ONSET
+        tally.false += sum(event.step <= ONSET or event.host != 1 for event in named)
+    return tally
+
+
 def table(series: int) -> Iterator[str]:
     """Yields the table, row by row."""
     yield "| detector | planted | found | false per 1,000 | latency |"
@@ -306,6 +357,12 @@ def table(series: int) -> Iterator[str]:
         yield tally.line("step deadline", name, unit="s")
     yield bad_records(series).line("bad record", "decoding errors; storage errors beside")
     yield hung_records(series).line("hung record", "one row; or the storage (several rows)")
+    for factor, noise in ((1.3, 0.02), (1.3, 0.05), (1.3, 0.1), (1.15, 0.05)):
+        name = f"devices of a host {factor:g} times slower; steps spread by {noise:.0%}"
+        yield slow_hosts(series, factor=factor, noise=noise).line("slow host", name)
+    for minutes in (30, 60, 240):
+        name = f"growth that uses up the memory in {minutes} minutes; saves beside"
+        yield leaks(series, minutes_left=minutes).line("leak", name, unit="minutes")
 
 
 def main() -> int:

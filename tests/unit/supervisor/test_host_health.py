@@ -44,6 +44,10 @@ def test_growth_that_ends_and_memory_that_goes_up_and_down_are_no_leak():
     half = NUM_READINGS // 2
     start_up = [GB * number for number in range(half)] + [GB * half] * (NUM_READINGS - half)
     assert judge(readings(*start_up), SECTION) == []
+    slower = [GB * min(number, half) + MB * number for number in range(NUM_READINGS)]
+    assert judge(readings(*slower), SECTION) == [], "a start, and a little more in each minute"
+    peak = [GB] * (NUM_READINGS - 1) + [4 * GB]
+    assert judge(readings(*peak), SECTION) == [], "once, as in an evaluation"
     saves = [GB * (number % 2) + MB * number for number in range(NUM_READINGS)]
     assert judge(readings(*saves), SECTION) == []
 
