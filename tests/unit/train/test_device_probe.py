@@ -1,4 +1,4 @@
-"""The probe measures each device of a host, and runs as rarely as its share of the time requires."""
+"""The probe measures each device of a host, as rarely as its share of the time requires."""
 
 from __future__ import annotations
 
