@@ -44,7 +44,8 @@ class DeviceProbe:
         self._max_share = max_share
         self._run: Callable[[], jax.Array] | None = None
         self._num_steps = 0
-        self._cost_seconds = 0.0
+        self.cost_seconds = 0.0
+        """What the last probe took, with the time until the next dispatch."""
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._busy: deque[float] = deque(maxlen=RECENT_STEPS)
         self.seconds: dict[Any, float] = {}
@@ -65,7 +66,7 @@ class DeviceProbe:
         So probes of different hosts mostly come before the same step, and cost their time once.
         """
         interval, usual = self._every, statistics.median(self._steps) if self._steps else 0.0
-        while self._cost_seconds > self._max_share * interval * usual and interval < 1 << 20:
+        while self.cost_seconds > self._max_share * interval * usual and interval < 1 << 20:
             interval *= 2
         return interval
 
@@ -85,7 +86,7 @@ class DeviceProbe:
                 del waiting[device]
                 self.seconds[device] = max(now - begun, 1e-9)
         busy = statistics.median(self._busy) if self._busy else 0.0
-        self._cost_seconds = self._clock.monotonic() - begun + busy
+        self.cost_seconds = self._clock.monotonic() - begun + busy
 
 
 def _program(devices: Sequence[Any]) -> Callable[[], jax.Array]:

@@ -268,7 +268,7 @@ def _judge_replay(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
     if run.replay_check is None or replay is None:
         return Continue()
     good = in_flight.replayed_step
-    _wait_for(run, in_flight, replay)
+    _wait_for(run, in_flight, (replay.fingerprints, replay.metrics))
     verdict = run.replay_check.judge(replay, step=step, last_good_step=good)
     if isinstance(verdict, Continue):
         in_flight.replayed_step = step

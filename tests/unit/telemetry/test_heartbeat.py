@@ -14,6 +14,10 @@ from jaxres.runlog.events import (
     SaveCommitted,
     SaveFailed,
     SaveStarted,
+    StragglerFound,
+    StragglerRecovered,
+    ThroughputDropped,
+    ThroughputRecovered,
     TrainingStarted,
 )
 from jaxres.runlog.metrics import MetricsLine
@@ -25,6 +29,7 @@ from jaxres.telemetry.heartbeat import (
     SaveEnded,
     SavesFailing,
     SavesRecovered,
+    SpeedChanged,
     StatusWriter,
     StepFinished,
     decode,
@@ -90,6 +95,24 @@ def test_failing_saves_are_sent_once_per_series_and_recovery_once(pipe):
         assert save_health(drain(pipe[0])) == [SavesRecovered(72)]
         writer.on_event(SaveFailed(88, "full again", 1))
         assert save_health(drain(pipe[0])) == [SavesFailing(80, "full again")]
+
+
+def test_a_slow_host_is_sent_and_its_recovery_once_none_is_slow(pipe):
+    read, write = pipe
+    with StatusWriter(write) as writer:
+        writer.on_event(TrainingStarted(40, None, "bitwise"))
+        writer.on_event(StragglerFound(50, 1, (3,), 1.3, "device", "hot", 1))
+        writer.on_event(ThroughputDropped(60, "steps", 1.3, 1.0, "device", 1, "slow", 1))
+        writer.on_event(StragglerRecovered(70, 1, (3,), num_left=1))
+        writer.on_event(StragglerRecovered(75, 2, (4,), num_left=0))
+        writer.on_event(ThroughputRecovered(80, "steps", 1.0, 1.0, 1, num_left=0))
+    news = [message for message in drain(read) if isinstance(message, SpeedChanged)]
+    assert news == [
+        SpeedChanged("straggler", 40, 1, "step 50: hot", 1),
+        SpeedChanged("throughput_dropped", 40, 1, "step 60: slow", 1),
+        SpeedChanged("straggler_recovered", 40, 2, "", 75),
+        SpeedChanged("throughput_recovered", 40, None, "", 80),
+    ]
 
 
 def test_the_start_and_the_end_of_a_save_are_sent(pipe):

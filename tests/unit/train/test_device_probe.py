@@ -1,0 +1,45 @@
+"""The probe measures each device of a host, as rarely as its share of the time requires."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxres.clock import SystemClock
+from jaxres.train.device_probe import FIRST_STEP, DeviceProbe
+
+
+def probe_of(*, max_share: float) -> DeviceProbe:
+    return DeviceProbe(jax.devices(), every_steps=5, max_share=max_share, clock=SystemClock())
+
+
+def test_every_device_is_measured():
+    probe = probe_of(max_share=0.5)
+    probe.measure()
+    assert set(probe.seconds) == set(jax.devices())
+    assert all(0 < seconds < 5 for seconds in probe.seconds.values())
+
+
+def test_no_probe_is_due_before_the_first_steps_are_over():
+    probe = probe_of(max_share=0.5)
+    for step in range(1, FIRST_STEP):
+        probe.on_step(0.1)
+        assert not probe.is_due(step + 1)
+    probe.on_step(0.1)
+    assert probe.is_due(2 * FIRST_STEP)
+    assert not probe.is_due(2 * FIRST_STEP + 1)
+
+
+def test_the_interval_is_the_smallest_power_of_two_that_keeps_the_share():
+    for step_seconds, busy_seconds in ((0.01, 0.001), (0.3, 0.01), (10.0, 0.0)):
+        probe = probe_of(max_share=0.005)
+        for _ in range(FIRST_STEP):
+            probe.on_step(step_seconds)
+            probe.on_dispatch(busy_seconds)
+        probe.measure()
+        interval = probe.interval()
+        cost = probe.cost_seconds
+        assert cost >= busy_seconds
+        assert cost <= 0.005 * interval * step_seconds
+        assert interval == 5 or cost > 0.005 * interval / 2 * step_seconds
+        assert interval % 5 == 0
+        assert (interval // 5).bit_count() == 1
