@@ -33,7 +33,7 @@ from tests.unit.telemetry.webhook_server import served
 LIMIT_SECONDS = 90.0
 """Longest wait; the run waits for its gate meanwhile."""
 ARRAY = "params/bias_V"
-OFTEN = "checkpoint.scrub={every_hours: 0.0002, max_mb_per_second: 20}"
+OFTEN = "checkpoint.scrub={every_hours: 0.0004, max_mb_per_second: 20}"
 SLOWLY = "checkpoint.scrub={every_hours: 0.0002, max_mb_per_second: 0.001}"
 """Some 12 s for a step, which has 12 KB."""
 GATE_ROW, HELD_STEP = 1090, 40
