@@ -96,7 +96,8 @@ class ScrubProcess:
             try:
                 records += run_log.read_after(self._run_dir.log, len(records))
                 history = run_log.fold(records)
-                if not worker_group.is_claim_of(history.claims[-1], pid=os.getpid()):
+                newest = history.claims[-1] if history.claims else None
+                if newest is not None and not worker_group.is_claim_of(newest, pid=os.getpid()):
                     return  # Another supervisor owns the run now.
                 checks = self._report(history, emit)
             except RunError:  # Unreadable storage: the next look is later.
