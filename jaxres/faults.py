@@ -247,7 +247,8 @@ ALL: tuple[Fault, ...] = (
         "loop",
         "checkpoint/verify.py",
         "quarantine on proof only, restore the next older valid step, print both; if none is "
-        "valid, or a record of the log is damaged, nothing is started",
+        "valid, or a record of the log is damaged, nothing is started; damage found while the run "
+        "trains (checkpoint.scrub) is only reported",
         exit=ExitCode.UNRESTORABLE,
         done=True,
     ),

@@ -88,8 +88,8 @@ def due_steps(
         assert isinstance(commit, Commit), record
         check = checks.get(commit.path)
         last = record.time if check is None else check.time
-        is_failed = check is not None and check.num_failures > 0
-        wait = min(every_seconds, RETRY_SECONDS) if is_failed else every_seconds
+        is_retried = check is not None and 0 < check.num_failures < UNREADABLE_TRIES
+        wait = min(every_seconds, RETRY_SECONDS) if is_retried else every_seconds
         if not 0 <= now - last < wait:
             due.append((last, commit))
     return [commit for _, commit in sorted(due, key=lambda each: (each[0], each[1].step))]

@@ -29,6 +29,7 @@ from jaxres.runlog.run_log import RunHistory
 from jaxres.runlog.scrub_progress import RETRY_SECONDS, StepCheck
 from jaxres.runlog.supervisor_events import CheckpointDamageFound
 from jaxres.storage.threads import make_thread
+from jaxres.supervisor import worker_group
 from jaxres.telemetry import stdio
 
 MODULE = "jaxres.cli.scrub"
@@ -95,6 +96,9 @@ class ScrubProcess:
             try:
                 records += run_log.read_after(self._run_dir.log, len(records))
                 history = run_log.fold(records)
+                newest = history.claims[-1] if history.claims else None
+                if newest is not None and not worker_group.is_claim_of(newest, pid=os.getpid()):
+                    return  # Another supervisor owns the run now.
                 checks = self._report(history, emit)
             except RunError:  # Unreadable storage: the next look is later.
                 continue

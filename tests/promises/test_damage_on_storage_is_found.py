@@ -33,7 +33,7 @@ from tests.unit.telemetry.webhook_server import served
 LIMIT_SECONDS = 90.0
 """Longest wait; the run waits for its gate meanwhile."""
 ARRAY = "params/bias_V"
-OFTEN = "checkpoint.scrub={every_hours: 0.0002, max_mb_per_second: 20}"
+OFTEN = "checkpoint.scrub={every_hours: 0.0004, max_mb_per_second: 20}"
 SLOWLY = "checkpoint.scrub={every_hours: 0.0002, max_mb_per_second: 0.001}"
 """Some 12 s for a step, which has 12 KB."""
 GATE_ROW, HELD_STEP = 1090, 40
@@ -165,7 +165,10 @@ def test_a_check_ends_with_its_supervisor_and_one_of_a_zombie_writes_nothing(
         os.kill(each, signal.SIGSTOP)
     before = scrub_progress.read(zombie.run_dir)
     again = env | {"FAULT": "row:200:gate"}
-    successor = workspace.launch("run", *own, hosts=1, config=FAULTY, restart=True, env=again)
+    never_done = (*own, "checkpoint.scrub.max_mb_per_second=0.00001")
+    successor = workspace.launch(
+        "run", *never_done, hosts=1, config=FAULTY, restart=True, env=again
+    )
     successor.wait(lambda: starts(zombie.run_dir) == [0, HELD_STEP], what="a takeover")
     os.kill(pid, signal.SIGCONT)
     successor.wait(lambda: is_over(pid), what="the end of the zombie's check")

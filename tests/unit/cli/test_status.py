@@ -16,9 +16,9 @@ from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import run_health, status
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, RunLog, Start
+from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Prune, RunLog, Start
 from jaxres.supervisor.run_lock import RunLock
 from tests.unit.runlog.example_records import CLAIM
 
@@ -322,3 +322,18 @@ def test_a_run_is_not_alive_once_its_process_has_exited(tmp_path, exit: ExitCode
         log.append(AttemptEnded(exit=exit, reason="why", committed=False))
     assert not read_status(run_dir, clock).is_alive
     assert read_status(run_dir, clock).outlook.code == (3 if exit == ExitCode.DIVERGED else 1)
+
+
+def test_a_committed_step_that_is_damaged_on_storage_is_shown_until_it_is_pruned(tmp_path):
+    clock = FakeClock()
+    run_dir, log = claimed(tmp_path, clock)
+    path = "checkpoints/00000010-0001"
+    log.append(Commit(step=10, path=path, manifest="m", bytes=1))
+    damage = scrub_progress.Damage("damaged", clock.now, "w is wrong", ("f",), ("w",))
+    check = scrub_progress.StepCheck(10, path, clock.now, damage=damage)
+    scrub_progress.write(run_dir, {path: check})
+    assert status_rows(run_dir, clock)["damaged"] == "step 10: w is wrong"
+    (shown,) = json.loads(status.as_json(read_status(run_dir, clock)))["damaged"]
+    assert (shown["step"], shown["damage"]["arrays"]) == (10, ["w"])
+    log.append(Prune(steps=(10,)))
+    assert "damaged" not in status_rows(run_dir, clock)

@@ -5,7 +5,13 @@ import pytest
 from jaxres.runlog import scrub_progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Commit, Record
-from jaxres.runlog.scrub_progress import RETRY_SECONDS, Damage, StepCheck, due_steps
+from jaxres.runlog.scrub_progress import (
+    RETRY_SECONDS,
+    UNREADABLE_TRIES,
+    Damage,
+    StepCheck,
+    due_steps,
+)
 
 DAY = 86400.0
 
@@ -40,6 +46,8 @@ def test_a_step_that_storage_did_not_return_is_read_again_soon():
     failed = check(10, at=DAY, num_failures=1)
     assert due(failed, now=DAY + RETRY_SECONDS - 300) == [20, 30]
     assert due(failed, now=DAY + RETRY_SECONDS) == [20, 30, 10]
+    reported = check(10, at=DAY, num_failures=UNREADABLE_TRIES)
+    assert due(reported, now=DAY + RETRY_SECONDS) == [20, 30]
 
 
 def test_a_check_in_the_future_counts_for_nothing():
