@@ -78,6 +78,7 @@ def wait_checked(trainer: TrainingProcess, steps: set[int]) -> None:
     trainer.wait(is_read, what=f"a check of {steps}", seconds=LIMIT_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_an_incident_and_the_run_ends_bit_exact(
     workspace: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
 """A bit that flips in one device's copy of the state ends the run with 82 before the next save; the
-message names the device, and the same command goes on and ends as an unbroken run.
+message names the device. On a repaired host the same command goes on and ends as an unbroken run.
 """
 
 from __future__ import annotations

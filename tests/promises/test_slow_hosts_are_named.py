@@ -35,6 +35,7 @@ PACE = "0.002"
 """Seconds a row: the data are what each host waits for."""
 
 
+@pytest.mark.slow
 def test_a_host_with_slow_data_is_named_within_50_steps_and_alerted(workspace: Workspace) -> None:
     onset = 65
     with served() as hook:
