@@ -16,7 +16,7 @@ from jaxres.runlog.event_log import read_json_lines
 from tests.promises.trainer import FAULTY, TrainingProcess, Workspace
 from tests.unit.telemetry.webhook_server import served
 
-STEPS, WINDOW, WITHIN = 130, 10, 50
+STEPS, WINDOW, WITHIN, FACTOR = 130, 10, 50, 10
 ROWS_A_STEP = 12
 OVERRIDES = (
     f"train.steps={STEPS}",
@@ -39,7 +39,7 @@ PACE = "0.002"
 def test_a_host_with_slow_data_is_named_within_50_steps_and_alerted(workspace: Workspace) -> None:
     onset = 65
     with served() as hook:
-        env = {"PACE": PACE, "SLOW": f"1:{onset * ROWS_A_STEP}:3", "HOOK": hook.url}
+        env = {"PACE": PACE, "SLOW": f"1:{onset * ROWS_A_STEP}:{FACTOR}", "HOOK": hook.url}
         trainer = workspace.launch(
             *("run", *OVERRIDES, *GUARD, TARGETS),
             hosts=2,
@@ -61,10 +61,10 @@ def test_a_host_with_slow_data_is_named_within_50_steps_and_alerted(workspace: W
 
 
 def first_slow_step(trainer: TrainingProcess) -> int:
-    """Returns the first step from which on host 1 works for more than twice its usual time."""
+    """Returns the first step from which on host 1 works for more than half of its slow time."""
     lines = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
     usual = float(PACE) * ROWS_A_STEP
-    return 1 + max(line["step"] for line in lines if line["busy_seconds"][1] <= 2 * usual)
+    return 1 + max(line["step"] for line in lines if line["busy_seconds"][1] <= usual * FACTOR / 2)
 
 
 @pytest.mark.slow
