@@ -84,7 +84,8 @@ def _orphans(
 ) -> tuple[list[VmStatus] | None, str]:
     """Returns VMs that no desired state has; None: unknown, and why the API can't be asked."""
     try:
-        listed = orphaned_vms.list_all(compute_for(config), paths.label)
+        compute, seconds = compute_for(config), orphaned_vms.SHORT_RETRY_SECONDS
+        listed = orphaned_vms.list_all(compute, paths.label, seconds=seconds)
     except (ConfigError, StorageUnavailable) as error:
         return None, str(error)
     return orphaned_vms.orphans_of(listed.values(), desired), ""
