@@ -283,10 +283,15 @@ class Compute:
             return
 
     def output(self, name: str, zone: str) -> str:
-        """Returns the serial port output of a VM, which has the messages of the startup script."""
+        """Returns the serial port output of a VM, which has the messages of the startup script.
+
+        Raises:
+          ApiUnavailable: it is not answered, or refused.
+          NotFound: the VM does not exist.
+        """
         client = self.client("InstancesClient")
         key = {"project": self.project, "zone": zone, "instance": name}
-        found = self.call(
+        found = self._safe_call(
             lambda: client.get_serial_port_output(**key, retry=None, timeout=TIMEOUT_SECONDS)
         )
         return str(found.contents)
