@@ -114,7 +114,9 @@ class GceSection(Section):
     subnetworks: tuple[str, ...] = free(())
     """Subnetworks, one per network interface, as regions/R/subnetworks/S or a name.
 
-    {region} is replaced by the zone's region. Empty: the default network, or the template's."""
+    {region} is replaced by the zone's region. One of a Shared VPC is
+    projects/HOST_PROJECT/regions/{region}/subnetworks/S. Empty: the default network, or the
+    template's."""
     service_account: str | None = free(None)
     """Service account of the VMs; null: the project's default account, or the template's."""
     runtime: Runtime = PythonRuntime()

@@ -21,6 +21,7 @@ CreateErrorKind = Literal[
     "exists",
     "passing",
     "denied",
+    "notice_refused",
     "refused",
 ]
 """Why VMs were not created.
@@ -29,6 +30,7 @@ stockout: no capacity now. quota: the project's limit is reached. rate_limit: to
 wrong_zone: the zone never has the machine type. preempted: preempted during its creation.
 exists: the name is already used. passing: the service failed or did not answer properly.
 denied: no permission now; before the first attempt of a job has ended this counts as refused.
+notice_refused: the preemption notice may be the cause; the next request omits it.
 refused: neither another zone nor a later request would help.
 """
 FIRST_COOL_SECONDS = 300.0
@@ -120,6 +122,7 @@ def with_backoff(
         "exists": PASSING_COOL_SECONDS * min(failures - 1, 8),
         "passing": PASSING_COOL_SECONDS * min(failures, 8) * spread,
         "denied": NEVER if failures > MAX_DENIALS else DENIED_COOL_SECONDS * failures * spread,
+        "notice_refused": PASSING_COOL_SECONDS * min(failures - 1, 8),
         "refused": NEVER,
     }[error]
     others = [c for c in backoffs if (c.option, c.zone) != (site.option, site.zone)]

@@ -16,6 +16,7 @@ from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
 from jaxres.launch import instance_spec, reconcile
+from jaxres.launch.boot_observer import BootObserver
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
 from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
@@ -98,6 +99,10 @@ class Controller:
     """Whether a record of the run log can't be used and that has been printed."""
     _unavailable: set[str] = field(default_factory=set)
     """Services that do not answer and have been printed."""
+
+    def __post_init__(self) -> None:
+        """Adds the observer of boots."""
+        self._boots = BootObserver(self.paths, self.compute, self.console)
 
     def run(self) -> JobEnd:
         """Leads the job to its end and returns that.
@@ -190,6 +195,9 @@ class Controller:
         )
         wanted = {vm.name: vm.created for vm in (*desired.vms, *desired.deleting)}
         creation, not_found = None, frozenset[str]()
+        boots = self._boots.observe(
+            desired.vms, listed, now=self._wall(), ready_seconds=self._ready_seconds()
+        )
         try:
             if not is_running or any_ended or now - self._listed_at >= LIST_SECONDS:
                 self._vms = self.compute.list(desired.run)
@@ -206,7 +214,7 @@ class Controller:
             self._vms = None
             self._observer.update_vms(None, wanted, now=now)
             self._report_availability("the Compute API", False, str(error))
-        return self._observer.snapshot(
+        snapshot = self._observer.snapshot(
             wall=self._wall(),
             creation=creation,
             since_create_seconds=self.clock.monotonic() - self._create_sent_at,
@@ -214,6 +222,12 @@ class Controller:
             stop_requested=stop,
             down_requested=down,
         )
+        return replace(snapshot, boots=boots)
+
+    def _ready_seconds(self) -> float:
+        gce = self.config.launch.gce
+        assert gce is not None, self.config
+        return 60 * gce.ready_minutes
 
     def _wall(self) -> float:
         """Returns the seconds since the epoch, counted on from this controller's first call.
@@ -398,6 +412,7 @@ def delete_requests(paths: LaunchPaths) -> None:
     for path in (paths.stop, paths.down):
         gcs_objects.delete(path)
     gcs_objects.delete_tree(paths.reports)
+    gcs_objects.delete_tree(paths.boots)
 
 
 def longest_wait(records: Sequence[run_log.Record]) -> float | None:

@@ -74,6 +74,18 @@ class JobEnd:
 
 
 @dataclass(frozen=True)
+class BootFailure:
+    """Why the newest VMs did not come up."""
+
+    cause: str
+    """What failures for the same reason have in common."""
+    at: float
+    """When it was last seen, in seconds since the epoch."""
+    times: int = 1
+    """Number of times in a row."""
+
+
+@dataclass(frozen=True)
 class DesiredState:
     """Everything that the launcher remembers of a job."""
 
@@ -106,6 +118,8 @@ class DesiredState:
     """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
     unready: int = 0
     """Number of times that VMs were lost since the last attempt started."""
+    boot_failure: BootFailure | None = None
+    """Newest known cause for which VMs did not come up since the last attempt started."""
     attempt: int = 0
     hosts: tuple[HostAddress, ...] = ()
     """Hosts of the current attempt; empty: no attempt is running."""

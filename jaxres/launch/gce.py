@@ -228,7 +228,8 @@ def _up(
         desired = record.read_valid()
         _set_aside_damaged(record)
         if desired is None or desired.phase == "ended":
-            vms = list(orphaned_vms.list_all(compute, paths.label).values())
+            seconds = orphaned_vms.SHORT_RETRY_SECONDS
+            vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
             for vm in vms:
                 print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
             desired = _upload_job(config, paths, desired, clock, vms)

@@ -17,8 +17,10 @@ import itertools
 import re
 import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.faults import ConfigError
 from jaxres.launch.desired_state import PendingCreate, VmSpec
@@ -34,9 +36,15 @@ from collections.abc import Iterable
 from jaxres.launch.capacity_options import CreateErrorKind
 
 TIMEOUT_SECONDS = 15.0
+RETRY_SECONDS = 45.0
+"""How long a command that has created nothing yet repeats a call that is not answered."""
+MAX_PAUSE_SECONDS = 8.0
 T = TypeVar("T")
 RUN_LABEL, ID_LABEL, CODE_LABEL = "jaxres-run", "jaxres-id", "jaxres-code"
 UNREACHABLE = "UNREACHABLE"
+NoticeSupport = Literal["requested", "omitted", "refused"]
+"""omitted: the last creation failed by an error that may be about the preemption notice. refused:
+a creation without it was accepted after such an error."""
 MAX_EVENTS = 500
 """Most operations of a zone that are read, newest first; one page."""
 
@@ -52,8 +60,10 @@ class NoCredentials(ApiUnavailable):
 class Compute:
     """Compute API calls of one project."""
 
-    def __init__(self, gce: GceSection, *, endpoint: str | None) -> None:
-        """Creates a client; sends no request.
+    def __init__(
+        self, gce: GceSection, *, endpoint: str | None, clock: Clock | None = None
+    ) -> None:
+        """Creates a client; sends no request. `clock` is SystemClock if None.
 
         Raises:
           ConfigError: a package is missing, or there are no credentials.
@@ -61,7 +71,10 @@ class Compute:
         self._gce, self.project = gce, gce.project
         self._clients: dict[str, Any] = {}
         self._options = _client_options(endpoint)
-        self._no_notice = False
+        self._clock = clock or SystemClock()
+        self._notice: NoticeSupport = "requested"
+        self._with_notice: set[str] = set()
+        """Operations whose VMs were requested with a preemption notice."""
         self._console: Callable[[str], None] = lambda _: None
         self.client("InstancesClient")
 
@@ -138,18 +151,35 @@ class Compute:
         """
         from google.api_core.exceptions import GoogleAPICallError
 
+        zone = vms[0].zone
+        machine = machine.without_notice(self._notice != "requested")
         try:
-            return self._create(creation, vms[0].zone, machine.without_notice(self._no_notice))
+            operation = self._create(creation, zone, machine)
         except GoogleAPICallError as error:
-            if not self._no_notice and is_about_notice(str(error)):
-                self._no_notice = True
-                self._console(
-                    "the API refuses the preemption notice of 120 s: continuing without it "
-                    "(30 s of shutdown are left)"
+            failed = create_failed(error)
+            text = str(error)
+            if not (machine.notice_seconds and may_refuse_notice(failed.kind, text, error.code)):
+                return failed
+            again = str(uuid.uuid5(uuid.UUID(creation.request_id), "without notice"))
+            try:
+                operation = self._create(
+                    PendingCreate(creation.names, again), zone, machine.without_notice(True)
                 )
-                again = str(uuid.uuid5(uuid.UUID(creation.request_id), "without notice"))
-                return self.create(PendingCreate(creation.names, again), vms, machine)
-            return create_failed(error)
+            except GoogleAPICallError as without:  # The notice was not, or not the only, cause.
+                second = create_failed(without)
+                return failed if second.kind == "refused" else second
+            self._omit_notice("refused")
+            return operation
+        if machine.notice_seconds:
+            self._with_notice |= set(operation.split(","))
+        return operation
+
+    def _omit_notice(self, support: NoticeSupport) -> None:
+        self._notice = support
+        self._console(
+            "the API refuses the preemption notice of 120 s: continuing without it (30 s of "
+            "shutdown are left)"
+        )
 
     def _create(self, creation: PendingCreate, zone: str, machine: Machine) -> str:
         compute = _library()
@@ -201,8 +231,29 @@ class Compute:
         messages = [error.message for error in done.error.errors if error.message]
         if codes or done.http_error_status_code:
             message = "; ".join(messages) or done.http_error_message
-            return classify(codes, message, done.http_error_status_code or None)
+            status = done.http_error_status_code or None
+            return self._failed(name, classify(codes, message, status), message, status)
+        if self._notice == "omitted" and name not in self._with_notice:
+            self._notice = "refused"
         return True
+
+    def _failed(
+        self, operation: str, failed: CreateFailed, message: str, status: int | None
+    ) -> CreateFailed:
+        """Returns the failure of an operation; the next one omits a notice that may be the cause.
+
+        If that one is refused as well, the notice was not the cause.
+        """
+        has_notice = operation in self._with_notice
+        if self._notice == "requested" and is_about_notice(message):
+            has_notice = True  # Of a previous launcher.
+        if has_notice and may_refuse_notice(failed.kind, message, status):
+            if self._notice == "requested":
+                self._omit_notice("omitted")
+            return replace(failed, kind="notice_refused")
+        if not has_notice and self._notice == "omitted" and failed.kind == "refused":
+            self._notice = "requested"
+        return failed
 
     def find_operation(self, creation: PendingCreate, zone: str) -> str | None:
         """Returns the operation of an earlier request; None: there is none."""
@@ -232,13 +283,41 @@ class Compute:
             return
 
     def output(self, name: str, zone: str) -> str:
-        """Returns the serial port output of a VM, which has the messages of the startup script."""
+        """Returns the serial port output of a VM, which has the messages of the startup script.
+
+        Raises:
+          ApiUnavailable: it is not answered, or refused.
+          NotFound: the VM does not exist.
+        """
         client = self.client("InstancesClient")
         key = {"project": self.project, "zone": zone, "instance": name}
-        found = self.call(
+        found = self._safe_call(
             lambda: client.get_serial_port_output(**key, retry=None, timeout=TIMEOUT_SECONDS)
         )
         return str(found.contents)
+
+    def with_retries(self, call: Callable[[], T], *, seconds: float = RETRY_SECONDS) -> T:
+        """Returns the result of a call, which is repeated for some time until it is answered.
+
+        Raises:
+          NoCredentials: at once.
+          ApiUnavailable: the last call has failed too.
+        """
+        until, pause = self._clock.monotonic() + seconds, 0.5
+        is_printed = False
+        while True:
+            try:
+                return call()
+            except NoCredentials:
+                raise
+            except ApiUnavailable as error:
+                if self._clock.monotonic() + pause > until:
+                    raise
+                if not is_printed:
+                    self._console(f"the Compute API does not answer; trying again ({error})")
+                is_printed = True
+            self._clock.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def _list_call(self, ask: Callable[[], T]) -> T:
         """Returns the result of a list call; a 404 (the project is gone) raises ApiUnavailable."""
@@ -408,6 +487,19 @@ def _names_no_machine_type(message: str) -> bool:
     of_machine = "machinetype" in message.replace(" ", "").replace("_", "")
     of_zone = "/zones/" in message and message.count("/") < 6
     return is_absent and (of_machine or of_zone)
+
+
+def may_refuse_notice(kind: CreateErrorKind, message: str, status: int | None) -> bool:
+    """Returns whether a failed creation may succeed without the preemption notice.
+
+    The notice is a preview feature, and its refusal need not name it.
+
+    >>> may_refuse_notice("refused", "Not allowed to use a preview feature.", 400)
+    True
+    >>> may_refuse_notice("quota", "Quota exceeded.", 400)
+    False
+    """
+    return is_about_notice(message) or (status == 400 and kind == "refused")
 
 
 def is_about_notice(message: str) -> bool:

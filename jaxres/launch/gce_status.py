@@ -14,6 +14,7 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.launch import job_config, orphaned_vms, reconcile
+from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
 from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
@@ -84,7 +85,8 @@ def _orphans(
 ) -> tuple[list[VmStatus] | None, str]:
     """Returns VMs that no desired state has; None: unknown, and why the API can't be asked."""
     try:
-        listed = orphaned_vms.list_all(compute_for(config), paths.label)
+        compute, seconds = compute_for(config), orphaned_vms.SHORT_RETRY_SECONDS
+        listed = orphaned_vms.list_all(compute, paths.label, seconds=seconds)
     except (ConfigError, StorageUnavailable) as error:
         return None, str(error)
     return orphaned_vms.orphans_of(listed.values(), desired), ""
@@ -132,7 +134,11 @@ def _job_status(
     if desired.phase != "ended":
         lines.append(f"  lease held by {leader}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
-    lines += [_vm_line(vm, gce, reports.get(vm.name)) for vm in desired.vms]
+    boots = {
+        n: BootReport.of(metadata)
+        for n, (_, metadata) in gcs_objects.list_metadata(paths.boots).items()
+    }
+    lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in desired.vms]
     lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
@@ -140,9 +146,13 @@ def _job_status(
     return fields, lines
 
 
-def _vm_line(vm: VmSpec, gce: GceSection, report: AgentReport | None) -> str:
+def _vm_line(
+    vm: VmSpec, gce: GceSection, report: AgentReport | None, boot: BootReport | None
+) -> str:
     option = gce.capacity_options[vm.option]
     state = "is being created" if not vm.created else "has not reported yet"
+    if report is None and boot is not None:
+        state = boot.describe()
     if report is not None:
         notice = f"; {report.notice}" if report.notice else ""
         state = f"{report.state}, attempt {report.attempt}{notice}"
@@ -166,13 +176,20 @@ def logs(
     names = [name.removesuffix(".txt") for name in files.list_names(folder)]
     lead = desired.hosts[0].name if desired.hosts else None
     name = vm or (lead if lead in names else next(iter(names), lead))
-    if name is None and desired.vms:
-        name = desired.vms[0].name
+    booted = [name.removesuffix(".txt") for name in files.list_names(paths.serials)]
+    if name is None and (desired.vms or booted):
+        name = desired.vms[0].name if desired.vms else booted[-1]
     data = None if name is None else gcs_objects.read(paths.output(number, name))
     if data is not None:
         others = [n for n in names if n != name]
         more = f" (--vm: also {', '.join(others)})" if others else ""
         sys.stdout.write(f"attempt {number} on {name}{more}:\n{data.decode('utf-8', 'replace')}")
+        return ExitCode.DONE
+    if name in booted and (data := gcs_objects.read(paths.serial(name))) is not None:
+        others = ", ".join(n for n in booted if n != name)
+        more = f" (--vm: also {others})" if others else ""
+        text = data.decode("utf-8", "replace")
+        sys.stdout.write(f"{name} never trained{more}; its serial port output:\n{text}")
         return ExitCode.DONE
     found = next((v for v in (*desired.vms, *desired.deleting) if v.name == name), None)
     if found is None:

@@ -25,6 +25,7 @@ from jaxres.config.schema_gce import (
 )
 from jaxres.faults import ConfigError
 from jaxres.launch.code_package import CODE, WORK, digest_of
+from jaxres.launch.paths import LaunchPaths
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 
@@ -179,6 +180,7 @@ set -euo pipefail
 
 object=@OBJECT@
 digest=@DIGEST@
+reports=@REPORTS@
 base="${HOME:-/root}/.jaxres-vm"
 metadata="http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
 storage="${STORAGE_EMULATOR_HOST:-https://storage.googleapis.com}"
@@ -186,18 +188,61 @@ case "$storage" in *://*) ;; *) storage="http://$storage" ;; esac
 
 log() { echo "jaxres: $*"; }
 
+token_header() {
+  local token
+  token=$(metadata_value instance/service-accounts/default/token |
+    sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
+  # The token is passed on standard input: arguments are visible to all processes.
+  printf 'header = "Authorization: Bearer %s"\n' "$token"
+}
+
+last_line() { sed '/^ *$/d' "$base/stage.log" | tail -n 1; }
+
+# Writes the stage, its state and the last line of its output as metadata of an object.
+report() {
+  local error
+  error=$(last_line | LC_ALL=C tr -cd ' -~' | tr -d '\042\134')
+  {
+    printf -- '--jaxres\r\nContent-Type: application/json\r\n\r\n'
+    printf '{"metadata": {"stage": "%s", "state": "%s", "error": "%s"}}' "$stage" "$1" \
+      "${error:0:400}"
+    printf -- '\r\n--jaxres\r\nContent-Type: text/plain\r\n\r\n\r\n--jaxres--\r\n'
+  } > "$base/report"
+  token_header | curl -sf --connect-timeout 5 --max-time 10 --config - -o /dev/null \
+    -H 'Content-Type: multipart/related; boundary=jaxres' --data-binary "@$base/report" \
+    "$storage/upload$reports$name" || log "the stage $stage can't be reported ($1)"
+}
+
+begin() {
+  stage=$1
+  : > "$base/stage.log"
+  report running
+}
+
+# Runs a command; its output is also kept for the report.
+logged() { "$@" 2>&1 | tee -a "$base/stage.log"; }
+
+end() {
+  local preempted
+  if [ "$1" -eq 0 ] || [ "$1" -gt 128 ]; then return; fi
+  preempted=$(curl -sf --max-time 2 -H 'Metadata-Flavor: Google' "$metadata/instance/preempted" ||
+    true)
+  # A VM that is stopped ends its script too: that is no failure of the stage.
+  if [ "$preempted" != TRUE ]; then
+    log "the stage $stage failed ($1): $(last_line)"
+    report failed
+  fi
+}
+
 metadata_value() {
   curl -sf --retry 30 --retry-delay 1 --retry-connrefused \
     -H 'Metadata-Flavor: Google' "$metadata/$1"
 }
 
 fetch() {
-  local token
-  token=$(metadata_value instance/service-accounts/default/token |
-    sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
-  # The token is passed on standard input: arguments are visible to all processes.
-  printf 'header = "Authorization: Bearer %s"\n' "$token" |
-    curl -sf --config - -o "$base/code.tar.gz" "$storage$object" &&
+  token_header |
+    curl -sSf --connect-timeout 5 --max-time 120 --config - -o "$base/code.tar.gz" \
+      "$storage$object" &&
     echo "$digest  $base/code.tar.gz" | sha256sum -c --status
 }
 
@@ -205,8 +250,11 @@ name=$(metadata_value instance/name)
 notice=$(metadata_value instance/attributes/@NOTICE@ || true)
 case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
 mkdir -p "$base"
+trap 'end $?' EXIT
+trap 'exit 143' TERM
+begin code
 tries=0
-until fetch; do
+until fetch 2>> "$base/stage.log"; do
   tries=$((tries + 1))
   if [ "$tries" -ge 60 ]; then
     log "the code of the run can't be read from the bucket: does the VM's service account have" \
@@ -214,6 +262,7 @@ until fetch; do
     exit 1
   fi
   log "the code of the run can't be read yet ($tries); trying again"
+  if [ "$tries" -eq 3 ]; then report retrying; fi
   sleep 2
 done
 rm -rf "$base/package"
@@ -226,11 +275,17 @@ cd "$base/package/@WORK@"
 export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
 export PYTHONUNBUFFERED=1
 @EXPORTS@
+if [ "\${1:-}" = check ]; then
+  exec @COMMAND@ -c '@CHECK@'
+fi
 exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
   --folder "$base" --notice-seconds $notice
 AGENT
 chmod +x "$base/agent"
 @PREPARE@
+begin python
+logged "$base/agent" check
+begin agent
 if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
   systemctl reset-failed jaxres-agent 2>/dev/null || true
   systemd-run --unit=jaxres-agent --collect \
@@ -240,18 +295,40 @@ if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
 else
   (while true; do "$base/agent" || true; sleep 1; done) < /dev/null &
 fi
+report started
 log "the agent of $name runs"
 """
+CHECK = """\
+import importlib.util
+import sys
+needed = ("jax", "flax", "optax", "orbax.checkpoint", "tensorstore", "numpy", "jaxtyping")
+needed += ("pydantic", "yaml", "gcsfs", "google.cloud.storage", "jaxres.launch")
+absent = [name for name in needed if importlib.util.find_spec(name) is None]
+if absent:
+    sys.exit(f"{sys.executable} lacks the modules: {absent}")"""
+"""Checks the Python of the agent on a VM, within a fraction of a second."""
 PYTHON_ENVIRONMENT = r"""
-if [ ! -x "$base/venv/bin/python" ]; then
+if [ ! -e "$base/venv/complete" ]; then
   log "installing packages"
-  @PYTHON@ -m venv "$base/venv"
-  "$base/venv/bin/pip" install --quiet @PACKAGES@
+  begin packages
+  logged @PYTHON@ -m venv "$base/venv"
+  logged "$base/venv/bin/pip" install --quiet @PACKAGES@
+  touch "$base/venv/complete"
 fi
 """
 CONTAINER = r"""
-until docker pull @IMAGE@; do
+begin image
+tries=0
+until logged docker pull @IMAGE@; do
+  tries=$((tries + 1))
+  # 60 tries take over 10 minutes; a missing program or a refusal is not repeated for that long.
+  if [ "$tries" -ge 60 ] || { [ "$tries" -ge 3 ] && { ! command -v docker > /dev/null ||
+    last_line | grep -qiE 'denied|unauthenticated|unauthorized|not found'; }; }
+  then
+    exit 1
+  fi
   log "the container image can't be pulled yet; trying again"
+  report retrying
   sleep 10
 done
 """
@@ -288,6 +365,11 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
         command, prepare = _heredoc_quote(runtime.python), ""
     values = {
         "@SAME_RUN@": _heredoc_quote(str(run)),
+        "@REPORTS@": shlex.quote(
+            f"/storage/v1/b/{run.bucket}/o?uploadType=multipart&name="
+            + quote(f"{LaunchPaths(run).boots.key}/", "")
+        ),
+        "@CHECK@": CHECK,
         "@OBJECT@": shlex.quote(f"/storage/v1/b/{code.bucket}/o/{quote(code.key, '')}?alt=media"),
         "@DIGEST@": digest,
         "@WORK@": WORK,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxres.launch.boot_report import VmBoot
 from jaxres.launch.capacity_options import CreateErrorKind
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import AttemptEnded
@@ -165,6 +166,8 @@ class ObservedState:
     """Seconds since a training process of the attempt was first seen exited; None: none has."""
     events: Mapping[str, str] = field(default_factory=dict)
     """Newest operation of the service itself on a VM, by name; a key of EVENTS."""
+    boots: Mapping[str, VmBoot] = field(default_factory=dict)
+    """Boots of VMs whose agents have not reported yet, by name."""
     since_create_seconds: float = 0.0
     """Seconds since this controller last requested a creation, or since it took the lease."""
     stop_requested: bool = False

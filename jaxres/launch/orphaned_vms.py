@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable
 
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable
+from jaxres.launch import gce_api
 from jaxres.launch.desired_state import DesiredState
 from jaxres.launch.gce_api import ApiUnavailable, Compute
 from jaxres.launch.observed_state import AgentReport, VmStatus
@@ -18,7 +19,8 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.provisioning import ABSENT_SECONDS
 from jaxres.storage import gcs_objects
 
-TRIES = 5
+SHORT_RETRY_SECONDS = 2.0
+"""How long a list is repeated for `status`, and while the lease is held but not renewed."""
 CYCLE_SECONDS = 1.0
 RETRY_SECONDS = 30.0
 """Time until the deletion of a VM that is still listed is requested again."""
@@ -28,22 +30,20 @@ REPORT_SECONDS = 10.0
 """Longest wait for the first report of an agent."""
 
 
-def list_all(compute: Compute, label: str) -> dict[str, VmStatus]:
+def list_all(
+    compute: Compute, label: str, *, seconds: float = gce_api.RETRY_SECONDS
+) -> dict[str, VmStatus]:
     """Returns all VMs with a run's label, by name.
 
     Raises:
-      StorageUnavailable: the Compute API does not answer.
+      StorageUnavailable: the Compute API has not answered for so many seconds.
     """
-    for left in reversed(range(TRIES)):
-        try:
-            return compute.list(label)
-        except ApiUnavailable as error:
-            if not left:
-                raise StorageUnavailable(
-                    f"the VMs with the label {label} can't be listed ({error}); rerun the same "
-                    "command"
-                ) from error
-    raise AssertionError
+    try:
+        return compute.with_retries(lambda: compute.list(label), seconds=seconds)
+    except ApiUnavailable as error:
+        raise StorageUnavailable(
+            f"the VMs with the label {label} can't be listed ({error}); rerun the same command"
+        ) from error
 
 
 def orphans_of(vms: Iterable[VmStatus], desired: DesiredState | None) -> list[VmStatus]:

@@ -40,6 +40,20 @@ class LaunchPaths:
         return self.reports / name
 
     @property
+    def boots(self) -> GcsPath:
+        """Folder of the startup scripts' reports; the name of an object is that of the VM."""
+        return self.root / "boot"
+
+    def serial(self, name: str) -> GcsPath:
+        """Serial port output of a VM whose agent never reported."""
+        return self.serials / f"{name}.txt"
+
+    @property
+    def serials(self) -> GcsPath:
+        """Folder of the serial port output of such VMs."""
+        return self.root / "serial_output"
+
+    @property
     def codes(self) -> GcsPath:
         """Folder of packed code, by digest."""
         return self.root / "code"

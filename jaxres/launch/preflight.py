@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from jaxres.config import RunConfig, yaml
@@ -128,9 +131,6 @@ def _readable(value: Any) -> Any:
     return value
 
 
-TRIES = 5
-
-
 def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
     """Returns warnings for the operator.
 
@@ -143,29 +143,13 @@ def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
     return [*_bucket(gce, run), *_quotas(gce, compute)]
 
 
-def _with_retries(call: Callable[[], Any]) -> Any:
-    """Returns the response of a call, tried a few times.
+def _get(compute: Compute, kind: str, method: str = "get", **arguments: Any) -> Any | None:
+    """Returns a resource; None: there is none.
 
     Raises:
-      ConfigError: there are no credentials.
-      StorageUnavailable: all tries have failed.
+      ConfigError: there are no credentials, or the call is not allowed.
+      StorageUnavailable: the service has not answered for RETRY_SECONDS.
     """
-    for left in reversed(range(TRIES)):
-        try:
-            return call()
-        except NoCredentials as error:
-            raise ConfigError(str(error)) from error
-        except ApiUnavailable as error:
-            if not left:
-                raise StorageUnavailable(
-                    f"the Compute API does not answer ({error}); nothing was created, rerun the "
-                    "same command"
-                ) from error
-    raise AssertionError
-
-
-def _get(compute: Compute, kind: str, method: str = "get", **arguments: Any) -> Any | None:
-    """Returns a resource; None: there is none."""
     from google.api_core.exceptions import Forbidden, NotFound
 
     client = compute.client(kind)
@@ -177,11 +161,18 @@ def _get(compute: Compute, kind: str, method: str = "get", **arguments: Any) -> 
         )
 
     try:
-        return _with_retries(ask)
+        return compute.with_retries(ask)
     except NotFound:
         return None
     except Forbidden as error:
-        raise ConfigError(_denied(compute.project, error)) from error
+        raise ConfigError(_denied(arguments["project"], error)) from error
+    except NoCredentials as error:
+        raise ConfigError(str(error)) from error
+    except ApiUnavailable as error:
+        raise StorageUnavailable(
+            f"the Compute API does not answer ({error}); nothing was created, rerun the same "
+            "command"
+        ) from error
 
 
 def _denied(project: str, error: Any) -> str:
@@ -242,17 +233,43 @@ def _image(gce: GceSection, compute: Compute) -> Iterator[Problem]:
             yield Problem("launch.gce.template", f"there is no instance template {gce.template}")
 
 
+@dataclass(frozen=True)
+class SubnetworkPath:
+    """Where a subnetwork is; the project of a Shared VPC is that of its host."""
+
+    project: str
+    region: str
+    subnetwork: str
+
+
+def subnetwork_of(name: str, *, region: str, project: str) -> SubnetworkPath:
+    """Returns where a name of launch.gce.subnetworks says that a subnetwork is.
+
+    >>> subnetwork_of("projects/h/regions/{region}/subnetworks/s", region="r", project="p").project
+    'h'
+    """
+    parts = name.replace("{region}", region).split("/")
+    named = dict(itertools.pairwise(parts))
+    return SubnetworkPath(named.get("projects", project), named.get("regions", region), parts[-1])
+
+
 def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
     for region in sorted(
         {region_of(zone) for option in gce.capacity_options for zone in option.zones}
     ):
         for name in gce.subnetworks:
-            short = name.replace("{region}", region).rpartition("/")[2]
-            arguments = {"region": region, "subnetwork": short}
-            if _get(compute, "SubnetworksClient", **arguments) is None:
-                yield Problem(
-                    "launch.gce.subnetworks", f"there is no subnetwork {short} in {region}"
-                )
+            where = subnetwork_of(name, region=region, project=compute.project)
+            key = "launch.gce.subnetworks"
+            if where.region != region:
+                yield Problem(key, f"{name} is in {where.region}, VMs may be in {region}")
+            elif _get(compute, "SubnetworksClient", **dataclasses.asdict(where)) is None:
+                problem = f"there is no subnetwork {where.subnetwork} in {region}"
+                if where.project != compute.project:
+                    problem += (
+                        f" of the project {where.project}, or this account may not see it: it "
+                        "needs the role Compute Network User there"
+                    )
+                yield Problem(key, problem)
 
 
 def _quotas(gce: GceSection, compute: Compute) -> list[str]:

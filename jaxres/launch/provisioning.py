@@ -14,9 +14,11 @@ from dataclasses import replace
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import capacity_options
+from jaxres.launch import boot_report, capacity_options
+from jaxres.launch.boot_report import VmBoot
 from jaxres.launch.capacity_options import NEVER, ZoneChoice
 from jaxres.launch.desired_state import (
+    BootFailure,
     DesiredState,
     HostAddress,
     JobEnd,
@@ -59,18 +61,36 @@ def provision(
     lost = faulty_vms(desired.vms, observed)
     lost |= lost_vms(desired.vms, observed, gce, notices=True)
     if lost:
-        if desired.unready + 1 >= most_unready:
-            reason = (
-                f"VMs were lost {desired.unready + 1} times before they could train, the last: "
-            )
+        gone, before = [vm for vm in desired.vms if vm.name in lost], desired.boot_failure
+        is_next_round = before is None or any(vm.requested_at > before.at for vm in gone)
+        own = [vm for vm in gone if vm.name not in observed.events]
+        failure = boot_report.next_failure(before, own, observed.boots, now=observed.now)
+        if (end := _repeated_failure(desired, failure, lost, now=observed.now)) is not None:
+            return Transition(replace(desired, end=end))
+        desired = replace(desired, boot_failure=failure)
+        unready = desired.unready + is_next_round
+        if unready >= most_unready:
+            reason = f"VMs were lost {unready} times before they could train, the last: "
             reason += ", ".join(f"{name}: {cause}" for name, cause in lost.items())
             return Transition(
                 replace(desired, end=JobEnd(ExitCode.NO_PROGRESS, reason, observed.now))
             )
-        return replace_vms(replace(desired, unready=desired.unready + 1), lost, observed)
+        return replace_vms(replace(desired, unready=unready), lost, observed)
     if missing := [vm for vm in desired.vms if not vm.created]:
         return _refill(desired, missing, observed, gce)
     return _start(desired, observed, gce)
+
+
+def _repeated_failure(
+    desired: DesiredState, failure: BootFailure | None, lost: Mapping[str, str], *, now: float
+) -> JobEnd | None:
+    """Returns the end of a job whose VMs do not come up, again and again for the same cause."""
+    most = boot_report.MAX_LATER_FAILURES if desired.history else boot_report.MAX_FAILURES
+    if failure is None or failure.times < most:
+        return None
+    causes = ", ".join(f"{name}: {cause}" for name, cause in lost.items())
+    reason = f"VMs did not come up {failure.times} times in a row for the same cause: {causes}"
+    return JobEnd(ExitCode.NO_PROGRESS, reason, now)
 
 
 def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
@@ -251,6 +271,7 @@ def _start(desired: DesiredState, observed: ObservedState, gce: GceSection) -> T
         seq_before=observed.log.seq,
         refill_since=None,
         unready=0,
+        boot_failure=None,
     )
     return Transition(new, (f"attempt {number} on {', '.join(m.name for m in new.hosts)}",))
 
@@ -283,7 +304,7 @@ def lost_vms(
         if not vm.created:
             continue
         listed, report = (observed.vms or {}).get(vm.name), observed.reports.get(vm.name)
-        event = observed.events.get(vm.name)
+        event, boot = observed.events.get(vm.name), observed.boots.get(vm.name, VmBoot())
         cause = "" if event is None else f"{EVENTS[event]} ({event})"
         because = cause and f"; {cause}"
         silent, absent = observed.silent.get(vm.name, 0.0), observed.absent.get(vm.name, 0.0)
@@ -296,9 +317,12 @@ def lost_vms(
             lost[vm.name] = f"its agent has been silent for {silent:.0f} s ({state}){because}"
         elif report is None and absent >= ABSENT_SECONDS:
             lost[vm.name] = f"is gone, and its agent never reported{because}"
+        elif report is None and boot.has_failed:
+            lost[vm.name] = f"{boot.describe()}{because}"
         elif report is None and observed.now - vm.requested_at > 60 * gce.ready_minutes:
             late = f"its agent did not report within {gce.ready_minutes:g} minutes"
-            lost[vm.name] = f"{late} (launch.gce.ready_minutes); see `launch gce logs`"
+            known = boot.describe() or "see `launch gce logs`"
+            lost[vm.name] = f"{late} (launch.gce.ready_minutes); {known}"
         elif notices and report is not None and report.notice:
             lost[vm.name] = report.notice
         elif notices and cause:

@@ -12,6 +12,7 @@ from typing import Any
 from tests.emulators.gce.catalog import Catalog
 from tests.emulators.gce.checks import check_request_id
 from tests.emulators.gce.errors import (
+    GceError,
     api_disabled,
     by_word,
     no_permission,
@@ -117,7 +118,8 @@ class Api:
     root: str = ""
     """URL up to and with v1."""
     denied: set[str] = field(default_factory=set)
-    refused_fields: set[str] = field(default_factory=set)
+    refused_fields: dict[str, str] = field(default_factory=dict)
+    """Messages by name; empty: the field is unknown."""
     is_disabled: bool = False
     list_lag: float = 0.0
     """How many emulated seconds after its birth a VM appears in lists."""
@@ -145,6 +147,9 @@ class Api:
             raise by_word("rateLimitExceeded")
         project = request.words.get("project", "")
         is_shared = project in self.catalog.images and request.call.startswith("images.")
+        is_shared |= request.call == "subnetworks.get" and any(
+            host == project for host, _, _ in self.catalog.shared_subnetworks
+        )
         if project not in (self.project, NUMBER) and not is_shared:
             raise not_found(f"projects/{project}")
         if self.is_disabled:
@@ -163,6 +168,8 @@ class Api:
                 self._refuse_fields(one, f"{where}[{number}]")
         if isinstance(found, dict):
             for name, one in found.items():
+                if message := self.refused_fields.get(name):
+                    raise GceError(400, "invalid", message)
                 if name in self.refused_fields:
                     raise unknown_field(name, where)
                 self._refuse_fields(one, f"{where}.{name}")

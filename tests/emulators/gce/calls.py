@@ -266,9 +266,11 @@ def get_image(api: Api, request: ComputeRequest) -> dict[str, Any]:
 
 def get_subnetwork(api: Api, request: ComputeRequest) -> dict[str, Any]:
     region, name = request.words["region"], request.words["subnetwork"]
-    path = f"regions/{region}/subnetworks/{name}"
-    if (region, name) not in api.catalog.subnetworks:
-        raise not_found(f"projects/{api.project}/{path}")
+    path, project = f"regions/{region}/subnetworks/{name}", request.words["project"]
+    is_shared = (project, region, name) in api.catalog.shared_subnetworks
+    is_own = project in (api.project, NUMBER) and (region, name) in api.catalog.subnetworks
+    if not is_shared and not is_own:
+        raise not_found(f"projects/{project}/{path}")
     reported = {"kind": "compute#subnetwork", "name": name, "region": f"{api.url}/regions/{region}"}
     more = {"ipCidrRange": f"127.{api.fleet.net}.0.0/16", "selfLink": f"{api.url}/{path}"}
     return reported | more | {"network": f"{api.url}/global/networks/default"}

@@ -155,6 +155,8 @@ class Catalog:
         default_factory=lambda: {(region_of(zone), "default") for zone in ZONES}
     )
     """Region and name."""
+    shared_subnetworks: set[tuple[str, str, str]] = field(default_factory=set)
+    """Those of a Shared VPC: host project, region and name."""
     templates: dict[str, dict[str, Any]] = field(default_factory=dict)
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
     """Limits by region and metric; missing ones are large."""

@@ -157,7 +157,11 @@ def _check_networks(wanted: dict[str, Any], zone: str, catalog: Catalog, field: 
         where = f"{field}.networkInterfaces[{number}].subnetwork"
         if found is None:
             raise invalid(where, link, "The URL is malformed.")
-        if (found[1], found[2]) not in catalog.subnetworks:
+        host = re.search(r"projects/([^/]+)/regions/", link)
+        shared = () if host is None else (host[1], found[1], found[2])
+        if shared not in catalog.shared_subnetworks and (
+            (found[1], found[2]) not in catalog.subnetworks
+        ):
             why = "The referenced subnetwork resource cannot be found."
             raise invalid(where, link, why)
         if found[1] != region_of(zone):

@@ -340,10 +340,10 @@ class GceEmulator:
         with self.scheduler.changed:
             self.api.is_disabled = is_disabled
 
-    def refuse_field(self, name: str) -> None:
-        """Lets the API know no such field, such as preemptionNoticeDuration."""
+    def refuse_field(self, name: str, *, message: str = "") -> None:
+        """Lets the API refuse a field such as preemptionNoticeDuration; by default as unknown."""
         with self.scheduler.changed:
-            self.api.refused_fields.add(name)
+            self.api.refused_fields[name] = message
 
     def lag_lists(self, seconds: float, *, gone_seconds: float = 0.0) -> None:
         """Lets VMs appear in lists only so long after their birth, and stay after their end."""
@@ -359,9 +359,13 @@ class GceEmulator:
         with self.scheduler.changed:
             self.catalog.images.setdefault(project, {})[family] = name
 
-    def add_subnetwork(self, region: str, name: str) -> None:
+    def add_subnetwork(self, region: str, name: str, *, host_project: str = "") -> None:
+        """Adds a subnetwork; with a host project, one of a Shared VPC."""
         with self.scheduler.changed:
-            self.catalog.subnetworks.add((region, name))
+            if host_project:
+                self.catalog.shared_subnetworks.add((host_project, region, name))
+            else:
+                self.catalog.subnetworks.add((region, name))
 
     def add_template(self, name: str, properties: dict[str, Any]) -> None:
         """Adds an instance template; its properties are as JSON has them."""

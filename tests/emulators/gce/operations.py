@@ -27,7 +27,11 @@ TEXTS = {
     "QUOTA_EXCEEDED": "Quota '{metric}' exceeded.  Limit: {limit} in region {region}.",
     "RESOURCE_ALREADY_EXISTS": "The resource '{target}' already exists",
 }
-HTTP = {"QUOTA_EXCEEDED": (403, "FORBIDDEN"), "RESOURCE_ALREADY_EXISTS": (409, "CONFLICT")}
+HTTP = {
+    "QUOTA_EXCEEDED": (403, "FORBIDDEN"),
+    "RESOURCE_ALREADY_EXISTS": (409, "CONFLICT"),
+    "INVALID_USAGE": (400, "BAD REQUEST"),
+}
 UNAVAILABLE = (503, "SERVICE UNAVAILABLE")
 SYSTEM = "system"
 

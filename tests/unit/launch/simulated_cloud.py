@@ -388,6 +388,10 @@ class SimulatedCloud:
             self.after(self.draw.uniform(1, 40), lambda: self._remove_vm(name))
         self._fail_at_random()
 
+    def output(self, name: str, zone: str) -> str:
+        self._compute_request("output")
+        return f"{zone}: {name} boots"
+
     # VMs and their agents.
 
     def _boot_vm(self, name: str, zone: str) -> None:
@@ -524,4 +528,4 @@ class SimulatedCompute:
         self.list, self.exists, self.create = cloud.list, cloud.exists, cloud.create
         self.events = cloud.events_of
         self.create_result, self.find_operation = cloud.create_result, cloud.find_operation
-        self.delete = cloud.delete_vm
+        self.delete, self.output = cloud.delete_vm, cloud.output

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from google.oauth2.credentials import Credentials
 
-from jaxres.faults import ConfigError
+from jaxres.clock import SystemClock
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import preflight
 from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce import ENDPOINT, compute_for
@@ -152,6 +153,112 @@ def test_an_api_without_preemption_notices_gets_the_request_without_one(gce: Gce
     assert service.compute.find_operation(CREATION, ZONE) is not None, (
         "a successor would not find it"
     )
+
+
+PREVIEW = "Project p is not allowed to use a preview feature."
+
+
+def test_a_notice_refused_in_other_words_is_omitted(gce: GceEmulator) -> None:
+    gce.refuse_field("preemptionNoticeDuration", message=PREVIEW)
+    service, messages = ComputeFixture(gce), []
+    service.compute.set_console(messages.append)
+    assert service.outcome(service.create()) is True
+    assert len(messages) == 1
+    assert "continuing without it" in messages[0]
+    assert {vm.notice_seconds for vm in gce.vms_so_far()} == {0.0}
+
+
+def test_a_notice_that_the_operation_refuses_is_omitted_by_the_next_request(
+    gce: GceEmulator,
+) -> None:
+    service, messages = ComputeFixture(gce), []
+    service.compute.set_console(messages.append)
+    gce.fail_operation(type="bulkInsert", codes=["INVALID_USAGE"])
+    failed = service.outcome(service.create())
+    assert isinstance(failed, CreateFailed)
+    assert failed.kind == "notice_refused", failed
+    again = PendingCreate(("jx-0002", "jx-0003"), str(uuid.uuid4()))
+    assert service.outcome(service.create(again)) is True
+    assert {gce.vm(name).notice_seconds for name in again.names} == {0.0}
+    assert len(messages) == 1
+
+
+def test_a_refusal_without_a_notice_too_is_final_and_the_notice_is_kept(gce: GceEmulator) -> None:
+    service = ComputeFixture(gce)
+    gce.fail("400", call="instances.bulkInsert", times=2)
+    failed = service.create()
+    assert isinstance(failed, CreateFailed)
+    assert failed.kind == "refused"
+    gce.fail_operation(type="bulkInsert", codes=["INVALID_USAGE"], times=2)
+    kinds = []
+    for number in (0, 2):
+        names = (f"jx-000{number}", f"jx-000{number + 1}")
+        failed = service.outcome(service.create(PendingCreate(names, str(uuid.uuid4()))))
+        assert isinstance(failed, CreateFailed)
+        kinds.append(failed.kind)
+    assert kinds == ["notice_refused", "refused"]
+    names = ("jx-0004", "jx-0005")
+    assert service.outcome(service.create(PendingCreate(names, str(uuid.uuid4())))) is True
+    assert {gce.vm(name).notice_seconds for name in names} == {120.0}
+
+
+class SteppingClock(SystemClock):
+    """A clock that only sleeps move."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def check(gce: GceEmulator, clock: SystemClock, **fields: Any) -> list[str]:
+    """Runs the checks before a creation; returns what is printed meanwhile."""
+    section = config(project=gce.project, **fields).launch.gce
+    assert section is not None
+    printed: list[str] = []
+    compute = Compute(section, endpoint=gce.url, clock=clock)
+    compute.set_console(printed.append)
+    preflight.check(section, compute, GcsPath("bucket", "run"))
+    return printed
+
+
+@pytest.fixture
+def no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket is not looked up."""
+    monkeypatch.setattr(preflight, "_bucket", lambda *_: [])
+
+
+@pytest.mark.usefixtures("no_bucket")
+def test_the_checks_wait_for_an_api_that_does_not_answer(gce: GceEmulator) -> None:
+    clock = SteppingClock()
+    gce.fail("503", times=7)
+    printed = check(gce, clock)
+    assert 30 <= clock.monotonic() <= 60, clock.slept
+    assert len(printed) == 1
+    assert "does not answer; trying again" in printed[0]
+    gce.fail("503", times=None)
+    with pytest.raises(StorageUnavailable, match="nothing was created, rerun the same command"):
+        check(gce, clock := SteppingClock())
+    assert 30 <= clock.monotonic() <= 60, clock.slept
+
+
+@pytest.mark.usefixtures("no_bucket")
+def test_a_subnetwork_of_a_shared_vpc_is_looked_up_in_its_host_project(gce: GceEmulator) -> None:
+    shared = "projects/net-host/regions/{region}/subnetworks/shared"
+    gce.add_subnetwork("us-central1", "shared", host_project="net-host")
+    assert check(gce, SystemClock(), subnetworks=[shared]) == []
+    service = ComputeFixture(gce, subnetworks=[shared])
+    assert service.outcome(service.create()) is True
+    for name, expected in (
+        (shared.replace("/shared", "/other"), "no subnetwork other in us-central1 of the project"),
+        ("projects/net-host/regions/us-east4/subnetworks/shared", "is in us-east4, VMs may be in"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            check(gce, SystemClock(), subnetworks=[name])
 
 
 def test_queued_vms_are_requested_one_by_one_and_each_once(gce: GceEmulator) -> None:

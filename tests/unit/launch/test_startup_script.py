@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import signal
 import subprocess
+import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 
 from jaxres.config.schema_gce import ContainerRuntime, PythonRuntime
 from jaxres.launch import instance_spec
+from jaxres.launch.boot_report import BootReport
 from jaxres.storage.path import GcsPath
 from tests.unit.launch.gce_config import config
 
@@ -129,3 +135,100 @@ def test_the_token_of_a_vm_is_on_no_command_line(tmp_path: Path) -> None:
     assert (tmp_path / "input").read_text() == 'header = "Authorization: Bearer se-cret.1"\n'
     assert "se-cret" not in (tmp_path / "arguments").read_text()
     assert "/storage/v1/b/bkt/o/" in (tmp_path / "arguments").read_text()
+
+
+CURL = """#!/bin/bash
+printf '%s\\n' "$*" >> "$HOME/arguments"
+case "$*" in
+*token) echo '{"access_token": "se-cret.1"}' ;;
+*instance/name) echo vm-1 ;;
+*instance/preempted) echo "${PREEMPTED:-FALSE}" ;;
+*upload*) cat > "$HOME/input"; cat "$HOME/.jaxres-vm/report" >> "$HOME/reports" ;;
+*alt=media) cat > /dev/null; tar -czf "$HOME/.jaxres-vm/code.tar.gz" -T /dev/null ;;
+*) exit 22 ;;
+esac
+"""
+
+
+def start(tmp_path: Path, runtime: Any, programs: dict[str, str], **env: str) -> Any:
+    """Starts the whole script, with these programs in the place of real ones."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    programs = {"curl": CURL, "sha256sum": "#!/bin/bash\n", "sleep": "#!/bin/bash\n", **programs}
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return subprocess.Popen(
+        ["bash", "-c", rendered(runtime.model_dump(mode="json"))],
+        env={"HOME": str(tmp_path), "PATH": f"{folder}:/usr/bin:/bin", **env},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def reports(tmp_path: Path) -> list[BootReport | None]:
+    """Returns what the launcher reads of the reports that the script has written."""
+    lines = (tmp_path / "reports").read_text().splitlines()
+    found = [json.loads(line)["metadata"] for line in lines if line.startswith("{")]
+    return [BootReport.of(metadata) for metadata in found]
+
+
+def test_an_image_that_is_denied_is_reported_at_once_and_fails_after_three_tries(
+    tmp_path: Path,
+) -> None:
+    docker = "#!/bin/bash\nprintf 'pulling\\ndenied: \"no\" \\\\ \\303\\251 token\\n\\n'; exit 1\n"
+    process = start(tmp_path, RUNTIMES["container"], {"docker": docker})
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 1, output
+    error = "denied: no   token"
+    assert len(reports(tmp_path)) == 5, output[-2000:]
+    assert reports(tmp_path) == [
+        BootReport("code", "running"),
+        BootReport("image", "running"),
+        BootReport("image", "retrying", error),
+        BootReport("image", "retrying", error),
+        BootReport("image", "failed", error),
+    ]
+    assert "jaxres: the stage image failed (1)" in output
+    arguments = (tmp_path / "arguments").read_text()
+    assert "uploadType=multipart&name=runs%2Fit%27s" in arguments
+    assert "launch%2Fboot%2Fvm-1" in arguments, "the object is not named like the VM"
+    assert "se-cret" not in arguments
+    assert "Bearer se-cret.1" in (tmp_path / "input").read_text()
+
+
+def test_packages_that_can_not_be_installed_are_reported(tmp_path: Path) -> None:
+    python = "#!/bin/bash\necho 'No module named venv' >&2; exit 3\n"
+    process = start(tmp_path, PythonRuntime(packages=("jax",)), {"python3": python})
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 3, output
+    assert reports(tmp_path)[-1] == BootReport("packages", "failed", "No module named venv")
+
+
+@pytest.mark.parametrize("by", ["signal", "preemption"])
+def test_a_vm_that_is_stopped_does_not_report_a_failure(tmp_path: Path, by: str) -> None:
+    waits = '#!/bin/bash\ntouch "$HOME/waits"; exec /bin/sleep 60\n'
+    fails = '#!/bin/bash\ntouch "$HOME/waits"; exit 1\n'
+    programs = {"python3": waits if by == "signal" else fails}
+    env = {} if by == "signal" else {"PREEMPTED": "TRUE"}
+    process = start(tmp_path, PythonRuntime(packages=("jax",)), programs, **env)
+    for _ in range(600):
+        if (tmp_path / "waits").exists():
+            break
+        time.sleep(0.05)
+    if by == "signal":
+        os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode != 0, output
+    assert [r and r.state for r in reports(tmp_path)] == ["running", "running"], output
+
+
+def test_a_python_without_the_modules_is_reported_by_their_names(tmp_path: Path) -> None:
+    lacking = f"sys.path = [p for p in sys.path if 'site-packages' not in p]\n{instance_spec.CHECK}"
+    found = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys\n{lacking}"], capture_output=True, timeout=60
+    )
+    assert found.returncode == 1
+    assert b"No module named" in found.stderr or b"lacks the modules: ['jax', " in found.stderr
