@@ -55,14 +55,14 @@ def sums_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], when: str = "on") -> Bi
     Left out are arrays with other items than words of 1, 2 or 4 bytes. The arrays may be donated
     once this returns. `when` is the setting `checkpoint.check_snapshot`.
     """
-    if when == "off":
+    if when == "off" or (when == "auto" and jax.default_backend() == "cpu"):
         return NO_SUMS
     parts: dict[Any, list[tuple[Part, Any]]] = {}
     for path, (_, array) in arrays.items():
         if not _is_summed(array.dtype):
             continue
         for shard in array.addressable_shards:
-            if shard.replica_id == 0 and (when == "on" or shard.device.platform != "cpu"):
+            if shard.replica_id == 0:
                 box = tuple(
                     part.indices(n)[:2] for part, n in zip(shard.index, array.shape, strict=True)
                 )

@@ -15,10 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
 from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.snapshot import (
-    MIN_SLICE_BYTES,
-    spreads_replicas,
-)
+from jaxres.checkpoint.snapshot import MIN_SLICE_BYTES, spreads_replicas
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
 from jaxres.storage.path import RunPath

@@ -9,12 +9,10 @@ started.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import select
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -36,6 +34,7 @@ from jaxres.supervisor.health_messages import (
     XidReported,
 )
 from jaxres.supervisor.host_health import HostReading
+from jaxres.supervisor.processes import kill_session
 
 MODULE = "jaxres.supervisor.health_process"
 START_SECONDS = 60.0
@@ -107,7 +106,7 @@ class HealthWatcher:
     def __exit__(self, *_: object) -> None:
         self._threads.closed.set()
         if self._process is not None:
-            _kill(self._process)
+            kill_session(self._process, seconds=KILL_SECONDS)
         self._threads.close(seconds=KILL_SECONDS)  # One may wait for the storage.
 
     @property
@@ -190,7 +189,7 @@ class HealthWatcher:
     def _watch(self, process: subprocess.Popen[bytes], section: HealthSection) -> None:
         """Passes on the messages of a process until it ends or is silent."""
         why = self._forward(process, section)
-        _kill(process)
+        kill_session(process, seconds=KILL_SECONDS)
         if why is not None and not self._threads.closed.is_set():
             self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
             self._retry_at = self._clock.monotonic() + RETRY_SECONDS
@@ -223,12 +222,3 @@ class HealthWatcher:
                         return None
                 until = awake.now() + limit
         return f"NVIDIA's library (NVML) has not answered for {section.answer_seconds:g} s"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_SECONDS)

@@ -16,6 +16,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -35,6 +36,21 @@ def kill_me_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> Non
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(ExitCode.BUG)
+
+
+def kill_session(process: subprocess.Popen[bytes], *, seconds: float | None = None) -> None:
+    """Kills a process that leads a session, with its children, unless it has ended.
+
+    Args:
+      process: the process.
+      seconds: longest wait; one that hangs in storage or a driver is left behind. None: no limit.
+    """
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
 
 
 def name_process(name: str) -> None:

@@ -8,8 +8,6 @@ delays training.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +24,7 @@ from jaxres.runlog.records import Commit, Record
 from jaxres.runlog.replica_files import Progress
 from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage.threads import make_thread
+from jaxres.supervisor.processes import kill_session
 from jaxres.telemetry import stdio
 from jaxres.telemetry.alert_monitors import ReplicaLag
 
@@ -98,10 +97,7 @@ class ReplicaProcess:
         until = self._clock.monotonic() + self._close_seconds
         while process.poll() is None and self._clock.monotonic() < until:
             self._clock.sleep(POLL_SECONDS)
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill_session(process)
         if process.returncode:
             stdio.eprint(f"replica: {self._missing()}\n")
 

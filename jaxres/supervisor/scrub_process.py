@@ -7,10 +7,8 @@ or delays training, and no step is quarantined.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +28,7 @@ from jaxres.runlog.scrub_progress import RETRY_SECONDS, StepCheck
 from jaxres.runlog.supervisor_events import CheckpointDamageFound
 from jaxres.storage.threads import make_thread
 from jaxres.supervisor import worker_group
+from jaxres.supervisor.processes import kill_session
 from jaxres.telemetry import stdio
 
 MODULE = "jaxres.cli.scrub"
@@ -73,18 +72,10 @@ class ScrubProcess:
     def __exit__(self, *_: object) -> None:
         """Kills the process: the next start verifies the step again."""
         self._closed.set()
-        self._kill()
+        if self._process is not None:
+            kill_session(self._process, seconds=KILL_SECONDS)
         if self._thread is not None:
             self._thread.join(KILL_SECONDS)  # It may wait for storage.
-
-    def _kill(self) -> None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_SECONDS)
 
     def _watch(self, emit: Callable[[Event], None]) -> None:
         assert self._section is not None
@@ -134,7 +125,7 @@ class ScrubProcess:
             return ExitCode.STORAGE
         while process.poll() is None and not self._closed.wait(POLL_SECONDS):
             pass
-        self._kill()
+        kill_session(process, seconds=KILL_SECONDS)
         code = process.returncode
         if code is None:
             return ExitCode.STORAGE

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +12,7 @@ from jaxres.config import RunConfig, load_recorded
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor.processes import kill_session
 from jaxres.supervisor.tracker_process import has_everything
 from jaxres.telemetry import stdio, trackers
 
@@ -89,10 +88,7 @@ class TrackerProcesses:
         while self.pids and self._clock.monotonic() < until:
             self._clock.sleep(POLL_SECONDS)
         for number, process in self._processes.items():
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            kill_session(process)
             if process.returncode:
                 stdio.eprint(
                     f"tracker {self._sections[number].kind}: has not received the last steps; the "

@@ -77,11 +77,12 @@ def test_a_host_with_a_flipped_bit_is_left_out_and_the_others_go_on(workspace: W
 
 
 CLEAN_STEPS = 100_000
-MESHES = {
-    "data=2": ("2", "mesh.data=2"),
-    "data=2 fsdp=2": ("4", "mesh.data=2", "mesh.fsdp=2"),
-    "data=4": ("4", "mesh.data=4"),
-}
+MESHES = (
+    ("2", "mesh.data=2"),
+    ("4", "mesh.data=2", "mesh.fsdp=2"),
+    ("4", "mesh.data=4"),
+)
+"""Number of devices, and the overrides of the mesh."""
 
 
 @pytest.mark.campaign
@@ -96,7 +97,7 @@ def test_a_hundred_thousand_clean_steps_raise_no_alarm(workspace: Workspace) -> 
     )
     commits = (*range(15_000, CLEAN_STEPS, 15_000), None)
     for number, commit in enumerate(commits):
-        devices, *axes = list(MESHES.values())[number % len(MESHES)]
+        devices, *axes = MESHES[number % len(MESHES)]
         env = {"JAX_NUM_CPU_DEVICES": devices}
         trainer = workspace.start("run", *common, *axes, config=FAULTY, env=env)
         if commit is not None:
