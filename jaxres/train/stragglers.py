@@ -1,6 +1,6 @@
 """Finds slow hosts and devices, and a lower throughput, from times that are measured anyway. Pure.
 
-Home of: slow_host.
+Home of: straggler.
 Collectives make all hosts of a job equally slow. So hosts are compared by what precedes the
 collectives: the seconds that each host works by itself for a step, and the seconds of a small fixed
 program on each device. Throughput is compared with that of the same attempt before.
