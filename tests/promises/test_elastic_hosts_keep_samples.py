@@ -34,8 +34,9 @@ def test_each_sample_is_used_once_for_any_number_of_hosts(
     chance = random.Random(7)
     for index, hosts in enumerate(HOSTS[:-1]):
         trainer = workspace.launch("elastic", *MLP, hosts=hosts)
-        trainer.wait_commit(20 * (index + 1))
-        time.sleep(chance.uniform(0, 0.3))
+        own_commit = run_history(trainer.run_dir).step + 1
+        trainer.wait_commit(max(own_commit, 20 * (index + 1)))
+        time.sleep(chance.uniform(0, 0.1))
         trainer.kill()
         assert trainer.wait_exit() == -9, (
             f"{hosts} hosts: the kill came too late\n{trainer.printed()}"

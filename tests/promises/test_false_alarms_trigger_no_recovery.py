@@ -16,6 +16,8 @@ from tests.promises.test_supervisor_restarts_the_worker import attempts, decisio
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, history
 
 LIMIT_SECONDS = 2
+HELD_AT_STEP_40 = "heldout:49:gate"
+"""Each evaluation reads 48 rows, every 20 steps; its limit is half an hour."""
 LIMITS = (
     f"deadlines.step_seconds={LIMIT_SECONDS}",
     f"deadlines.data_seconds={LIMIT_SECONDS}",
@@ -73,13 +75,16 @@ def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
     workspace: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:
     clock = Jumping.built(tmp_path)
-    trainer = start(workspace, *LIMITS, PACE="0.004", **clock.env)
+    gate = tmp_path / "gate"
+    trainer = start(workspace, *LIMITS, FAULT=HELD_AT_STEP_40, GATE=str(gate), **clock.env)
     # Reset before the first save: TensorStore starts no thread earlier than its last one.
     for step, seconds in ((3, -3600), (23, 3600)):
         trainer.wait_step(step)
         clock.jump(seconds)
     second = start(workspace, **clock.env)
     second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")
+    assert trainer.steps()[-1] < 60, "it was not held"
+    gate.touch()
     assert trainer.wait_exit() == 0, trainer.printed()
     times = [event["time"] for event in trainer.events()]
     assert max(times) - min(times) > 3600, "it did not jump"
