@@ -17,6 +17,7 @@ FAULT = {"FAULT": "build:1:unhealthy"}
 SHORT = "train.steps=2"
 
 
+@pytest.mark.slow
 def test_a_slot_with_a_fault_is_left_out_by_every_later_supervisor(workspace: Workspace) -> None:
     first = start(workspace, SHORT, hosts=2, **FAULT)
     assert first.wait_exit() == ExitCode.UNHEALTHY, first.printed()

@@ -153,6 +153,7 @@ def test_stock_orbax_reads_a_linked_step_after_all_others_were_deleted(
     assert read(dirs(run_dir)[60]) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pruned",
     [

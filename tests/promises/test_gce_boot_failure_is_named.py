@@ -12,6 +12,7 @@ from tests.promises.cloud import Cloud
 CAUSE = "its startup script failed in the stage `python`: "
 
 
+@pytest.mark.slow
 def test_a_startup_script_that_fails_twice_ends_the_job_with_the_cause(
     cloud: Cloud, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,7 +35,7 @@ from tests.promises.trainer import (
     digest,
     run_history,
 )
-from tests.tiers import slow_but
+from tests.tiers import campaign_but
 
 EVERY = 5
 MEMORY = f"checkpoint.memory={{every_steps: {EVERY}}}"
@@ -224,7 +224,7 @@ def test_memory_that_was_wiped_ends_nothing(workspace: Workspace, fault_free: Ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size_bytes", [4096, 64 * 1024])
+@pytest.mark.parametrize("size_bytes", campaign_but([4096, 64 * 1024], 64 * 1024))
 def test_shared_memory_that_is_too_small_ends_nothing(
     workspace: Workspace, namespace: Namespace, fault_free: RunDir, size_bytes: int
 ) -> None:
@@ -298,7 +298,7 @@ def test_other_devices_restore_the_committed_step(workspace: Workspace) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harmed", [None, 0, 1])
+@pytest.mark.parametrize("harmed", campaign_but([None, 0, 1], None, 1))
 def test_two_hosts_restore_the_newest_state_that_both_hold(
     workspace: Workspace, fault_free_pair: RunDir, harmed: int | None
 ) -> None:
@@ -355,7 +355,8 @@ def killed_with_copies(workspace: Workspace, step: int) -> tuple[TrainingProcess
     return first, max(set.intersection(*map(set, (*each, *own))))
 
 
-@pytest.mark.parametrize("lost", slow_but([0, 1], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", campaign_but([0, 1], 1))
 def test_a_lost_host_gets_its_state_from_its_neighbors_memory(
     workspace: Workspace, fault_free_pair: RunDir, lost: int
 ) -> None:

@@ -74,6 +74,7 @@ def written(root: Path, num_hosts: int, *nums_devices: int) -> RunDir:
     return RunDir(root)
 
 
+@pytest.mark.slow
 def test_stock_orbax_and_tensorstore_read_a_step_of_eight_devices(tmp_path: Path) -> None:
     """Of both writers of `checkpoint.writer`."""
     runs = RunDir(tmp_path / "default"), RunDir(tmp_path / "orbax")

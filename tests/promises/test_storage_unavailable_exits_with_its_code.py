@@ -195,6 +195,7 @@ def test_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
     assert_bit_exact(disk.run_dir, unbroken)
 
 
+@pytest.mark.slow
 def test_too_many_consecutive_failed_saves_exit_with_storage(disk: Disk) -> None:
     trainer = disk.start(*FULL, *LONG, "checkpoint.max_failed_saves=3")
     trainer.wait_commit(20)

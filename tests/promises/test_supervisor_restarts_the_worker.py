@@ -32,7 +32,7 @@ from tests.promises.trainer import (
     run_history,
 )
 from tests.promises.trainer import history as rows_of
-from tests.tiers import slow_but
+from tests.tiers import campaign_but, slow_but
 
 QUICK = "restart.backoff_seconds=0.1"
 AT_ONCE_SECONDS = 1.0
@@ -345,7 +345,7 @@ def environment(pid: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stop"])
+@pytest.mark.parametrize("how", campaign_but(["SIGTERM", "SIGINT", "stop"], "SIGTERM", "stop"))
 def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how: str) -> None:
     trainer = start(workspace, "restart.backoff_seconds=60", FAULT="build:1:fail")
     trainer.wait_printed("restart from step 0 in ")

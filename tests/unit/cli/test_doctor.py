@@ -124,6 +124,7 @@ def test_a_disk_that_is_too_small_is_a_warning(run_doctor, monkeypatch: pytest.M
     assert "lower checkpoint.keep.last" in out
 
 
+@pytest.mark.slow
 def test_the_hardware_is_tested_on_request_and_a_faulty_device_fails(
     run_doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,7 +168,8 @@ OLDER = b'{"format":2,"holder":"a","epoch":2,"seconds":0.05,"nonce":"n"}'
 DAMAGES = {"deleted": None, "damaged": b"{", "older": OLDER}
 
 
-@pytest.mark.parametrize("damage", slow_but(DAMAGES, "damaged"))
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_down_ends_a_job_whose_lease_is_damaged_or_older_than_its_state(
     job: Job, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
