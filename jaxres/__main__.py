@@ -69,6 +69,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
+CONFIG.yaml may be the name of a built-in config, such as quickstart.
 `jaxres train --help` lists every config field, `jaxres --version` the versions.
 """
 

@@ -172,6 +172,8 @@ COMMANDS = [
     Row("doctor c.yaml --devices 4 --hosts -2", USAGE, "--hosts -2: expected a number from 1"),
     Row("train", USAGE, "got nothing (usage: `python -m jaxres.train --help`)"),
     Row("train none.yaml", USAGE, "none.yaml: no such file"),
+    Row("train quikstart", CONFIG, "did you mean 'quickstart'? (built-in configs: gpt2-124m,"),
+    Row("doctor quikstart", CONFIG, "no built-in config has this name; did you mean 'quickstart'?"),
     Row("train c.yaml d.yaml", USAGE, "got c.yaml d.yaml"),
     Row("train --foo c.yaml", USAGE, "--foo: unknown flag"),
     Row("train c.yaml --inlin", USAGE, "--inlin: unknown flag"),
