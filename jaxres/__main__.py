@@ -30,6 +30,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       --watch: checks for 3 s (in a bucket 15 s) that it is alive, whatever its time stamps
   history RUN_DIR [--json]                              the metrics of every step, over all attempts
   history RUN_DIR --attempts [--json]                   why each attempt ended, and its progress
+  report RUN_DIR [--json]                               where the time went (goodput), and what each
+                                                        interruption has cost
   hosts RUN_DIR [--forget HOST] [--json]                hosts whose hardware has failed, which the
                                                         run leaves out; --forget: it is repaired
   runs [FOLDER] [--tag TAG] [--json]                    a line for each run in a folder
@@ -69,6 +71,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
 
+CONFIG.yaml may be the name of a built-in config, such as quickstart.
 `jaxres train --help` lists every config field, `jaxres --version` the versions.
 """
 
@@ -76,7 +79,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
 TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
 VERBS = (
-    *("train", "launch", "status", "history", "hosts", "runs", "compare", "branch"),
+    *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "branch"),
     *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor"),
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 from jaxres import faults
 from jaxres.cli import history as history_cli
 from jaxres.cli import hosts as hosts_cli
+from jaxres.cli import report as report_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
 from jaxres.config.argparser import Parser, path_argument
@@ -48,6 +49,7 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     history = verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
+    verb(verbs, "report").add_argument("--json", action="store_true")
     hosts = verb(verbs, "hosts")
     hosts.add_argument("--forget", metavar="HOST")
     hosts.add_argument("--json", action="store_true")
@@ -127,6 +129,8 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             case "history", _:
                 show = history_cli.attempts_text if options.attempts else history_cli.steps_text
                 text = show(run_dir, history, as_json=options.json)
+            case "report", _:
+                text = report_cli.text(run_dir, history, as_json=options.json)
             case "hosts", _:
                 text = (
                     hosts_cli.listed(run_dir, as_json=options.json)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxres.config import huggingface
+from jaxres.config import builtin_configs, huggingface
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, one_line, raise_all, shorten, show
 from jaxres.config.schema import RunConfig
@@ -244,10 +244,16 @@ class Loaded:
 def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """Loads a config file with its bases and `section.field=value` overrides.
 
-    Raises UsageError (64) for an absent file or an argument that is no override; otherwise
-    ConfigError (78) with a line for each problem.
+    Args:
+      path: the file, or the name of a built-in config (builtin_configs.py).
+      overrides: the overrides.
+
+    Raises:
+      UsageError: 64, an absent file or an argument that is no override.
+      ConfigError: 78, an unknown name, or a line for each problem of the config.
     """
     above, wrong_above = override_layer(overrides)
+    path = builtin_configs.find(path)
     layers, wrong = file_layers(path)
     return _load(path, [*layers, above], wrong + wrong_above, name=path.stem)
 

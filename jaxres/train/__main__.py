@@ -45,6 +45,7 @@ USAGE = """\
 usage: python -m jaxres.train CONFIG.yaml [section.field=value ...]   start a run, or resume it
        python -m jaxres.train RUN_DIR [section.field=value ...]       resume a recorded run
 
+CONFIG.yaml is a file, or the name of a built-in config such as quickstart (docs/configuration.md).
 The same command starts a run and resumes it, also after kill -9, from the newest committed step.
 Ctrl-C or `touch RUN_DIR/stop`: save and stop (76); SIGTERM: save and stop (75); a second one exits
 at once. `touch RUN_DIR/save`: one extra checkpoint. `kill -USR1`: stacks of all threads.

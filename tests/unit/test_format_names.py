@@ -29,12 +29,15 @@ from jaxres.checkpoint import (
 )
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import prune as prune_cli
-from jaxres.cli import run_health, status
+from jaxres.cli import report, run_health, status
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
 from jaxres.config.schema_operations import GenericTarget
 from jaxres.data import token_folder
 from jaxres.engine.state import Progress
+from jaxres.goodput import summary
+from jaxres.goodput.intervals import Activity, Interval
+from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.launch import desired_state, lease, observed_state
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import (
@@ -85,7 +88,7 @@ def example(hint: Any) -> Any:
         hints = get_type_hints(hint)
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
         return hint(**{name: example(hints[name]) for name in fields})
-    return SCALARS[hint]
+    return Activity.DOWN if hint is Activity else SCALARS[hint]
 
 
 def bound(hint: Any, parameters: Mapping[Any, Any]) -> Any:
@@ -284,6 +287,9 @@ def names() -> dict[str, Any]:
         "history --json": history_names,
         "history --attempts --json": lambda: written(
             attempt_history.as_json([example(attempt_history.AttemptSummary)])
+        ),
+        "report --json": lambda: written(
+            report.as_json_text(RunTimeline((example(Interval),)), example(summary.Summary))
         ),
         "checkpoints list --json": list_names,
         "checkpoints diff --json": diff_names,

@@ -152,9 +152,9 @@ def _copy_tree(tree: Path) -> None:
         text=True,
     )
     for name in listed.stdout.splitlines():
-        if Path(ROOT, name).is_file():
+        if Path(ROOT, name).is_file() or Path(ROOT, name).is_symlink():
             Path(tree, name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(Path(ROOT, name), Path(tree, name))
+            shutil.copy2(Path(ROOT, name), Path(tree, name), follow_symlinks=False)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from jaxres.faults import ConfigError, UsageError
 
 from .conftest import MINIMAL, Write
 
+ROOT = Path(__file__).parents[3]
+
 
 def lines(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
@@ -348,6 +350,33 @@ def test_an_absent_file_is_a_usage_error_and_an_unreadable_one_is_not(write: Wri
     assert lines(write("- a"))[0] == (
         "x.yaml:1: contains a list; sections such as `train:` are expected"
     )
+
+
+def test_a_built_in_config_is_found_by_name_from_any_folder(write: Write):
+    write()
+    loaded = load(Path("quickstart"), ["train.steps=7"])
+    assert (loaded.name, loaded.config.train.steps) == ("quickstart", 7)
+    same = load(ROOT / "configs" / "quickstart.yaml", ["train.steps=7"])
+    assert (loaded.config, loaded.name) == (same.config, same.name), "another run"
+
+
+def test_a_file_of_the_working_directory_comes_before_a_built_in_config(write: Write):
+    write(MINIMAL + "run: {seed: 5}\n").rename("quickstart")
+    assert load(Path("quickstart")).config.run.seed == 5
+    Path("quickstart").unlink()
+    Path("quickstart").mkdir()
+    with pytest.raises(UsageError, match=r"^quickstart: is a folder, not a file"):
+        load(Path("quickstart"))
+
+
+def test_an_unknown_name_lists_the_built_in_configs_and_the_nearest(write: Write):
+    write()
+    listed = "gpt2-124m, llama-1b, llama-70b, llama-8b, quickstart"
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'") as caught:
+        load(Path("quikstart"))
+    assert f"(built-in configs: {listed})" in str(caught.value)
+    with pytest.raises(UsageError, match="the built-in config is named 'llama-1b'"):
+        load(Path("configs/llama-1b.yaml"))
 
 
 def test_a_dotted_key_in_a_file_is_rejected_with_the_way_to_write_it(write: Write):

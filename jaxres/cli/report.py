@@ -1,0 +1,137 @@
+"""`jaxres report`: what a run did with its time, and what each interruption has cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from datetime import datetime
+
+from jaxres.clock import SystemClock
+from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.faults import ConfigError
+from jaxres.goodput import run_timeline, summary
+from jaxres.goodput.intervals import Activity
+from jaxres.goodput.run_timeline import AFTER_THE_END, RunTimeline
+from jaxres.goodput.summary import Incident, Summary
+from jaxres.runlog import metrics, run_log
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim, RunHistory
+from jaxres.supervisor import run_config, run_lock
+
+
+def text(run_dir: RunDir, _: RunHistory, *, as_json: bool) -> str:
+    """Returns the report: text, or one JSON object."""
+    timeline = read(run_dir)
+    found = summary.summarize(timeline, dollars_per_host_hour=_price(run_dir))
+    return as_json_text(timeline, found) if as_json else as_text(run_dir, found)
+
+
+def read(run_dir: RunDir) -> RunTimeline:
+    """Reads log, events and metrics of a run and returns its timeline."""
+    records = run_log.in_force(run_log.read_records(run_dir.log))
+    numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
+    ends = [e for e in read_events(run_dir.supervisor_events) if e["event"] in AFTER_THE_END]
+    return run_timeline.fold(
+        records,
+        events={n: read_events(run_dir.events(n, 0)) for n in numbers},
+        supervisor_events={
+            n: read_events(run_dir.host_supervisor_events(n, 0))
+            + [event for event in ends if event.get("attempt") == n]
+            for n in numbers
+        },
+        lines={n: metrics.read_attempt(run_dir, n) for n in numbers},
+        is_alive=run_lock.liveness(run_dir, clock=SystemClock()) != "gone",
+    )
+
+
+def _price(run_dir: RunDir) -> float | None:
+    """Returns the dollars of a host and hour, if the config has one price."""
+    try:
+        config: RunConfig = run_config.newest_config(run_dir)
+    except ConfigError:
+        return None
+    options = config.launch.gce.capacity_options if config.launch.gce else ()
+    prices = {option.dollars_per_hour for option in options}
+    return prices.pop() if len(prices) == 1 else None
+
+
+def as_json_text(timeline: RunTimeline, found: Summary) -> str:
+    """Returns the summary with all intervals as one JSON object, in seconds since the begin."""
+    intervals = [dataclasses.asdict(interval) for interval in timeline.intervals]
+    return json.dumps(dataclasses.asdict(found) | {"intervals": intervals}) + "\n"
+
+
+def as_text(run_dir: RunDir, found: Summary) -> str:
+    """Returns the summary as text for a terminal."""
+    return "".join(f"{line}\n" for line in _lines(run_dir, found))
+
+
+def _lines(run_dir: RunDir, found: Summary) -> Iterator[str]:
+    at = datetime.fromtimestamp(found.began).isoformat(sep=" ", timespec="seconds")
+    yield (
+        f"{run_dir.root}: {_count(found.num_attempts, 'attempt')}, "
+        f"{_count(len(found.incidents), 'incident')}; {_duration(found.seconds)} since {at}"
+    )
+    if found.goodput is None:
+        return
+    share = 100 * found.goodput
+    yield f"goodput {share:.1f} %: the share of the time in steps that the run still has"
+    for activity in Activity:
+        seconds = found.by_activity[activity]
+        if activity.value not in found.not_recorded:
+            name = activity.replace("_", " ")
+            yield f"  {name:<12}{seconds:>14,.1f} s {100 * seconds / found.seconds:>6.1f} %"
+    yield f"  {'sum':<12}{found.seconds:>14,.1f} s"
+    names = " and ".join(name.replace("_", " ") for name in found.not_recorded)
+    yield f"not recorded yet, so in other classes: {names}"
+    yield from _cost(found)
+    for incident in found.incidents:
+        yield from _incident(incident)
+
+
+def _cost(found: Summary) -> Iterator[str]:
+    if found.device_hours is not None and found.useful_device_hours is not None:
+        lost = found.device_hours - found.useful_device_hours
+        yield (
+            f"devices: {found.useful_device_hours:.3f} hours useful, {lost:.3f} not, "
+            "while attempts ran"
+        )
+    if found.dollars is not None and found.useful_dollars is not None:
+        lost = found.dollars - found.useful_dollars
+        yield f"money: ${found.useful_dollars:.2f} useful, ${lost:.2f} not, while attempts ran"
+
+
+def _incident(incident: Incident) -> Iterator[str]:
+    host = "" if incident.culprit is None else f", host {incident.culprit}"
+    hours = "" if incident.device_hours is None else f", {incident.device_hours:.3f} device hours"
+    dollars = "" if incident.dollars is None else f", ${incident.dollars:.2f}"
+    yield (
+        f"after {_duration(incident.at)}: attempt {incident.attempt} {incident.cause}{host}: "
+        f"{_duration(incident.seconds)}{hours}{dollars}"
+    )
+    parts = {
+        f"{_count(incident.steps_lost, 'step')} lost": incident.replayed_seconds,
+        "detection": incident.detection_seconds,
+        "down": incident.down_seconds,
+        **{name.replace("_", " "): s for name, s in incident.setup_seconds.items()},
+    }
+    yield "    " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+    if incident.reason and incident.cause != exit_row(ExitCode.STOPPED).name:
+        yield f"    {incident.reason.splitlines()[0]}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _duration(seconds: float) -> str:
+    """Returns hours, minutes and seconds.
+
+    >>> _duration(3725.4)
+    '1:02:05'
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,48 @@
+"""Finds config files: paths as they are given, and the configs of `configs/` by their names.
+
+`builtin/` beside this module is a link to `configs/` in a checkout, and a folder in a wheel.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxres.config.errors import did_you_mean, one_line, shorten
+from jaxres.faults import ConfigError, UsageError
+
+FOLDER = Path(__file__).parent / "builtin"
+SUFFIX = ".yaml"
+
+
+def names() -> list[str]:
+    """Returns the names of the built-in configs, sorted."""
+    return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
+
+
+def find(target: Path) -> Path:
+    """Returns the path of a config: `target` if it exists, else the built-in config of that name.
+
+    A file or folder of the working directory comes before a built-in config of its name. A path
+    that does not exist is returned as it is, unless it could be meant as a name.
+
+    Raises:
+      ConfigError: one word without a suffix, of which there is neither a file nor a config.
+      UsageError: an absent file with the file name of a built-in config, such as
+        `configs/quickstart.yaml` where there is no checkout.
+    """
+    if os.path.lexists(target):
+        return target
+    known = names()
+    if str(target) in known:
+        return FOLDER / f"{target}{SUFFIX}"
+    if target.suffix == SUFFIX and target.stem in known:
+        raise UsageError(f"{target}: no such file; the built-in config is named {target.stem!r}")
+    if len(target.parts) == 1 and not target.suffix:
+        text = one_line(shorten(str(target)))
+        hint = did_you_mean(text, known)
+        raise ConfigError(
+            f"{text}: no such file or run directory, and no built-in config has this name{hint} "
+            f"(built-in configs: {', '.join(known)})"
+        )
+    return target

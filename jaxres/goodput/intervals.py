@@ -1,0 +1,85 @@
+"""The classes of time, and intervals of a run that have one."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+class Activity(enum.StrEnum):
+    """What a run does with its time; each second has one."""
+
+    PRODUCTIVE = "productive"
+    """Steps that the run still has."""
+    REPLAYED = "replayed"
+    """Steps that the run has lost: trained again, or to be trained again."""
+    SKIPPED = "skipped"
+    """Steps whose update was masked."""
+    DATA_WAIT = "data_wait"
+    SAVE_STALL = "save_stall"
+    """Training waits for a save; what a save does beside the training is not in it."""
+    EVALUATION = "evaluation"
+    """Validation losses, and the text sample at the end."""
+    HOOK = "hook"
+    """Functions of the user."""
+    COMPILE = "compile"
+    RESTORE = "restore"
+    START_UP = "start_up"
+    """Processes start or end; data, devices and model are opened."""
+    DETECTION = "detection"
+    """From the last step or event of an attempt until its end was recorded."""
+    CAPACITY_WAIT = "capacity_wait"
+    """No machines are free. Nothing records it yet."""
+    VM_BOOT = "vm_boot"
+    """Machines start. Nothing records it yet."""
+    DOWN = "down"
+    """No attempt runs."""
+    UNKNOWN = "unknown"
+
+
+SETUP = (Activity.START_UP, Activity.COMPILE, Activity.RESTORE)
+"""What an attempt does before it trains."""
+NOT_RECORDED = (Activity.CAPACITY_WAIT, Activity.VM_BOOT)
+"""What no event has yet: these seconds are in DOWN or START_UP."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of a run's time."""
+
+    activity: Activity
+    start: float
+    """Seconds."""
+    end: float
+    attempt: int
+    """The attempt; of a gap, the one before it."""
+    lost_to: int | None = None
+    """Of REPLAYED: number of the start record that went back behind the step; 0: the next one."""
+    cause: str = ""
+    """Of DETECTION and DOWN: how the attempt ended."""
+
+    @property
+    def seconds(self) -> float:
+        """The length."""
+        return self.end - self.start
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the intervals without empty ones, neighbours that differ only in time as one.
+
+    >>> a, b = Interval(Activity.DOWN, 0, 1, 1), Interval(Activity.DOWN, 1, 3, 1)
+    >>> [(i.start, i.end) for i in merged([a, b])]
+    [(0, 3)]
+    """
+    nonempty = (interval for interval in intervals if interval.end > interval.start)
+    kept: list[Interval] = []
+    for _, group in itertools.groupby(nonempty, key=_kind):
+        first, *others = group
+        kept.append(replace(first, end=others[-1].end) if others else first)
+    return kept
+
+
+def _kind(interval: Interval) -> tuple[Activity, int, int | None, str]:
+    return interval.activity, interval.attempt, interval.lost_to, interval.cause

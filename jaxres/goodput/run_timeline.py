@@ -1,0 +1,295 @@
+"""Places the attempts of a run on one axis of time, with the gaps between them; pure.
+
+Wall clocks jump, so durations come from monotonic clocks: those of the events inside an attempt,
+and also between attempts on a machine that was not booted in between (`boot_id` of the claims).
+Only three times are differences of wall clocks: the gap between attempts on different machines or
+boots, the time from the first claim on a boot to the first event after it, and that from the last
+event to the end record of an attempt that no later event of the same boot follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxres.exit_codes import exit_row
+from jaxres.goodput import attempt_timeline
+from jaxres.goodput.intervals import Activity, Interval, merged
+from jaxres.runlog import run_log
+from jaxres.runlog.attempt_history import KILLED, RUNNING
+from jaxres.runlog.events import EVENTS
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.records import AttemptEnded, Claim, Record, Start, SupervisorEnded
+from jaxres.runlog.run_log import start_of
+from jaxres.runlog.supervisor_events import AttemptRestarted, GaveUp, SupervisionEnded
+
+Events = Sequence[Mapping[str, Any]]
+AFTER_THE_END = tuple(map(EVENTS.tag, (AttemptRestarted, GaveUp, SupervisionEnded)))
+"""Events of a restart loop that follow the end record of an attempt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptTime:
+    """When an attempt ran, in seconds since the first claim."""
+
+    attempt: int
+    claimed: float
+    ended: float
+    cause: str
+    """Name of the exit code, `killed` (no end record), or `running`."""
+    reason: str
+    culprit: int | None
+    time: float
+    """Wall-clock time of the end, by the clock of that machine."""
+    num_hosts: int
+    num_devices: int | None
+    """None: unknown."""
+    starts: tuple[tuple[int, float | None], ...]
+    """Number of each start record, and when training began; None: unknown."""
+
+
+@dataclass(frozen=True)
+class RunTimeline:
+    """The whole time of a run: intervals from 0 on without gaps, and its attempts."""
+
+    intervals: tuple[Interval, ...] = ()
+    attempts: tuple[AttemptTime, ...] = ()
+    lost_steps: Mapping[int, int] = field(default_factory=dict)
+    """Number of the start record that went back -> number of lost steps; 0: the next one."""
+    began: float = 0.0
+    """Wall-clock time of the first claim."""
+
+    @property
+    def seconds(self) -> float:
+        """The length."""
+        return self.intervals[-1].end if self.intervals else 0.0
+
+
+def fold(
+    records: Sequence[Record],
+    *,
+    events: Mapping[int, Events],
+    supervisor_events: Mapping[int, Events],
+    lines: Mapping[int, Sequence[MetricsLine]],
+    is_alive: bool,
+) -> RunTimeline:
+    """Returns the timeline of a run.
+
+    Args:
+      records: the run log, without late records (`run_log.in_force`).
+      events: events of host 0's worker, by attempt.
+      supervisor_events: events of supervisors on host 0's machine, by attempt.
+      lines: metrics by attempt.
+      is_alive: whether the owner of the newest attempt is alive.
+    """
+    claims = [record for record in records if isinstance(record.body, Claim)]
+    lost_to = lost_steps(records, [line for own in lines.values() for line in own], is_alive)
+    axis = _Axis()
+    intervals: list[Interval] = []
+    attempts: list[AttemptTime] = []
+    for index, claim in enumerate(claims):
+        number = claim.attempt
+        source = _Source(claim, _timed(events, number), _timed(supervisor_events, number))
+        bound = _next_event(claims[index:], events, supervisor_events)
+        own = [record for record in records if record.attempt == number]
+        is_running = is_alive and index == len(claims) - 1
+        placed = axis.place(source, own, lines.get(number, ()), lost_to, bound=bound)
+        summary = _attempt(claim, own, placed, attempts, is_running=is_running)
+        if attempts:
+            before = attempts[-1]
+            gap = Interval(Activity.DOWN, before.ended, summary.claimed, before.attempt)
+            intervals.append(replace(gap, cause=before.cause))
+        intervals += placed.intervals
+        attempts.append(summary)
+    counts: dict[int, int] = {}
+    for to in lost_to.values():
+        counts[to] = counts.get(to, 0) + 1
+    began = claims[0].time if claims else 0.0
+    return RunTimeline(tuple(merged(intervals)), tuple(attempts), counts, began)
+
+
+def lost_steps(
+    records: Sequence[Record], lines: Sequence[MetricsLine], is_alive: bool
+) -> dict[tuple[int, int], int]:
+    """Returns segment and step of each lost step, and the start record that went back behind it.
+
+    A run that has no live owner goes on at its newest committed step: 0 stands for that start.
+    """
+    starts = [record for record in records if isinstance(record.body, Start)]
+    committed = run_log.fold(records).step
+    of_segment: dict[int, list[int]] = {}
+    for line in lines:
+        of_segment.setdefault(line.seq, []).append(line.step)
+    lost: dict[tuple[int, int], int] = {}
+    later: list[tuple[int, int]] = []
+    """Number and step of later starts, newest first, but for those that an earlier one covers."""
+    for record in reversed(starts):
+        for step in of_segment.get(record.seq, ()):
+            to = next((seq for seq, back in reversed(later) if back < step), None)
+            if to is None and not is_alive and step > committed:
+                to = 0
+            if to is not None:
+                lost[record.seq, step] = to
+        own = start_of(record).step
+        later = [(seq, back) for seq, back in later if back < own] + [(record.seq, own)]
+    return lost
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is known of the times of an attempt."""
+
+    claim: Record
+    events: Events
+    supervisor: Events
+
+    @property
+    def all(self) -> list[Mapping[str, Any]]:
+        """All events, in order."""
+        return sorted([*self.events, *self.supervisor], key=lambda event: event["monotonic"])
+
+
+@dataclass(frozen=True)
+class _Placed:
+    claimed: float
+    ended: float
+    end_wall: float
+    intervals: Sequence[Interval]
+    training_starts: Sequence[float]
+
+
+def _timed(events: Mapping[int, Events], attempt: int) -> Events:
+    return [e for e in events.get(attempt, ()) if "monotonic" in e and "time" in e]
+
+
+def _next_event(
+    claims: Sequence[Record], events: Mapping[int, Events], supervisor: Mapping[int, Events]
+) -> float:
+    """Returns the monotonic time of the first event after an attempt, on the same boot; else inf.
+
+    `claims` begins with that of the attempt.
+    """
+    boot = _claim_of(claims[0]).boot_id
+    for claim in claims[1:]:
+        if _claim_of(claim).boot_id != boot:
+            break
+        own = [*_timed(events, claim.attempt), *_timed(supervisor, claim.attempt)]
+        if own:
+            return min(event["monotonic"] for event in own)
+    return math.inf
+
+
+def _claim_of(record: Record) -> Claim:
+    assert isinstance(record.body, Claim), record
+    return record.body
+
+
+@dataclass
+class _Axis:
+    """The end of what is placed so far, and how the present boot's clock lies to the axis."""
+
+    end: float = 0.0
+    end_wall: float | None = None
+    boot: str = ""
+    offset: float | None = None
+    """Seconds of the axis minus those of the monotonic clock; None: unknown."""
+
+    def place(
+        self,
+        source: _Source,
+        records: Sequence[Record],
+        lines: Sequence[MetricsLine],
+        lost_to: Mapping[tuple[int, int], int],
+        *,
+        bound: float,
+    ) -> _Placed:
+        """Places an attempt after the end of the former one, and moves the end.
+
+        `bound`: a monotonic time; nothing of the attempt is later.
+        """
+        number, events = source.claim.attempt, source.all
+        claimed = self._claim(source)
+        latest = math.inf if self.offset is None else max(self.end, bound + self.offset)
+        claimed = min(claimed, latest)
+        stop = next((r for r in records if isinstance(r.body, AttemptEnded)), None)
+        if self.offset is None or not events:
+            times = [r.time for r in records if not isinstance(r.body, SupervisorEnded)]
+            wall = max(times) if stop is None else stop.time
+            ended = min(claimed + max(0.0, wall - source.claim.time), latest)
+            intervals = [Interval(Activity.UNKNOWN, claimed, ended, number)]
+            return self._moved(_Placed(claimed, ended, wall, intervals, ()))
+        seen = source.events or events  # A supervisor's are no sign of training.
+        timeline = attempt_timeline.fold(number, seen, lines, lost_to=lost_to)
+        shifted = [_shifted(i, self.offset, claimed, latest) for i in timeline.intervals]
+        first = min(seen[0]["monotonic"] + self.offset, latest)
+        intervals = [Interval(Activity.START_UP, claimed, first, number), *shifted]
+        ended = max([claimed, *(i.end for i in intervals)])
+        before = [e for e in events if e.get("event") not in AFTER_THE_END]
+        after = [e["monotonic"] for e in events if e.get("event") in AFTER_THE_END]
+        latest = max(ended, min([latest, *(at + self.offset for at in after[:1])]))
+        last = (before or events)[-1]
+        wall = last["time"] + (ended - self.offset - last["monotonic"])
+        if stop is not None:
+            at = min(max(ended, ended + stop.time - wall), latest)
+            activity = Activity.START_UP if timeline.has_ended else Activity.DETECTION
+            cause = exit_row(stop.body.exit).name if isinstance(stop.body, AttemptEnded) else ""
+            intervals.append(Interval(activity, ended, at, number, cause=cause))
+            ended, wall = at, stop.time
+        starts = [at + self.offset for at in timeline.training_starts]
+        return self._moved(_Placed(claimed, ended, wall, merged(intervals), starts))
+
+    def _claim(self, source: _Source) -> float:
+        """Returns when the attempt was claimed, and takes over the clock of its machine."""
+        boot, events = _claim_of(source.claim).boot_id, source.all
+        gap = 0.0 if self.end_wall is None else max(0.0, source.claim.time - self.end_wall)
+        if self.boot != boot:
+            self.boot, self.offset = boot, None
+        if not events:
+            return self.end + gap
+        first = events[0]
+        to_first = max(0.0, first["time"] - source.claim.time)
+        if self.offset is None:
+            self.offset = self.end + gap + to_first - first["monotonic"]
+            return self.end + gap
+        return max(self.end, first["monotonic"] + self.offset - to_first)
+
+    def _moved(self, placed: _Placed) -> _Placed:
+        self.end, self.end_wall = placed.ended, placed.end_wall
+        return placed
+
+
+def _shifted(interval: Interval, offset: float, earliest: float, latest: float) -> Interval:
+    start, end = interval.start + offset, interval.end + offset
+    start, end = (min(max(at, earliest), latest) for at in (start, end))
+    return replace(interval, start=start, end=end)
+
+
+def _attempt(
+    claim: Record,
+    records: Sequence[Record],
+    placed: _Placed,
+    before: Sequence[AttemptTime],
+    *,
+    is_running: bool,
+) -> AttemptTime:
+    num_hosts = _claim_of(claim).num_hosts
+    stop = next((r.body for r in records if isinstance(r.body, AttemptEnded)), None)
+    starts = [record for record in records if isinstance(record.body, Start)]
+    devices = [d for record in starts if (d := start_of(record).devices) is not None]
+    known = before[-1].num_devices if before else None
+    begins = [*placed.training_starts, *[None] * len(starts)]
+    unrecorded = RUNNING if is_running else KILLED
+    return AttemptTime(
+        attempt=claim.attempt,
+        claimed=placed.claimed,
+        ended=placed.ended,
+        cause=unrecorded if stop is None else exit_row(stop.exit).name,
+        reason="" if stop is None else stop.reason,
+        culprit=stop.culprit if stop is not None and num_hosts > 1 else None,
+        time=placed.end_wall,
+        num_hosts=num_hosts,
+        num_devices=sum(devices[-1]) if devices else known,
+        starts=tuple((r.seq, at) for r, at in zip(starts, begins, strict=False)),
+    )

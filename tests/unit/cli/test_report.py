@@ -1,0 +1,73 @@
+"""`jaxres report`: the text and the JSON of a hand-written run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import report
+from jaxres.goodput import summary
+from jaxres.runlog.paths import RunDir
+from tests.unit.goodput.simulated_run import SimulatedRun
+from tests.unit.goodput.test_run_timeline import fold
+
+
+@pytest.fixture
+def crashed() -> SimulatedRun:
+    run = SimulatedRun()
+    seq = run.begin(("import", 1.0), ("compile", 2.0))
+    for _ in range(4):
+        run.train(seq, 1.0)
+        if run.step == 2:
+            run.save(0.0)
+    run.now += 3.0
+    run.record_crash(80)
+    run.now += 3600.0
+    seq = run.begin(("restore", 1.0))
+    run.train(seq, 1.0)
+    run.train(seq, 1.0)
+    run.save(0.0)
+    run.end(0, detection_seconds=0.0)
+    return run
+
+
+def test_the_text_has_each_class_and_what_each_incident_has_cost(crashed: SimulatedRun):
+    found = summary.summarize(fold(crashed), dollars_per_host_hour=3600.0)
+    text = report.as_text(RunDir(Path("runs/x")), found)
+    assert text.startswith("runs/x: 2 attempts, 1 incident; 1:00:15 since ")
+    assert "  productive             4.0 s    0.1 %\n" in text
+    assert "  down               3,600.0 s   99.6 %\n" in text
+    assert "not recorded yet, so in other classes: capacity wait and vm boot\n" in text
+    assert "money: $4.00 useful, $11.00 not, while attempts ran\n" in text
+    assert text.endswith(
+        "after 0:00:11: attempt 1 HUNG: 1:00:07, 0.008 device hours, $7.00\n"
+        "    2 steps lost 2.0 s, detection 3.0 s, down 3600.0 s, start up 1.0 s, compile 0.0 s, "
+        "restore 1.0 s\n    why\n"
+    )
+
+
+def test_the_command_reads_a_run_directory(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_dir = RunDir(tmp_path)
+    run_dir.log.mkdir()
+    for record in crashed.records:
+        (run_dir.log / f"{record.seq:08d}.json").write_bytes(record.encode())
+    for attempt, events in crashed.events.items():
+        run_dir.attempt(attempt).mkdir(parents=True)
+        files = {
+            run_dir.events(attempt, 0): events,
+            run_dir.host_supervisor_events(attempt, 0): crashed.supervisor_events[attempt],
+            run_dir.metrics(attempt): [line.fields() for line in crashed.lines[attempt]],
+        }
+        for path, rows in files.items():
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert checkpoints_cli.main(["report", str(tmp_path), "--json"], usage="usage: x") == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = summary.summarize(fold(crashed))
+    assert found["by_activity"] == pytest.approx(dict(wanted.by_activity))
+    assert found["dollars"] is None, "no config, so no price"
+    assert sum(i["end"] - i["start"] for i in found["intervals"]) == pytest.approx(wanted.seconds)
