@@ -51,6 +51,10 @@ from jaxres.train.stop_requests import StopRequests, worker_signals
 NAME_PREFIX = "jaxres-host"
 """Beginning of a worker's process name; the host's number follows."""
 
+SWITCH_SECONDS = 0.0005
+"""Longest time for which a thread of a save, or one that reads rows, keeps the interpreter from
+the thread that trains; Python's own is 0.005 s, for each of them (ADR 47)."""
+
 
 def run_worker(
     config: RunConfig,
@@ -184,6 +188,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     options = options_of(arguments)
     kill_me_with_parent(options.parent)
     name_process(process_name(options.host))
+    sys.setswitchinterval(SWITCH_SECONDS)
     run_dir = RunDir(options.run_dir)
     member = HostRank(options.host, options.num_hosts, options.coordinator)
     terminal = None if member.is_alone else _redirect_output(run_dir, options.attempt, member)

@@ -52,6 +52,7 @@ from jaxres.runlog.run_log import Claim, Commit, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
+from jaxres.train.worker import SWITCH_SECONDS
 
 TIMEOUT_SECONDS = 600.0
 VOCAB = 32_000
@@ -233,6 +234,7 @@ def main() -> int:
     options = parser.parse_args()
     if not os.environ.keys() >= WORKER_VARIABLES.keys():  # The C library reads them at a start.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**WORKER_VARIABLES, **os.environ})
+    sys.setswitchinterval(SWITCH_SECONDS)
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
