@@ -135,6 +135,11 @@ class GceSection(Section):
     """First of 1000 ports for the rendezvous of the hosts; each attempt uses the next one."""
     max_run_hours: PositiveFloat = free(168.0)
     """Age at which a VM deletes itself, whether or not a launcher is alive."""
+    idle_minutes: PositiveFloat | None = free(60.0)
+    """Time after which a VM without training and without a launcher powers itself off; null: never.
+
+    It then costs its disk only, and the next `up`, `stop` or `down` deletes it. A launcher that
+    waits for capacity or for other VMs is active: its VMs stay."""
     ready_minutes: PositiveFloat = free(15.0)
     """Longest time from the creation of a VM to the first heartbeat of its agent."""
     repair_minutes: PositiveFloat = free(10.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -154,8 +155,9 @@ class Controller:
             self.console(f"{service} answers again")
         elif not answers and service not in self._unavailable:
             self._unavailable.add(service)
+            cause = re.sub(r"; rerun the same command[^.;)]*", "", error)  # This launcher retries.
             self.console(
-                f"{service} does not answer; training continues, no VM counts as lost ({error})"
+                f"{service} does not answer; training continues, no VM counts as lost ({cause})"
             )
 
     @contextlib.contextmanager

@@ -379,7 +379,8 @@ _NO_CREDENTIALS = (
 def create_failed(error: Any) -> CreateFailed:
     """Returns the meaning of an error response of the API."""
     reasons = [d.get("reason", "") for d in error.errors if isinstance(d, dict)]
-    return classify([r for r in reasons if r], error.message or str(error), error.code)
+    message = _without_request(error.message or str(error))
+    return classify([r for r in reasons if r], message, error.code)
 
 
 def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
@@ -387,8 +388,18 @@ def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
 
 
 def _brief(error: Exception) -> str:
-    text = re.sub(r"\?[^\s:]*", "", str(error).partition("\n")[0])  # Without the query.
+    text = _without_request(str(error).partition("\n")[0])
     return f"{type(error).__name__}: {text[:200]}"
+
+
+def _without_request(text: str) -> str:
+    """Returns an error message of the client without the method and the URL of the request.
+
+    >>> _without_request("503 POST https://a.b:1/v1/p?requestId=1&x=2: Backend Error")
+    '503 Backend Error'
+    """
+    text = re.sub(r"\b(?:GET|POST|PUT|PATCH|DELETE) https?://\S*?: ", "", text)
+    return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # Others without their query.
 
 
 def _library() -> Any:
@@ -446,6 +457,14 @@ FORBIDDEN = {"FORBIDDEN", "PERMISSIONS_ERROR", "ACCESSNOTCONFIGURED", "SERVICE_D
 NOT_YET = {"RESOURCENOTREADY", "RESOURCE_NOT_READY"}
 """A status 400 that is temporary: a resource in the request is still being created or changed."""
 MIN_COUNT = "VM_MIN_COUNT_NOT_REACHED"
+RESERVATION_FULL = (
+    "does not have available resources for the request",
+    "does not have sufficient capacity for the requested resources",
+    "does not currently have sufficient capacity for the requested resources",
+)
+"""Messages of CONDITION_NOT_MET, in lower case (source: autoscaler of Kubernetes)."""
+RESERVATION_NOT_READY = "it requires reservation to be in ready state"
+"""The same: the reservation is still being created or changed."""
 
 
 def classify(codes: Iterable[str], message: str, status: int | None) -> CreateFailed:
@@ -470,11 +489,11 @@ def _kind(codes: set[str], message: str, status: int | None) -> CreateErrorKind:
         return "denied"
     if "preempt" in message and "UNSUPPORTED_OPERATION" in codes:
         return "preempted"
-    if codes & STOCKOUT or codes == {MIN_COUNT}:
+    if codes & STOCKOUT or codes == {MIN_COUNT} or any(t in message for t in RESERVATION_FULL):
         return "stockout"
     if _names_no_machine_type(message):
         return "wrong_zone"
-    if codes & NOT_YET:
+    if codes & NOT_YET or RESERVATION_NOT_READY in message:
         return "passing"
     if status is not None and 400 <= status < 500 and status != 408:
         return "refused"

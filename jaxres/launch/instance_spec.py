@@ -31,6 +31,8 @@ from jaxres.storage.path import GcsPath
 
 NOTICE = "jaxres-notice-seconds"
 """Metadata key of a VM: seconds until it is stopped once `preempted` has turned TRUE."""
+POWER_OFF = "power_off"
+"""File that the agent of a VM writes; the VM is powered off when the agent has ended."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MODELS = {
     SpotOption: "SPOT",
@@ -279,9 +281,15 @@ if [ "\${1:-}" = check ]; then
   exec @COMMAND@ -c '@CHECK@'
 fi
 exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
-  --folder "$base" --notice-seconds $notice
+  --folder "$base" --notice-seconds $notice@IDLE@
 AGENT
 chmod +x "$base/agent"
+cat > "$base/stopped" <<STOPPED
+#!/bin/bash
+if rm "$base/@POWER_OFF@" 2> /dev/null; then exec poweroff; fi
+STOPPED
+chmod +x "$base/stopped"
+rm -f "$base/@POWER_OFF@"
 @PREPARE@
 begin python
 logged "$base/agent" check
@@ -291,9 +299,11 @@ if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
   systemd-run --unit=jaxres-agent --collect \
     -p Restart=always -p RestartSec=1 -p TimeoutStopSec=25 -p LimitNOFILE=65536 \
     -p After=network-online.target -p Wants=network-online.target \
+    -p ExecStopPost="$base/stopped" \
     --setenv=HOME="${HOME:-/root}" "$base/agent"
 else
-  (while true; do "$base/agent" || true; sleep 1; done) < /dev/null &
+  (until [ -e "$base/@POWER_OFF@" ]; do "$base/agent" || true; sleep 1; done
+  "$base/stopped") < /dev/null &
 fi
 report started
 log "the agent of $name runs"
@@ -343,7 +353,7 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
       code: the packed code.
       digest: digest of the packed code.
     """
-    runtime = gce.runtime
+    runtime, idle = gce.runtime, gce.idle_minutes
     exports = [f"export {n}={_heredoc_quote(v)}" for n, v in sorted(gce.env.items())]
     if isinstance(runtime, ContainerRuntime):
         image = shlex.quote(runtime.image)
@@ -374,6 +384,8 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
         "@DIGEST@": digest,
         "@WORK@": WORK,
         "@NOTICE@": NOTICE,
+        "@IDLE@": "" if idle is None else f" --max-idle-seconds {60 * idle:g}",
+        "@POWER_OFF@": POWER_OFF,
         "@CODE@": CODE,
         "@EXPORTS@": "\n".join(exports),
         "@COMMAND@": command,

@@ -31,6 +31,7 @@ MOST_VALUE_BYTES, MOST_METADATA_BYTES = 256 * 1024, 512 * 1024
 RUN_SECONDS = (30, 120 * 86400)
 FLEX_SECONDS = 7 * 86400
 NOTICES = (0, 120)
+RESERVATION_KEY = "compute.googleapis.com/reservation-name"
 
 
 def check_request_id(text: str | None) -> None:
@@ -105,6 +106,7 @@ def check_instance(
     _check_disks(wanted, shape, project, catalog, field)
     _check_networks(wanted, zone, catalog, field)
     _check_scheduling(wanted, shape, field)
+    _check_reservation(wanted, zone, shape, catalog, field)
     return shape
 
 
@@ -173,6 +175,33 @@ def model_of(wanted: dict[str, Any]) -> str:
     scheduling = wanted.get("scheduling", {})
     word = scheduling.get("provisioningModel")
     return word or (SPOT if scheduling.get("preemptible") else STANDARD)
+
+
+def reservation_of(wanted: dict[str, Any]) -> str:
+    """Returns the name of the specific reservation; empty: none."""
+    affinity = wanted.get("reservationAffinity", {})
+    if affinity.get("consumeReservationType") != "SPECIFIC_RESERVATION":
+        return ""
+    return affinity.get("values", [""])[0]
+
+
+def _check_reservation(
+    wanted: dict[str, Any], zone: str, shape: Shape, catalog: Catalog, field: str
+) -> None:
+    affinity = wanted.get("reservationAffinity", {})
+    if not (name := reservation_of(wanted)):
+        return
+    if affinity.get("key") != RESERVATION_KEY or len(affinity["values"]) != 1:
+        why = f"The key must be {RESERVATION_KEY}, with one value."  # Words not known.
+        raise invalid(f"{field}.reservationAffinity", affinity.get("key", ""), why)
+    found = catalog.reservations.get((zone, name))
+    if found is None:
+        raise invalid(
+            f"{field}.reservationAffinity", name, f"Specified reservation {name} does not exist."
+        )
+    if found.machine != shape.name:
+        why = "No available resources in specified reservations."
+        raise invalid(f"{field}.reservationAffinity", name, why)
 
 
 def seconds_of(duration: dict[str, Any] | None) -> float:

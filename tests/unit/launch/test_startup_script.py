@@ -97,9 +97,9 @@ def test_special_characters_reach_the_agent_unchanged(kind: str, tmp_path: Path)
     assert words[0] == f"{base}/package/work"
     assert env["PYTHONPATH"] == f"{base}/package/code:{base}/package/work"
     at = words.index("jaxres.launch")
-    assert words[at : at + 10] == [
+    assert words[at : at + 12] == [
         *("jaxres.launch", "agent", "--run", str(RUN), "--name", "jx-0000", "--folder", base),
-        *("--notice-seconds", "120"),
+        *("--notice-seconds", "120", "--max-idle-seconds", "3600"),
     ]
     if kind == "container":
         assert "-e=A=$B `c`" in words
