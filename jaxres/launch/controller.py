@@ -465,7 +465,8 @@ def new_state(
 ) -> DesiredState:
     """Returns the desired state of a new job, or of one that is started again after an end.
 
-    Counters continue: names and attempts are never used twice, and costs are kept.
+    Counters continue: names and attempts are never used twice, and costs are kept. So is the time
+    since which the quota of the last VM may be free.
 
     Args:
       run: label of the VMs.
@@ -488,6 +489,7 @@ def new_state(
         placement=after.placement,
         next_name=after.next_name,
         attempt=after.attempt,
+        freed_at=after.freed_at,
         spent_dollars=after.spent_dollars,
         vm_seconds=after.vm_seconds,
     )

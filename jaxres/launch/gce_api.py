@@ -12,6 +12,7 @@ all codes together decide.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -75,6 +76,7 @@ class Compute:
         self._notice: NoticeSupport = "requested"
         self._with_notice: set[str] = set()
         """Operations whose VMs were requested with a preemption notice."""
+        self._template_metadata: dict[str, str] | None = None
         self._console: Callable[[str], None] = lambda _: None
         self.client("InstancesClient")
 
@@ -153,6 +155,7 @@ class Compute:
 
         zone = vms[0].zone
         machine = machine.without_notice(self._notice != "requested")
+        machine = replace(machine, template_metadata=self._metadata_of_template())
         try:
             operation = self._create(creation, zone, machine)
         except GoogleAPICallError as error:
@@ -173,6 +176,26 @@ class Compute:
         if machine.notice_seconds:
             self._with_notice |= set(operation.split(","))
         return operation
+
+    def _metadata_of_template(self) -> dict[str, str]:
+        """Returns the metadata of the template, read once; empty: there is none.
+
+        Raises:
+          ApiUnavailable: the service does not answer.
+        """
+        from google.api_core.exceptions import NotFound
+
+        if self._template_metadata is None and self._gce.template is not None:
+            client = self.client("InstanceTemplatesClient")
+            name = self._gce.template.rpartition("/")[2]
+            key = {"project": self.project, "instance_template": name}
+            with contextlib.suppress(NotFound):  # The creation is refused with the reason.
+                found = self._safe_call(
+                    lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS)
+                )
+                items = found.properties.metadata.items
+                self._template_metadata = {item.key: item.value for item in items}
+        return self._template_metadata or {}
 
     def _omit_notice(self, support: NoticeSupport) -> None:
         self._notice = support

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -34,12 +34,7 @@ NOTICE = "jaxres-notice-seconds"
 POWER_OFF = "power_off"
 """File that the agent of a VM writes; the VM is powered off when the agent has ended."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-MODELS = {
-    SpotOption: "SPOT",
-    FlexStartOption: "FLEX_START",
-    ReservationOption: "RESERVATION_BOUND",
-    StandardOption: "STANDARD",
-}
+MODELS = {SpotOption: "SPOT", FlexStartOption: "FLEX_START", StandardOption: "STANDARD"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,8 @@ class Machine:
     metadata: Mapping[str, str]
     has_notice: bool = True
     """Whether a preemption notice is requested, if the capacity option has one."""
+    template_metadata: Mapping[str, str] = field(default_factory=dict)
+    """Metadata of the template, which a request would replace as a whole (JSON merge patch)."""
 
     def without_notice(self, is_refused: bool) -> Machine:
         """Returns the machine without a preemption notice if the API refuses it."""
@@ -82,27 +79,34 @@ class Machine:
             "name": name,
             "machine_type": f"zones/{zone}/machineTypes/{self.option.machine_type}",
             "params": {"request_valid_for_duration": {"seconds": 60 * self.option.wait_minutes}},
-            **self.properties(disk_types=f"zones/{zone}/diskTypes/"),
+            **self.properties(
+                disk_types=f"zones/{zone}/diskTypes/",
+                policies=f"regions/{region_of(zone)}/resourcePolicies/",
+            ),
         }
 
     def _template(self) -> dict[str, str]:
         template = self.gce.template
         return {} if template is None else {"source_instance_template": template}
 
-    def properties(self, *, disk_types: str = "") -> dict[str, Any]:
+    def properties(self, *, disk_types: str = "", policies: str = "") -> dict[str, Any]:
         """Returns the fields that both kinds of requests share.
 
-        `disk_types` is the prefix of a disk type's path.
+        `disk_types` and `policies` are the prefixes of the paths of disk types and policies.
         """
         gce = self.gce
-        metadata = dict(self.metadata)
+        metadata = {**self.template_metadata, **gce.metadata, **self.metadata}
         if self.notice_seconds:
             metadata[NOTICE] = str(self.notice_seconds)
         found: dict[str, Any] = {
-            "labels": dict(self.labels),
+            "labels": self._all_labels(),
             "metadata": {"items": [{"key": k, "value": v} for k, v in metadata.items()]},
             "scheduling": self.scheduling(),
         }
+        if gce.tags:
+            found["tags"] = {"items": [*gce.tags]}
+        if gce.resource_policies:
+            found["resource_policies"] = [policies + name for name in gce.resource_policies]
         if gce.image is not None:
             found["disks"] = [self._disk(gce.image, disk_types)]
         if gce.subnetworks or gce.template is None:
@@ -116,17 +120,24 @@ class Machine:
                 "key": "compute.googleapis.com/reservation-name",
                 "values": [self.option.reservation],
             }
+        if isinstance(self.option, FlexStartOption):
+            found["reservation_affinity"] = {"consume_reservation_type": "NO_RESERVATION"}
         return found
+
+    def _all_labels(self) -> dict[str, str]:
+        return {**self.gce.labels, **self.labels}
 
     def scheduling(self) -> dict[str, Any]:
         """Returns the scheduling fields; a VM deletes itself after launch.gce.max_run_hours."""
         seconds = int(3600 * self.gce.max_run_hours)
         found: dict[str, Any] = {
-            "provisioning_model": MODELS[type(self.option)],
+            "provisioning_model": _model(self.option),
             "automatic_restart": False,
             "instance_termination_action": "DELETE",
             "max_run_duration": {"seconds": seconds},
         }
+        if (timeout := self.gce.host_error_timeout_seconds) is not None:
+            found["host_error_timeout_seconds"] = timeout
         is_spot = isinstance(self.option, SpotOption)
         if is_spot or shape_of(self.option.machine_type) is not None:
             found["on_host_maintenance"] = "TERMINATE"
@@ -138,6 +149,7 @@ class Machine:
 
     def _disk(self, image: str, disk_types: str) -> dict[str, Any]:
         initial: dict[str, Any] = {"source_image": image, "disk_size_gb": self.gce.disk_gb}
+        initial["labels"] = self._all_labels()
         if self.gce.disk_type is not None:
             initial["disk_type"] = disk_types + self.gce.disk_type
         return {"boot": True, "auto_delete": True, "initialize_params": initial}
@@ -149,6 +161,13 @@ class Machine:
         names = [name.replace("{region}", region) for name in self.gce.subnetworks]
         full = [n if "/" in n else f"regions/{region}/subnetworks/{n}" for n in names]
         return [{"subnetwork": name} for name in full]
+
+
+def _model(option: CapacityOption) -> str:
+    """Returns the provisioning model of a capacity option."""
+    if isinstance(option, ReservationOption):
+        return option.provisioning_model.upper()
+    return MODELS[type(option)]
 
 
 def upload(data: bytes, folder: GcsPath, suffix: str) -> str:

@@ -166,6 +166,8 @@ class Catalog:
     shared_subnetworks: set[tuple[str, str, str]] = field(default_factory=set)
     """Those of a Shared VPC: host project, region and name."""
     templates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    policies: set[tuple[str, str]] = field(default_factory=set)
+    """Resource policies: region and name."""
     reservations: dict[tuple[str, str], Reservation] = field(default_factory=dict)
     """By zone and name."""
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)

@@ -52,6 +52,7 @@ ACTIONS = (
     "add_image",
     "add_subnetwork",
     "add_template",
+    "add_policy",
     "fail_metadata",
     "remove_machine",
     "state",
@@ -378,6 +379,11 @@ class GceEmulator:
                 self.catalog.shared_subnetworks.add((host_project, region, name))
             else:
                 self.catalog.subnetworks.add((region, name))
+
+    def add_policy(self, region: str, name: str) -> None:
+        """Adds a resource policy."""
+        with self.scheduler.changed:
+            self.catalog.policies.add((region, name))
 
     def add_template(self, name: str, properties: dict[str, Any]) -> None:
         """Adds an instance template; its properties are as JSON has them."""

@@ -95,7 +95,7 @@ class Vm:
         if self.is_blocked or self.status == TERMINATED:
             return {}
         used: dict[str, float] = {"CPUS": self.shape.cpus, "INSTANCES": 1}
-        if metric := metric_of(self.shape, self.model):
+        if (metric := metric_of(self.shape, self.model)) and not self.reservation:
             used[metric] = self.shape.gpus
         return used
 

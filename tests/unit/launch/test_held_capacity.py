@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, PendingCreate
 from jaxres.launch.held_capacity import FREE_SECONDS, MAX_HOLD_SECONDS
 from jaxres.launch.observed_state import CreateFailed
@@ -74,6 +75,14 @@ def test_only_vms_that_exist_or_have_just_been_deleted_count(
     names = {vm.name for vm in deleting} & set(NAMES)
     found = refused(desired, kind, settings, vms=listed(NAMES[0], *names))
     assert [c.error for c in found.backoffs] == ["not_freed" if is_held else kind]
+
+
+def test_an_up_right_after_a_down_counts_the_vms_that_were_deleted() -> None:
+    ended = replace(READY, phase="ended", vms=(), deleting=(), freed_at=NOW - 5)
+    new = new_state("jx", "code", "config", now=NOW, after=ended)
+    asked = next_state(new, observed(vms={}, reports={}), QUOTA)
+    found = refused(asked, "quota", QUOTA, vms={}, reports={})
+    assert [c.error for c in found.backoffs] == ["not_freed"]
 
 
 def test_a_vm_outside_the_desired_state_counts() -> None:
