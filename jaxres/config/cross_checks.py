@@ -420,6 +420,10 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
                 "is missing, and launch.max_dollars can't be enforced without it",
                 others=("launch.max_dollars",),
             )
+    for key, names in (("labels", gce.labels), ("metadata", gce.metadata)):
+        for name in names:
+            if name.startswith("jaxres-") or (key, name) == ("metadata", "startup-script"):
+                yield Problem(f"launch.gce.{key}", f"{name} is set by jaxres itself; rename it")
     regions = {region_of(zone) for option in gce.capacity_options for zone in option.zones}
     named = [subnet for subnet in gce.subnetworks if "regions/" in subnet]
     fixed = [subnet for subnet in named if "{region}" not in subnet]

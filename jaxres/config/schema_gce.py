@@ -11,6 +11,11 @@ from jaxres.config.base import PositiveFloat, Section, free
 
 Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 
+LabelKey = Annotated[str, Field(pattern=r"^[a-z][-_a-z0-9]{0,62}$")]
+LabelValue = Annotated[str, Field(pattern=r"^[-_a-z0-9]{0,63}$")]
+Tag = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+MetadataKey = Annotated[str, Field(pattern=r"^[-_a-zA-Z0-9]{1,128}$")]
+PolicyName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -49,9 +54,14 @@ class ReservationOption(CommonOptionFields):
     """Capacity option: VMs of a reservation."""
 
     kind: Literal["reservation"] = "reservation"
-    """VMs of a reservation (provisioning model RESERVATION_BOUND)."""
+    """VMs of a reservation of your project."""
     reservation: str = free(...)
     """Name of the reservation."""
+    provisioning_model: Literal["reservation_bound", "standard"] = free("reservation_bound")
+    """Provisioning model: `standard` for an ordinary reservation that you have created yourself.
+
+    `reservation_bound` is for blocks that Google delivers for a fixed time: future reservations in
+    calendar mode, dense deployments."""
 
 
 class StandardOption(CommonOptionFields):
@@ -119,6 +129,26 @@ class GceSection(Section):
     template's."""
     service_account: str | None = free(None)
     """Service account of the VMs; null: the project's default account, or the template's."""
+    labels: dict[LabelKey, LabelValue] = free({})
+    """Further labels of the VMs and their boot disks, such as those of a cost report.
+
+    Keys that begin with jaxres- are jaxres' own. Disks of a template keep the template's labels."""
+    tags: tuple[Tag, ...] = free(())
+    """Network tags of the VMs, by which firewall rules select them; empty: the template's."""
+    metadata: dict[MetadataKey, str] = free({})
+    """Further metadata of the VMs, such as enable-oslogin: "TRUE"; never secrets.
+
+    Metadata of the template is kept, unless a key here or one of jaxres' own has the same name."""
+    resource_policies: tuple[PolicyName, ...] = free(())
+    """Names of resource policies in the VMs' region, such as a compact placement policy.
+
+    A reservation with a policy needs the same one. Empty: the template's."""
+    host_error_timeout_seconds: Annotated[int, Field(ge=90, le=330, multiple_of=30)] | None = free(
+        None
+    )
+    """Time after which Compute Engine ends a VM whose host does not respond; null: its default.
+
+    90 to 330, in steps of 30. Until then the VM keeps its quota and its place in a reservation."""
     runtime: Runtime = PythonRuntime()
     """Software environment of the training on a VM."""
     package: Path | None = free(None)
@@ -135,6 +165,11 @@ class GceSection(Section):
     """First of 1000 ports for the rendezvous of the hosts; each attempt uses the next one."""
     max_run_hours: PositiveFloat = free(168.0)
     """Age at which a VM deletes itself, whether or not a launcher is alive."""
+    idle_minutes: PositiveFloat | None = free(60.0)
+    """Time after which a VM without training and without a launcher powers itself off; null: never.
+
+    It then costs its disk only, and the next `up`, `stop` or `down` deletes it. A launcher that
+    waits for capacity or for other VMs is active: its VMs stay."""
     ready_minutes: PositiveFloat = free(15.0)
     """Longest time from the creation of a VM to the first heartbeat of its agent."""
     repair_minutes: PositiveFloat = free(10.0)

@@ -15,6 +15,7 @@ from jaxres.config.schema_gce import CapacityOption
 CreateErrorKind = Literal[
     "stockout",
     "quota",
+    "not_freed",
     "rate_limit",
     "wrong_zone",
     "preempted",
@@ -26,7 +27,8 @@ CreateErrorKind = Literal[
 ]
 """Why VMs were not created.
 
-stockout: no capacity now. quota: the project's limit is reached. rate_limit: too many requests.
+stockout: no capacity now. quota: the project's limit is reached. not_freed: the quota or the
+reservation is used by VMs of this job that are being deleted. rate_limit: too many requests.
 wrong_zone: the zone never has the machine type. preempted: preempted during its creation.
 exists: the name is already used. passing: the service failed or did not answer properly.
 denied: no permission now; before the first attempt of a job has ended this counts as refused.
@@ -79,16 +81,24 @@ def choose(
 ) -> ZoneChoice | float:
     """Returns the first zone that is not skipped, or the time when the first one may be retried.
 
-    NEVER: none can be retried.
+    NEVER: none can be retried. A zone whose capacity is not freed yet is waited for: the next ones
+    are less preferred.
     """
-    until = {(c.option, c.zone): c.until for c in backoffs}
+    known = {(c.option, c.zone): c for c in backoffs}
     retry_times = []
     for site in zone_choices(options):
-        retry_at = until.get((site.option, site.zone), 0.0)
-        if retry_at <= now:
+        backoff = known.get((site.option, site.zone))
+        if backoff is None or backoff.until <= now:
             return site
-        retry_times.append(retry_at)
+        retry_times.append(backoff.until)
+        if backoff.error == "not_freed":
+            break
     return min(retry_times, default=NEVER)
+
+
+def without_quota(backoffs: Sequence[Backoff]) -> tuple[Backoff, ...]:
+    """Returns the backoffs after the deletion of a VM has freed its quota or reservation."""
+    return tuple(c for c in backoffs if c.error not in ("not_freed", "quota"))
 
 
 def with_backoff(
@@ -116,6 +126,7 @@ def with_backoff(
     seconds = {
         "stockout": min(longest, FIRST_COOL_SECONDS * 2.0 ** min(failures - 1, 30)) * spread,
         "quota": QUOTA_COOL_SECONDS * spread,
+        "not_freed": PASSING_COOL_SECONDS * min(failures, 4) * spread,
         "rate_limit": RATE_COOL_SECONDS * spread,
         "wrong_zone": NEVER,
         "preempted": PASSING_COOL_SECONDS * min(failures - 1, 8),

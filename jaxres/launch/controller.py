@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -154,8 +155,9 @@ class Controller:
             self.console(f"{service} answers again")
         elif not answers and service not in self._unavailable:
             self._unavailable.add(service)
+            cause = re.sub(r"; rerun the same command[^.;)]*", "", error)  # This launcher retries.
             self.console(
-                f"{service} does not answer; training continues, no VM counts as lost ({error})"
+                f"{service} does not answer; training continues, no VM counts as lost ({cause})"
             )
 
     @contextlib.contextmanager
@@ -463,7 +465,8 @@ def new_state(
 ) -> DesiredState:
     """Returns the desired state of a new job, or of one that is started again after an end.
 
-    Counters continue: names and attempts are never used twice, and costs are kept.
+    Counters continue: names and attempts are never used twice, and costs are kept. So is the time
+    since which the quota of the last VM may be free.
 
     Args:
       run: label of the VMs.
@@ -486,6 +489,7 @@ def new_state(
         placement=after.placement,
         next_name=after.next_name,
         attempt=after.attempt,
+        freed_at=after.freed_at,
         spent_dollars=after.spent_dollars,
         vm_seconds=after.vm_seconds,
     )

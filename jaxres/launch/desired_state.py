@@ -114,6 +114,8 @@ class DesiredState:
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""
     backoffs: tuple[Backoff, ...] = ()
+    freed_at: float = 0.0
+    """When a VM of the job was last found deleted, in seconds since the epoch; 0: never yet."""
     refill_since: float | None = None
     """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
     unready: int = 0

@@ -305,7 +305,8 @@ def _acquire(
         if first is None:
             first = lease.other_generation
             print_line(
-                f"{lease.other} holds the launcher lease; checking whether it is still active"
+                f"{lease.other} holds the launcher lease; checking for up to "
+                f"{lease.wait_seconds:.0f} s whether it is still active"
             )
         elif lease.other_generation != first and not waits:
             raise Fenced(

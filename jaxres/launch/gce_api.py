@@ -12,6 +12,7 @@ all codes together decide.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -75,6 +76,7 @@ class Compute:
         self._notice: NoticeSupport = "requested"
         self._with_notice: set[str] = set()
         """Operations whose VMs were requested with a preemption notice."""
+        self._template_metadata: dict[str, str] | None = None
         self._console: Callable[[str], None] = lambda _: None
         self.client("InstancesClient")
 
@@ -153,6 +155,7 @@ class Compute:
 
         zone = vms[0].zone
         machine = machine.without_notice(self._notice != "requested")
+        machine = replace(machine, template_metadata=self._metadata_of_template())
         try:
             operation = self._create(creation, zone, machine)
         except GoogleAPICallError as error:
@@ -173,6 +176,26 @@ class Compute:
         if machine.notice_seconds:
             self._with_notice |= set(operation.split(","))
         return operation
+
+    def _metadata_of_template(self) -> dict[str, str]:
+        """Returns the metadata of the template, read once; empty: there is none.
+
+        Raises:
+          ApiUnavailable: the service does not answer.
+        """
+        from google.api_core.exceptions import NotFound
+
+        if self._template_metadata is None and self._gce.template is not None:
+            client = self.client("InstanceTemplatesClient")
+            name = self._gce.template.rpartition("/")[2]
+            key = {"project": self.project, "instance_template": name}
+            with contextlib.suppress(NotFound):  # The creation is refused with the reason.
+                found = self._safe_call(
+                    lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS)
+                )
+                items = found.properties.metadata.items
+                self._template_metadata = {item.key: item.value for item in items}
+        return self._template_metadata or {}
 
     def _omit_notice(self, support: NoticeSupport) -> None:
         self._notice = support
@@ -379,7 +402,8 @@ _NO_CREDENTIALS = (
 def create_failed(error: Any) -> CreateFailed:
     """Returns the meaning of an error response of the API."""
     reasons = [d.get("reason", "") for d in error.errors if isinstance(d, dict)]
-    return classify([r for r in reasons if r], error.message or str(error), error.code)
+    message = _without_request(error.message or str(error))
+    return classify([r for r in reasons if r], message, error.code)
 
 
 def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
@@ -387,8 +411,18 @@ def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
 
 
 def _brief(error: Exception) -> str:
-    text = re.sub(r"\?[^\s:]*", "", str(error).partition("\n")[0])  # Without the query.
+    text = _without_request(str(error).partition("\n")[0])
     return f"{type(error).__name__}: {text[:200]}"
+
+
+def _without_request(text: str) -> str:
+    """Returns an error message of the client without the method and the URL of the request.
+
+    >>> _without_request("503 POST https://a.b:1/v1/p?requestId=1&x=2: Backend Error")
+    '503 Backend Error'
+    """
+    text = re.sub(r"\b(?:GET|POST|PUT|PATCH|DELETE) https?://\S*?: ", "", text)
+    return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", text)  # Others without their query.
 
 
 def _library() -> Any:
@@ -446,6 +480,14 @@ FORBIDDEN = {"FORBIDDEN", "PERMISSIONS_ERROR", "ACCESSNOTCONFIGURED", "SERVICE_D
 NOT_YET = {"RESOURCENOTREADY", "RESOURCE_NOT_READY"}
 """A status 400 that is temporary: a resource in the request is still being created or changed."""
 MIN_COUNT = "VM_MIN_COUNT_NOT_REACHED"
+RESERVATION_FULL = (
+    "does not have available resources for the request",
+    "does not have sufficient capacity for the requested resources",
+    "does not currently have sufficient capacity for the requested resources",
+)
+"""Messages of CONDITION_NOT_MET, in lower case (source: autoscaler of Kubernetes)."""
+RESERVATION_NOT_READY = "it requires reservation to be in ready state"
+"""The same: the reservation is still being created or changed."""
 
 
 def classify(codes: Iterable[str], message: str, status: int | None) -> CreateFailed:
@@ -470,11 +512,11 @@ def _kind(codes: set[str], message: str, status: int | None) -> CreateErrorKind:
         return "denied"
     if "preempt" in message and "UNSUPPORTED_OPERATION" in codes:
         return "preempted"
-    if codes & STOCKOUT or codes == {MIN_COUNT}:
+    if codes & STOCKOUT or codes == {MIN_COUNT} or any(t in message for t in RESERVATION_FULL):
         return "stockout"
     if _names_no_machine_type(message):
         return "wrong_zone"
-    if codes & NOT_YET:
+    if codes & NOT_YET or RESERVATION_NOT_READY in message:
         return "passing"
     if status is not None and 400 <= status < 500 and status != 408:
         return "refused"

@@ -18,7 +18,7 @@ from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
 from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
-from jaxres.launch.lease import Lease
+from jaxres.launch.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import run_log
@@ -98,7 +98,11 @@ def _job_status(
     """Returns the state of the job as the fields of a JSON object, and as lines."""
     gce = config.launch.gce
     assert gce is not None, config
-    holder = Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder()
+    lease = gcs_objects.stat(paths.lease)
+    age = None if lease is None else max(0.0, now - lease.updated)
+    leader, held_by = describe_leader(
+        Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder(), age
+    )
     try:
         step = run_log.fold(run_log.read_records(RunDir(paths.run).log)).step
         committed = f"step {step} of {config.train.steps} is committed"
@@ -117,7 +121,8 @@ def _job_status(
         "attempt": desired.attempt,
         "step": step,
         "steps": config.train.steps,
-        "leader": None if holder is None else holder.holder,
+        "leader": leader,
+        "lease_age_seconds": age,
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
         "deleting": [vm.name for vm in desired.deleting],
@@ -126,13 +131,12 @@ def _job_status(
         "end": desired.end and dataclasses.asdict(desired.end),
         "reason": desired.reason,
     }
-    leader = "no launcher (run `launch gce up` again)" if holder is None else holder.holder
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines = [f"{paths.run}: {desired.phase}, {committed}"]
     if desired.end is not None:
         lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
     if desired.phase != "ended":
-        lines.append(f"  lease held by {leader}")
+        lines.append(f"  lease held by {held_by}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     boots = {
         n: BootReport.of(metadata)
@@ -144,6 +148,23 @@ def _job_status(
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
     return fields, lines
+
+
+def describe_leader(terms: LeaseRecord | None, age: float | None) -> tuple[str | None, str]:
+    """Returns the launcher that leads a job, and a description; None: no launcher does.
+
+    Args:
+      terms: content of the lease; None: there is none, or it was released.
+      age: seconds since the last renewal, by the clocks of the bucket and of this machine.
+    """
+    again = "(run `launch gce up` again)"
+    if terms is None:
+        return None, f"no launcher {again}"
+    if age is None:
+        return terms.holder, terms.holder
+    if age < TAKEOVER_TERMS * terms.seconds:
+        return terms.holder, f"{terms.holder}, renewed {age:.0f} s ago"
+    return None, f"no launcher: {terms.holder} has not renewed it for {age:.0f} s {again}"
 
 
 def _vm_line(
@@ -161,7 +182,8 @@ def _vm_line(
 
 def _backoff_line(backoff: Backoff, gce: GceSection, *, now: float) -> str:
     option = gce.capacity_options[backoff.option]
-    retry = f"retried in {(backoff.until - now) / 60:.0f} min"
+    seconds = backoff.until - now
+    retry = f"retried in {seconds / 60:.0f} min" if seconds > 120 else f"retried in {seconds:.0f} s"
     retry = "not retried" if backoff.until >= NEVER else retry
     return f"  {option.kind} {option.machine_type} in {backoff.zone}: {backoff.error}, {retry}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -31,13 +31,10 @@ from jaxres.storage.path import GcsPath
 
 NOTICE = "jaxres-notice-seconds"
 """Metadata key of a VM: seconds until it is stopped once `preempted` has turned TRUE."""
+POWER_OFF = "power_off"
+"""File that the agent of a VM writes; the VM is powered off when the agent has ended."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
-MODELS = {
-    SpotOption: "SPOT",
-    FlexStartOption: "FLEX_START",
-    ReservationOption: "RESERVATION_BOUND",
-    StandardOption: "STANDARD",
-}
+MODELS = {SpotOption: "SPOT", FlexStartOption: "FLEX_START", StandardOption: "STANDARD"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,8 @@ class Machine:
     metadata: Mapping[str, str]
     has_notice: bool = True
     """Whether a preemption notice is requested, if the capacity option has one."""
+    template_metadata: Mapping[str, str] = field(default_factory=dict)
+    """Metadata of the template, which a request would replace as a whole (JSON merge patch)."""
 
     def without_notice(self, is_refused: bool) -> Machine:
         """Returns the machine without a preemption notice if the API refuses it."""
@@ -80,27 +79,34 @@ class Machine:
             "name": name,
             "machine_type": f"zones/{zone}/machineTypes/{self.option.machine_type}",
             "params": {"request_valid_for_duration": {"seconds": 60 * self.option.wait_minutes}},
-            **self.properties(disk_types=f"zones/{zone}/diskTypes/"),
+            **self.properties(
+                disk_types=f"zones/{zone}/diskTypes/",
+                policies=f"regions/{region_of(zone)}/resourcePolicies/",
+            ),
         }
 
     def _template(self) -> dict[str, str]:
         template = self.gce.template
         return {} if template is None else {"source_instance_template": template}
 
-    def properties(self, *, disk_types: str = "") -> dict[str, Any]:
+    def properties(self, *, disk_types: str = "", policies: str = "") -> dict[str, Any]:
         """Returns the fields that both kinds of requests share.
 
-        `disk_types` is the prefix of a disk type's path.
+        `disk_types` and `policies` are the prefixes of the paths of disk types and policies.
         """
         gce = self.gce
-        metadata = dict(self.metadata)
+        metadata = {**self.template_metadata, **gce.metadata, **self.metadata}
         if self.notice_seconds:
             metadata[NOTICE] = str(self.notice_seconds)
         found: dict[str, Any] = {
-            "labels": dict(self.labels),
+            "labels": self._all_labels(),
             "metadata": {"items": [{"key": k, "value": v} for k, v in metadata.items()]},
             "scheduling": self.scheduling(),
         }
+        if gce.tags:
+            found["tags"] = {"items": [*gce.tags]}
+        if gce.resource_policies:
+            found["resource_policies"] = [policies + name for name in gce.resource_policies]
         if gce.image is not None:
             found["disks"] = [self._disk(gce.image, disk_types)]
         if gce.subnetworks or gce.template is None:
@@ -114,17 +120,24 @@ class Machine:
                 "key": "compute.googleapis.com/reservation-name",
                 "values": [self.option.reservation],
             }
+        if isinstance(self.option, FlexStartOption):
+            found["reservation_affinity"] = {"consume_reservation_type": "NO_RESERVATION"}
         return found
+
+    def _all_labels(self) -> dict[str, str]:
+        return {**self.gce.labels, **self.labels}
 
     def scheduling(self) -> dict[str, Any]:
         """Returns the scheduling fields; a VM deletes itself after launch.gce.max_run_hours."""
         seconds = int(3600 * self.gce.max_run_hours)
         found: dict[str, Any] = {
-            "provisioning_model": MODELS[type(self.option)],
+            "provisioning_model": _model(self.option),
             "automatic_restart": False,
             "instance_termination_action": "DELETE",
             "max_run_duration": {"seconds": seconds},
         }
+        if (timeout := self.gce.host_error_timeout_seconds) is not None:
+            found["host_error_timeout_seconds"] = timeout
         is_spot = isinstance(self.option, SpotOption)
         if is_spot or shape_of(self.option.machine_type) is not None:
             found["on_host_maintenance"] = "TERMINATE"
@@ -136,6 +149,7 @@ class Machine:
 
     def _disk(self, image: str, disk_types: str) -> dict[str, Any]:
         initial: dict[str, Any] = {"source_image": image, "disk_size_gb": self.gce.disk_gb}
+        initial["labels"] = self._all_labels()
         if self.gce.disk_type is not None:
             initial["disk_type"] = disk_types + self.gce.disk_type
         return {"boot": True, "auto_delete": True, "initialize_params": initial}
@@ -147,6 +161,13 @@ class Machine:
         names = [name.replace("{region}", region) for name in self.gce.subnetworks]
         full = [n if "/" in n else f"regions/{region}/subnetworks/{n}" for n in names]
         return [{"subnetwork": name} for name in full]
+
+
+def _model(option: CapacityOption) -> str:
+    """Returns the provisioning model of a capacity option."""
+    if isinstance(option, ReservationOption):
+        return option.provisioning_model.upper()
+    return MODELS[type(option)]
 
 
 def upload(data: bytes, folder: GcsPath, suffix: str) -> str:
@@ -279,9 +300,15 @@ if [ "\${1:-}" = check ]; then
   exec @COMMAND@ -c '@CHECK@'
 fi
 exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
-  --folder "$base" --notice-seconds $notice
+  --folder "$base" --notice-seconds $notice@IDLE@
 AGENT
 chmod +x "$base/agent"
+cat > "$base/stopped" <<STOPPED
+#!/bin/bash
+if rm "$base/@POWER_OFF@" 2> /dev/null; then exec poweroff; fi
+STOPPED
+chmod +x "$base/stopped"
+rm -f "$base/@POWER_OFF@"
 @PREPARE@
 begin python
 logged "$base/agent" check
@@ -291,9 +318,11 @@ if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
   systemd-run --unit=jaxres-agent --collect \
     -p Restart=always -p RestartSec=1 -p TimeoutStopSec=25 -p LimitNOFILE=65536 \
     -p After=network-online.target -p Wants=network-online.target \
+    -p ExecStopPost="$base/stopped" \
     --setenv=HOME="${HOME:-/root}" "$base/agent"
 else
-  (while true; do "$base/agent" || true; sleep 1; done) < /dev/null &
+  (until [ -e "$base/@POWER_OFF@" ]; do "$base/agent" || true; sleep 1; done
+  "$base/stopped") < /dev/null &
 fi
 report started
 log "the agent of $name runs"
@@ -343,7 +372,7 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
       code: the packed code.
       digest: digest of the packed code.
     """
-    runtime = gce.runtime
+    runtime, idle = gce.runtime, gce.idle_minutes
     exports = [f"export {n}={_heredoc_quote(v)}" for n, v in sorted(gce.env.items())]
     if isinstance(runtime, ContainerRuntime):
         image = shlex.quote(runtime.image)
@@ -374,6 +403,8 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
         "@DIGEST@": digest,
         "@WORK@": WORK,
         "@NOTICE@": NOTICE,
+        "@IDLE@": "" if idle is None else f" --max-idle-seconds {60 * idle:g}",
+        "@POWER_OFF@": POWER_OFF,
         "@CODE@": CODE,
         "@EXPORTS@": "\n".join(exports),
         "@COMMAND@": command,

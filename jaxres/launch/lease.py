@@ -72,7 +72,7 @@ class Lease:
         """Record written last, its generation, and the time before the write."""
         self._other: tuple[int, float] | None = None
         """Generation of another launcher's lease, and since when it is unchanged."""
-        self._other_name = ""
+        self._other_name, self._other_seconds = "", seconds
 
     @property
     def epoch(self) -> int:
@@ -84,6 +84,11 @@ class Lease:
     def other_generation(self) -> int | None:
         """Generation of another launcher's lease when `acquire` read it last; None: none."""
         return None if self._other is None else self._other[0]
+
+    @property
+    def wait_seconds(self) -> float:
+        """Longest time for which `acquire` waits for the lease of a launcher that is gone."""
+        return TAKEOVER_TERMS * self._other_seconds
 
     @property
     def other(self) -> str:
@@ -114,8 +119,8 @@ class Lease:
             if self._other is None or self._other[0] != found.generation:
                 self._other = found.generation, self._now()
             self._other_name = self._describe(found)
-            seconds = self._seconds if terms is None else terms.seconds
-            if self._now() - self._other[1] < TAKEOVER_TERMS * seconds:
+            self._other_seconds = self._seconds if terms is None else terms.seconds
+            if self._now() - self._other[1] < self.wait_seconds:
                 return False
         self._set_aside(found)
         epoch = max(after_epoch, 0 if terms is None else terms.epoch) + 1
@@ -159,7 +164,8 @@ class Lease:
             holder = "another launcher" if other is None else other.holder
             raise Fenced(
                 f"{self._path.parent.parent}: {holder} holds the lease of this run now; this one "
-                "stops acting, the training continues. `jaxres launch gce status` shows its state."
+                "stops acting, the training continues. `python -m jaxres.launch gce status` shows "
+                "its state."
             )
 
     def _rewrite(self, found: _Found, terms: LeaseRecord, *, started: float) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import boot_report, capacity_options
+from jaxres.launch import boot_report, capacity_options, held_capacity
 from jaxres.launch.boot_report import VmBoot
 from jaxres.launch.capacity_options import NEVER, ZoneChoice
 from jaxres.launch.desired_state import (
@@ -164,10 +164,15 @@ def _await_creation(
     longest = 60.0 * gce.max_backoff_minutes
     is_start = not desired.history  # Only then does an operator wait for the answer.
     kind = "refused" if is_start and answer.kind == "denied" else answer.kind
+    option = gce.capacity_options[first.option]
+    kind = held_capacity.kind_of(kind, option, desired, observed, requested_at=first.requested_at)
     backoffs = capacity_options.with_backoff(
         desired.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
     )
-    reason = f"{site.zone}: {kind}: {answer.message}"
+    message = answer.message
+    if kind == "not_freed":
+        message = f"VMs of this job that are being deleted still count ({message})"
+    reason = f"{site.zone}: {kind}: {message}"
     new = replace(desired, backoffs=backoffs, creation=None, reason=reason)
     is_refill = len(creation.names) < len(desired.vms)
     since = desired.refill_since if desired.refill_since is not None else observed.now
@@ -295,6 +300,14 @@ def faulty_vms(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, str]
     return faulty
 
 
+def _listed_as(vm: VmSpec, observed: ObservedState) -> str:
+    """Returns what the list of VMs has about one, for the operator."""
+    if observed.vms is None:
+        return "the Compute API does not answer"
+    listed = observed.vms.get(vm.name)
+    return "gone from the list" if listed is None else f"still listed as {listed.status}"
+
+
 def lost_vms(
     vms: Iterable[VmSpec], observed: ObservedState, gce: GceSection, *, notices: bool
 ) -> dict[str, str]:
@@ -313,7 +326,7 @@ def lost_vms(
         elif event == HOST_ERROR:
             lost[vm.name] = cause
         elif report is not None and silent >= gce.lost_seconds:
-            state = "gone from the list" if listed is None else f"still listed as {listed.status}"
+            state = _listed_as(vm, observed)
             lost[vm.name] = f"its agent has been silent for {silent:.0f} s ({state}){because}"
         elif report is None and absent >= ABSENT_SECONDS:
             lost[vm.name] = f"is gone, and its agent never reported{because}"

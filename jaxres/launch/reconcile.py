@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.launch import provisioning
+from jaxres.launch import capacity_options, provisioning
 from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
 from jaxres.launch.observed_state import AgentReport, ObservedState
 from jaxres.launch.provisioning import lost_vms, release_all, replace_vms
@@ -125,6 +125,9 @@ def _without_gone(desired: DesiredState, observed: ObservedState, gce: GceSectio
     ]
     if not gone:
         return desired
+    if any(vm.created for vm in gone):
+        backoffs = capacity_options.without_quota(desired.backoffs)
+        desired = replace(desired, freed_at=observed.now, backoffs=backoffs)
     return replace(
         desired,
         deleting=tuple(vm for vm in desired.deleting if vm not in gone),

@@ -30,12 +30,14 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, StorageUnavailable, UsageError
 from jaxres.launch.code_package import digest_of
 from jaxres.launch.desired_state import DesiredState, decode_state
-from jaxres.launch.instance_spec import read_uploaded
+from jaxres.launch.idle_time import IdleTime, next_idle
+from jaxres.launch.instance_spec import POWER_OFF, read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.events import Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived
 from jaxres.storage import gcs_objects
+from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor.attempt_runner import MIN_DEVICES, RESTART_VARIABLE
@@ -44,6 +46,8 @@ from jaxres.supervisor.processes import kill_me_with_parent
 
 POLL_SECONDS = 1.0
 REPORT_SECONDS = 2.0
+LEASE_SECONDS = 20.0
+"""Time between two looks at the launcher lease while nothing is trained."""
 LOG_SECONDS = 20.0
 """Time between two uploads of the training process' output."""
 LOG_BYTES = 2**20
@@ -123,6 +127,7 @@ class Agent:
         folder: Path,
         clock: Clock,
         notice_seconds: float = 0.0,
+        max_idle_seconds: float = float("inf"),
     ) -> None:
         """Stores the settings; starts nothing.
 
@@ -132,9 +137,11 @@ class Agent:
           folder: folder for files on this machine.
           clock: the clock.
           notice_seconds: seconds until the VM is stopped once it is preempted, as requested.
+          max_idle_seconds: idle time after which the VM is powered off.
         """
         self._paths, self._name, self._folder, self._clock = paths, name, folder, clock
         self._notice_seconds = notice_seconds
+        self._max_idle_seconds, self._idle = max_idle_seconds, IdleTime()
         self._publisher = StatusPublisher(paths.report(name), clock=clock)
         self._local: LocalAttempt | None = None
         self._watcher: PreemptionWatcher | None = None
@@ -142,7 +149,10 @@ class Agent:
         self._uploaded_at = -LOG_SECONDS
 
     def run(self, env: Mapping[str, str]) -> None:
-        """Follows the desired state until SIGTERM is received and the training process exits."""
+        """Follows the desired state until SIGTERM is received and the training process exits.
+
+        It also ends when the VM has been idle for too long, which powers the VM off.
+        """
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_leaving", True))
         spawn_thread("agent-beat", self._publisher.run, daemon=True)
         with contextlib.ExitStack() as stack:
@@ -153,6 +163,7 @@ class Agent:
                         self._watcher = stack.enter_context(watcher)
                     self._follow(desired, env)
                 self._poll()
+                self._end_if_idle()
                 self._clock.sleep(POLL_SECONDS)
         self._publisher.close()
 
@@ -295,6 +306,33 @@ class Agent:
             exit = 128 - code if code < 0 else code
             self._publish("ended", local.attempt, exit=exit, reason=exit_line(local.output))
 
+    def _end_if_idle(self) -> None:
+        """Ends the agent once the VM has been idle for too long; the VM is then powered off."""
+        now, before = self._clock.monotonic(), self._idle
+        is_training = self._local is not None
+        every = min(LEASE_SECONDS, self._max_idle_seconds / 3)
+        if not is_training and before.at is not None and now - before.at < every:
+            return
+        lease = None if is_training else self._lease_generation()
+        self._idle = next_idle(before, now=now, is_training=is_training, lease=lease)
+        if self._idle.seconds < self._max_idle_seconds:
+            return
+        reason = f"powers itself off: idle for {self._idle.seconds / 60:.0f} minutes, no launcher"
+        sys.stdout.write(f"agent: this VM {reason} (launch.gce.idle_minutes)\n")
+        self._publisher.publish(replace(self._publisher.report, notice=reason))
+        (self._folder / POWER_OFF).touch()
+        self._is_leaving = True
+
+    def _lease_generation(self) -> int | None:
+        """Returns the generation of the launcher lease; 0: there is none; None: no answer."""
+        try:
+            found = gcs_objects.stat(self._paths.lease)
+        except NoBucket:
+            return 0
+        except StorageUnavailable:
+            return None
+        return 0 if found is None else found.generation
+
     def _end(self, local: LocalAttempt, reason: str) -> None:
         """Ends a training process at once; the controller has given up its uncommitted steps."""
         for _ in range(2):  # The second SIGTERM ends the process at once.
@@ -346,6 +384,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--notice-seconds", type=float, default=0.0)
+    parser.add_argument("--max-idle-seconds", type=float, default=float("inf"))
     options = parser.parse_args(arguments)
     if not is_remote(options.run):
         raise UsageError(f"--run {options.run}: expected gs://BUCKET/FOLDER")
@@ -356,6 +395,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         folder=options.folder,
         clock=SystemClock(),
         notice_seconds=options.notice_seconds,
+        max_idle_seconds=options.max_idle_seconds,
     )
     agent.run(env)
     return ExitCode.DONE

@@ -47,6 +47,8 @@ class Stat:
     generation: int
     crc32c: str
     nonce: str | None
+    updated: float = 0.0
+    """When it was written, in seconds since the epoch, by the bucket's clock."""
 
 
 def _blob(path: GcsPath) -> Any:  # The stubs lack float timeouts and retry=None.
@@ -91,7 +93,8 @@ def stat(path: GcsPath) -> Stat | None:
 
 def _stat_of(blob: Blob) -> Stat:
     nonce = (blob.metadata or {}).get(NONCE)
-    return Stat(int(blob.size or 0), int(blob.generation or 0), str(blob.crc32c), nonce)
+    updated = 0.0 if blob.updated is None else blob.updated.timestamp()
+    return Stat(int(blob.size or 0), int(blob.generation or 0), str(blob.crc32c), nonce, updated)
 
 
 def read_at(path: GcsPath) -> tuple[bytes, int] | None:

@@ -255,7 +255,7 @@ def _within_budgets(
         decision = Restart(0.0, without, "without the unhealthy host; no budget used")
         return decision if same < limits.max_attempts_without_commit else _no_progress(last, same)
     if rule is RestartRule.PREEMPTION_BUDGET:
-        decision = Restart(0.0, without, "preempted: at once, no budget used")
+        decision = Restart(0.0, without, "restarts at once; no budget used")
         return (
             decision if same < limits.max_preemptions_without_commit else _no_progress(last, same)
         )

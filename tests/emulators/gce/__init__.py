@@ -19,14 +19,16 @@ What it does not have, against the real one:
   the user that starts the emulator, and share its files and the ports of 0.0.0.0.
 - The order of systemd at shutdown: all processes get SIGTERM at once, and the shutdown script runs
   beside them; the VM is off as soon as the last one has ended.
-- Managed instance groups, resize requests, reservations (only that one is named), the queue of
-  Flex-start (status PENDING), REPAIRING, graceful shutdown (PENDING_STOP), placement policies.
+- Managed instance groups, resize requests, reservations but specific ones of one machine type, the
+  queue of Flex-start (status PENDING), REPAIRING, graceful shutdown (PENDING_STOP), placement
+  policies.
 - Limits of rate and of capacity but where a test sets them; quotas but of GPUs, CPUs and instances.
 - Filters of lists: no functions, and a * only at the end of a word.
 
 What is not documented of the real one, and may differ there: the error messages where a comment
 marks them; whether missing quota or a used name (bulkInsert) is reported at once or by the
-operation (both are supported); whether bulkInsert accepts FLEX_START (here: yes, with the VMs at
+operation (both are supported); the status of a full reservation, and whether it is reported at
+once (here: by the operation); whether bulkInsert accepts FLEX_START (here: yes, with the VMs at
 once); whether a VM without capacity is listed meanwhile (here: as PROVISIONING); the codes when a
 Spot VM is preempted during its creation; whether `preempted` changes before the power button
 without a requested notice (here: before); the state of a Spot VM with DELETE after a host error

@@ -139,6 +139,14 @@ def metric_of(shape: Shape, model: str) -> str:
     return f"PREEMPTIBLE_{shape.metric}" if model in (SPOT, FLEX_START) else shape.metric
 
 
+@dataclass(frozen=True)
+class Reservation:
+    """VMs of one machine type in one zone that are paid for, whether they exist or not."""
+
+    machine: str
+    count: int
+
+
 @dataclass
 class Catalog:
     """State that tests may change; use with the lock held."""
@@ -158,6 +166,10 @@ class Catalog:
     shared_subnetworks: set[tuple[str, str, str]] = field(default_factory=set)
     """Those of a Shared VPC: host project, region and name."""
     templates: dict[str, dict[str, Any]] = field(default_factory=dict)
+    policies: set[tuple[str, str]] = field(default_factory=set)
+    """Resource policies: region and name."""
+    reservations: dict[tuple[str, str], Reservation] = field(default_factory=dict)
+    """By zone and name."""
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
     """Limits by region and metric; missing ones are large."""
 

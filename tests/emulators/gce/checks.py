@@ -20,17 +20,18 @@ from tests.emulators.gce.catalog import (
     Shape,
     region_of,
 )
-from tests.emulators.gce.errors import GceError, invalid
+from tests.emulators.gce.errors import GceError, invalid, not_found
 
 NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
 LABEL_VALUE = re.compile(r"[-_a-z0-9]{0,63}")
 METADATA_KEY = re.compile(r"[-_a-zA-Z0-9]{1,128}")
-MOST_LABELS = 64
+MOST_LABELS, MOST_TAGS = 64, 64
 MOST_VALUE_BYTES, MOST_METADATA_BYTES = 256 * 1024, 512 * 1024
 RUN_SECONDS = (30, 120 * 86400)
 FLEX_SECONDS = 7 * 86400
 NOTICES = (0, 120)
+RESERVATION_KEY = "compute.googleapis.com/reservation-name"
 
 
 def check_request_id(text: str | None) -> None:
@@ -64,6 +65,24 @@ def check_labels(labels: dict[str, str], field: str = "resource.labels") -> None
                     "allowed."
                 )
                 raise invalid(field, "", why)
+
+
+def check_tags(tags: list[str], field: str) -> None:
+    if len(tags) > MOST_TAGS:
+        raise invalid(field, "", f"The number of tags must not exceed {MOST_TAGS}.")
+    for tag in tags:
+        check_name(tag, f"{field}.items[]")
+
+
+def check_policies(names: list[str], folder: str, catalog: Catalog, region: str) -> None:
+    """An instance takes a policy's URL, whole or in part, properties of instances its name."""
+    for name in names:
+        there, short = name[: name.rfind("/") + 1], name.rpartition("/")[2]
+        if not (there.endswith(folder) if folder else there == ""):
+            why = "The URL is malformed." if folder else "Must be a name."  # Words not known.
+            raise invalid("resource.resourcePolicies", name, why)
+        if (region, short) not in catalog.policies:
+            raise not_found(f"regions/{region}/resourcePolicies/{short}")
 
 
 def check_metadata(items: list[dict[str, str]], field: str = "resource.metadata") -> None:
@@ -102,9 +121,11 @@ def check_instance(
         )
     check_labels(wanted.get("labels", {}), f"{field}.labels")
     check_metadata(wanted.get("metadata", {}).get("items", []), f"{field}.metadata")
+    check_tags(wanted.get("tags", {}).get("items", []), f"{field}.tags")
     _check_disks(wanted, shape, project, catalog, field)
     _check_networks(wanted, zone, catalog, field)
     _check_scheduling(wanted, shape, field)
+    _check_reservation(wanted, zone, shape, catalog, field)
     return shape
 
 
@@ -129,6 +150,7 @@ def _check_disks(
     for number, disk in enumerate(disks):
         init = disk.get("initializeParams", {})
         where = f"{field}.disks[{number}].initializeParams"
+        check_labels(init.get("labels", {}), f"{where}.labels")
         image = init.get("sourceImage")
         if image and not catalog.has_image(image, project):
             why = "The referenced image resource cannot be found."
@@ -175,6 +197,33 @@ def model_of(wanted: dict[str, Any]) -> str:
     return word or (SPOT if scheduling.get("preemptible") else STANDARD)
 
 
+def reservation_of(wanted: dict[str, Any]) -> str:
+    """Returns the name of the specific reservation; empty: none."""
+    affinity = wanted.get("reservationAffinity", {})
+    if affinity.get("consumeReservationType") != "SPECIFIC_RESERVATION":
+        return ""
+    return affinity.get("values", [""])[0]
+
+
+def _check_reservation(
+    wanted: dict[str, Any], zone: str, shape: Shape, catalog: Catalog, field: str
+) -> None:
+    affinity = wanted.get("reservationAffinity", {})
+    if not (name := reservation_of(wanted)):
+        return
+    if affinity.get("key") != RESERVATION_KEY or len(affinity["values"]) != 1:
+        why = f"The key must be {RESERVATION_KEY}, with one value."  # Words not known.
+        raise invalid(f"{field}.reservationAffinity", affinity.get("key", ""), why)
+    found = catalog.reservations.get((zone, name))
+    if found is None:
+        raise invalid(
+            f"{field}.reservationAffinity", name, f"Specified reservation {name} does not exist."
+        )
+    if found.machine != shape.name:
+        why = "No available resources in specified reservations."
+        raise invalid(f"{field}.reservationAffinity", name, why)
+
+
 def seconds_of(duration: dict[str, Any] | None) -> float:
     """Returns a duration in seconds; 0: none."""
     return float((duration or {}).get("seconds", 0)) + (duration or {}).get("nanos", 0) / 1e9
@@ -191,6 +240,13 @@ def _check_scheduling(wanted: dict[str, Any], shape: Shape, field: str) -> None:
     if model == RESERVATION_BOUND and not is_reserved:
         why = "Reservation-bound instances must target a specific reservation."
         raise invalid(f"{field}.reservationAffinity", reserved or "", why)
+    timeout = scheduling.get("hostErrorTimeoutSeconds")
+    if timeout is not None and timeout not in range(90, 331, 30):
+        why = "Must be between 90 and 330 with an increment of 30."  # Words not known.
+        raise invalid(f"{where}.hostErrorTimeoutSeconds", timeout, why)
+    if model == FLEX_START and reserved not in ("NO_RESERVATION", None):
+        why = "Flex-start VMs can't consume reservations."  # Words not known.
+        raise invalid(f"{field}.reservationAffinity", reserved, why)
     is_terminated = scheduling.get("onHostMaintenance") == "TERMINATE"
     if (shape.gpus or wanted.get("guestAccelerators")) and not is_terminated:
         why = "Instances with guest accelerators do not support live migration."

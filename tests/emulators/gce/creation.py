@@ -10,7 +10,13 @@ from typing import Any
 
 from tests.emulators.gce.api import Api, ComputeRequest
 from tests.emulators.gce.catalog import SHAPES, Shape, metric_of, region_of
-from tests.emulators.gce.checks import check_disk_type, check_instance, check_name, model_of
+from tests.emulators.gce.checks import (
+    check_disk_type,
+    check_instance,
+    check_name,
+    check_policies,
+    model_of,
+)
 from tests.emulators.gce.errors import GceError, exists, invalid, not_found
 from tests.emulators.gce.operations import Failure, Operation
 from tests.emulators.gce.vm import GONE, Vm
@@ -40,7 +46,11 @@ def _allow(api: Api, wanted: dict[str, Any], zone: str, name: str) -> None:
     for one in wanted.get("serviceAccounts", []):
         api.need("compute.instances.setServiceAccount", here)
         api.need("iam.serviceAccounts.actAs", f"{home}/serviceAccounts/{one.get('email')}")
+    for policy in wanted.get("resourcePolicies", []):
+        api.need("compute.resourcePolicies.use", policy)
     for disk in wanted.get("disks", []):
+        if disk.get("initializeParams", {}).get("labels"):
+            api.need("compute.disks.setLabels", f"{home}/zones/{zone}/disks/{name}")
         image = disk.get("initializeParams", {}).get("sourceImage", "")
         if re.search(rf"(^|/){home}/|^global/", image):
             api.need("compute.images.useReadOnly", image)
@@ -92,6 +102,8 @@ def insert(api: Api, request: ComputeRequest) -> dict[str, Any]:
         wanted["machineType"] = found[2]
     for disk in request.body.get("disks", []):
         check_disk_type(disk, f"zones/{zone}/diskTypes/")
+    folder, region = f"regions/{region_of(zone)}/resourcePolicies/", region_of(zone)
+    check_policies(request.body.get("resourcePolicies", []), folder, api.catalog, region)
     shape = check_instance(wanted, zone=zone, project=api.project, catalog=api.catalog)
     path = f"projects/{api.project}/zones/{zone}/instances/{name}"
     if (zone, name) in api.fleet.vms:
@@ -216,6 +228,7 @@ def place_many(api: Api, request: ComputeRequest, zone: str, scope: str) -> Oper
         raise invalid(f"{field_}.machineType", machine, why)
     for disk in body.get("instanceProperties", {}).get("disks", []):
         check_disk_type(disk, "", field_)
+    check_policies(wanted.get("resourcePolicies", []), "", api.catalog, region_of(zone))
     shape = check_instance(
         wanted, zone=zone, project=api.project, catalog=api.catalog, field=field_
     )

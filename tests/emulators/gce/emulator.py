@@ -18,7 +18,7 @@ from typing import Any
 from tests.emulators.gce import keeper
 from tests.emulators.gce.addresses import reserve
 from tests.emulators.gce.api import NUMBER, Api, Counted
-from tests.emulators.gce.catalog import Catalog
+from tests.emulators.gce.catalog import Catalog, Reservation
 from tests.emulators.gce.fleet import Fleet
 from tests.emulators.gce.guest import MARK, output_of
 from tests.emulators.gce.operations import OperationFaultRule, Operations
@@ -38,6 +38,8 @@ ACTIONS = (
     "stockout",
     "restock",
     "quota",
+    "reserve",
+    "hold_deletions",
     "fail",
     "fail_operation",
     "clear_faults",
@@ -50,6 +52,7 @@ ACTIONS = (
     "add_image",
     "add_subnetwork",
     "add_template",
+    "add_policy",
     "fail_metadata",
     "remove_machine",
     "state",
@@ -273,6 +276,16 @@ class GceEmulator:
             if as_http is not None:
                 self.api.quota_as_http = as_http
 
+    def reserve(self, zone: str, name: str, *, machine: str, count: int) -> None:
+        """Adds a reservation of so many VMs; one that is being deleted still has its place."""
+        with self.scheduler.changed:
+            self.catalog.reservations[zone, name] = Reservation(machine, count)
+
+    def hold_deletions(self, holds: bool = True) -> None:
+        """Lets VMs that are being deleted be STOPPING until this is called with False."""
+        with self.scheduler.changed:
+            self.fleet.holds_deletions = holds
+
     def fail(
         self,
         kind: str,
@@ -366,6 +379,11 @@ class GceEmulator:
                 self.catalog.shared_subnetworks.add((host_project, region, name))
             else:
                 self.catalog.subnetworks.add((region, name))
+
+    def add_policy(self, region: str, name: str) -> None:
+        """Adds a resource policy."""
+        with self.scheduler.changed:
+            self.catalog.policies.add((region, name))
 
     def add_template(self, name: str, properties: dict[str, Any]) -> None:
         """Adds an instance template; its properties are as JSON has them."""

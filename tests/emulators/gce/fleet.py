@@ -64,6 +64,8 @@ class Fleet:
         self.delays = Delays()
         self.lost_in_creation = 0
         """How many of the next VMs are preempted while they are created."""
+        self.holds_deletions = False
+        """Whether no deletion ends."""
         self.physical_hosts: list[str] = []
         """Physical hosts of the next VMs; that of later ones is not shown."""
         self._count = itertools.count(1)
@@ -135,6 +137,11 @@ class Fleet:
             if used.get(metric, 0.0) + number > limit:
                 words = {"metric": metric, "limit": limit, "region": region}
                 return Failure(("QUOTA_EXCEEDED",), True, words)
+        if reserved := vm.reservation:
+            count = self.catalog.reservations[vm.zone, reserved].count
+            others = [(other.zone, other.reservation) for other in self.vms.values()]
+            if others.count((vm.zone, reserved)) >= count:
+                return Failure(("CONDITION_NOT_MET",), True, {"reservation": reserved})
         for one in self.shortages:
             there = sum(
                 one.matches(other) and not other.is_blocked and other.status != TERMINATED
@@ -197,8 +204,18 @@ class Fleet:
                 env=self.env,
             )
             vm.guest.run("startup-script")
+            self._watch_power(vm, life)
         if limit := seconds_of(vm.scheduling.get("maxRunDuration")):
             self.scheduler.after(limit, self._expire, vm, life)
+
+    def _watch_power(self, vm: Vm, life: int) -> None:
+        """Stops a VM that powers itself off, whatever its termination action is."""
+        if vm.life != life or vm.guest is None:
+            return
+        if vm.guest.is_powering_off:
+            self.shut_down(vm, "STOP", self._event("compute.instances.guestTerminate", vm))
+            return
+        self.scheduler.after(10 * POLL_SECONDS * self.scheduler.speed, self._watch_power, vm, life)
 
     def _expire(self, vm: Vm, life: int) -> None:
         if vm.life == life:
@@ -231,7 +248,8 @@ class Fleet:
             for one in operations:
                 self.operations.end(one)
             return
-        if self._is_alive(vm) and time.monotonic() < until:
+        is_held = action == "DELETE" and self.holds_deletions
+        if is_held or (self._is_alive(vm) and time.monotonic() < until):
             again = POLL_SECONDS * self.scheduler.speed
             words = (vm, life, until, action, operations)
             self.scheduler.after(again, self._wait_for_processes, *words)

@@ -48,9 +48,16 @@ class Guest:
         }
         # This machine is a VM now, whatever a test may have said of itself.
         self._env = {k: v for k, v in os.environ.items() if k != "NO_GCE_CHECK"} | {**env} | mine
+        self._env["PATH"] = f"{folder / 'bin'}{os.pathsep}{self._env.get('PATH', os.defpath)}"
         self._started: list[subprocess.Popen[bytes]] = []
-        for name in ("home", "tmp"):
+        for name in ("home", "tmp", "bin"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        self._power_off = folder / "power_off_requested"
+        self._power_off.unlink(missing_ok=True)
+        for name in ("poweroff", "shutdown", "halt", "reboot"):  # Never those of this machine.
+            program = folder / "bin" / name
+            program.write_text(f"#!/bin/sh\n: > {shlex.quote(str(self._power_off))}\n")
+            program.chmod(0o755)
 
     def run(self, name: str) -> None:
         """Runs one of the scripts in the VM's metadata, if it is there; its output is the VM's."""
@@ -83,6 +90,11 @@ class Guest:
     def reap(self) -> None:
         for process in self._started:
             process.poll()
+
+    @property
+    def is_powering_off(self) -> bool:
+        """Whether one of its processes has called poweroff."""
+        return self._power_off.exists()
 
     def ask_to_end(self) -> None:
         """Emulates the power button: SIGTERM to all processes; runs the shutdown script."""

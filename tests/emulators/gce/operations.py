@@ -26,11 +26,15 @@ TEXTS = {
     "UNSUPPORTED_OPERATION": "Instance failed to start due to preemption.",
     "QUOTA_EXCEEDED": "Quota '{metric}' exceeded.  Limit: {limit} in region {region}.",
     "RESOURCE_ALREADY_EXISTS": "The resource '{target}' already exists",
+    "CONDITION_NOT_MET": (
+        "Specified reservation {reservation} does not have available resources for the request."
+    ),
 }
 HTTP = {
     "QUOTA_EXCEEDED": (403, "FORBIDDEN"),
     "RESOURCE_ALREADY_EXISTS": (409, "CONFLICT"),
     "INVALID_USAGE": (400, "BAD REQUEST"),
+    "CONDITION_NOT_MET": (412, "PRECONDITION FAILED"),  # The status is not known.
 }
 UNAVAILABLE = (503, "SERVICE UNAVAILABLE")
 SYSTEM = "system"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.emulators.gce.catalog import Shape, metric_of, region_of
-from tests.emulators.gce.checks import seconds_of
+from tests.emulators.gce.checks import reservation_of, seconds_of
 from tests.emulators.gce.guest import Guest
 from tests.emulators.gce.operations import stamp
 
@@ -91,13 +91,23 @@ class Vm:
         return self.life
 
     def usage(self) -> dict[str, float]:
-        """Returns its usage of the region's quotas."""
+        """Returns its usage of the region's quotas, which lasts until it is off or deleted."""
         if self.is_blocked or self.status == TERMINATED:
             return {}
         used: dict[str, float] = {"CPUS": self.shape.cpus, "INSTANCES": 1}
-        if metric := metric_of(self.shape, self.model):
+        if (metric := metric_of(self.shape, self.model)) and not self.reservation:
             used[metric] = self.shape.gpus
         return used
+
+    @property
+    def reservation(self) -> str:
+        """Name of the reservation that it consumes; empty: none.
+
+        A VM that is being stopped or deleted still has its place there.
+        """
+        if self.is_blocked or self.status == TERMINATED:
+            return ""
+        return reservation_of(self.wanted)
 
     def metadata_fingerprint(self) -> str:
         return _fingerprint([self.metadata_version, self.items])

@@ -95,8 +95,9 @@ def test_an_impossible_instance_is_rejected_at_once_and_creates_nothing(
     ],
 )
 def test_a_machine_type_supports_some_provisioning_models_only(
-    clients: Clients, machine: str, models: str
+    gce: GceEmulator, clients: Clients, machine: str, models: str
 ) -> None:
+    gce.reserve(ZONE, "mine", machine=machine, count=1)
     had = []
     for model in ("SPOT", "STANDARD", "FLEX_START", "RESERVATION_BOUND"):
         words: dict[str, Any] = {"scheduling": scheduling(model), "disk": "hyperdisk-balanced"}
@@ -210,6 +211,43 @@ def test_quotas_are_per_region_and_model(gce: GceEmulator, clients: Clients, as_
     usage = {one.metric: (one.usage, one.limit) for one in found}
     assert usage["PREEMPTIBLE_NVIDIA_A100_GPUS"] == (8, 16)
     assert usage["NVIDIA_A100_GPUS"][0] == 8
+
+
+@pytest.mark.parametrize("kind", ["quota", "reservation"])
+def test_a_vm_holds_quota_and_its_reserved_place_until_its_deletion_is_done(
+    gce: GceEmulator, clients: Clients, kind: str
+) -> None:
+    words: dict[str, Any] = {"machine": "a2-highgpu-1g"}
+    if kind == "quota":
+        gce.quota("us-central1", "PREEMPTIBLE_NVIDIA_A100_GPUS", 1)
+        code, status = "QUOTA_EXCEEDED", 403
+    else:
+        gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=1)
+        code, status = "CONDITION_NOT_MET", 412
+        words |= {"scheduling": scheduling("RESERVATION_BOUND"), "reservation_affinity": RESERVED}
+    assert not clients.wait(clients.bulk("a", **words)).error.errors
+    clients.wait(clients.delete("a"))
+    assert not clients.wait(clients.bulk("b", **words)).error.errors, "it is not freed"
+    gce.hold_deletions()
+    deletion = clients.delete("b")
+    assert gce.vms() == {"b": "STOPPING"}
+    reported = clients.wait(clients.bulk("c", **words))
+    assert [one.code for one in reported.error.errors] == ["VM_MIN_COUNT_NOT_REACHED", code]
+    assert reported.http_error_status_code == status
+    gce.hold_deletions(False)
+    clients.wait(deletion)
+    assert not clients.wait(clients.bulk("c", **words)).error.errors
+
+
+def test_a_reservation_must_exist_with_this_machine_type(
+    gce: GceEmulator, clients: Clients
+) -> None:
+    words = {"scheduling": scheduling("RESERVATION_BOUND"), "reservation_affinity": RESERVED}
+    with pytest.raises(exceptions.BadRequest, match="reservation mine does not exist"):
+        clients.bulk("a", **words)
+    gce.reserve(ZONE, "mine", machine="a2-highgpu-8g", count=1)
+    with pytest.raises(exceptions.BadRequest, match="No available resources in specified"):
+        clients.bulk("a", machine="a2-highgpu-1g", **words)
 
 
 def test_a_missing_permission_is_named(gce: GceEmulator, clients: Clients) -> None:

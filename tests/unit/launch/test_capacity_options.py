@@ -11,6 +11,7 @@ from jaxres.launch.capacity_options import (
     ZoneChoice,
     choose,
     with_backoff,
+    without_quota,
     zone_choices,
 )
 
@@ -58,6 +59,7 @@ def test_a_preferred_zone_is_chosen_again_when_its_backoff_ends() -> None:
     [
         ("stockout", 300.0),
         ("quota", HOUR),
+        ("not_freed", 15.0),
         ("rate_limit", 60.0),
         ("passing", 15.0),
         ("preempted", 0.0),
@@ -92,6 +94,16 @@ def test_stockouts_in_a_row_have_growing_backoffs_up_to_the_limit() -> None:
         assert seconds <= wait <= seconds * (1 + JITTER)
     assert backoff_after(*(STOCKOUT * 2000)).until <= HOUR * (1 + JITTER), "no overflow"
     assert backoff_after("stockout", "stockout", "quota", "stockout").failures == 1
+
+
+def test_a_zone_whose_capacity_is_freed_soon_is_waited_for() -> None:
+    backoffs = with_backoff((), ZoneChoice(0, B), "not_freed", now=0.0, longest=HOUR, seed="s")
+    assert choose(OPTIONS, backoffs, now=1.0) == ZoneChoice(0, A), "a preferred zone"
+    backoffs = with_backoff(backoffs, ZoneChoice(0, A), "quota", now=0.0, longest=HOUR, seed="s")
+    until = backoffs[0].until
+    assert choose(OPTIONS, backoffs, now=1.0) == until, "a more expensive option is used"
+    assert choose(OPTIONS, backoffs, now=until) == ZoneChoice(0, B)
+    assert choose(OPTIONS, without_quota(backoffs), now=1.0) == ZoneChoice(0, A)
 
 
 def test_the_backoff_of_one_zone_does_not_affect_another() -> None:

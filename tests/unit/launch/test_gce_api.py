@@ -300,6 +300,16 @@ def test_operations_of_the_service_are_known_while_a_vm_is_still_listed(
     assert {vm.status for vm in listed.values()} == {"RUNNING"}
 
 
+def test_messages_for_the_operator_have_no_urls_of_requests(gce: GceEmulator) -> None:
+    service = ComputeFixture(gce)
+    gce.fail("503", call="instances.aggregatedList")
+    with pytest.raises(ApiUnavailable) as caught:
+        service.compute.list("jx")
+    assert str(caught.value) == "ServiceUnavailable: 503 requested by the test"
+    gce.refuse_field("labels", message="Labels are refused.")
+    assert service.create() == CreateFailed("refused", "INVALID: Labels are refused.")
+
+
 def test_an_endpoint_in_the_config_overrides_one_in_the_environment(gce: GceEmulator) -> None:
     unreachable = {ENDPOINT: "http://127.0.0.1:9"}
     assert compute_for(config(project=gce.project, endpoint=gce.url), unreachable).list("jx") == {}

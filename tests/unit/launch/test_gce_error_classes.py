@@ -10,6 +10,7 @@ SHORT = "VM_MIN_COUNT_NOT_REACHED"
 DETAILS = "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"
 NO_MACHINE = "Machine type with name 'a3-megagpu-8g' does not exist in zone 'us-west1-a'."
 PREEMPTED = TEXTS["UNSUPPORTED_OPERATION"]
+FULL = TEXTS["CONDITION_NOT_MET"].format(reservation="r")
 ZONES = "projects/p/zones"
 
 
@@ -37,6 +38,11 @@ ZONES = "projects/p/zones"
         (["UNSUPPORTED_OPERATION"], "a live migration is on", 400, "refused"),
         (["RESOURCE_ALREADY_EXISTS"], "exists", None, "exists"),
         ([SHORT, "RESOURCE_ALREADY_EXISTS"], "exists", 409, "exists"),
+        (["CONDITION_NOT_MET"], FULL, 412, "stockout"),
+        ([SHORT, "CONDITION_NOT_MET"], f"1 VM; {FULL}", None, "stockout"),
+        (["conditionNotMet"], FULL, 412, "stockout"),
+        (["CONDITION_NOT_MET"], "it requires reservation to be in READY state", 412, "passing"),
+        (["CONDITION_NOT_MET"], "Specified reservation r does not exist.", 412, "refused"),
         (["INTERNAL_ERROR"], "try again", None, "passing"),
         (["INTERNAL_ERROR"], "try again", 503, "passing"),
         ([SHORT, "INTERNAL_ERROR"], "try again", 503, "passing"),
@@ -105,6 +111,7 @@ def test_responses_of_the_emulator_have_their_kinds(answer, expected: str) -> No
         ((SHORT, DETAILS), "stockout"),
         ((SHORT, "UNSUPPORTED_OPERATION"), "preempted"),
         ((SHORT, "QUOTA_EXCEEDED"), "quota"),
+        ((SHORT, "CONDITION_NOT_MET"), "stockout"),
         (("RESOURCE_ALREADY_EXISTS",), "exists"),
         (("INTERNAL_ERROR",), "passing"),
     ],

@@ -97,14 +97,40 @@ def test_special_characters_reach_the_agent_unchanged(kind: str, tmp_path: Path)
     assert words[0] == f"{base}/package/work"
     assert env["PYTHONPATH"] == f"{base}/package/code:{base}/package/work"
     at = words.index("jaxres.launch")
-    assert words[at : at + 10] == [
+    assert words[at : at + 12] == [
         *("jaxres.launch", "agent", "--run", str(RUN), "--name", "jx-0000", "--folder", base),
-        *("--notice-seconds", "120"),
+        *("--notice-seconds", "120", "--max-idle-seconds", "3600"),
     ]
     if kind == "container":
         assert "-e=A=$B `c`" in words
         assert words[words.index("-v") + 1] == f"{base}:{base}"
         assert {w for n, w in itertools.pairwise(words) if n == "-e"} >= set(SPECIAL)
+
+
+def test_a_vm_is_powered_off_only_if_its_agent_has_asked_for_it(tmp_path: Path) -> None:
+    script = rendered(RUNTIMES["bare"].model_dump(mode="json"))
+    assert '-p ExecStopPost="$base/stopped"' in script, "systemd does not run it"
+    _, begin, rest = script.partition('cat > "$base/stopped"')
+    body, end, _ = rest.partition('chmod +x "$base/stopped"\n')
+    program, power_off = tmp_path / "poweroff", tmp_path / "power_off"
+    program.write_text('#!/bin/sh\necho called >> "$0.calls"\n')
+    program.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "base": str(tmp_path)}
+    subprocess.run(["bash", "-c", f"{begin}{body}{end}"], check=True, timeout=10, env=env)
+    calls = tmp_path / "poweroff.calls"
+    subprocess.run([tmp_path / "stopped"], timeout=10, env=env)
+    assert not calls.exists(), "an agent that crashes powers its VM off"
+    power_off.touch()
+    for _ in range(2):
+        subprocess.run([tmp_path / "stopped"], timeout=10, env=env)
+    assert calls.read_text() == "called\n"
+    assert not power_off.exists()
+
+
+def test_no_idle_time_is_passed_if_a_vm_may_be_idle_for_ever() -> None:
+    fields = RUNTIMES["bare"].model_dump(mode="json")
+    assert "--max-idle-seconds 1800" in rendered(fields, idle_minutes=30)
+    assert "--max-idle-seconds" not in rendered(fields, idle_minutes=None)
 
 
 def test_equal_configs_give_equal_scripts() -> None:

@@ -75,7 +75,7 @@ def test_the_backoff_is_bounded_and_its_jitter_depends_on_the_seed():
 
 
 def test_a_preemption_restarts_at_once_and_uses_no_budget():
-    assert decide(75) == Restart(0.0, frozenset(), "preempted: at once, no budget used")
+    assert decide(75) == Restart(0.0, frozenset(), "restarts at once; no budget used")
     assert decide(*[70] * 4, *[75] * 50).after_seconds == 0
     assert decide(*[70] * 3, *[75] * 50, 70).after_seconds == 8, "neither charged nor given back"
     assert decide(*[75] * 100).exit == ExitCode.NO_PROGRESS

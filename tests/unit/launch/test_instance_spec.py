@@ -1,0 +1,140 @@
+"""What `launch.gce` says of labels, tags, metadata, policies and reservations reaches the VMs."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+from jaxres.config import cross_checks
+from jaxres.config.schema_gce import GceSection
+from jaxres.launch.desired_state import PendingCreate
+from jaxres.launch.instance_spec import Machine
+from jaxres.launch.observed_state import CreateFailed
+from tests.emulators.gce import GceEmulator
+from tests.emulators.gce.vm import Vm
+from tests.unit.launch.gce_config import OPTION, config
+from tests.unit.launch.test_gce_api import NAMES, ZONE, ComputeFixture
+
+FLEX = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}
+KINDS: dict[str, dict[str, Any]] = {
+    "spot": {},
+    "flex_start": {"capacity_options": [FLEX], "max_run_hours": 24.0},
+}
+"""The two kinds of requests: bulkInsert, and insert of single VMs."""
+
+
+def section(**gce: Any) -> GceSection:
+    found = config(**gce).launch.gce
+    assert found is not None
+    return found
+
+
+def created(gce: GceEmulator, **fields: Any) -> Vm:
+    """Creates the VMs of a launcher; returns the first one as the emulator has it."""
+    service = ComputeFixture(gce, **fields)
+    assert service.outcome(service.create()) is True
+    return gce.vm(NAMES[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_on_the_vm_and_on_its_disk(gce: GceEmulator, kind: str) -> None:
+    vm = created(gce, labels={"team": "vision"}, **KINDS[kind])
+    expected = {"team": "vision", "jaxres-run": "jx"}
+    assert vm.labels == expected
+    (disk,) = vm.wanted["disks"]
+    assert disk["initializeParams"]["labels"] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tags_and_metadata_are_those_of_the_config(gce: GceEmulator, kind: str) -> None:
+    vm = created(gce, tags=["train"], metadata={"enable-oslogin": "TRUE"}, **KINDS[kind])
+    assert vm.wanted["tags"] == {"items": ["train"]}
+    assert vm.items["enable-oslogin"] == "TRUE"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metadata_of_the_template_is_kept_unless_a_key_overrides_it(
+    gce: GceEmulator, kind: str
+) -> None:
+    items = {"install-nvidia-driver": "True", "enable-oslogin": "FALSE"}
+    listed = [{"key": key, "value": value} for key, value in items.items()]
+    networks = [{"network": "global/networks/default"}]
+    gce.add_template("t", {"metadata": {"items": listed}, "networkInterfaces": networks})
+    fields = {"template": "t", "metadata": {"enable-oslogin": "TRUE"}, **KINDS[kind]}
+    items = created(gce, **fields).items
+    assert items.get("install-nvidia-driver") == "True", "the template's metadata is lost"
+    assert items["enable-oslogin"] == "TRUE"
+
+
+def test_a_missing_template_is_refused_by_the_service(gce: GceEmulator) -> None:
+    found = ComputeFixture(gce, template="none").create()
+    assert isinstance(found, CreateFailed)
+    assert (found.kind, "instanceTemplates/none" in found.message) == ("refused", True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resource_policy_is_named_as_each_kind_of_request_requires(
+    gce: GceEmulator, kind: str
+) -> None:
+    gce.add_policy("us-central1", "compact")
+    vm = created(gce, resource_policies=["compact"], **KINDS[kind])
+    assert [name.rpartition("/")[2] for name in vm.wanted["resourcePolicies"]] == ["compact"]
+    another = PendingCreate(("jx-0002",), str(uuid.uuid4()))
+    found = ComputeFixture(gce, resource_policies=["other"], **KINDS[kind]).create(another)
+    assert isinstance(found, CreateFailed), "the policy is ignored"
+
+
+def test_the_host_error_timeout_is_requested_only_if_it_is_set(gce: GceEmulator) -> None:
+    vm = created(gce, host_error_timeout_seconds=90)
+    assert vm.scheduling["hostErrorTimeoutSeconds"] == 90
+    machine = Machine(section(), section().capacity_options[0], ZONE, {}, {})
+    assert "host_error_timeout_seconds" not in machine.scheduling()
+    for seconds in (60, 100, 360):
+        with pytest.raises(ValueError, match="host_error_timeout_seconds"):
+            section(host_error_timeout_seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [("reservation_bound", "RESERVATION_BOUND"), ("standard", "STANDARD")]
+)
+def test_a_reservation_is_used_by_the_model_of_its_kind(
+    gce: GceEmulator, model: str, expected: str
+) -> None:
+    gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2)
+    gce.quota("us-central1", "NVIDIA_A100_GPUS", 0)  # The reservation itself has counted.
+    option = {**OPTION, "kind": "reservation", "reservation": "mine", "provisioning_model": model}
+    vm = created(gce, capacity_options=[option])
+    assert (vm.model, vm.reservation) == (expected, "mine")
+
+
+def test_a_queued_vm_uses_no_reservation(gce: GceEmulator) -> None:
+    vm = created(gce, **KINDS["flex_start"])
+    assert vm.wanted["reservationAffinity"] == {"consumeReservationType": "NO_RESERVATION"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("labels", {"Team": "a"}),
+        ("labels", {"team": "A b"}),
+        ("tags", ["-a"]),
+        ("metadata", {"a b": "c"}),
+        ("resource_policies", ["regions/r/resourcePolicies/p"]),
+    ],
+)
+def test_names_that_the_service_refuses_are_refused_at_once(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=key):
+        section(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("labels", "jaxres-run"), ("metadata", "jaxres-run"), ("metadata", "startup-script")],
+)
+def test_names_that_jaxres_sets_itself_are_refused(key: str, name: str) -> None:
+    assert cross_checks.check(config(**{key: {"mine": "a"}})) == []
+    (problem,) = cross_checks.check(config(**{key: {name: "a"}}))
+    assert problem.key == f"launch.gce.{key}"
+    assert f"{name} is set by jaxres itself" in problem.text
