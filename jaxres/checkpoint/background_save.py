@@ -64,9 +64,7 @@ class BackgroundSave:
         self._snapshots = snapshots
         self._over = threading.Event()
         self._error: BaseException | None = None
-        spawn_thread(
-            "save", self._await, daemon=True, blocks_signals=False, niceness=NICENESS
-        )
+        spawn_thread("save", self._await, daemon=True, blocks_signals=False, niceness=NICENESS)
 
     def _await(self) -> None:
         try:
