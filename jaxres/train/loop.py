@@ -217,9 +217,7 @@ def dispatch(
     replay = run.replay_check
     first = None
     if replay is not None and replay.is_due(step):
-        again, metrics = run.step(replay.copy(state), *inputs)
-        first = replay.fingerprints(again), metrics
-        del again  # The second result takes its memory.
+        first = replay.compute(run.step, state, inputs)
     state, metrics = run.step(state, *inputs)
     if replay is not None and first is not None:
         second = replay.fingerprints(state), metrics
@@ -269,9 +267,10 @@ def _judge_replay(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
         return Continue()
     good = in_flight.replayed_step
     _wait_for(run, in_flight, (replay.fingerprints, replay.metrics))
-    verdict = run.replay_check.judge(replay, step=step, last_good_step=good)
+    was_equal = in_flight.has_equal_replay
+    verdict = run.replay_check.judge(replay, step=step, last_good_step=good, was_equal=was_equal)
     if isinstance(verdict, Continue):
-        in_flight.replayed_step = step
+        in_flight.replayed_step, in_flight.has_equal_replay = step, True
     return _without_warning(run, verdict, step=step)
 
 

@@ -87,7 +87,7 @@ def test_metrics_alone_that_differ_make_every_device_a_suspect():
     metrics = np.asarray([1.0, np.nan], np.float32)
     for other, suspects in ((metrics.copy(), None), (metrics + 1, 0)):
         replay = Replay((equal, equal), (metrics, other))
-        verdict = new_check().judge(replay, step=3, last_good_step=2)
+        verdict = new_check().judge(replay, step=3, last_good_step=2, was_equal=False)
         assert getattr(verdict, "last_good_step", None) == (None if suspects is None else 2)
 
 
