@@ -59,8 +59,6 @@ def _named(events: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
     slow: dict[tuple[int, Any], Mapping[str, Any]] = {}
     for event in events:
         match event:
-            case {"event": "training_started"}:
-                slow.clear()
             case {"event": "straggler_found", "host": host, "devices": devices}:
                 parts = devices or [None]
                 slow |= {(host, device): event for device in parts}

@@ -68,10 +68,11 @@ def train(run: Trainer) -> LoopResult:
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
+                replays = in_flight.replayed_step, in_flight.has_equal_replay
                 state = in_flight = None  # Device memory must be free before the restore.
                 entries += 1
                 apply_rollback(run, verdict, entry=entries)
-                state, progress, in_flight = restore_or_start(run, entry=entries)
+                state, progress, in_flight = restore_or_start(run, entry=entries, replays=replays)
                 continue
             if isinstance(verdict, StopRun):
                 if verdict.saves:
@@ -99,8 +100,7 @@ def train(run: Trainer) -> LoopResult:
             batch, arrays = placed
             no_batch = in_flight.bad is not None
             flags = run.consensus.local_flags(times=_local_times(run, in_flight), no_batch=no_batch)
-            peak_rate = in_flight.peak_rate(progress.step + 1)
-            inputs = (arrays, flags, peak_rate)
+            inputs = (arrays, flags, in_flight.peak_rate(progress.step + 1))
             state, metrics = dispatch(run, in_flight, state, inputs, step=progress.step + 1)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
