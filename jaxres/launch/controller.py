@@ -94,8 +94,6 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
-    _has_faults: bool = False
-    """Whether the run log has a fault of a host."""
     _log_is_damaged: bool = False
     """Whether a record of the run log can't be used and that has been printed."""
     _unavailable: set[str] = field(default_factory=set)
@@ -260,10 +258,9 @@ class Controller:
                 end.seq if end else 0,
                 longest_wait(run_log.in_force(self._records)),
             )
-        self._has_faults |= any(isinstance(record.body, run_log.HostFault) for record in more)
-        if self._has_faults:  # Faults may be forgotten at any time.
-            known = faulty_hosts.read(RunDir(self.paths.run), self._records)
-            self._log = replace(self._log, faulty_hosts=known)
+        # Faults may be forgotten, and hosts excluded, at any time.
+        known = faulty_hosts.read(RunDir(self.paths.run), self._records)
+        self._log = replace(self._log, faulty_hosts=known)
 
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
         """Returns the result of the pending creation."""

@@ -296,7 +296,8 @@ def faulty_vms(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, str]
         found = faulty_hosts.matching(observed.log.faulty_hosts, identity)
         if found:
             where = listed.physical_host and f" (physical host {listed.physical_host})"
-            faulty[vm.name] = f"its hardware{where} has failed before, as {found[0]}"
+            why = f"its hardware{where} has failed before, as {found[0]}"
+            faulty[vm.name] = f"it is {found[0]}" if found[0].is_excluded else why
     return faulty
 
 
