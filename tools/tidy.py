@@ -35,6 +35,7 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/gce.py:print_line": "stamps output",
     "jaxres/launch/gce.py:_upload_job": "start of a job, over several machines: hours, cost",
     "jaxres/launch/controller.py:Controller._wall": "hours and cost; the lease does not use it",
+    "jaxres/launch/vm_agent.py:Agent._report_notice": "when a VM will be stopped, for the launcher",
     "jaxres/launch/gce_status.py:show_status": "hours and cost so far, for output",
     "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
     "jaxres/telemetry/trackers.py:Mlflow.log": "stamps the points of a service",
