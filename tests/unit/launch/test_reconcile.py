@@ -164,15 +164,10 @@ CAUSES = {
         PREEMPTED,
         "as RUNNING); it was preempted",
     ),
-    "silent, not listed": (
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "vms": listed(NAMES[0])},
+    "silent, gone": (
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "looked_up": {NAMES[1]: None}},
         PREEMPTED,
-        "(gone from the list); it was preempted",
-    ),
-    "silent, no list": (
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "vms": None},
-        PREEMPTED,
-        "(the Compute API does not answer); it was preempted",
+        "(it no longer exists); it was preempted",
     ),
     "halted": ({"vms": HALTED}, HOST_ERROR, "is TERMINATED; its host has failed"),
     "never reported": (
