@@ -32,8 +32,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   history RUN_DIR --attempts [--json]                   why each attempt ended, and its progress
   report RUN_DIR [--json]                               where the time went (goodput), and what each
                                                         interruption has cost
-  hosts RUN_DIR [--forget HOST] [--json]                hosts whose hardware has failed, which the
-                                                        run leaves out; --forget: it is repaired
+  hosts RUN_DIR [--json]                                hosts that the run leaves out, since their
+      [--forget HOST | --exclude HOST [--reason TEXT]]  hardware has failed, and slow ones
   runs [FOLDER] [--tag TAG] [--json]                    a line for each run in a folder
   compare RUN_DIR RUN_DIR ... [--json]                  configs, losses at equal steps, and speed
   branch RUN_DIR --to DIR [--step N]                    a new run that begins with a step of this

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,19 +117,30 @@ class ArrayWriter:
         finally:
             self._folders, self._fetched, self._describe = {}, {}, None
 
-    def complete(self) -> None:
+    def complete(self, reports: Sequence[HostReport]) -> None:
         """Makes the parts of all hosts one checkpoint, under the step's name.
 
         Host 0 calls it when all have written.
 
+        Args:
+          reports: those of all hosts, which name the files of their parts.
+
         Raises:
-          StorageUnavailable: the index reads back differently, or storage has failed.
-          ValueError: storage has failed.
+          StorageUnavailable: the index of a part can't be read, or that of the folder reads back
+            differently, or storage has failed.
         """
         with files.typed_errors(self.step_dir):
             self._folder.stat()  # TensorStore would make it, if it is gone.
             for folder in self._names:
-                _merge(self._folder, folder, self._context)
+                names = _databases(folder, reports)
+                try:
+                    _merge(self._folder, folder, names, self._context)
+                except (ValueError, KeyError) as error:  # The parts were valid a moment ago.
+                    raise StorageUnavailable(
+                        f"{self.step_dir}: the indexes of its parts can't be merged "
+                        f"({str(error).partition(chr(10))[0]}). The step is discarded; nothing "
+                        "committed is lost. Is the disk, or this machine's memory, faulty?"
+                    ) from error
             for name, content in self._described.items():
                 (self._folder / name).write_bytes(content)
             self._folder.rename(self.step_dir)
@@ -268,12 +279,20 @@ def _metadata(each: HostPieces) -> dict[str, Any]:
     }
 
 
-def _merge(step_dir: Path, folder: str, context: Any) -> None:
+def _databases(folder: str, reports: Sequence[HostReport]) -> list[str]:
+    """Returns the names of all hosts' parts in a folder.
+
+    They are taken from the reports: the list of a folder on a network may be old.
+    """
+    names = (name.split("/") for report in reports for name in report.files)
+    return sorted({below[0] for first, *below in names if first == folder})
+
+
+def _merge(step_dir: Path, folder: str, names: Sequence[str], context: Any) -> None:
     """Merges the indexes of all hosts' parts into the folder's index, and verifies it on disk."""
     import tensorstore
 
     base = step_dir / folder
-    names = [name for name in files.list_names(base) if name.startswith("ocdbt.process_")]
     merged = tensorstore.KvStore.open({**_STORE, "base": kvstore(base)}, context=context).result()
     transaction = tensorstore.Transaction(atomic=True)
     expected: dict[str, str | bytes] = {}
@@ -281,9 +300,12 @@ def _merge(step_dir: Path, folder: str, context: Any) -> None:
         part = {**_STORE, "base": kvstore(base / name)}
         opened = tensorstore.KvStore.open(part, context=context).result()
         opened.experimental_copy_range_to(merged.with_transaction(transaction)).result()
+        entries = entries_of(base / name)
+        if not entries:  # TensorStore takes a folder that is missing for an empty one.
+            raise StorageUnavailable(f"{base / name}: was written and is missing.")
         expected |= {
             key: value if isinstance(value, bytes) else f"{name}/{value}"
-            for key, value in entries_of(base / name).items()
+            for key, value in entries.items()
         }
     transaction.commit_async().result()
     own = [

@@ -85,15 +85,15 @@ class BackgroundSave:
         """Report on this host's part, if the save has read it back already."""
         return self._own and self._own.report
 
-    def complete(self) -> None:
-        """On host 0, once all hosts have written their parts: makes them one checkpoint.
+    def complete(self, reports: Sequence[HostReport]) -> None:
+        """On host 0, once all hosts have reported their parts: makes them one checkpoint.
 
         Raises:
           StorageUnavailable: storage has failed.
         """
         if self._own is not None:
             try:
-                self._own.complete()
+                self._own.complete(reports)
             except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
                 _raise_typed(error, self._own.step_dir)
 
@@ -191,6 +191,8 @@ def _raise_typed(error: Exception, step_dir: RunPath) -> NoReturn:
     A bucket's failure may also be a ValueError of TensorStore that names the object, or an error
     from parsing one of Orbax's own files that was damaged in transfer. Any other error is a bug.
     """
+    if isinstance(error, StorageUnavailable):
+        raise error
     of_bucket = _reads_metadata(error) or (isinstance(error, ValueError) and SCHEME in str(error))
     is_storages = isinstance(error, OSError) or manifests.is_storage_fault(error)
     is_storages = is_storages or _misses_files(error, step_dir)

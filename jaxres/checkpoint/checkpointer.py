@@ -363,7 +363,10 @@ class Checkpointer:
                 )
                 self._reports(save)
         except StorageUnavailable as refusal:
-            self._peers.publish(save.topic, str(refusal))
+            if save.writing.report is None:  # Orbax fails on host 0, too, without the reason.
+                self._peers.publish(save.topic, str(refusal))
+            else:  # Host 0 may have written its part, and waits for this host's report.
+                self._gather(save, HostReport({}, str(refusal)))
         outcome = self._peers.broadcast(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
         if outcome == COUNTS:
             self._commits.mark(step)
@@ -393,7 +396,7 @@ class Checkpointer:
         if any(frozen_arrays.CHANGED in report.failure for report in reports):
             self._sources = []  # The next saves write the frozen arrays.
         if not any(report.failure for report in reports):
-            save.writing.complete()
+            save.writing.complete(reports)
         linked = self._link(save)
         root = self._run_dir.root.absolute()
         commit = finalize(
@@ -418,7 +421,13 @@ class Checkpointer:
         commit = self._commit_of(source.name)
         assert commit is not None, source.name
         try:
-            return frozen_arrays.link(self._step_dir(source.name), commit, save.step_dir)
+            return frozen_arrays.link(
+                self._step_dir(source.name),
+                commit,
+                save.step_dir,
+                verifies=not source.are_files_verified,
+                pace=self._pace,
+            )
         except StorageUnavailable:
             self._sources = []  # The next saves write the frozen arrays.
             raise
@@ -460,6 +469,9 @@ class Checkpointer:
                 frozen=() if frozen.source else frozen.paths,
                 copies=save.download and save.download.copies(),
             )
+        return self._gather(save, own)
+
+    def _gather(self, save: PendingSave, own: HostReport) -> list[HostReport]:
         limit = self._section.timeout_seconds
         return gather_reports(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
 
@@ -527,7 +539,8 @@ class Checkpointer:
         _, still = split_state(restored.state, self._trainable)
         is_shared = bool(still) and restored.frozen == tuple(array_infos(still))
         name = self._dir_of(restored.commit).name
-        self._sources = [LinkSource(name, frozen_arrays.sums_of(still))] if is_shared else []
+        own = LinkSource(name, frozen_arrays.sums_of(still), are_files_verified=False)
+        self._sources = [own] if is_shared else []
         return restored
 
     def _sweep(self) -> None:

@@ -81,13 +81,15 @@ def finalize(
     facts = dataclasses.asdict(progress)
     with files.typed_errors(step_dir):
         digests = _array_digests(step_dir, arrays, frozen, linked)
-        files.replace(step_dir / PROGRESS, canonical_json(facts))
-        files.replace(step_dir / LOG_COPY, b"".join(r.encode() + b"\n" for r in records))
+        log = b"".join(record.encode() + b"\n" for record in records)
+        content = {PROGRESS: canonical_json(facts), LOG_COPY: log}
+        for name, data in content.items():
+            files.replace(step_dir / name, data)
         manifest = Manifest(
             format=FROZEN_FORMAT if frozen else FORMAT,
             step=progress.step,
             attempt=claim.attempt,
-            files=_files(step_dir, reports, linked),
+            files=_files(step_dir, reports, linked, content),
             arrays=arrays,
             digests=digests,
             frozen=tuple(sorted(frozen)),
@@ -128,9 +130,15 @@ def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[l
 
 
 def _files(
-    step_dir: RunPath, reports: Sequence[HostReport], linked: LinkedFiles
+    step_dir: RunPath,
+    reports: Sequence[HostReport],
+    linked: LinkedFiles,
+    content: Mapping[str, bytes],
 ) -> dict[str, FileInfo]:
-    """Returns size and checksum of every file; reads those that are neither reported nor linked."""
+    """Returns size and checksum of every file; reads those that are neither reported nor linked.
+
+    Those whose content is given must read back as it.
+    """
     reported = dict(linked.files)
     for report in reports:
         reported |= report.files
@@ -140,7 +148,14 @@ def _files(
         raise StorageUnavailable(f"{step_dir}: {missing[0]} was written and is missing.")
     others = sorted(present.keys() - reported.keys())
     drop_from_memory(step_dir, others)
-    return reported | checksums(step_dir, others)
+    found = reported | checksums(step_dir, others)
+    for name, data in content.items():
+        if found.get(name) != manifests.info_of(data):
+            raise StorageUnavailable(
+                f"{step_dir}: {name} reads back differently from what was written. The step is "
+                "discarded; nothing committed is lost."
+            )
+    return found
 
 
 def _array_digests(
@@ -170,7 +185,10 @@ def _digests_below(
                     tables[path].add(digests)
         cut = _digest_cut_blocks(step_dir, tables, frozen)
         if cut:
-            files.replace(step_dir / folder / CUT_BLOCKS, encode(cut))
+            path, data = step_dir / folder / CUT_BLOCKS, encode(cut)
+            files.replace(path, data)
+            if file_info(path) != manifests.info_of(data):
+                raise ValueError(f"{path.name} reads back differently from what was written")
         return {path: table.root(path) for path, table in tables.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise StorageUnavailable(

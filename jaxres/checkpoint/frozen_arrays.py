@@ -6,7 +6,8 @@ links to its files instead of new ones. Every step directory stays complete: the
 the references, and deleting one step leaves the files of the others.
 
 Saves link two copies in turn, so that one damaged file leaves every second step valid. An attempt
-links only copies that it has verified: the one that it has restored, and those that it has written.
+links only copies that it has verified: the one that it has restored, whose files are compared with
+the manifest before the first link, and those that it has written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import xxhash
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.manifest import FROZEN_DIGESTS, FileInfo
+from jaxres.checkpoint.readback import checksums, drop_from_memory
 from jaxres.checkpoint.tensorstore_reader import FROZEN
+from jaxres.checkpoint.throttle import Throttle
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import StorageUnavailable, Unrestorable
 from jaxres.models.param_paths import flatten, nested
@@ -59,6 +62,9 @@ class LinkSource:
     """Name of its directory."""
     sums: FrozenSums
     """Result of `sums_of` for its frozen arrays."""
+    are_files_verified: bool = True
+    """Whether this attempt has compared its files with the manifest. A restore verifies the arrays:
+    files that it does not need may be damaged."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +161,39 @@ def can_link(source: RunPath) -> bool:
     return files.can_link(source / PROBE, source.parent)
 
 
-def link(source: RunPath, commit: Commit, step_dir: RunPath) -> LinkedFiles:
+def link(
+    source: RunPath, commit: Commit, step_dir: RunPath, *, verifies: bool, pace: Throttle
+) -> LinkedFiles:
     """Links the files of the frozen arrays of a committed step into another step directory.
 
     Args:
       source: absolute path of the committed step.
       commit: its commit record.
       step_dir: absolute path of the step directory that Orbax has written.
+      verifies: whether to read the files and to compare their checksums.
+      pace: throttle of the reads.
 
     Raises:
-      StorageUnavailable: a file is missing, has another size, or can't be linked.
+      StorageUnavailable: a file is missing, differs from the committed one, or can't be linked.
     """
     with files.typed_errors(step_dir):
-        return _link(source, commit, step_dir)
+        linked = _link(source, commit, step_dir)
+        if verifies:
+            _verify(source, step_dir, linked.files, pace)
+        return linked
+
+
+def _verify(
+    source: RunPath, step_dir: RunPath, linked: Mapping[str, FileInfo], pace: Throttle
+) -> None:
+    drop_from_memory(step_dir, list(linked))
+    found = checksums(step_dir, list(linked), pace)
+    if wrong := next((name for name, info in linked.items() if found[name] != info), None):
+        raise StorageUnavailable(
+            f"{step_dir}: {source / wrong} differs from the committed file. Nothing committed is "
+            "lost; the next save writes the frozen arrays again. Check the step: `jaxres "
+            "checkpoints verify`."
+        )
 
 
 def _link(source: RunPath, commit: Commit, step_dir: RunPath) -> LinkedFiles:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -51,6 +52,8 @@ _STORAGE_MESSAGES = (
     "Stale file handle",
 )
 """Texts in TensorStore's ValueErrors that mean a failure of storage, not damaged data."""
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+"""Number of the error of the operating system in TensorStore's ValueErrors."""
 _BUCKET_PACKAGES = {"aiohttp", "fsspec", "gcsfs", "google", "requests", "urllib3"}
 """Packages used by Orbax whose errors mean that a bucket or the network has failed."""
 
@@ -236,7 +239,10 @@ def is_storage_fault(error: Exception) -> bool:
         return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
     if type(error).__module__.partition(".")[0] in _BUCKET_PACKAGES:
         return True
-    return isinstance(error, TimeoutError) or any(text in str(error) for text in _STORAGE_MESSAGES)
+    text = str(error)
+    is_systems = any(storage.is_failure(int(number)) for number in _OS_ERROR.findall(text))
+    is_named = any(named in text for named in _STORAGE_MESSAGES)
+    return is_systems or is_named or isinstance(error, TimeoutError)
 
 
 @contextlib.contextmanager

@@ -345,6 +345,7 @@ class MemoryTier:
             self._is_agreed = False
             self._close(damage, is_damaged=True)
         elif unreachable:
+            self._drop_all_but(None)  # Its slot is free for the first of the states to come.
             self._emit(Noted(f"step {chosen[0]} can't be read from host memory: {unreachable}"))
         return None if damage or unreachable else restored
 

@@ -341,7 +341,12 @@ class Replica:
             pruning.unpin(self._target, step)
 
     def _copy_forgotten_faults(self) -> None:
-        """Adds the faults of hosts that are forgotten in the source."""
+        """Adds the hosts that are excluded, and the faults that are forgotten, in the source."""
+        there = frozenset(files.list_names(self._target.excluded_hosts))
+        for name in sorted(set(files.list_names(self._source.excluded_hosts)) - there):
+            files.make_dir(self._target.excluded_hosts)
+            data = files.read(self._source.excluded_hosts / name)
+            files.create(self._target.excluded_hosts / name, data or b"")
         known = faulty_hosts.forgotten(self._target)
         if more := faulty_hosts.forgotten(self._source) - known:
             files.make_dir(self._target.forgotten_faults)

@@ -92,8 +92,6 @@ def intact_copy(
 
 
 def _drop_cached(step_dir: RunPath) -> None:
-    for path in files.cached_files(step_dir):
-        try:
+    with contextlib.suppress(OSError):  # It is pruned meanwhile, or storage fails.
+        for path in files.cached_files(step_dir):
             files.drop_page_cache(path)
-        except OSError:  # It is pruned meanwhile.
-            return

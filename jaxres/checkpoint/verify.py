@@ -96,6 +96,13 @@ def verify_step(
     Raises:
       StorageUnavailable: storage could not be read, or two reads of the same file differ.
     """
+    with files.typed_errors(step_dir):
+        return _verify_step(step_dir, commit, again=again, pace=pace)
+
+
+def _verify_step(
+    step_dir: RunPath, commit: Commit, *, again: int, pace: Throttle
+) -> VerificationReport:
     try:
         manifest = manifests.load(step_dir, commit)  # It repeats a failed read itself.
     except CheckpointDamaged as damage:
@@ -116,7 +123,7 @@ def verify_step(
     problems = [_naming_sharers(step_dir, defect) for defect in second_results if defect]
     if len(problems) < len(failed) and is_remote(step_dir) and again:
         # A transfer may corrupt data.
-        return verify_step(step_dir, commit, again=again - 1, pace=pace)
+        return _verify_step(step_dir, commit, again=again - 1, pace=pace)
     if len(problems) < len(failed):
         raise StorageUnavailable(
             f"{step_dir}: two reads of the same part of step {commit.step} differ. Nothing was "

@@ -51,7 +51,10 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     history.add_argument("--json", action="store_true")
     verb(verbs, "report").add_argument("--json", action="store_true")
     hosts = verb(verbs, "hosts")
-    hosts.add_argument("--forget", metavar="HOST")
+    change = hosts.add_mutually_exclusive_group()
+    change.add_argument("--forget", metavar="HOST")
+    change.add_argument("--exclude", metavar="HOST")
+    hosts.add_argument("--reason", metavar="TEXT")
     hosts.add_argument("--json", action="store_true")
     checkpoints = verbs.add_parser("checkpoints").add_subparsers(
         dest="sub", required=True, metavar="COMMAND"
@@ -132,11 +135,7 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
             case "report", _:
                 text = report_cli.text(run_dir, history, as_json=options.json)
             case "hosts", _:
-                text = (
-                    hosts_cli.listed(run_dir, as_json=options.json)
-                    if options.forget is None
-                    else hosts_cli.forget(run_dir, options.forget)
-                )
+                text = _hosts(run_dir, history, options)
             case _, "list":
                 text = _list(run_dir, history, as_json=options.json)
             case _, "prune":
@@ -210,6 +209,17 @@ def _pin(run_dir: RunDir, options: argparse.Namespace) -> str:
 
     act = prune_cli.pin if options.sub == "pin" else prune_cli.unpin
     return act(run_dir, options.step)
+
+
+def _hosts(run_dir: RunDir, history: RunHistory, options: Any) -> str:
+    if options.forget is not None:
+        return hosts_cli.forget(run_dir, options.forget)
+    if options.exclude is not None:
+        reason, clock = options.reason or "no reason given", SystemClock()
+        return hosts_cli.exclude(run_dir, options.exclude, reason=reason, clock=clock)
+    if options.reason is not None:
+        raise UsageError("--reason is that of --exclude HOST, which is missing")
+    return hosts_cli.listed(run_dir, history, as_json=options.json)
 
 
 def _list(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:

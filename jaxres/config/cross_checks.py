@@ -259,6 +259,13 @@ def _features(config: RunConfig) -> Iterator[Problem]:
             "set evaluation.every_steps, or checkpoint.keep.best to 0",
             others=("evaluation.every_steps",),
         )
+    corruption = config.guards.corruption
+    if corruption and corruption.replay_on == "rotated" and corruption.replay_every_steps is None:
+        yield Problem(
+            "guards.corruption.replay_on",
+            "no step is replayed; set guards.corruption.replay_every_steps, or leave it out",
+            others=("guards.corruption.replay_every_steps",),
+        )
     sources = single_sources(source)
     has_no_text = isinstance(model, VitModel) or any(
         isinstance(part, CustomSource | ImagesSource) for part in sources.values()

@@ -175,7 +175,17 @@ class GceSection(Section):
     repair_minutes: PositiveFloat = free(10.0)
     """Longest attempt to replace lost VMs in the same zone, before all VMs are recreated."""
     lost_seconds: PositiveFloat = free(8.0)
-    """Silence of an agent after which its VM counts as lost, if the bucket is reachable."""
+    """Silence of an agent after which its VM is suspected to be lost, if the bucket is reachable.
+
+    It counts as lost at once if the Compute API then has no such VM, or one that stops."""
+    confirm_lost_seconds: PositiveFloat = free(45.0)
+    """Silence after which a suspected VM counts as lost though the Compute API lists it as running.
+
+    While an attempt runs, new committed steps and heartbeats of its supervisor end this silence."""
+    max_replacements_without_commit: PositiveInt = free(20)
+    """Replacements of VMs without a new committed step, for any cause, before the job ends (84).
+
+    VMs that are lost together count once."""
     stall_minutes: PositiveFloat | None = free(None)
     """Time without a new committed step after which an attempt is restarted; null: automatic.
 

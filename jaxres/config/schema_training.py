@@ -75,6 +75,11 @@ class CorruptionSection(Section):
 
     A replay takes the time of a step, and device memory for a second state. On a GPU two results
     are only equal with run.determinism=bitwise."""
+    replay_on: Literal["same", "rotated"] = free("same")
+    """Devices of a replay; rotated: each device computes what another one of its host has computed.
+
+    Only so a device is found that always computes the same wrong number. The train step is compiled
+    a second time, and the state of a host moves between its devices for each replay."""
     mode: Literal["act", "warn"] = free("act")
     """act: end (82) without a save if copies differ; warn: only log it."""
 

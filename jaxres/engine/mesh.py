@@ -55,6 +55,47 @@ def devices_by_host(mesh: Mesh) -> tuple[int, ...]:
     return tuple(hosts.count(host) for host in range(max(hosts) + 1))
 
 
+def rotated(mesh: Mesh) -> Mesh | None:
+    """Returns the mesh with the next device of the same host at the place of each device.
+
+    Returns None if no host has two devices.
+    """
+    devices = list(mesh.devices.flat)
+    following = np.empty(len(devices), object)
+    for host in {device.process_index for device in devices}:
+        places = [place for place, one in enumerate(devices) if one.process_index == host]
+        for place, other in zip(places, places[1:] + places[:1], strict=True):
+            following[place] = devices[other]
+    if following.tolist() == devices:
+        return None
+    return Mesh(following.reshape(mesh.devices.shape), mesh.axis_names, axis_types=AUTO)
+
+
+def move(arrays: Any, mesh: Mesh, target: Mesh) -> Any:
+    """Copies a tree of arrays to another mesh, each part to the device at the same place.
+
+    No bit is computed and no part leaves its host. The devices of `mesh` are other ones than those
+    of `target`, or the same ones in another order.
+
+    Args:
+      arrays: tree of jax.Array on `mesh`.
+      mesh: where they are.
+      target: a mesh of the same shape, with devices of the same host at each place.
+    """
+    device_at = dict(zip(mesh.devices.flat, target.devices.flat, strict=True))
+
+    def moved(array: jax.Array) -> jax.Array:
+        assert isinstance(array.sharding, NamedSharding)
+        shards = array.addressable_shards
+        parts = jax.device_put(
+            [shard.data for shard in shards], [device_at[shard.device] for shard in shards]
+        )
+        sharding = NamedSharding(target, array.sharding.spec)
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+    return jax.tree.map(moved, arrays)
+
+
 def abstract(plan: MeshPlan) -> Any:
     """Returns a mesh without devices, which suffices to compute shardings and to lower."""
     return AbstractMesh(plan.sizes, AXES, axis_types=AUTO)

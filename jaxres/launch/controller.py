@@ -12,9 +12,11 @@ import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
+from jaxres.config.schema_gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
 from jaxres.launch import instance_spec, reconcile
 from jaxres.launch.boot_observer import BootObserver
@@ -34,6 +36,7 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
+from jaxres.storage.path import is_remote
 
 CYCLE_SECONDS = 1.0
 LIST_SECONDS = 5.0
@@ -79,6 +82,10 @@ class Controller:
     _observed_at: float = 0.0
     _waited: float = 0.0
     """Seconds spent waiting for the bucket since the agents' reports were read last."""
+    _looked_up: dict[str, str | None] = field(default_factory=dict)
+    """Status of suspected VMs, by name; None: there is no such VM."""
+    _looked_up_at: dict[str, float] = field(default_factory=dict)
+    """When the service was asked about each of them."""
     _deleted_at: dict[str, float] = field(default_factory=dict)
     _unknown_vms: set[str] = field(default_factory=set)
     """VMs that are not in the desired state and have been printed."""
@@ -94,8 +101,6 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
-    _has_faults: bool = False
-    """Whether the run log has a fault of a host."""
     _log_is_damaged: bool = False
     """Whether a record of the run log can't be used and that has been printed."""
     _unavailable: set[str] = field(default_factory=set)
@@ -191,9 +196,13 @@ class Controller:
         )
         since = now - self._observed_at
         self._observed_at = now
-        number = desired.attempt
         self._observer.update_progress(
-            self._log, number, is_on=is_running, any_ended=any_ended, since=since
+            self._log,
+            desired.attempt,
+            is_on=is_running,
+            any_ended=any_ended,
+            since=since,
+            heartbeat=self._heartbeat(desired),
         )
         wanted = {vm.name: vm.created for vm in (*desired.vms, *desired.deleting)}
         creation, not_found = None, frozenset[str]()
@@ -211,6 +220,7 @@ class Controller:
                 self._events_at = now
             creation = self._creation(desired)
             not_found = self._not_found(desired)
+            self._look_up_suspects(desired)
             self._report_availability("the Compute API", True)
         except ApiUnavailable as error:
             self._vms = None
@@ -224,12 +234,41 @@ class Controller:
             stop_requested=stop,
             down_requested=down,
         )
-        return replace(snapshot, boots=boots)
+        return replace(snapshot, boots=boots, looked_up=dict(self._looked_up))
 
-    def _ready_seconds(self) -> float:
+    def _suspects(self, desired: DesiredState) -> list[VmSpec]:
+        """Returns the VMs whose agents are silent."""
+        silent = self._observer.silent_since(self._gce().lost_seconds)
+        return [vm for vm in desired.vms if vm.created and vm.name in silent]
+
+    def _heartbeat(self, desired: DesiredState) -> int | None:
+        """Returns the generation of the heartbeat of the run lock; None: no VM is suspected."""
+        owner = RunDir(self.paths.run).owner
+        if desired.phase != "running" or not self._suspects(desired) or not is_remote(owner):
+            return None
+        with self._count_wait():
+            found = gcs_objects.stat(owner)
+        return None if found is None else found.generation
+
+    def _look_up_suspects(self, desired: DesiredState) -> None:
+        """Asks the service about each suspected VM, some in each cycle."""
+        now, suspects = self.clock.monotonic(), self._suspects(desired)
+        names = {vm.name for vm in suspects}
+        self._looked_up = {n: status for n, status in self._looked_up.items() if n in names}
+        self._looked_up_at = {n: at for n, at in self._looked_up_at.items() if n in names}
+        due = [vm for vm in suspects if now - self._looked_up_at.get(vm.name, -inf) >= LIST_SECONDS]
+        due.sort(key=lambda vm: self._looked_up_at.get(vm.name, -inf))
+        for vm in due[:MAX_EXISTS_CALLS]:
+            self._looked_up[vm.name] = self.compute.status(vm.name, vm.zone)
+            self._looked_up_at[vm.name] = now
+
+    def _gce(self) -> GceSection:
         gce = self.config.launch.gce
         assert gce is not None, self.config
-        return 60 * gce.ready_minutes
+        return gce
+
+    def _ready_seconds(self) -> float:
+        return 60 * self._gce().ready_minutes
 
     def _wall(self) -> float:
         """Returns the seconds since the epoch, counted on from this controller's first call.
@@ -260,10 +299,9 @@ class Controller:
                 end.seq if end else 0,
                 longest_wait(run_log.in_force(self._records)),
             )
-        self._has_faults |= any(isinstance(record.body, run_log.HostFault) for record in more)
-        if self._has_faults:  # Faults may be forgotten at any time.
-            known = faulty_hosts.read(RunDir(self.paths.run), self._records)
-            self._log = replace(self._log, faulty_hosts=known)
+        # Faults may be forgotten, and hosts excluded, at any time.
+        known = faulty_hosts.read(RunDir(self.paths.run), self._records)
+        self._log = replace(self._log, faulty_hosts=known)
 
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
         """Returns the result of the pending creation."""

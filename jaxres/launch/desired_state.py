@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,6 +86,31 @@ class BootFailure:
 
 
 @dataclass(frozen=True)
+class LossCount:
+    """Number of VMs that were replaced for one reason."""
+
+    kind: str
+    vms: int
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """VMs that were replaced since the newest committed step."""
+
+    step: int = 0
+    """Newest committed step when the first of them was replaced."""
+    at: float = 0.0
+    """When `times` last grew, in seconds since the epoch."""
+    times: int = 0
+    """Number of times that VMs were replaced; VMs that are lost together count once."""
+    losses: tuple[LossCount, ...] = ()
+    vm_seconds: float = 0.0
+    """Lifetime of the replaced VMs."""
+    dollars: float = 0.0
+    """Costs of the replaced VMs."""
+
+
+@dataclass(frozen=True)
 class DesiredState:
     """Everything that the launcher remembers of a job."""
 
@@ -120,6 +145,9 @@ class DesiredState:
     """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
     unready: int = 0
     """Number of times that VMs were lost since the last attempt started."""
+    replacements: Replacements = Replacements()
+    suspected: tuple[str, ...] = ()
+    """VMs that may be lost: their agents are silent, and nothing confirms a loss yet."""
     boot_failure: BootFailure | None = None
     """Newest known cause for which VMs did not come up since the last attempt started."""
     attempt: int = 0
@@ -162,6 +190,8 @@ class Transition:
 
     desired: DesiredState
     messages: tuple[str, ...] = ()
+    losses: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Kind of the loss of VMs that are replaced, by name."""
 
 
 class StateDamaged(StorageUnavailable):

@@ -133,15 +133,19 @@ class Compute:
 
     def exists(self, name: str, zone: str) -> bool:
         """Returns whether a VM of this name exists; unlike a list, this never lags."""
+        return self.status(name, zone) is not None
+
+    def status(self, name: str, zone: str) -> str | None:
+        """Returns the status of a VM; None: it does not exist. Unlike a list, this never lags."""
         from google.api_core.exceptions import NotFound
 
         client = self.client("InstancesClient")
         key = {"project": self.project, "zone": zone, "instance": name}
         try:
-            self._safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
+            found = self._safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
         except NotFound:
-            return False
-        return True
+            return None
+        return str(found.status)
 
     def create(
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine

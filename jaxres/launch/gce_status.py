@@ -125,6 +125,7 @@ def _job_status(
         "lease_age_seconds": age,
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
+        "suspected": list(desired.suspected),
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "vm_hours": hours,
@@ -143,6 +144,10 @@ def _job_status(
         for n, (_, metadata) in gcs_objects.list_metadata(paths.boots).items()
     }
     lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in desired.vms]
+    lines += [
+        f"  {name}: may be lost: its agent is silent; the VM is kept until that is confirmed"
+        for name in desired.suspected
+    ]
     lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":

@@ -8,6 +8,7 @@ An agent reports in the metadata of an object, so one list request returns the r
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,9 @@ class AgentReport:
     reason: str = ""
     """Why the training process exited, for the operator."""
     notice: str = ""
-    """Preemption notice of the VM, for the operator; empty: none."""
+    """Preemption notice of the VM that is in force, for the operator; empty: none."""
+    notice_until: float | None = None
+    """When the VM will be stopped by it, in seconds since the epoch; None: there is no notice."""
 
     def metadata(self) -> dict[str, str]:
         """Returns the report as metadata of an object.
@@ -53,12 +56,14 @@ class AgentReport:
             "exit": code,
             "reason": _ascii(self.reason),
             "notice": _ascii(self.notice),
+            "notice_until": "" if self.notice_until is None else f"{self.notice_until:.0f}",
         }
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> AgentReport | None:
         """Parses the metadata of an object; None: it is not a report of an agent."""
         attempt, code = metadata.get("attempt", ""), metadata.get("exit", "")
+        until = metadata.get("notice_until", "")
         states: dict[str | None, AgentState] = {state: state for state in STATES}
         state = states.get(metadata.get("state"))
         if state is None or re.fullmatch("[0-9]{1,9}", attempt) is None:
@@ -70,6 +75,7 @@ class AgentReport:
             int(code) if re.fullmatch("-?[0-9]{1,9}", code) else None,
             metadata.get("reason", ""),
             metadata.get("notice", ""),
+            float(until) if re.fullmatch("[0-9]{1,12}", until) else None,
         )
 
 
@@ -168,6 +174,11 @@ class ObservedState:
     """Newest operation of the service itself on a VM, by name; a key of EVENTS."""
     boots: Mapping[str, VmBoot] = field(default_factory=dict)
     """Boots of VMs whose agents have not reported yet, by name."""
+    looked_up: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    """Status of suspected VMs as the service returns it for each, by name; None: 404."""
+    run_quiet_seconds: float = math.inf
+    """Seconds since the running attempt last showed a sign of life: a new committed step, or a
+    heartbeat of the supervisor that holds the run lock; inf: none yet, or a process has exited."""
     since_create_seconds: float = 0.0
     """Seconds since this controller last requested a creation, or since it took the lease."""
     stop_requested: bool = False
@@ -192,6 +203,13 @@ class StateObserver:
     _no_commit_seconds: float = 0.0
     _attempt: int = 0
     _ended_seconds: float | None = None
+    _run_quiet_seconds: float = math.inf
+    _heartbeat: int | None = None
+    """Generation of the run's heartbeat as read last."""
+
+    def silent_since(self, seconds: float) -> set[str]:
+        """Returns the VMs whose agents have not reported for so many seconds."""
+        return {name for name, (_, _, still) in self._reports.items() if still >= seconds}
 
     def bucket_unavailable(self) -> None:
         """Records an observation that the bucket did not answer."""
@@ -253,13 +271,34 @@ class StateObserver:
         self._events |= {name: events[id] for name, id in self._ids.items() if id in events}
 
     def update_progress(
-        self, log: RunLogSummary, attempt: int, *, is_on: bool, any_ended: bool, since: float
+        self,
+        log: RunLogSummary,
+        attempt: int,
+        *,
+        is_on: bool,
+        any_ended: bool,
+        since: float,
+        heartbeat: int | None = None,
     ) -> None:
         """Records the run log's facts, and whether a training process of the attempt has exited.
 
-        `since` is the time since the last observation, in seconds.
+        Args:
+          log: facts from the run log.
+          attempt: the current attempt.
+          is_on: whether it runs.
+          any_ended: whether a training process of it has exited.
+          since: seconds since the last observation.
+          heartbeat: generation of the heartbeat of the run lock; None: it was not read.
         """
         since = min(MAX_GAP_SECONDS, since)
+        beats = None not in (heartbeat, self._heartbeat) and heartbeat != self._heartbeat
+        if attempt != self._attempt or not is_on or any_ended:
+            self._run_quiet_seconds = math.inf
+        elif log.step != self._log.step or beats:
+            self._run_quiet_seconds = 0.0
+        else:
+            self._run_quiet_seconds += since
+        self._heartbeat = heartbeat
         if log.step != self._log.step or attempt != self._attempt or not is_on:
             self._no_commit_seconds = 0.0
         else:
@@ -295,6 +334,7 @@ class StateObserver:
             no_commit_seconds=self._no_commit_seconds,
             ended_seconds=self._ended_seconds,
             events=self._events,
+            run_quiet_seconds=self._run_quiet_seconds,
             since_create_seconds=since_create_seconds,
             stop_requested=stop_requested,
             down_requested=down_requested,

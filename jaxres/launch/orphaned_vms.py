@@ -14,9 +14,9 @@ from jaxres.faults import StorageUnavailable
 from jaxres.launch import gce_api
 from jaxres.launch.desired_state import DesiredState
 from jaxres.launch.gce_api import ApiUnavailable, Compute
+from jaxres.launch.lost_vms import ABSENT_SECONDS
 from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
-from jaxres.launch.provisioning import ABSENT_SECONDS
 from jaxres.storage import gcs_objects
 
 SHORT_RETRY_SECONDS = 2.0

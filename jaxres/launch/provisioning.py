@@ -11,11 +11,9 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import boot_report, capacity_options, held_capacity
-from jaxres.launch.boot_report import VmBoot
+from jaxres.launch import boot_report, capacity_options, held_capacity, lost_vms
 from jaxres.launch.capacity_options import NEVER, ZoneChoice
 from jaxres.launch.desired_state import (
     BootFailure,
@@ -26,19 +24,10 @@ from jaxres.launch.desired_state import (
     Transition,
     VmSpec,
 )
-from jaxres.launch.observed_state import (
-    EVENTS,
-    HALTED,
-    HOST_ERROR,
-    CreateFailed,
-    ObservedState,
-    VmStatus,
-)
-from jaxres.runlog import faulty_hosts
+from jaxres.launch.lost_vms import Loss
+from jaxres.launch.observed_state import CreateFailed, ObservedState, VmStatus
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
-ABSENT_SECONDS = 15.0
-"""Lists lag: a VM is absent only if no list has had it for this long."""
 QUOTA_WAIT_SECONDS = 120.0
 """Longest wait for VMs being deleted to free their quota before others are requested."""
 
@@ -58,8 +47,8 @@ def provision(
         return _choose_zone(desired, observed, gce)
     if desired.creation is not None:
         return _await_creation(desired, desired.creation, observed, gce)
-    lost = faulty_vms(desired.vms, observed)
-    lost |= lost_vms(desired.vms, observed, gce, notices=True)
+    lost = lost_vms.find_faulty(desired.vms, observed)
+    lost |= lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
     if lost:
         gone, before = [vm for vm in desired.vms if vm.name in lost], desired.boot_failure
         is_next_round = before is None or any(vm.requested_at > before.at for vm in gone)
@@ -71,7 +60,7 @@ def provision(
         unready = desired.unready + is_next_round
         if unready >= most_unready:
             reason = f"VMs were lost {unready} times before they could train, the last: "
-            reason += ", ".join(f"{name}: {cause}" for name, cause in lost.items())
+            reason += ", ".join(f"{name}: {loss.text}" for name, loss in lost.items())
             return Transition(
                 replace(desired, end=JobEnd(ExitCode.NO_PROGRESS, reason, observed.now))
             )
@@ -82,13 +71,13 @@ def provision(
 
 
 def _repeated_failure(
-    desired: DesiredState, failure: BootFailure | None, lost: Mapping[str, str], *, now: float
+    desired: DesiredState, failure: BootFailure | None, lost: Mapping[str, Loss], *, now: float
 ) -> JobEnd | None:
     """Returns the end of a job whose VMs do not come up, again and again for the same cause."""
     most = boot_report.MAX_LATER_FAILURES if desired.history else boot_report.MAX_FAILURES
     if failure is None or failure.times < most:
         return None
-    causes = ", ".join(f"{name}: {cause}" for name, cause in lost.items())
+    causes = ", ".join(f"{name}: {loss.text}" for name, loss in lost.items())
     reason = f"VMs did not come up {failure.times} times in a row for the same cause: {causes}"
     return JobEnd(ExitCode.NO_PROGRESS, reason, now)
 
@@ -140,10 +129,12 @@ def _await_creation(
 ) -> Transition:
     answer = observed.creation
     vms = observed.vms or {}
+    kind_of_loss = "preempted in their creation"
     if answer is False and create_timed_out(desired, creation, observed, gce):
         exist = all(name in vms and name in observed.reports for name in creation.names)
         message = "its operation does not finish (launch.gce.ready_minutes)"
         answer = True if exist else CreateFailed("passing", message)
+        kind_of_loss = "never created"
     if answer is True or (
         isinstance(answer, CreateFailed)
         and answer.kind == "exists"
@@ -173,13 +164,15 @@ def _await_creation(
     if kind == "not_freed":
         message = f"VMs of this job that are being deleted still count ({message})"
     reason = f"{site.zone}: {kind}: {message}"
+    were_made = answer.kind == "preempted" or observed.creation is False
+    lost_kinds = dict.fromkeys(creation.names, kind_of_loss) if were_made else {}
     new = replace(desired, backoffs=backoffs, creation=None, reason=reason)
     is_refill = len(creation.names) < len(desired.vms)
     since = desired.refill_since if desired.refill_since is not None else observed.now
     if is_refill and observed.now - since < 60 * gce.repair_minutes:
         lost = [vm for vm in desired.vms if vm.name in creation.names]
-        return Transition(_renamed(new, lost, now=observed.now), (reason,))
-    return Transition(release_all(new, now=observed.now), (reason,))
+        return Transition(_renamed(new, lost, now=observed.now), (reason,), lost_kinds)
+    return Transition(release_all(new, now=observed.now), (reason,), lost_kinds)
 
 
 def _is_of(vm: VmStatus, desired: DesiredState) -> bool:
@@ -223,18 +216,20 @@ def _renamed(desired: DesiredState, lost: Sequence[VmSpec], *, now: float) -> De
 
 
 def replace_vms(
-    desired: DesiredState, lost: Mapping[str, str], observed: ObservedState
+    desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedState
 ) -> Transition:
     """Replaces lost VMs by new ones in the same zone; if all VMs are lost, releases the zone."""
-    messages = tuple(f"{name}: {cause}" for name, cause in lost.items())
+    messages = tuple(f"{name}: {loss.text}" for name, loss in lost.items())
+    kinds = lost_vms.kinds(lost)
     if len(lost) == len(desired.vms):
         released = release_all(replace(desired, reason=messages[0]), now=observed.now)
-        return Transition(released, messages)
+        return Transition(released, messages, kinds)
     since = desired.refill_since if desired.refill_since is not None else observed.now
     gone = [vm for vm in desired.vms if vm.name in lost]
     return Transition(
         _renamed(replace(desired, refill_since=since, reason=messages[0]), gone, now=observed.now),
         messages,
+        kinds,
     )
 
 
@@ -263,6 +258,8 @@ def _start(desired: DesiredState, observed: ObservedState, gce: GceSection) -> T
     """Starts the next attempt once every agent has reported and the restart delay is over."""
     vms = observed.vms or {}
     ready = [vm for vm in desired.vms if vm.name in observed.reports and vm.name in vms]
+    if lost_vms.find_suspected(desired, observed, gce):
+        return Transition(desired)  # The attempt would start on a VM that may be lost.
     if len(ready) < len(desired.vms) or observed.now < desired.not_before:
         return Transition(desired)
     number = desired.attempt + 1
@@ -283,61 +280,3 @@ def _start(desired: DesiredState, observed: ObservedState, gce: GceSection) -> T
 
 def _address(vm: VmStatus) -> HostAddress:
     return HostAddress(vm.name, vm.ip, str(vm.id), vm.physical_host)
-
-
-def faulty_vms(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, str]:
-    """Returns the VMs whose hardware has failed in this run before, with the cause."""
-    faulty = {}
-    for vm in vms:
-        listed = (observed.vms or {}).get(vm.name)
-        if listed is None or not vm.created:
-            continue
-        identity = HostIdentity(vm.name, str(listed.id), listed.physical_host)
-        found = faulty_hosts.matching(observed.log.faulty_hosts, identity)
-        if found:
-            where = listed.physical_host and f" (physical host {listed.physical_host})"
-            faulty[vm.name] = f"its hardware{where} has failed before, as {found[0]}"
-    return faulty
-
-
-def _listed_as(vm: VmSpec, observed: ObservedState) -> str:
-    """Returns what the list of VMs has about one, for the operator."""
-    if observed.vms is None:
-        return "the Compute API does not answer"
-    listed = observed.vms.get(vm.name)
-    return "gone from the list" if listed is None else f"still listed as {listed.status}"
-
-
-def lost_vms(
-    vms: Iterable[VmSpec], observed: ObservedState, gce: GceSection, *, notices: bool
-) -> dict[str, str]:
-    """Returns the lost VMs with the cause; those with a preemption notice only if `notices`."""
-    lost = {}
-    for vm in vms:
-        if not vm.created:
-            continue
-        listed, report = (observed.vms or {}).get(vm.name), observed.reports.get(vm.name)
-        event, boot = observed.events.get(vm.name), observed.boots.get(vm.name, VmBoot())
-        cause = "" if event is None else f"{EVENTS[event]} ({event})"
-        because = cause and f"; {cause}"
-        silent, absent = observed.silent.get(vm.name, 0.0), observed.absent.get(vm.name, 0.0)
-        if listed is not None and listed.status in HALTED:
-            lost[vm.name] = f"is {listed.status}{because}"
-        elif event == HOST_ERROR:
-            lost[vm.name] = cause
-        elif report is not None and silent >= gce.lost_seconds:
-            state = _listed_as(vm, observed)
-            lost[vm.name] = f"its agent has been silent for {silent:.0f} s ({state}){because}"
-        elif report is None and absent >= ABSENT_SECONDS:
-            lost[vm.name] = f"is gone, and its agent never reported{because}"
-        elif report is None and boot.has_failed:
-            lost[vm.name] = f"{boot.describe()}{because}"
-        elif report is None and observed.now - vm.requested_at > 60 * gce.ready_minutes:
-            late = f"its agent did not report within {gce.ready_minutes:g} minutes"
-            known = boot.describe() or "see `launch gce logs`"
-            lost[vm.name] = f"{late} (launch.gce.ready_minutes); {known}"
-        elif notices and report is not None and report.notice:
-            lost[vm.name] = report.notice
-        elif notices and cause:
-            lost[vm.name] = cause
-    return lost

@@ -11,10 +11,11 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.launch import capacity_options, provisioning
+from jaxres.launch import capacity_options, lost_vms, provisioning, replacement_budget
 from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
+from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import AgentReport, ObservedState
-from jaxres.launch.provisioning import lost_vms, release_all, replace_vms
+from jaxres.launch.provisioning import release_all, replace_vms
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
@@ -25,6 +26,13 @@ LOST_REQUEST_SECONDS = 20.0
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
     """Returns the next desired state; the same one if nothing changes."""
+    gce = config.launch.gce
+    assert gce is not None, config
+    found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
+    return _note_suspicions(found, observed, gce)
+
+
+def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
     gce = config.launch.gce
     assert gce is not None, config
     desired = _without_gone(desired, observed, gce)
@@ -43,6 +51,50 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
             most = config.restart.max_attempts_without_commit  # No agent has ever reported.
         return provisioning.provision(desired, observed, gce, most_unready=most)
     return while_running(desired, observed, config)
+
+
+def _count_replacements(
+    before: DesiredState, found: Transition, observed: ObservedState, gce: GceSection
+) -> Transition:
+    """Counts the VMs that a decision replaces; ends a job that has used its budget."""
+    after = found.desired
+    replaced = [
+        (vm, found.losses.get(vm.name, "healthy, in a zone without capacity for the others"))
+        for vm in before.vms
+        if vm.name not in after.names and (vm.created or vm.name in found.losses)
+    ]
+    if not replaced or after.phase != "placing" or after.end is not None:
+        return found
+    count = replacement_budget.add(
+        before.replacements,
+        replaced,
+        step=observed.log.step,
+        now=observed.now,
+        vm_seconds=sum(_seconds(vm, now=observed.now) for vm, _ in replaced),
+        dollars=sum(_cost(vm, gce, now=observed.now) for vm, _ in replaced),
+    )
+    end = replacement_budget.end_of_job(
+        count,
+        most=gce.max_replacements_without_commit,
+        requested=before.next_name,
+        has_prices=all(option.dollars_per_hour is not None for option in gce.capacity_options),
+        now=observed.now,
+    )
+    return replace(found, desired=replace(after, replacements=count, end=end))
+
+
+def _note_suspicions(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
+    """Records which VMs may be lost, and adds a line for each change."""
+    desired = found.desired
+    suspected = tuple(sorted(lost_vms.find_suspected(desired, observed, gce)))
+    if suspected == desired.suspected:
+        return found
+    lines = lost_vms.suspicion_messages(desired.suspected, suspected, observed, desired.names)
+    return replace(
+        found,
+        desired=replace(desired, suspected=suspected),
+        messages=(*found.messages, *lines),
+    )
 
 
 def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec]:
@@ -172,7 +224,8 @@ def while_running(desired: DesiredState, observed: ObservedState, config: RunCon
     gce = config.launch.gce
     assert gce is not None, config
     names = {m.name for m in desired.hosts}
-    lost = lost_vms((vm for vm in desired.vms if vm.name in names), observed, gce, notices=False)
+    hosts = (vm for vm in desired.vms if vm.name in names)
+    lost = lost_vms.find_lost(hosts, observed, gce, is_training=True)
     ended = {
         name: report
         for name in names
@@ -183,7 +236,9 @@ def while_running(desired: DesiredState, observed: ObservedState, config: RunCon
     if not lost and not codes:
         return _check_stall(desired, observed, gce)
     is_settled = bool(lost) or len(codes) == len(desired.hosts)
-    if not is_settled and (observed.ended_seconds or 0.0) < _settle_seconds(codes, config):
+    may_be_lost = lost_vms.find_suspected(desired, observed, gce) & names - codes.keys()
+    is_early = (observed.ended_seconds or 0.0) < _settle_seconds(codes, config)
+    if not is_settled and (is_early or may_be_lost):
         return Transition(desired)
     outcome = _attempt_outcome(desired, codes, ended, lost, observed, config)
     unhealthy = [name for name, code in codes.items() if code == ExitCode.UNHEALTHY]
@@ -199,7 +254,7 @@ def _attempt_outcome(
     desired: DesiredState,
     codes: Mapping[str, int],
     ended: Mapping[str, AgentReport],
-    lost: Mapping[str, str],
+    lost: Mapping[str, Loss],
     observed: ObservedState,
     config: RunConfig,
 ) -> AttemptOutcome[str]:
@@ -207,8 +262,8 @@ def _attempt_outcome(
     name = min(codes, key=lambda name: (_severity_key(codes[name]), name), default=None)
     code = ExitCode.PEER_LOST if name is None else codes[name]
     if lost and not exit_row(code).outranks_lost_host:
-        gone, cause = next(iter(lost.items()))
-        return _outcome(desired, ExitCode.PREEMPTED, f"{gone}: {cause}", observed)
+        gone, loss = next(iter(lost.items()))
+        return _outcome(desired, ExitCode.PREEMPTED, f"{gone}: {loss.text}", observed)
     assert name is not None, lost
     reason = f"{name}: {ended[name].reason}" if len(desired.hosts) > 1 else ended[name].reason
     recorded = observed.log.last_end
@@ -300,15 +355,16 @@ def _after_attempt(
             replace(desired, end=JobEnd(decision.exit, reason, observed.now)), (message,)
         )
     desired = replace(desired, not_before=observed.now + decision.after_seconds)
-    lost = lost_vms(desired.vms, observed, gce, notices=True)
+    lost = lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
     for name in {*unhealthy, _to_replace(desired.history)}:
         if name in desired.names:
-            lost[name] = f"is replaced: {outcome.reason}"
+            kind = f"on a host that exited with {outcome.code}"
+            lost[name] = Loss(kind, f"is replaced: {outcome.reason}")
     message = f"{message}; {decision.reason}"
     if not lost:
         return Transition(desired, (message,))
     replaced = replace_vms(desired, lost, observed)
-    return Transition(replaced.desired, (message, *replaced.messages))
+    return Transition(replaced.desired, (message, *replaced.messages), replaced.losses)
 
 
 def _restart(

@@ -41,6 +41,7 @@ from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor.attempt_runner import MIN_DEVICES, RESTART_VARIABLE
+from jaxres.supervisor.preemption import PreemptionNotice
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
 
@@ -145,6 +146,7 @@ class Agent:
         self._publisher = StatusPublisher(paths.report(name), clock=clock)
         self._local: LocalAttempt | None = None
         self._watcher: PreemptionWatcher | None = None
+        self._notice: PreemptionNotice | None = None
         self._is_leaving = False
         self._uploaded_at = -LOG_SECONDS
 
@@ -291,8 +293,7 @@ class Agent:
             for event in self._watcher.poll():
                 if isinstance(event, PreemptionNoticeReceived | Noted):
                     sys.stdout.write(f"agent: {event}\n")
-            if (notice := self._watcher.most_urgent()) is not None and notice.description:
-                self._publisher.publish(replace(self._publisher.report, notice=notice.description))
+            self._report_notice(self._watcher.most_urgent())
         local = self._local
         if local is None:
             return
@@ -332,6 +333,18 @@ class Agent:
         except StorageUnavailable:
             return None
         return 0 if found is None else found.generation
+
+    def _report_notice(self, notice: PreemptionNotice | None) -> None:
+        """Reports the notice in force and its deadline; None: there is none, or none any more."""
+        if notice == self._notice:
+            return
+        self._notice = notice
+        text, until = "", None
+        if notice is not None:
+            left = notice.seconds_left(self._clock.monotonic())
+            text, until = notice.description, round(self._clock.wall() + (left or 0.0))
+        report = replace(self._publisher.report, notice=text, notice_until=until)
+        self._publisher.publish(report)
 
     def _end(self, local: LocalAttempt, reason: str) -> None:
         """Ends a training process at once; the controller has given up its uncommitted steps."""

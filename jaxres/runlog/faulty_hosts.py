@@ -1,12 +1,15 @@
-"""The hosts whose hardware has failed in a run, from its log; later attempts leave them out.
+"""The hosts that later attempts of a run leave out: those whose hardware has failed, from its log,
+and those excluded by hand.
 
 A host is taken again once its faults are forgotten by `jaxres hosts RUN_DIR --forget HOST`. That
 writes a file for each of the faults, named after the claim of the attempt that met it, so that a
-fault after it counts again.
+fault after it counts again. `--exclude HOST` writes a file with a name of its own, which is
+forgotten in the same way. Neither needs a claim, so both work while the run trains.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,17 +20,20 @@ from jaxres.runlog.history import in_force
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, HostFault, Record
 from jaxres.storage import files
+from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
+
+EXCLUSION_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class FaultyHost:
-    """A host whose hardware has failed."""
+    """A host that is left out: its hardware has failed, or it was excluded by hand."""
 
     identity: HostIdentity
     slot: int | None
     """Slot of the worker under `launch local`; None: the whole machine."""
     count: int
-    """Number of attempts in which it has failed."""
+    """Number of attempts in which it has failed; 0: it was excluded by hand."""
     since: float
     """Time of the first of these faults, for display only."""
     attempt: int
@@ -35,7 +41,12 @@ class FaultyHost:
     reason: str
     """The fault of that attempt."""
     nonces: tuple[str, ...]
-    """Nonces of the claims of these attempts."""
+    """Nonces of the claims of these attempts; if it was excluded, the name of that file."""
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether it was excluded by hand."""
+        return self.count == 0
 
     @property
     def name(self) -> str:
@@ -45,6 +56,8 @@ class FaultyHost:
     def __str__(self) -> str:
         """Returns the host and its fault, for a message."""
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        if self.is_excluded:
+            return f"{self.name} (excluded by hand since {since}: {self.reason})"
         times = f"{self.count} times" if self.count > 1 else "once"
         newest = f"in attempt {self.attempt}: {self.reason}"
         return f"{self.name} (failed {times} since {since}; {newest})"
@@ -117,10 +130,55 @@ def forgotten(run_dir: RunDir) -> frozenset[str]:
 
 
 def read(run_dir: RunDir, records: Sequence[Record] | None = None) -> tuple[FaultyHost, ...]:
-    """Returns the faulty hosts of a run; `records`: its log if that was read already."""
+    """Returns the hosts of a run that are left out; `records`: its log if that was read already."""
     known = run_log.read_records(run_dir.log) if records is None else records
-    hosts = faulty_hosts(known)
-    return faulty_hosts(known, forgotten=forgotten(run_dir)) if hosts else ()
+    excluded = excluded_hosts(run_dir)
+    if not excluded and not faulty_hosts(known):
+        return ()
+    ignored = forgotten(run_dir)
+    by_hand = [host for host in excluded if not ignored.issuperset(host.nonces)]
+    return (*faulty_hosts(known, forgotten=ignored), *by_hand)
+
+
+def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:
+    """Returns the hosts that were excluded by hand, also those that are used again since then.
+
+    A file that can't be understood excludes no host.
+    """
+    found = list[FaultyHost]()
+    for name in sorted(files.list_names(run_dir.excluded_hosts)):
+        data = files.read(run_dir.excluded_hosts / name)
+        try:
+            fields = decode_checksummed(data or b"", number=EXCLUSION_FORMAT)
+        except (ValueError, KeyError):
+            continue
+        found.append(
+            FaultyHost(
+                identity=HostIdentity(fields["host"]),
+                slot=fields["slot"],
+                count=0,
+                since=fields["time"],
+                attempt=0,
+                reason=fields["reason"],
+                nonces=(name,),
+            )
+        )
+    return tuple(sorted(found, key=lambda host: host.since))
+
+
+def exclude(run_dir: RunDir, host: str, *, slot: int | None, reason: str, now: float) -> None:
+    """Excludes a host from the next start on, durably.
+
+    Args:
+      run_dir: the run directory.
+      host: name of the machine.
+      slot: slot of the worker under `launch local`; None: the whole machine.
+      reason: why, for messages.
+      now: the time, for messages.
+    """
+    fields = {"format": EXCLUSION_FORMAT, "host": host, "slot": slot, "time": now, "reason": reason}
+    files.make_dir(run_dir.excluded_hosts)
+    files.create(run_dir.excluded_hosts / secrets.token_hex(8), encode_checksummed(fields))
 
 
 def forget(run_dir: RunDir, host: FaultyHost) -> None:

@@ -79,6 +79,11 @@ class RunDir:
         """The folder of forgotten faults of hosts: a file named after the claim of an attempt."""
         return self.root / "forgotten-faults"
 
+    @property
+    def excluded_hosts(self) -> RunPath:
+        """The folder of hosts excluded by hand: a file for each, see faulty_hosts.py."""
+        return self.root / "excluded-hosts"
+
     def tokenizer(self, name: str) -> RunPath:
         """The folder of a tokenizer's files; its name in the start records has their digest."""
         return self.root / "tokenizers" / name.partition(":")[2]

@@ -26,7 +26,15 @@ from jaxres.storage.path import RunPath
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _MISNAMED = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-_FAILING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.ECONNRESET}
+_OF_DISKS = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
+_OF_MOUNTS = {
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EPROTO),
+    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED),
+    *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+}
+"""Errors of a mount whose server, or whose process (FUSE), is away or has dropped this client."""
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_FAILING = _OF_DISKS | _OF_MOUNTS | _EXHAUSTED
 _TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 """Names of this module only: other names in the same folder belong to users."""
@@ -98,6 +106,17 @@ def fault_of(error: OSError) -> type[RunError]:
     return StorageRefused if error.errno in _DENIED else ConfigError
 
 
+def is_failure(number: int) -> bool:
+    """Returns whether an error number means that storage has failed, refuses or is full.
+
+    The others are of the path itself: a missing file is no failure of its disk.
+
+    >>> is_failure(errno.ENOTCONN), is_failure(errno.ENOENT)
+    (True, False)
+    """
+    return number in FULL | _FAILING | _DENIED
+
+
 class LocalStore:
     """Implements `storage.Store` for local paths; it has no state."""
 
@@ -130,7 +149,8 @@ class LocalStore:
 
     def is_dir(self, path: Path) -> bool:
         """Returns whether a folder is at `path`."""
-        return path.is_dir()
+        with typed_errors(path):
+            return path.is_dir()
 
     def create(self, path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         """Writes `data` unless `path` exists: write, fsync, link. The sequence works on NFS."""

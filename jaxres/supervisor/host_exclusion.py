@@ -59,9 +59,12 @@ def left_out(run_dir: RunDir, slot: int, host: FaultyHost) -> str:
 def _refused(run_dir: RunDir, hosts: Sequence[FaultyHost], what: str) -> str:
     names = "; ".join(map(str, hosts))
     commands = " && ".join(_forget(run_dir, host) for host in hosts)
+    why = "its hardware has failed in this run before"
+    if all(host.is_excluded for host in hosts):
+        why = "it is excluded from this run"
     return (
-        f"{run_dir.root}: {what}: its hardware has failed in this run before: {names}. Use "
-        f"another host, or repair it and run: {commands}"
+        f"{run_dir.root}: {what}: {why}: {names}. Use another host, or repair it and run: "
+        f"{commands}"
     )
 
 

@@ -55,9 +55,10 @@ from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
 from jaxres.train.device_probe import DeviceProbe
 from jaxres.train.hooks import Hooks
+from jaxres.train.jitted_steps import CompiledSteps
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
 from jaxres.train.performance_guard import PerformanceGuard
-from jaxres.train.replay_check import ReplayCheck
+from jaxres.train.replay_check import ReplayCheck, RotatedStep
 from jaxres.train.replica_check import ReplicaCheck
 
 
@@ -81,7 +82,8 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     parts = _parts(config, context)
     context.emit(_built(parts, _lay_out(parts, context)))
     init = init_params.build(config.init_from, parts, context)
-    compiled = jitted_steps.load_or_compile(parts, context)
+    rotated = _rotated(parts, context)
+    compiled = jitted_steps.load_or_compile(parts, context, rotated=rotated)
     # A job's first collective must come within half a minute; one host may compile for minutes.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
     is_due = save_scheduler.attach(config.checkpoint.when, context)
@@ -119,7 +121,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         hooks=_hooks(parts, context),
         memory=_memory(parts, context, stack, flush),
         replica_check=_replica_check(parts, context, compiled.fingerprints),
-        replay_check=_replay_check(parts, context, compiled.replay),
+        replay_check=_replay_check(parts, context, compiled, rotated=rotated),
         performance=_performance(parts, context),
         device_probe=_device_probe(parts, context),
     )
@@ -208,21 +210,52 @@ def _device_probe(parts: Components, context: AttemptContext) -> DeviceProbe | N
     )
 
 
-def _replay_check(
-    parts: Components, context: AttemptContext, fingerprints: Any
-) -> ReplayCheck | None:
+def _rotated(parts: Components, context: AttemptContext) -> Components | None:
+    """Returns the components on the rotated devices, if replays are computed there."""
     section = parts.config.guards.corruption
+    if section is None or section.replay_every_steps is None or section.replay_on == "same":
+        return None
+    mesh = meshes.rotated(parts.mesh)
+    if mesh is None:
+        note = "no host has two devices, so replays are computed on the same devices"
+        context.emit(Noted(f"guards.corruption.replay_on=rotated: {note}"))
+        return None
+    return assemble(
+        parts.config, parts.dataset, plan=parts.plan, mesh=mesh, platform=jax.default_backend()
+    )
+
+
+def _replay_check(
+    parts: Components,
+    context: AttemptContext,
+    compiled: CompiledSteps,
+    *,
+    rotated: Components | None,
+) -> ReplayCheck | None:
+    section, mesh = parts.config.guards.corruption, parts.mesh
     if section is None or section.replay_every_steps is None:
         return None
+    devices = list(mesh.devices.flat)
+    again = None
+    if rotated is not None:
+        again = RotatedStep(
+            move=lambda arrays: meshes.move(arrays, mesh, rotated.mesh),
+            step=compiled.rotated_train,
+            fingerprints=compiled.rotated_replay,
+            places=[devices.index(device) for device in rotated.mesh.devices.flat],
+            # CPU: sums are in the order of the mesh. Sums of two numbers have no order.
+            is_exact=mesh.size <= 2 or devices[0].platform == "cpu",
+        )
     shardings = jax.tree.map(lambda shape: shape.sharding, parts.shapes)
     return ReplayCheck(
         jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings),
-        fingerprints,
-        list(parts.mesh.devices.flat),
+        compiled.replay,
+        devices,
         context.peers.member.host,
         every_steps=section.replay_every_steps,
         mode=section.mode,
         emit=context.emit,
+        rotated=again,
     )
 
 

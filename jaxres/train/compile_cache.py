@@ -138,6 +138,8 @@ class StepToCompile:
 
     trace: Trace
     signature: Signature
+    devices: Sequence[Any] | None = None
+    """Devices in the order in which it runs on them; None: those of the mesh, in its order."""
 
 
 class Program:
@@ -152,6 +154,7 @@ class Program:
     ) -> None:
         self.name = name
         self.signature = step.signature
+        self.devices = step.devices
         self._trace = step.trace
         self._here = here
         self._made_of = made_of
@@ -221,8 +224,12 @@ def get(
     begun = context.clock.monotonic()
     # Computing a key may trace the step, so this phase has the time limit of compilation.
     context.emit(PhaseChanged("compile", "looking for compiled steps of an earlier attempt"))
-    here = executable.here(devices, environment=os.environ)
-    programs = [Program(name, step, here, made_of) for name, step in steps.items()]
+    programs = [
+        Program(
+            name, step, executable.here(step.devices or devices, environment=os.environ), made_of
+        )
+        for name, step in steps.items()
+    ]
     folder = programs_folder(section)
     if folder is None:
         why, compiled = "compilation.keep_programs=0, or compilation.cache_dir=null", {}
@@ -286,7 +293,8 @@ class _Cache:
                 data = executable.read(self._folder, key)
                 if data is None:
                     return None, "none is stored for these devices, libraries and settings"
-                call = executable.load(data, program.signature, self._devices)
+                devices = program.devices or self._devices
+                call = executable.load(data, program.signature, devices)
             except Unusable as error:
                 why = f"{executable.file_of(self._folder, key)}: {error}"
                 self._context.emit(Noted(f"the steps are compiled again: {why}"))

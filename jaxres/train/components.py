@@ -332,6 +332,8 @@ class InFlight:
     """Steps in flight that were dispatched twice; see replay_check.py."""
     replayed_step: int = 0
     """Newest step with two equal results, or the first one of the segment."""
+    has_equal_replay: bool = False
+    """Whether a step of this segment had two equal results."""
 
     def verdict(self) -> Verdict:
         """Returns the verdict on bad records with one host; several agree through the step."""

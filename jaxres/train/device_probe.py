@@ -48,8 +48,8 @@ class DeviceProbe:
         """What the last probe took, with the time until the next dispatch."""
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._busy: deque[float] = deque(maxlen=RECENT_STEPS)
-        self.seconds: dict[Any, float] = {}
-        """Device -> its newest duration."""
+        self.seconds: dict[Any, float] = dict.fromkeys(self._devices, 0.0)
+        """Device -> its newest duration, in the order of the mesh; 0: none yet."""
 
     def on_step(self, step_seconds: float) -> None:
         """Counts a completed step, and measures what the share of the probe is relative to."""

@@ -20,7 +20,8 @@ class LocalTimes:
     data_seconds: float = 0.0
     """The part of it in which it got the batch and placed it on the devices."""
     probe_seconds: Mapping[Any, float] = field(default_factory=dict)
-    """Local device -> the newest duration of the probe (device_probe.py); empty: none yet."""
+    """Local device -> the newest duration of the probe (device_probe.py), in the order of the mesh;
+    0: none yet."""
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,22 @@ class CompiledSteps:
     """Those of the copies of the state; None: off, or no array has a copy."""
     replay: Any = None
     """The fingerprints of all parts of the state, for replays; None: off."""
+    rotated_train: Any = None
+    """The train step for the rotated devices; None: replays are on the same devices, or off."""
+    rotated_replay: Any = None
+    """The fingerprints of all parts of a state on the rotated devices."""
 
 
-def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps:
-    """Loads the steps from the compile cache, or compiles them, before the first step."""
+def load_or_compile(
+    parts: Components, context: AttemptContext, *, rotated: Components | None = None
+) -> CompiledSteps:
+    """Loads the steps from the compile cache, or compiles them, before the first step.
+
+    Args:
+      parts: components of the run.
+      context: context of the attempt.
+      rotated: the same on the rotated devices, for replays; None: no replays there.
+    """
     config, mesh = parts.config, parts.mesh
     facts = None if context.peers.member.is_alone else facts_shape(mesh)
     rows = parts.plan.rows_at_once  # A whole batch may not fit into memory.
@@ -114,6 +126,8 @@ def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps
         signature = _evaluation_signature(parts, facts=facts, rows=rows)
         to_compile["evaluation"] = StepToCompile(trace, signature)
     to_compile |= _fingerprints(parts)
+    if rotated is not None:
+        to_compile |= _rotated(rotated, facts=None if facts is None else facts_shape(rotated.mesh))
     batch = {name: str(shape) for name, shape in parts.batch_shapes(rows=rows).items()}
     made_of = compile_cache.cache_key_inputs(
         config,
@@ -144,7 +158,21 @@ def load_or_compile(parts: Components, context: AttemptContext) -> CompiledSteps
         evaluate=_no_evaluation if evaluation is None else _evaluation(parts, evaluation),
         fingerprints=calls.get("fingerprints"),
         replay=calls.get("replay"),
+        rotated_train=calls.get("rotated training"),
+        rotated_replay=calls.get("rotated replay"),
     )
+
+
+def _rotated(parts: Components, *, facts: Any) -> dict[str, StepToCompile]:
+    """Returns the train step and the fingerprints for the rotated devices."""
+    devices = list(parts.mesh.devices.flat)
+    train = functools.partial(traced_step, parts, facts=facts)
+    fingerprints = functools.partial(traced_fingerprints, parts, with_single=True)
+    signature = Signature((parts.shapes,), meshes.replicated(parts.mesh))
+    return {
+        "rotated training": StepToCompile(train, _step_signature(parts, facts=facts), devices),
+        "rotated replay": StepToCompile(fingerprints, signature, devices),
+    }
 
 
 def _fingerprints(parts: Components) -> dict[str, StepToCompile]:

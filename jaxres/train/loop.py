@@ -68,10 +68,11 @@ def train(run: Trainer) -> LoopResult:
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
                     save(run, state, progress)
+                replays = in_flight.replayed_step, in_flight.has_equal_replay
                 state = in_flight = None  # Device memory must be free before the restore.
                 entries += 1
                 apply_rollback(run, verdict, entry=entries)
-                state, progress, in_flight = restore_or_start(run, entry=entries)
+                state, progress, in_flight = restore_or_start(run, entry=entries, replays=replays)
                 continue
             if isinstance(verdict, StopRun):
                 if verdict.saves:
@@ -99,8 +100,7 @@ def train(run: Trainer) -> LoopResult:
             batch, arrays = placed
             no_batch = in_flight.bad is not None
             flags = run.consensus.local_flags(times=_local_times(run, in_flight), no_batch=no_batch)
-            peak_rate = in_flight.peak_rate(progress.step + 1)
-            inputs = (arrays, flags, peak_rate)
+            inputs = (arrays, flags, in_flight.peak_rate(progress.step + 1))
             state, metrics = dispatch(run, in_flight, state, inputs, step=progress.step + 1)
             progress = progress.after(
                 next_cursor=batch.next_cursor,
@@ -217,9 +217,7 @@ def dispatch(
     replay = run.replay_check
     first = None
     if replay is not None and replay.is_due(step):
-        again, metrics = run.step(replay.copy(state), *inputs)
-        first = replay.fingerprints(again), metrics
-        del again  # The second result takes its memory.
+        first = replay.compute(run.step, state, inputs)
     state, metrics = run.step(state, *inputs)
     if replay is not None and first is not None:
         second = replay.fingerprints(state), metrics
@@ -269,9 +267,10 @@ def _judge_replay(run: Trainer, in_flight: InFlight, step: int) -> Verdict:
         return Continue()
     good = in_flight.replayed_step
     _wait_for(run, in_flight, (replay.fingerprints, replay.metrics))
-    verdict = run.replay_check.judge(replay, step=step, last_good_step=good)
+    was_equal = in_flight.has_equal_replay
+    verdict = run.replay_check.judge(replay, step=step, last_good_step=good, was_equal=was_equal)
     if isinstance(verdict, Continue):
-        in_flight.replayed_step = step
+        in_flight.replayed_step, in_flight.has_equal_replay = step, True
     return _without_warning(run, verdict, step=step)
 
 

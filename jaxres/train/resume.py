@@ -119,7 +119,9 @@ def withdraw_commits(run: Trainer, stop: StopRun) -> None:
     run.checkpoints.rewind(target)
 
 
-def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress, InFlight]:
+def restore_or_start(
+    run: Trainer, *, entry: int, replays: tuple[int, bool] | None = None
+) -> tuple[TrainState, Progress, InFlight]:
     """Restores the newest valid state, or creates the initial one, and records the start.
 
     A newer state in host memory, of which the run continues, precedes the committed steps.
@@ -127,6 +129,8 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
     Args:
       run: components of the run.
       entry: how often this attempt has called this before.
+      replays: InFlight.replayed_step and has_equal_replay of this attempt before a rollback; a
+        commit after that step is not known to be good because the run continues from it.
 
     Raises:
       ConfigError: the rows are not the ones that the run has trained on.
@@ -155,6 +159,7 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
     run.emit(TrainingStarted(progress.step, begin.path, level, committed))
     run.emit(PhaseChanged("train"))
     now = run.clock.monotonic()
+    replayed_step, has_equal_replay = replays or (progress.step, False)
     in_flight = InFlight(
         seq,
         batch_at=run.data_loader.open(history),
@@ -164,7 +169,8 @@ def restore_or_start(run: Trainer, *, entry: int) -> tuple[TrainState, Progress,
         cursor=progress.cursor,
         completed_at=now,
         dispatched_at=now,
-        replayed_step=progress.step,
+        replayed_step=min(replayed_step, progress.step),
+        has_equal_replay=has_equal_replay,
     )
     return state, progress, in_flight
 

@@ -103,8 +103,8 @@ def compare(
       min_seconds: shortest time for which a unit is slow before it is named.
       now: the time of the record.
     """
-    if len(times) < 2 or min(times) <= 0:
-        return state, (), ()
+    if len(times) < 2 or not all(math.isfinite(time) and time > 0 for time in times):
+        return state, (), ()  # One that is not finite would spoil the noise for good.
     if state.records and len(state.records[0]) != len(times):
         state = Comparison()
     state = replace(state, records=(*state.records, tuple(times))[-RECORDS:])
@@ -199,6 +199,8 @@ def measure(
       min_seconds: shortest time for which the rate is too low before it has dropped.
       now: the time of this duration.
     """
+    if not math.isfinite(seconds):
+        return state, False
     block = (*state.block, math.log(max(seconds, 1e-9)))
     if len(block) < block_size:
         return replace(state, block=block), False

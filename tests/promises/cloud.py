@@ -84,6 +84,7 @@ class Cloud:
             "package": str(package),
             "lease_seconds": 4.0,
             "lost_seconds": 6.0,
+            "confirm_lost_seconds": 12.0,
             **gce,
         }
         overrides = {

@@ -8,19 +8,23 @@ from its COUNT-th row on. POISON="INDEX:WHAT,..." lists unreadable items: raise,
 range or hang. WHAT "gate" waits until the file GATE exists. FLIP="STEP:HOST:DEVICE" flips a bit of
 one device's copy of a parameter after that step, once in a run, with the hook `flip_bit`.
 WRONG_PRODUCT is the id of a device whose product in the tests of the hardware is wrong.
+WRONG_STEP="STEP:DEVICE:N" makes a device compute a wrong number in the N-th computation of a step;
+N = 0: in each computation from that step on.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import os
 import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +32,7 @@ import numpy as np
 
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError
-from jaxres.train import preflight
+from jaxres.train import compile_cache, preflight
 
 VOCAB = 64
 NUM_ROWS = 2000
@@ -169,6 +173,52 @@ if "WRONG_PRODUCT" in os.environ:
     plant_wrong_product(int(os.environ["WRONG_PRODUCT"]))
 
 
+class FaultyStep:
+    """A compiled step on devices of which one computes a wrong number when it is asked to."""
+
+    computed: ClassVar[Counter[int]] = Counter()
+    """Step -> how often it was computed."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+    def __call__(self, state: Any, *inputs: Any) -> Any:
+        number = int(state.step) + 1
+        self.computed[number] += 1
+        step, device, turn = map(int, os.environ["WRONG_STEP"].split(":"))
+        is_wrong = number == step and self.computed[number] == turn
+        state, metrics = self._call(state, *inputs)
+        if is_wrong or (turn == 0 and number >= step):
+            jax.block_until_ready(state)
+            shards = state.params["bias_V"].addressable_shards
+            for shard in [one for one in shards if one.device.id == device]:
+                octet = ctypes.c_uint8.from_address(shard.data.unsafe_buffer_pointer())
+                octet.value ^= 1 << 4
+        return state, metrics
+
+
+def plant_faulty_step() -> None:
+    """From now on the train step, also that on rotated devices, is a FaultyStep."""
+    real = compile_cache.get
+
+    def get(*arguments: Any, **others: Any) -> Any:
+        compiled = real(*arguments, **others)
+        steps = {name: one for name, one in compiled.items() if "training" in name}
+        wrong = {
+            name: dataclasses.replace(one, call=FaultyStep(one.call)) for name, one in steps.items()
+        }
+        return compiled | wrong
+
+    compile_cache.get = get
+
+
+if "WRONG_STEP" in os.environ:
+    plant_faulty_step()
+
+
 class TokenRows:
     """Rows of tokens; the last tenth is held out and read by the main thread, the rest is not."""
 
@@ -218,3 +268,10 @@ def model(*, vocab_size: int, seq_len: int) -> SimpleNamespace:
         return nats_B, jnp.sum(weights_BT, axis=1)
 
     return SimpleNamespace(init=init, loss=loss)
+
+
+def sharded_model(*, vocab_size: int, seq_len: int) -> SimpleNamespace:
+    """The same, with parameters that mesh.fsdp splits: no device holds a copy of another one's."""
+    return SimpleNamespace(
+        **vars(model(vocab_size=vocab_size, seq_len=seq_len)), axes={"bias_V": ("embed",)}
+    )

@@ -271,8 +271,10 @@ def test_prunes_and_pins_are_carried_over(workspace: Workspace, killed: RunDir) 
     )
     files.make_dir(source.forgotten_faults)
     files.create(source.forgotten_faults / "nonce", b"")
+    faulty_hosts.exclude(source, "node17", slot=None, reason="slow", now=1.0)
     assert replicate(source, to) == 0
     assert faulty_hosts.forgotten(to) == {"nonce"}
+    assert [host.name for host in faulty_hosts.read(to)] == ["node17"]
     others = set(committed(to)) - {first}
     workspace.finish("source", *MLP)
     assert replicate(source, to) == 0

@@ -17,7 +17,6 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from jaxres.engine import step as steps
 from jaxres.engine.divergence import losses
 from jaxres.engine.guards import StepObservation
 from jaxres.faults import Continue
+from jaxres.models import Model
 from jaxres.runlog.events import StragglerFound
 from jaxres.supervisor import host_health
 from jaxres.supervisor.host_health import HostReading
@@ -87,7 +87,13 @@ def nonfinite(series: int) -> Tally:
         x_B = (batch["x_B"] * params["w"] - 1.0) ** 2
         return spoil(x_B, batch["gradient_B"]) + batch["loss_B"], jnp.ones_like(x_B)
 
-    model: Any = SimpleNamespace(loss=loss, init=lambda key: {"w": jnp.ones(())}, axes={"w": ()})
+    model = Model(
+        init=lambda key: {"w": jnp.ones(())},
+        axes={"w": ()},
+        loss=loss,
+        logits=None,
+        flops_per_token=0.0,
+    )
     tx = optimizer.build(SgdOptimizer(), axes={"w": (None,)})
     function = jax.jit(
         steps.make_train_step(

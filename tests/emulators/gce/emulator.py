@@ -35,6 +35,7 @@ ACTIONS = (
     "die_silently",
     "maintain",
     "announce_maintenance",
+    "call_off_maintenance",
     "stockout",
     "restock",
     "quota",
@@ -249,6 +250,11 @@ class GceEmulator:
         """Announces and runs a maintenance in so many seconds."""
         with self.scheduler.changed:
             self.fleet.announce(self.vm(name), seconds=seconds, can_reschedule=can_reschedule)
+
+    def call_off_maintenance(self, name: str) -> None:
+        """Calls an announced maintenance off: the VM's metadata show none any more."""
+        with self.scheduler.changed:
+            self.fleet.call_off(self.vm(name))
 
     def place(self, *physical_hosts: str) -> None:
         """Runs the next VMs on these physical hosts, one each, and shows where they run."""

@@ -30,7 +30,7 @@ from tests.emulators.gce.vm import (
     TERMINATED,
     Vm,
 )
-from tests.emulators.metadata import PREEMPTED
+from tests.emulators.metadata import NO_UPCOMING, PREEMPTED, UPCOMING
 
 POLL_SECONDS = 0.05
 """Real ones, however fast the world goes: how often one looks whether processes have ended."""
@@ -327,10 +327,17 @@ class Fleet:
             vm.guest.metadata.announce(
                 seconds=seconds / self.scheduler.speed, can_reschedule=str(can_reschedule).lower()
             )
-        self.scheduler.after(max(0.0, seconds - self.delays.warning), self._warn, vm, vm.life)
+        left = max(0.0, seconds - self.delays.warning)
+        self.scheduler.after(left, self._warn, vm, vm.life, vm.upcoming)
 
-    def _warn(self, vm: Vm, life: int) -> None:
-        if vm.life == life:
+    def call_off(self, vm: Vm) -> None:
+        """Calls an announced maintenance off."""
+        vm.upcoming = {}
+        if vm.guest is not None:
+            vm.guest.metadata.set(UPCOMING, NO_UPCOMING)
+
+    def _warn(self, vm: Vm, life: int, announced: dict[str, Any]) -> None:
+        if vm.life == life and vm.upcoming is announced:
             vm.upcoming = {}
             self.maintain(vm)
 

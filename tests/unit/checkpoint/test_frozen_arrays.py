@@ -15,6 +15,7 @@ from jaxres.engine.trainable import Trainable
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.events import SaveCommitted, SaveFailed
 from jaxres.storage import files
+from tests.damage import flip_bit_at
 from tests.unit.checkpoint.conftest import like, progress, state
 from tests.unit.checkpoint.test_checkpointer import assert_equal, commits
 
@@ -87,6 +88,25 @@ def test_a_linked_step_is_restored_bit_for_bit_and_the_next_save_writes_another_
     assert linked[1] > 0
     assert is_shared(again, 32, 48), "the restored copy, which was verified, is linked"
     assert_all_valid(again)
+
+
+def test_a_damaged_file_that_a_restore_did_not_need_is_a_part_of_no_later_step(attempt):
+    """The arrays of the restored step are valid, and all steps that share the file are not."""
+    saved(attempt, *map(lora, range(1, 5)))
+    flip_bit_at(attempt.step_dir(32) / "frozen" / "_METADATA", 10)
+    again = attempt.again()
+    with again.checkpoints(trainable=FROZEN, keep_last=20) as checkpoints:
+        assert restored(checkpoints, again).commit.step == 32
+        for number in range(5, 9):
+            checkpoints.save(lora(number), progress(8 * number))
+            checkpoints.wait()
+    (failed,) = [event for event in again.events if isinstance(event, SaveFailed)]
+    assert failed.step == 48, "the first save has written its own copy"
+    assert "frozen/_METADATA differs from the committed file" in failed.reason
+    assert [step for step in commits(again) if step > 32] == [40, 56, 64]
+    for step in (40, 56, 64):
+        (commit,) = [one for one in again.log.history().committed if one.step == step]
+        assert verify_step(again.step_dir(step), commit).problems == ()
 
 
 def test_a_frozen_array_that_has_changed_is_not_linked_and_then_written(attempt):

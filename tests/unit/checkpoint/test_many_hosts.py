@@ -12,6 +12,7 @@ from jaxres.checkpoint.frozen_arrays import NOTHING_LINKED
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from tests import damage
 from tests.unit.checkpoint import hosts
 
@@ -28,8 +29,8 @@ def newest(run_dir):
 
 
 def values_of(step_dir, host):
-    files = (step_dir / "state").glob(f"ocdbt.process_{host}.*/d/*")
-    return max(files, key=lambda path: path.stat().st_size)
+    found = (step_dir / "state").glob(f"ocdbt.process_{host}.*/d/*")
+    return max(found, key=lambda path: path.stat().st_size)
 
 
 def flip(path, at):
@@ -113,4 +114,18 @@ def test_a_shared_block_that_reads_back_differently_fails_the_save(run_dir):
     at = text.index('"', text.index("]],", small)) + 1
     path.write_text(text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :])
     with pytest.raises(StorageUnavailable, match="small reads back differently"):
+        finalize._array_digests(step_dir, infos, (), NOTHING_LINKED)
+
+
+def test_digests_of_shared_blocks_that_read_back_differently_fail_the_save(run_dir, monkeypatch):
+    """Otherwise the manifest would have the checksum of the wrong ones."""
+    step_dir, commit = newest(run_dir)
+    infos = manifests.read(step_dir, commit).arrays
+    real = files.replace
+
+    def replace(path, data):
+        real(path, data + b" ")
+
+    monkeypatch.setattr(files, "replace", replace)
+    with pytest.raises(StorageUnavailable, match=r"read_back\.json reads back differently"):
         finalize._array_digests(step_dir, infos, (), NOTHING_LINKED)

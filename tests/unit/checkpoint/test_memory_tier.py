@@ -116,6 +116,25 @@ def test_wrong_bytes_close_the_tier_for_later_attempts_too(harness):
     assert not list(harness.folder.glob("*.data")), "its memory is given back"
 
 
+def test_a_state_that_no_host_could_fetch_keeps_no_slot_from_those_that_follow(
+    harness, monkeypatch
+):
+    """Training begins before it, so no attempt continues from it: one slot would always hold it."""
+    keep(harness.begun(), 15)
+    tier = harness.tier()
+
+    def unreachable(*_):
+        raise ConnectionError("host 1 does not answer")
+
+    with monkeypatch.context() as lost:
+        lost.setattr(memory_slots.Slot, "read", unreachable)
+        assert harness.restore(tier) is None
+    tier.begin(2, step=0)
+    for step in (5, 10):
+        keep(tier, step)
+    assert sorted(step for step, _, _ in memory_tier._keys(tier._slots)) == [5, 10]
+
+
 def test_a_state_is_not_kept_before_its_metrics_lines_are_written(harness):
     def refuse():
         raise StorageUnavailable("no space left")

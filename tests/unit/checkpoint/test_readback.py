@@ -6,6 +6,7 @@ import dataclasses
 import json
 import mmap
 import os
+import shutil
 
 import pytest
 
@@ -13,6 +14,7 @@ from jaxres.checkpoint import array_writer, background_save, readback
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.stored_chunks import locate_below
+from jaxres.checkpoint.verify import verify_step
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
 from jaxres.runlog.events import SaveFailed
@@ -56,6 +58,10 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
 
 
 def flip_item(step_dir, path):
@@ -105,6 +111,90 @@ def test_a_save_that_reads_back_differently_fails_and_the_older_step_stays(
         checkpoints.save(state(24), progress(24))
         checkpoints.wait()
     assert commits(attempt) == [8, 24]
+
+
+def merge_after(monkeypatch, harm):
+    """Damages a step's files after they are read back, right before their indexes are merged."""
+    real = array_writer._merge
+
+    def merge(step_dir, *arguments):
+        harm(step_dir)
+        real(step_dir, *arguments)
+
+    monkeypatch.setattr(array_writer, "_merge", merge)
+
+
+def part(step_dir, number=0):
+    return step_dir / "state" / f"ocdbt.process_0.{number}"
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda step_dir: flip(part(step_dir) / "manifest.ocdbt"),
+        lambda step_dir: (part(step_dir) / "manifest.ocdbt").write_bytes(b""),
+        lambda step_dir: [zero(path) for path in (part(step_dir) / "d").iterdir()],
+        lambda step_dir: [path.write_bytes(b"") for path in (part(step_dir) / "d").iterdir()],
+        lambda step_dir: shutil.rmtree(part(step_dir)),
+    ],
+    ids=["a flipped manifest", "an empty manifest", "zeroed nodes", "empty nodes", "no part"],
+)
+def test_parts_whose_indexes_can_not_be_merged_fail_their_save_and_not_the_run(
+    attempt, monkeypatch, harm
+):
+    with attempt.checkpoints() as checkpoints:
+        checkpoints.save(state(8), progress(8))
+        checkpoints.wait()
+        with monkeypatch.context() as spoilt:
+            merge_after(spoilt, harm)
+            checkpoints.save(state(16), progress(16))
+            checkpoints.wait()
+        checkpoints.save(state(24), progress(24))
+        checkpoints.wait()
+    assert commits(attempt) == [8, 24]
+    (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]
+    assert failed.step == 16
+    assert "00000016-0001" in failed.reason
+
+
+def test_a_part_that_an_old_list_of_its_folder_hides_is_not_left_out(attempt, monkeypatch):
+    """A client of NFS may list a folder as it was up to a minute ago."""
+    monkeypatch.setattr(array_writer, "PART_BYTES", 1)
+    real = files.list_names
+    hidden = "ocdbt.process_0.1"
+    monkeypatch.setattr(
+        files,
+        "list_names",
+        lambda folder, **how: [name for name in real(folder, **how) if name != hidden],
+    )
+    commit = attempt.save(8)
+    assert part(attempt.step_dir(8), 1).exists()
+    assert verify_step(attempt.step_dir(8), commit).problems == ()
+
+
+@pytest.mark.parametrize("name", ["progress.json", "run_log.jsonl"])
+def test_facts_that_read_back_differently_fail_the_save(attempt, monkeypatch, name):
+    """Otherwise the manifest would have the checksum of the wrong bytes."""
+    real = files.replace
+
+    def replace(path, data, **how):
+        real(path, data, **how)
+        if path.name == name:
+            flip(path)
+
+    with attempt.checkpoints() as checkpoints:
+        checkpoints.save(state(8), progress(8))
+        checkpoints.wait()
+        with monkeypatch.context() as spoilt:
+            spoilt.setattr(files, "replace", replace)
+            checkpoints.save(state(16), progress(16))
+            checkpoints.wait()
+        assert commits(attempt) == [8]
+        checkpoints.save(state(24), progress(24))
+        checkpoints.wait()
+    assert commits(attempt) == [8, 24]
+    (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]
+    assert f"{name} reads back differently" in failed.reason
 
 
 def test_every_file_is_dropped_from_memory_before_it_is_read_back(attempt, monkeypatch):

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxres.checkpoint import background_save, checkpointer, retention
+from jaxres.checkpoint.array_writer import ArrayWriter
+from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import Snapshot
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.cluster.host_group import HostRank, SingleHost
@@ -397,6 +399,28 @@ def test_a_step_is_committed_on_a_follower_when_host_0_reports_it(attempt, messa
     assert commits(attempt) == [], "only the lead writes the log"
 
 
+def test_a_host_that_cannot_write_its_part_reports_it_at_once(attempt, monkeypatch):
+    """Host 0 may have written its own part: it would wait for the report for ten minutes."""
+    reports = []
+
+    class Follower(SingleHost):
+        member = HostRank(host=1, num_hosts=2)
+
+        def broadcast(self, topic, decide, *, seconds):
+            return "host 1: full" if topic.startswith("saved/") else f"{checkpointer.BEGIN}8-1"
+
+        def gather(self, topic, message, *, seconds):
+            reports.append(HostReport.decode(message).of(1))
+            return ()
+
+    checkpoints = attempt.checkpoints()
+    checkpoints._peers = Follower()
+    monkeypatch.setattr(ArrayWriter, "_write", refuse)
+    with checkpoints:
+        try_save(checkpoints, 8)
+    assert [report.failure for report in reports] == ["host 1: refused"]
+
+
 class EndedSave:
     """A save that Orbax has ended with an error."""
 
@@ -418,6 +442,38 @@ class EndedSave:
 def test_files_of_a_save_that_are_gone_are_a_failure_of_storage(tmp_path, text):
     """As orbax-checkpoint 0.12.8 raises them when the run directory is deleted during a save."""
     with pytest.raises(StorageUnavailable, match="could not be saved"):
+        background_save.wait_save(EndedSave(ValueError(text)), tmp_path / "8", timeout=1)
+
+
+def test_a_mount_that_drops_its_client_fails_saves_and_not_the_run(attempt, monkeypatch):
+    """As Lustre does when it evicts a client, and FUSE when its process has ended."""
+    real = os.fsync
+
+    def fsync(descriptor):
+        if "00000016-0001/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
+        real(descriptor)
+
+    with attempt.checkpoints() as checkpoints:
+        try_save(checkpoints, 8)
+        with monkeypatch.context() as evicted:
+            evicted.setattr(os, "fsync", fsync)
+            try_save(checkpoints, 16)
+        try_save(checkpoints, 24)
+    assert commits(attempt) == [8, 24]
+    assert "transport endpoint shutdown" in failed(attempt)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("number", "is_storages"),
+    [(errno.ENOTCONN, True), (errno.EMFILE, True), (errno.EIO, True), (errno.ENOENT, False)],
+    ids=errno.errorcode.get,
+)
+def test_an_error_of_the_system_within_tensorstore_is_one_of_storage(number, is_storages, tmp_path):
+    """As TensorStore 0.1 writes them."""
+    text = f"FAILED_PRECONDITION: Failed to open: {os.strerror(number)} [os_error_code='{number}']"
+    kind = StorageUnavailable if is_storages else ValueError
+    with pytest.raises(kind):
         background_save.wait_save(EndedSave(ValueError(text)), tmp_path / "8", timeout=1)
 
 

@@ -1,5 +1,6 @@
 """A step is read at the rate that is set, and every read of it is of the disk."""
 
+import errno
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import scrub
 from jaxres.checkpoint.stored_chunks import by_file, locate_chunks
 from jaxres.checkpoint.throttle import BandwidthLimit
+from jaxres.faults import StorageUnavailable
 from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
@@ -41,6 +43,14 @@ def test_the_rate_is_kept(run_dir):
     manifest = manifests.load(run_dir.root / commit.path, commit)
     size = sum(info.size for info in manifest.files.values())
     assert size / RATE <= clock.now <= 2.1 * size / RATE, "at most two reads of each byte"
+
+
+def test_a_mount_that_is_gone_in_the_middle_is_a_failure_of_storage(run_dir, monkeypatch):
+    def gone(folder):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected", str(folder))
+
+    monkeypatch.setattr(files, "cached_files", gone)
+    assert isinstance(verify(run_dir, SleepClock()), StorageUnavailable)
 
 
 @pytest.mark.parametrize("is_scanned", [True, False], ids=["arrays", "other"])

@@ -267,6 +267,21 @@ def test_maintenance_is_announced_warned_of_and_carried_out(
     ]
 
 
+def test_a_maintenance_that_is_called_off_is_announced_no_more_and_stops_nothing(
+    gce: GceEmulator, clients: Clients
+) -> None:
+    gce.delays.warning = 0.0
+    clients.wait(clients.insert("one"))
+    gce.announce_maintenance("one", seconds=20)
+    pending = asked(gce, "one", UPCOMING)
+    gce.call_off_maintenance("one")
+    assert "error" in json.loads(asked(gce, "one", UPCOMING, after=str(pending.etag)).text)
+    assert not clients.get("one").resource_status.upcoming_maintenance.maintenance_status
+    gce.announce_maintenance("one", seconds=40)  # It comes after the one that was called off.
+    gce.wait_for(lambda: gce.vms() == {})
+    assert gce.events() == [("compute.instances.preempted", "one")]
+
+
 def test_a_simulated_maintenance_preempts_a_spot_vm_but_not_every_machine_type(
     gce: GceEmulator, clients: Clients
 ) -> None:

@@ -36,6 +36,7 @@ from tests.unit.runlog.example_records import CLAIM
 EPOCH = 1.7e9
 LIMIT = 30.0
 """Longest time of retries of one request to the bucket."""
+MAINTENANCE = "maintenance in two months"
 PREEMPTED = "compute.instances.preempted"
 CRASHES = (
     1,
@@ -69,6 +70,8 @@ class SimulatedVm:
     attempt: int = 0
     """Attempt in which it trains; 0: none."""
     newest_attempt: int = 0
+    stopped_until: float = 0.0
+    """Until when the agent reports nothing, though the VM is healthy."""
 
 
 @dataclass
@@ -126,6 +129,7 @@ class SimulatedCloud:
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
+        self.draw_harmless = random.Random(f"harmless-{self.seed}")
         self._count = itertools.count(1)
         self._events_due: list[tuple[float, int, Callable[[], object]]] = []
         self._outages: dict[str, list[tuple[float, float]]] = {
@@ -325,6 +329,10 @@ class SimulatedCloud:
         self._compute_request("get")
         return name in self.vms
 
+    def status(self, name: str, zone: str) -> str | None:
+        self._compute_request("get")
+        return self.vms[name].status if name in self.vms else None
+
     def create(
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: object
     ) -> str | CreateFailed:
@@ -399,6 +407,7 @@ class SimulatedCloud:
         self.vms[name] = machine
         if not self.faults_are_over and self.draw.random() < self.rates.loss:
             self.after(self.draw.uniform(5, 300), lambda: self._lose_vm(machine))
+        self.after(self.draw_harmless.uniform(10, 300), lambda: self._stop_agent(machine))
         if self.faults_are_over or self.draw.random() > 0.03:
             self.after(self.draw.uniform(3, 20), lambda: self._start_agent(machine))
         else:
@@ -423,7 +432,7 @@ class SimulatedCloud:
             event = PREEMPTED if kind == "notice" else HOST_ERROR
             self.after(self.draw.uniform(0, 60), lambda: self.events.update({machine.id: event}))
         if kind == "notice" and machine.agent is not None:
-            self._update_report(machine, notice="is preempted")
+            self._update_report(machine, notice="is preempted", notice_until=self.wall() + 30)
             self._finish(machine, ExitCode.PREEMPTED)
             self.after(self.draw.uniform(10, 120), lambda: self._remove_vm(machine.name))
             return
@@ -433,9 +442,16 @@ class SimulatedCloud:
         if kind in ("halted", "gone"):
             self.after(self.draw.uniform(0, 60), lambda: self._remove_vm(machine.name))
 
+    def _stop_agent(self, machine: SimulatedVm) -> None:
+        """Stops the reports of a healthy VM for less than `confirm_lost_seconds`."""
+        if not self.faults_are_over:
+            machine.stopped_until = self.now + self.draw_harmless.uniform(5, 35)
+
     def _start_agent(self, machine: SimulatedVm) -> None:
         if machine.is_alive:
             machine.agent = AgentReport("ready", f"{next(self._count)}")
+            if self.draw_harmless.random() < 0.5:
+                self._update_report(machine, notice=MAINTENANCE, notice_until=self.wall() + 5e6)
             self._send_heartbeat(machine)
             self._follow_desired_state(machine)
 
@@ -449,6 +465,8 @@ class SimulatedCloud:
             return None
         if self.is_unavailable("bucket"):
             return self.after(self.draw.uniform(0.1, 6.0), lambda: self._send_heartbeat(machine))
+        if self.now < machine.stopped_until:
+            return self.after(1.0, lambda: self._send_heartbeat(machine))
         self.put(self.paths.report(machine.name).key, b"", machine.agent.metadata())
         return self.after(self.draw.uniform(2.0, 3.5), lambda: self._send_heartbeat(machine))
 
@@ -526,6 +544,6 @@ class SimulatedCompute:
 
     def __init__(self, cloud: SimulatedCloud) -> None:
         self.list, self.exists, self.create = cloud.list, cloud.exists, cloud.create
-        self.events = cloud.events_of
+        self.events, self.status = cloud.events_of, cloud.status
         self.create_result, self.find_operation = cloud.create_result, cloud.find_operation
         self.delete, self.output = cloud.delete_vm, cloud.output

@@ -58,10 +58,12 @@ def test_vms_are_created_listed_and_deleted(gce: GceEmulator) -> None:
     assert service.compute.list("jx-other") == {}
     for name in NAMES:
         assert service.compute.exists(name, ZONE)
+        assert service.compute.status(name, ZONE) == "RUNNING"
         service.compute.delete(name, ZONE)
         service.compute.delete(name, ZONE)
     gce.wait_for(lambda: gce.vms() == {})
     assert not service.compute.exists(NAMES[0], ZONE)
+    assert service.compute.status(NAMES[0], ZONE) is None
     service.compute.delete(NAMES[0], ZONE)
 
 

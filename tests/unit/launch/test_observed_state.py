@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from jaxres.launch.observed_state import (
     HOST_ERROR,
     MAX_GAP_SECONDS,
@@ -127,3 +129,36 @@ def test_the_time_without_a_commit_is_that_of_one_attempt() -> None:
     assert progressed(10, 2, any_ended=True) == (1.0, 0.0)
     assert progressed(10, 2, any_ended=True) == (2.0, 1.0)
     assert progressed(10, 2, is_on=False) == (0.0, None)
+
+
+def test_the_deadline_of_a_notice_is_reported_and_an_older_agent_reports_none() -> None:
+    report = AgentReport("ready", "b", notice="maintenance", notice_until=1.7e9)
+    assert AgentReport.of(report.metadata()) == report
+    for invalid in ("", "soon", "-1", "1e9"):
+        found = AgentReport.of({**report.metadata(), "notice_until": invalid})
+        assert found == AgentReport("ready", "b", notice="maintenance")
+
+
+def test_a_commit_and_a_heartbeat_of_the_run_are_signs_of_life_of_the_running_attempt() -> None:
+    observer = StateObserver()
+
+    def quiet(
+        step: int, heartbeat: int | None, *, attempt: int = 1, is_on: bool = True, any_ended=False
+    ) -> float:
+        observer.update_progress(
+            RunLogSummary(step),
+            attempt,
+            is_on=is_on,
+            any_ended=any_ended,
+            since=1.0,
+            heartbeat=heartbeat,
+        )
+        return snapshot(observer).run_quiet_seconds
+
+    assert quiet(0, None) == inf, "an attempt that has just started has shown nothing"
+    assert quiet(0, 7) == inf, "the first heartbeat may be of an earlier attempt"
+    assert [quiet(0, 8), quiet(0, 8), quiet(0, 8), quiet(0, 9)] == [0.0, 1.0, 2.0, 0.0]
+    assert [quiet(0, 9), quiet(10, 9), quiet(10, None)] == [1.0, 0.0, 1.0]
+    assert quiet(20, 10, any_ended=True) == inf, "a host that saves proves nothing of the others"
+    assert [quiet(30, 11, attempt=2), quiet(30, 12, attempt=2)] == [inf, 0.0]
+    assert quiet(40, 13, attempt=2, is_on=False) == inf

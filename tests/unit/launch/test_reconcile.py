@@ -13,6 +13,7 @@ from jaxres.launch import capacity_options, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.controller import longest_wait, new_state
 from jaxres.launch.desired_state import DesiredState, HostAddress, JobEnd, PendingCreate, VmSpec
+from jaxres.launch.lost_vms import ABSENT_SECONDS
 from jaxres.launch.observed_state import (
     HOST_ERROR,
     AgentReport,
@@ -21,7 +22,6 @@ from jaxres.launch.observed_state import (
     RunLogSummary,
     VmStatus,
 )
-from jaxres.launch.provisioning import ABSENT_SECONDS
 from jaxres.launch.reconcile import LOST_REQUEST_SECONDS, vms_to_delete
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.faulty_hosts import FaultyHost
@@ -102,8 +102,8 @@ def test_the_same_desired_state_always_makes_the_same_request() -> None:
     "failure",
     [
         {"vms": {**listed(NAMES[0]), **listed(NAMES[1], status="TERMINATED")}},
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}},
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "vms": listed(NAMES[0])},
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 46.0}, "looked_up": {NAMES[1]: "RUNNING"}},
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "looked_up": {NAMES[1]: None}},
         {
             "reports": {NAMES[0]: AgentReport("ready", "b")},
             "vms": listed(NAMES[0]),
@@ -160,19 +160,14 @@ HALTED = {**listed(NAMES[0]), **listed(NAMES[1], status="TERMINATED")}
 ONE_REPORT = {NAMES[0]: AgentReport("ready", "b")}
 CAUSES = {
     "silent": (
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}},
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 46.0}, "looked_up": {NAMES[1]: "RUNNING"}},
         PREEMPTED,
         "as RUNNING); it was preempted",
     ),
-    "silent, not listed": (
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "vms": listed(NAMES[0])},
+    "silent, gone": (
+        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "looked_up": {NAMES[1]: None}},
         PREEMPTED,
-        "(gone from the list); it was preempted",
-    ),
-    "silent, no list": (
-        {"silent": {NAMES[0]: 1.0, NAMES[1]: 9.0}, "vms": None},
-        PREEMPTED,
-        "(the Compute API does not answer); it was preempted",
+        "(it no longer exists); it was preempted",
     ),
     "halted": ({"vms": HALTED}, HOST_ERROR, "is TERMINATED; its host has failed"),
     "never reported": (

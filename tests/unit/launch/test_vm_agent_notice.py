@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from jaxres.launch.instance_spec import NOTICE, Machine
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
 from jaxres.storage.path import GcsPath
+from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from tests.emulators.metadata import NO_UPCOMING, UPCOMING, MetadataServer
+from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.launch.gce_config import OPTION, config
 
 RUN = GcsPath("bkt", "runs/first")
@@ -79,6 +85,41 @@ def test_an_agent_uses_the_longer_notice_of_config_and_metadata(
         notice_seconds=in_metadata,
     )
     assert agent._preemption(config()).notice_seconds == seconds
+
+
+def test_an_agent_reports_the_deadline_of_a_notice_until_it_is_called_off(tmp_path: Path) -> None:
+    clock = SystemClock()
+    agent = Agent(LaunchPaths(RUN), name="jx-0", folder=tmp_path, clock=clock)
+    section = config().preemption
+
+    def reported(text: str) -> tuple[str, float | None]:
+        """Returns the reported notice once another value of the server has been received."""
+        before = watcher.most_urgent()
+        server.set(UPCOMING, text)
+        until = time.monotonic() + PATIENCE_SECONDS
+        while watcher.most_urgent() == before:
+            assert time.monotonic() < until, "the server's value is not received"
+            agent._poll()
+            time.sleep(0.01)
+        return agent._publisher.report.notice, agent._publisher.report.notice_until
+
+    start = datetime.fromtimestamp(round(clock.wall()) + 5e6, UTC)
+    fields = {"maintenance_status": "PENDING", "window_start_time": start.isoformat()}
+    with (
+        MetadataServer() as server,
+        PreemptionWatcher(section, env=server.env, clock=clock) as watcher,
+    ):
+        agent._watcher = watcher
+        text, until = reported(json.dumps(fields))
+        assert text.startswith("maintenance of this VM's host begins at ")
+        assert until is not None
+        assert abs(until - start.timestamp()) < 60
+        assert reported(NO_UPCOMING) == ("", None), "it is still reported"
+        now = clock.wall()
+        text, until = reported(json.dumps(fields | {"maintenance_status": "ONGOING"}))
+        assert text.endswith("has begun")
+        assert until is not None, "an unknown deadline is now"
+        assert until >= round(now) - 60
 
 
 def test_an_agent_never_starts_a_run_with_records_at_step_0(tmp_path: Path) -> None:

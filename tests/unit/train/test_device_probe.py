@@ -19,6 +19,28 @@ def test_every_device_is_measured():
     assert all(0 < seconds < 5 for seconds in probe.seconds.values())
 
 
+def test_durations_are_in_the_order_of_the_mesh_whichever_device_is_first():
+    """Of a single host the order alone says which device is slow."""
+    probe = DeviceProbe(["a", "b", "c"], every_steps=5, max_share=0.5, clock=SystemClock())
+    answers = {"a": [False, False, True], "b": [True], "c": [False, True]}
+
+    class Part:
+        def __init__(self, device):
+            self.device, self.data = device, self
+            self._answers = iter(answers[device])
+
+        def is_ready(self):
+            return next(self._answers)
+
+    class Result:
+        addressable_shards = tuple(map(Part, "abc"))
+
+    probe._run = Result
+    probe.measure()
+    times = tuple(probe.seconds.values())
+    assert sorted(times) == [times[1], times[2], times[0]], "a device has another one's time"
+
+
 def test_no_probe_is_due_before_the_first_steps_are_over():
     probe = probe_of(max_share=0.5)
     for step in range(1, FIRST_STEP):

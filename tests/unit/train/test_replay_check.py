@@ -10,9 +10,9 @@ import pytest
 from jaxres.config.schema_training import CorruptionSection, GuardsSection
 from jaxres.engine.divergence import looks_back_steps
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog.events import CorruptionDetected, GuardWarned
+from jaxres.runlog.events import BadRecordsSkipped, CorruptionDetected, GuardWarned
 from jaxres.train.replay_check import Replay, ReplayCheck
-from tests.unit.train.test_no_bad_state_is_committed import STEPS, Device
+from tests.unit.train.test_no_bad_state_is_committed import ROWS, STEPS, UNREADABLE, Device
 from tests.unit.train.test_replica_check import run_with_flip
 
 EVERY = 10
@@ -87,7 +87,7 @@ def test_metrics_alone_that_differ_make_every_device_a_suspect():
     metrics = np.asarray([1.0, np.nan], np.float32)
     for other, suspects in ((metrics.copy(), None), (metrics + 1, 0)):
         replay = Replay((equal, equal), (metrics, other))
-        verdict = new_check().judge(replay, step=3, last_good_step=2)
+        verdict = new_check().judge(replay, step=3, last_good_step=2, was_equal=False)
         assert getattr(verdict, "last_good_step", None) == (None if suspects is None else 2)
 
 
@@ -95,3 +95,14 @@ def test_a_commit_before_the_last_replay_is_kept():
     section = GuardsSection(corruption=CorruptionSection(replay_every_steps=5000))
     assert looks_back_steps(section) == 5000
     assert looks_back_steps(GuardsSection(corruption=None)) == looks_back_steps(GuardsSection())
+
+
+def test_a_step_that_the_run_goes_back_to_is_not_good_before_a_replay():
+    simulated = run_with_flip(99)
+    simulated.faults[12 * ROWS] = UNREADABLE  # Step 12 is committed, and training resumes from it.
+    events, ended, _ = attempt(simulated, wrong=21)
+    (skip,) = [event for event in events if isinstance(event, BadRecordsSkipped)]
+    (event,) = [event for event in events if isinstance(event, CorruptionDetected)]
+    assert (skip.step, event.step) == (12, 20)
+    assert "commits after step 10 are not trusted" in ended.result.reason
+    assert simulated.log.history().step == 8

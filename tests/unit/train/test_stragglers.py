@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -14,8 +15,10 @@ from jaxres.runlog.events import (
     ThroughputDropped,
     ThroughputRecovered,
 )
+from jaxres.train import stragglers
 from jaxres.train.host_times import Times
 from jaxres.train.performance_guard import PerformanceGuard, Place
+from jaxres.train.stragglers import Comparison, Series
 from tests.unit.train.simulated_job import STEP, FakeClock, SimulatedJob
 
 ONSET = 1050
@@ -116,3 +119,52 @@ def test_nothing_is_reported_before_it_has_lasted_for_min_seconds():
             times = Times((slow, 0.01), (0.0, 0.0), (0.0, 0.0))
             guard.on_times(step, slow, dataclasses.replace(times) if step % 5 else times)
         assert bool(events) == expected
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -1.0, 0.0])
+def test_a_time_that_no_clock_returns_changes_nothing(odd):
+    """The flags go through a collective, which a faulty device may spoil."""
+    compared, series = Comparison(), Series()
+    for record in range(30):
+        for times in ((1.0, 1.01), (1.0, odd), (odd, 1.0)):
+            before = compared
+            compared, found, recovered = stragglers.compare(
+                compared, times, factor=1.15, min_seconds=0.0, now=float(record)
+            )
+            assert (found, recovered) == ((), ())
+            assert odd not in times or compared == before
+    assert math.isfinite(compared.noise)
+    for seconds in [1.0, odd] * 100:
+        series, is_changed = stragglers.measure(
+            series, seconds, block_size=5, drop=0.1, min_seconds=0.0, now=0.0
+        )
+        assert not is_changed or odd <= 0
+    assert math.isfinite(series.usual)
+    assert math.isfinite(series.noise)
+
+
+def test_host_0_and_a_single_hosts_devices_are_named_too():
+    """Host 0 reports itself; a single host has no other one, and its devices are compared."""
+    job = SimulatedJob(
+        num_hosts=3, seed=1, work=lambda host, step: 0.9 * (host == 0 and step > 300)
+    )
+    first = next(event for event in job.run(400) if isinstance(event, StragglerFound))
+    assert (first.host, first.cause) == (0, "host")
+    events, clock = [], FakeClock()
+    places = [Place(0, device, "H100") for device in range(4)]
+    guard = PerformanceGuard(
+        ThroughputSection(min_seconds=0.0),
+        places=places,
+        tokens_per_step=1,
+        reports=True,
+        emit=events.append,
+        clock=clock,
+    )
+    for step in range(1, 400):
+        clock.now += 0.5
+        jitter = 1 + 1e-6 * step
+        probes = tuple(0.001 * jitter * (1.4 if place == 2 else 1.0) for place in range(4))
+        guard.on_times(step, 0.5, Times((0.4 * jitter,), (0.0,), probes))
+    (found,) = events
+    assert isinstance(found, StragglerFound)
+    assert (found.host, found.devices, found.cause) == (0, (2,), "device")

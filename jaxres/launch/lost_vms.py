@@ -1,0 +1,201 @@
+"""Decides which VMs are lost, which may be lost, and which must be replaced for a notice. Pure.
+
+The silence of an agent alone proves nothing: one slow request to the bucket, or an agent that gets
+no CPU time, is enough. A silent VM is suspected. It is lost once the Compute API has no such VM or
+a halted one, or once neither its agent nor the run has shown a sign of life for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxres.cluster.host_identity import HostIdentity
+from jaxres.config.schema_gce import GceSection
+from jaxres.exit_codes import ExitCode
+from jaxres.launch.boot_report import VmBoot
+from jaxres.launch.desired_state import DesiredState, VmSpec
+from jaxres.launch.observed_state import EVENTS, HALTED, HOST_ERROR, AgentReport, ObservedState
+from jaxres.runlog import faulty_hosts
+from jaxres.supervisor.preemption import NEAR_SECONDS, UNKNOWN_WRITE_SECONDS
+from jaxres.supervisor.run_lock import BUCKET_HEARTBEAT_SECONDS, MISSED_HEARTBEATS
+
+ABSENT_SECONDS = 15.0
+"""Lists lag: a VM is absent only if no list has had it for this long."""
+NOTICE_SECONDS = NEAR_SECONDS + 2 * UNKNOWN_WRITE_SECONDS
+"""A VM that is stopped within this time is replaced before an attempt starts: its supervisor would
+save and leave soon after the start, as long as it has not measured a save."""
+KINDS = {
+    HOST_ERROR: "on a host that failed",
+    "compute.instances.preempted": "preempted",
+    "compute.instances.terminateOnHostMaintenance": "ended for maintenance",
+    "compute.instances.guestTerminate": "shut down from inside",
+}
+"""Kind of the loss of a VM that the service itself has ended, by operation type."""
+HEARTBEATS_SECONDS = MISSED_HEARTBEATS * BUCKET_HEARTBEAT_SECONDS
+"""Time in which the heartbeat of a living run is seen to change: it is read during a suspicion."""
+GOING = (*HALTED, "STOPPING", "PENDING_STOP", "SUSPENDING")
+"""Statuses of a suspected VM that confirm its loss."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a VM is replaced."""
+
+    kind: str
+    """What losses for the same reason have in common; they are counted by it."""
+    text: str
+    """The cause, for the operator."""
+
+
+def is_notice_due(report: AgentReport, *, now: float) -> bool:
+    """Returns whether a VM must be replaced because its agent reports a notice.
+
+    It must if its deadline is near or unknown, or if its supervisor has exited because of it. A
+    maintenance may be announced months ahead, and called off.
+
+    Args:
+      report: newest report of the agent.
+      now: seconds since the epoch.
+    """
+    if not report.notice:
+        return False
+    if report.notice_until is None or report.notice_until - now <= NOTICE_SECONDS:
+        return True
+    return report.exit == ExitCode.PREEMPTED and report.notice in report.reason
+
+
+def find_suspected(desired: DesiredState, observed: ObservedState, gce: GceSection) -> set[str]:
+    """Returns the VMs whose agents have reported before and are silent now."""
+    return {vm.name for vm in desired.vms if vm.created and _is_silent(vm.name, observed, gce)}
+
+
+def _is_silent(name: str, observed: ObservedState, gce: GceSection) -> bool:
+    return name in observed.reports and observed.silent.get(name, 0.0) >= gce.lost_seconds
+
+
+def _confirmed(
+    name: str, observed: ObservedState, gce: GceSection, *, is_training: bool
+) -> str | None:
+    """Returns what confirms the loss of a suspected VM; None: nothing does yet.
+
+    `is_training`: whether the VM is a host of the running attempt, so that signs of life of the run
+    are signs of life of the VM: no host trains without the others.
+    """
+    if observed.vms is None or name not in observed.looked_up:
+        return None  # The Compute API has not answered yet.
+    status = observed.looked_up[name]
+    if status is None:
+        return "it no longer exists"
+    if status in GOING:
+        return f"is {status}"
+    quiet = observed.silent.get(name, 0.0)
+    if is_training:
+        quiet = min(quiet, observed.run_quiet_seconds)
+    least = max(gce.confirm_lost_seconds, gce.lost_seconds + HEARTBEATS_SECONDS)
+    return f"still listed as {status}" if quiet >= least else None
+
+
+def find_lost(
+    vms: Iterable[VmSpec],
+    observed: ObservedState,
+    gce: GceSection,
+    *,
+    is_training: bool,
+) -> dict[str, Loss]:
+    """Returns the lost VMs, and unless an attempt runs also those that will soon be stopped.
+
+    Args:
+      vms: the VMs to judge.
+      observed: the observed state.
+      gce: the config of the VMs.
+      is_training: whether these VMs are the hosts of the running attempt. A VM with a notice
+        continues to save then.
+    """
+    found = {vm.name: _loss(vm, observed, gce, is_training=is_training) for vm in vms if vm.created}
+    return {name: loss for name, loss in found.items() if loss is not None}
+
+
+def _loss(
+    vm: VmSpec, observed: ObservedState, gce: GceSection, *, is_training: bool
+) -> Loss | None:
+    listed, report = (observed.vms or {}).get(vm.name), observed.reports.get(vm.name)
+    event = observed.events.get(vm.name)
+    cause = "" if event is None else f"{EVENTS[event]} ({event})"
+    kind = "" if event is None else KINDS[event]
+    because = cause and f"; {cause}"
+    if listed is not None and listed.status in HALTED:
+        return Loss(kind or "stopped", f"is {listed.status}{because}")
+    if event == HOST_ERROR:
+        return Loss(kind, cause)
+    if report is None:
+        return _boot_loss(vm, observed, gce, kind=kind, because=because)
+    if _is_silent(vm.name, observed, gce) and (
+        proof := _confirmed(vm.name, observed, gce, is_training=is_training)
+    ):
+        silent = observed.silent[vm.name]
+        text = f"its agent has been silent for {silent:.0f} s ({proof}){because}"
+        return Loss(kind or "silent", text)
+    if is_training:
+        return None
+    if is_notice_due(report, now=observed.now):
+        return Loss("about to be stopped", report.notice)
+    return Loss(kind, cause) if cause else None
+
+
+def _boot_loss(
+    vm: VmSpec, observed: ObservedState, gce: GceSection, *, kind: str, because: str
+) -> Loss | None:
+    """Returns why a VM whose agent has never reported is lost."""
+    boot = observed.boots.get(vm.name, VmBoot())
+    if observed.absent.get(vm.name, 0.0) >= ABSENT_SECONDS:
+        return Loss(kind or "gone", f"is gone, and its agent never reported{because}")
+    if boot.has_failed:
+        return Loss("failed in their startup script", f"{boot.describe()}{because}")
+    if observed.now - vm.requested_at > 60 * gce.ready_minutes:
+        late = f"its agent did not report within {gce.ready_minutes:g} minutes"
+        known = boot.describe() or "see `launch gce logs`"
+        return Loss("never ready", f"{late} (launch.gce.ready_minutes); {known}")
+    return None
+
+
+def find_faulty(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, Loss]:
+    """Returns the VMs whose hardware has failed in this run before, with the cause."""
+    faulty: dict[str, Loss] = {}
+    for vm in vms:
+        listed = (observed.vms or {}).get(vm.name)
+        if listed is None or not vm.created:
+            continue
+        identity = HostIdentity(vm.name, str(listed.id), listed.physical_host)
+        found = faulty_hosts.matching(observed.log.faulty_hosts, identity)
+        if found:
+            where = listed.physical_host and f" (physical host {listed.physical_host})"
+            text = f"its hardware{where} has failed before, as {found[0]}"
+            faulty[vm.name] = (
+                Loss("excluded by hand", f"it is {found[0]}")
+                if found[0].is_excluded
+                else Loss("on faulty hardware", text)
+            )
+    return faulty
+
+
+def suspicion_messages(
+    before: Iterable[str], after: Iterable[str], observed: ObservedState, names: Container[str]
+) -> tuple[str, ...]:
+    """Returns the lines about VMs that are suspected now, and those that no longer are.
+
+    `names`: the VMs of the job; the others were lost.
+    """
+    known, now = set(before), set(after)
+    new = (
+        f"{name}: its agent has been silent for {observed.silent.get(name, 0.0):.0f} s, so the VM "
+        "may be lost; it is kept until that is confirmed"
+        for name in sorted(now - known)
+    )
+    alive = (f"{name}: its agent reports again" for name in sorted(known - now) if name in names)
+    return (*new, *alive)
+
+
+def kinds(lost: Mapping[str, Loss]) -> dict[str, str]:
+    """Returns the kind of each loss, by VM."""
+    return {name: loss.kind for name, loss in lost.items()}
