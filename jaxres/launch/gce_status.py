@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxres.clock import Clock
@@ -139,20 +139,31 @@ def _job_status(
     if desired.phase != "ended":
         lines.append(f"  lease held by {held_by}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
+    lines += _vm_lines(paths, desired, gce, reports)
+    lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
+    if desired.reason and desired.phase != "ended":
+        lines.append(f"  last: {desired.reason}")
+    return fields, lines
+
+
+def _vm_lines(
+    paths: LaunchPaths,
+    desired: DesiredState,
+    gce: GceSection,
+    reports: Mapping[str, AgentReport | None],
+) -> list[str]:
+    """Returns the lines about the VMs of a job."""
     boots = {
         n: BootReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.boots).items()
     }
-    lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in desired.vms]
+    lines = [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in desired.vms]
     lines += [
         f"  {name}: may be lost: its agent is silent; the VM is kept until that is confirmed"
         for name in desired.suspected
     ]
     lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]
-    lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
-    if desired.reason and desired.phase != "ended":
-        lines.append(f"  last: {desired.reason}")
-    return fields, lines
+    return lines
 
 
 def describe_leader(terms: LeaseRecord | None, age: float | None) -> tuple[str | None, str]:
