@@ -33,8 +33,8 @@ from jaxres.storage.threads import spawn_thread
 BESIDE_ORBAX = 1.25
 """Our limit as a multiple of Orbax's: Orbax's own timeout error is more specific, so it comes
 first."""
-NICENESS = 10
-"""Of all threads of a save: training goes first where both want a core (ADR 47)."""
+
+
 _MISSING_FILE = ("NOT_FOUND", "No ArrayMetadata found", "directory does not exist")
 """Texts of TensorStore's and Orbax's ValueErrors about a file of the save that does not exist."""
 
@@ -64,7 +64,7 @@ class BackgroundSave:
         self._snapshots = snapshots
         self._over = threading.Event()
         self._error: BaseException | None = None
-        spawn_thread("save", self._await, daemon=True, blocks_signals=False, niceness=NICENESS)
+        spawn_thread("save", self._await, daemon=True, blocks_signals=False)
 
     def _await(self) -> None:
         try:

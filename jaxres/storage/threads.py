@@ -24,18 +24,11 @@ kills the process without the stack dump of faulthandler."""
 
 
 def make_thread(
-    name: str,
-    target: Callable[[], object],
-    *,
-    daemon: bool,
-    blocks_signals: bool = True,
-    niceness: int = 0,
+    name: str, target: Callable[[], object], *, daemon: bool, blocks_signals: bool = True
 ) -> threading.Thread:
     """Returns a thread that is not started; see `spawn_thread`."""
 
     def run() -> None:
-        if niceness:
-            os.nice(niceness)  # On Linux of this thread only.
         if blocks_signals:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - SYNCHRONOUS)
         target()
@@ -44,12 +37,7 @@ def make_thread(
 
 
 def spawn_thread(
-    name: str,
-    target: Callable[[], object],
-    *,
-    daemon: bool,
-    blocks_signals: bool = True,
-    niceness: int = 0,
+    name: str, target: Callable[[], object], *, daemon: bool, blocks_signals: bool = True
 ) -> threading.Thread:
     """Starts a thread that calls `target`.
 
@@ -60,12 +48,8 @@ def spawn_thread(
       blocks_signals: leaves signals to the main thread, which handles them at once. False: the
         thread inherits the mask of its creator, and so do the processes that it starts. It is for
         threads that call user code, or that wait for signals themselves.
-      niceness: added to the thread's, and so to that of the threads which it starts (Linux): with
-        10 they get a tenth of the time of others that want the same core, and all that is free.
     """
-    thread = make_thread(
-        name, target, daemon=daemon, blocks_signals=blocks_signals, niceness=niceness
-    )
+    thread = make_thread(name, target, daemon=daemon, blocks_signals=blocks_signals)
     thread.start()
     return thread
 

@@ -23,7 +23,6 @@ from tests.emulators.gcs import GcsServer
 from tests.promises.trainer import (
     FAULTY,
     MLP,
-    PACED,
     STEPS,
     TrainingProcess,
     Workspace,
@@ -120,7 +119,7 @@ def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
 def test_bucket_that_denies_access_for_a_while_ends_nothing(
     bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer
 ) -> None:
-    trainer = bucket.start("run", config=FAULTY, env=PACED)
+    trainer = bucket.start("run", config=FAULTY, env={"PACE": "0.005"})
     trainer.wait_commit(10)
     denied = gcs_server.fail("403", times=None)
     trainer.wait(lambda: trainer.printed().count("ALARM: step ") >= 2, what="two failed saves")

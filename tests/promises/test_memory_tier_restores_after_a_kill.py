@@ -265,10 +265,14 @@ def test_a_state_from_before_a_rollback_is_not_used(workspace: Workspace) -> Non
     arguments = (*OVERRIDES, f"train.steps={STEPS}")
     reference = workspace.finish("reference", *arguments, config=FAULTY)
     remembers = (*arguments, "checkpoint.memory={every_steps: 1}")
-    first = workspace.start("run", *remembers, config=FAULTY, env=PACED)
+    first = workspace.start("run", *remembers, config=FAULTY, env={"PACE": "0.004"})
     wait_held(first, ONSET)
+    worker = first.worker()
+    assert worker is not None
+    os.kill(worker, signal.SIGSTOP)  # The rollback deletes them.
     folder, copied = memory_folder(first.run_dir.root), workspace.root / "copied"
     shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("*.tmp"))
+    os.kill(worker, signal.SIGCONT)
     first.wait(lambda: bool(run_history(first.run_dir).rollbacks), what="the rollback")
     first.kill()
     first.wait_exit()

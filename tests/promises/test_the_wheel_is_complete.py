@@ -66,7 +66,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, clean_env: dict[str, str]) -
     output = [sys.executable, "-c", build.format("build_sdist"), folder]
     sdist = folder / _run(*output, cwd=source, env=clean_env).splitlines()[-1]
     with tarfile.open(sdist) as tar:
-        tar.extractall(unpacked, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Not in Python 3.11.2.
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(unpacked)
     output = [sys.executable, "-c", build.format("build_wheel"), folder]
     root = unpacked / sdist.name.removesuffix(".tar.gz")
     return folder / _run(*output, cwd=root, env=clean_env).splitlines()[-1]

@@ -1,15 +1,12 @@
 """A save writes the state as of the call, even if training reuses its buffers meanwhile."""
 
-import os
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint import array_writer, background_save, manifest, snapshot
+from jaxres.checkpoint import manifest, snapshot
 from jaxres.checkpoint.snapshot import SnapshotMemory
 
 from .conftest import progress
@@ -109,21 +106,3 @@ def test_the_second_save_copies_into_the_memory_of_the_first(attempt, monkeypatc
     assert len(spares) == 2
     assert spares[1] is not None
     assert [commit.step for commit in attempt.log.history().committed] == [8, 16]
-
-
-@pytest.mark.parametrize("writer", ["tensorstore", "orbax"])
-def test_training_goes_before_the_threads_of_a_save(attempt, monkeypatch, writer):
-    module = {"tensorstore": array_writer, "orbax": snapshot}[writer]
-    digests, found = module.digests_of, set()
-
-    def recorded(info, pieces):
-        found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return digests(info, pieces)
-
-    monkeypatch.setattr(module, "digests_of", recorded)
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    with attempt.checkpoints(writer=writer) as checkpoints:
-        checkpoints.save(start(), progress(8))
-        checkpoints.wait()
-    assert found == {min(19, before + background_save.NICENESS)}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

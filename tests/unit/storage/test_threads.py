@@ -1,4 +1,3 @@
-import os
 import select
 import signal
 import threading
@@ -23,26 +22,6 @@ def test_thread_blocks_signals_unless_it_inherits_the_mask(blocks_signals):
     all_but_faults = signal.valid_signals() - SYNCHRONOUS - unblockable
     assert masks == [all_but_faults if blocks_signals else before]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
-
-
-def test_a_nice_thread_and_those_it_starts_leave_the_cores_to_the_others():
-    found = []
-
-    def look():
-        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    def look_and_start_another():
-        look()
-        another = threading.Thread(target=look)
-        another.start()
-        another.join()
-
-    look()
-    spawn_thread("look", look_and_start_another, daemon=True, niceness=3).join(10)
-    look()
-    before, nice, inherited, after = found
-    assert nice == inherited == min(19, before + 3)
-    assert after == before, "the whole process is nice"
 
 
 def test_items_of_watcher_threads_wake_a_select_loop_and_arrive_in_order():
