@@ -20,7 +20,7 @@ from jaxres.checkpoint.readback import READ_BYTES
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
-from jaxres.runlog import faulty_hosts, replica_files, run_log, step_dirs
+from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, Commit, Record, file_name
 from jaxres.runlog.replica_files import Marker
@@ -166,7 +166,7 @@ class Replica:
         replica_files.write_marker(self._target, self._marker(done))
         done.pruned = self._sweep(there)
         self._copy_pins(there)
-        self._copy_forgotten_faults()
+        self._copy_hosts_left_out()
         self._seen = len(records)
         return done
 
@@ -340,18 +340,15 @@ class Replica:
         for step in own - steps:
             pruning.unpin(self._target, step)
 
-    def _copy_forgotten_faults(self) -> None:
+    def _copy_hosts_left_out(self) -> None:
         """Adds the hosts that are excluded, and the faults that are forgotten, in the source."""
-        there = frozenset(files.list_names(self._target.excluded_hosts))
-        for name in sorted(set(files.list_names(self._source.excluded_hosts)) - there):
-            files.make_dir(self._target.excluded_hosts)
-            data = files.read(self._source.excluded_hosts / name)
-            files.create(self._target.excluded_hosts / name, data or b"")
-        known = faulty_hosts.forgotten(self._target)
-        if more := faulty_hosts.forgotten(self._source) - known:
-            files.make_dir(self._target.forgotten_faults)
-            for nonce in more:
-                files.create(self._target.forgotten_faults / nonce, b"")
+        for folder, to in (
+            (self._source.excluded_hosts, self._target.excluded_hosts),
+            (self._source.forgotten_faults, self._target.forgotten_faults),
+        ):
+            for name in sorted(set(files.list_names(folder)) - set(files.list_names(to))):
+                files.make_dir(to)
+                files.create(to / name, files.read(folder / name) or b"")
 
     def _copy_attempts(self, records: Sequence[Record]) -> None:
         """Copies configs, tokenizers, metrics and events of the recorded attempts."""

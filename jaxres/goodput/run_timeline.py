@@ -213,10 +213,10 @@ class _Axis:
         claimed = self._claim(source)
         latest = math.inf if self.offset is None else max(self.end, bound + self.offset)
         claimed = min(claimed, latest)
-        stop = next((r for r in records if isinstance(r.body, AttemptEnded)), None)
+        stop = _end_record(records)
         if self.offset is None or not events:
             times = [r.time for r in records if not isinstance(r.body, SupervisorEnded)]
-            wall = max(times) if stop is None else stop.time
+            wall = max(times) if stop is None else stop[0]
             ended = min(claimed + max(0.0, wall - source.claim.time), latest)
             intervals = [Interval(Activity.UNKNOWN, claimed, ended, number)]
             return self._moved(_Placed(claimed, ended, wall, intervals, ()))
@@ -232,11 +232,12 @@ class _Axis:
         last = (before or events)[-1]
         wall = last["time"] + (ended - self.offset - last["monotonic"])
         if stop is not None:
-            at = min(max(ended, ended + stop.time - wall), latest)
+            time, end = stop
+            at = min(max(ended, ended + time - wall), latest)
             activity = Activity.START_UP if timeline.has_ended else Activity.DETECTION
-            cause = exit_row(stop.body.exit).name if isinstance(stop.body, AttemptEnded) else ""
+            cause = exit_row(end.exit).name
             intervals.append(Interval(activity, ended, at, number, cause=cause))
-            ended, wall = at, stop.time
+            ended, wall = at, time
         starts = [at + self.offset for at in timeline.training_starts]
         return self._moved(_Placed(claimed, ended, wall, merged(intervals), starts))
 
@@ -260,6 +261,12 @@ class _Axis:
         return placed
 
 
+def _end_record(records: Sequence[Record]) -> tuple[float, AttemptEnded] | None:
+    """Returns when an attempt was recorded as ended, and how; None: it was not."""
+    ends = ((r.time, r.body) for r in records if isinstance(r.body, AttemptEnded))
+    return next(ends, None)
+
+
 def _shifted(interval: Interval, offset: float, earliest: float, latest: float) -> Interval:
     start, end = interval.start + offset, interval.end + offset
     start, end = (min(max(at, earliest), latest) for at in (start, end))
@@ -275,7 +282,7 @@ def _attempt(
     is_running: bool,
 ) -> AttemptTime:
     num_hosts = _claim_of(claim).num_hosts
-    stop = next((r.body for r in records if isinstance(r.body, AttemptEnded)), None)
+    _, stop = _end_record(records) or (0.0, None)
     starts = [record for record in records if isinstance(record.body, Start)]
     devices = [d for record in starts if (d := start_of(record).devices) is not None]
     known = before[-1].num_devices if before else None

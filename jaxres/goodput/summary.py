@@ -135,7 +135,7 @@ def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[Incident]:
         later = ends[index + 1] if index + 1 < len(ends) else None
         for (_, before), (seq, at) in zip(attempt.starts, attempt.starts[1:], strict=False):
             setup = _setup(by_attempt[attempt.attempt], since=before, until=at)
-            lost = [*by_start.get(seq, ())]
+            lost = by_start.get(seq, [])
             count = timeline.lost_steps.get(seq, 0)
             when = setup[0].start if setup else at or attempt.ended
             yield _incident(attempt, ROLLED_BACK, when, lost, count, setup, cost)

@@ -101,6 +101,8 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
+    _left_out_at: float = -LIST_SECONDS
+    """When the hosts that the run leaves out were read last."""
     _log_is_damaged: bool = False
     """Whether a record of the run log can't be used and that has been printed."""
     _unavailable: set[str] = field(default_factory=set)
@@ -299,9 +301,11 @@ class Controller:
                 end.seq if end else 0,
                 longest_wait(run_log.in_force(self._records)),
             )
-        # Faults may be forgotten, and hosts excluded, at any time.
-        known = faulty_hosts.read(RunDir(self.paths.run), self._records)
-        self._log = replace(self._log, faulty_hosts=known)
+        now = self.clock.monotonic()
+        if more or now - self._left_out_at >= LIST_SECONDS:  # `jaxres hosts` works at any time.
+            self._left_out_at = now
+            known = faulty_hosts.read(RunDir(self.paths.run), self._records)
+            self._log = replace(self._log, faulty_hosts=known)
 
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
         """Returns the result of the pending creation."""

@@ -160,7 +160,7 @@ def _boot_loss(
 
 
 def find_faulty(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, Loss]:
-    """Returns the VMs whose hardware has failed in this run before, with the cause."""
+    """Returns the VMs that the run leaves out: their hardware has failed, or they are excluded."""
     faulty: dict[str, Loss] = {}
     for vm in vms:
         listed = (observed.vms or {}).get(vm.name)
@@ -168,14 +168,12 @@ def find_faulty(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, Los
             continue
         identity = HostIdentity(vm.name, str(listed.id), listed.physical_host)
         found = faulty_hosts.matching(observed.log.faulty_hosts, identity)
-        if found:
+        if found and found[0].is_excluded:
+            faulty[vm.name] = Loss("excluded by hand", f"it is {found[0]}")
+        elif found:
             where = listed.physical_host and f" (physical host {listed.physical_host})"
             text = f"its hardware{where} has failed before, as {found[0]}"
-            faulty[vm.name] = (
-                Loss("excluded by hand", f"it is {found[0]}")
-                if found[0].is_excluded
-                else Loss("on faulty hardware", text)
-            )
+            faulty[vm.name] = Loss("on faulty hardware", text)
     return faulty
 
 

@@ -40,7 +40,7 @@ class AgentReport:
     notice: str = ""
     """Preemption notice of the VM that is in force, for the operator; empty: none."""
     notice_until: float | None = None
-    """When the VM will be stopped by it, in seconds since the epoch; None: there is no notice."""
+    """When the VM will be stopped by it, in seconds since the epoch; None: unknown or no notice."""
 
     def metadata(self) -> dict[str, str]:
         """Returns the report as metadata of an object.
