@@ -2,11 +2,15 @@
 
 On a disk chunks are read from their places in the data files (stored_chunks.py), into memory of the
 shape of a shard. Arrays without such places, and all arrays in a bucket, are read by TensorStore.
+
+Threads read; jax is called by the caller alone. jaxlib makes some of its types at their first use,
+and two threads that do so at once crash the process (seen in 1 of 100 first restores of jaxlib
+0.10.2, when Python collects garbage just then).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,31 +44,34 @@ def load(step_dir: RunPath, like: Tree, *, frozen: Collection[str] = ()) -> Tree
     infos = {path: info for path, (info, _) in wanted.items()}
     chunks = {} if is_remote(step_dir) else locate_chunks(step_dir, infos, frozen=frozen)
     reader = ArrayReader(step_dir, infos, frozen=frozen)
+    boxes = {path: _boxes(each) for path, (_, each) in wanted.items()}
+
+    def read(path: str) -> dict[Box, np.ndarray]:
+        if path in chunks:
+            return _read_chunks(Path(str(step_dir)), chunks[path], boxes[path])
+        return {box: reader.read(path, box) for box in boxes[path]}
+
     threads = REMOTE_THREADS if is_remote(step_dir) else THREADS
     with ThreadPoolExecutor(threads, "jaxres-load") as pool:
-        found = pool.map(
-            lambda path: _load(path, wanted[path][1], reader, chunks.get(path)), wanted
-        )
-        return jax.tree.unflatten(jax.tree.structure(like), list(found))
+        parts = pool.map(read, wanted)
+        found = [_array(each, of) for (_, each), of in zip(wanted.values(), parts, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
-def _load(
-    path: str, like: jax.ShapeDtypeStruct, reader: ArrayReader, chunks: Sequence[Chunk] | None
-) -> jax.Array:
-    """Returns an array, from its chunks if their places are known."""
-    sharding, shape = like.sharding, like.shape
-    assert sharding is not None, path
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    boxes = {box_of(index or (), shape) for index in indices}
-    if chunks is None:
-        parts = {box: reader.read(path, box) for box in boxes}
-    else:
-        parts = _read_chunks(Path(str(reader.step_dir)), chunks, boxes)
+def _boxes(like: jax.ShapeDtypeStruct) -> set[Box]:
+    """Returns the boxes of an array that are on this process's devices."""
+    assert like.sharding is not None
+    indices = like.sharding.addressable_devices_indices_map(like.shape).values()
+    return {box_of(index or (), like.shape) for index in indices}
+
+
+def _array(like: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
+    """Returns an array that consists of its parts."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        return parts[box_of(index or (), shape)]
+        return parts[box_of(index or (), like.shape)]
 
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(like.shape, like.sharding, part)
 
 
 def _read_chunks(step_dir: Path, chunks: Sequence[Chunk], boxes: set[Box]) -> dict[Box, np.ndarray]:

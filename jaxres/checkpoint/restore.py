@@ -301,18 +301,35 @@ def _wrong_arrays(
     arrays = named_arrays(state)
     infos = {path: info for path, (info, _) in arrays.items()}
     reader = ArrayReader(step_dir, infos, frozen=frozen)
+    # Submitted one by one: while an array is copied from a device, those before it are verified.
+    shards = (_shards(*arrays[path]) for path in tables)
+
+    def is_same(path: str, shards: Sequence[tuple[Box, np.ndarray]]) -> bool:
+        return _is_same(reader, path, infos[path], shards, tables[path])
+
     with ThreadPoolExecutor(VERIFY_THREADS, "jaxres-verify") as pool:
-        same = pool.map(lambda path: _is_same(reader, path, *arrays[path], tables[path]), tables)
+        same = pool.map(is_same, tables, shards)
         return [path for path, is_same in zip(tables, same, strict=True) if not is_same]
 
 
+def _shards(info: ArrayInfo, array: jax.Array) -> list[tuple[Box, np.ndarray]]:
+    """Returns the shards of an array on this process's devices; not for threads (load_arrays)."""
+    return [
+        (box_of(shard.index, info.shape), np.asarray(shard.data))
+        for shard in array.addressable_shards
+    ]
+
+
 def _is_same(
-    reader: ArrayReader, path: str, info: ArrayInfo, array: jax.Array, table: BlockTable
+    reader: ArrayReader,
+    path: str,
+    info: ArrayInfo,
+    shards: Sequence[tuple[Box, np.ndarray]],
+    table: BlockTable,
 ) -> bool:
-    """Returns whether the shards of an array on this process's devices match the digests."""
+    """Returns whether the shards of an array match the digests."""
     pieces: dict[Box, np.ndarray] = {}
-    for shard in array.addressable_shards:
-        box, data = box_of(shard.index, info.shape), np.asarray(shard.data)
+    for box, data in shards:
         if not _is_equal(pieces.setdefault(box, data), data):
             return False
     own = digests_of(info, pieces)

@@ -1,9 +1,11 @@
 """A damaged step is skipped only on proof; storage that does not answer proves nothing."""
 
+import collections
 import contextlib
 import dataclasses
 import io
 import json
+import os
 import random
 import shutil
 import threading
@@ -105,6 +107,23 @@ def test_the_newest_intact_step_is_restored(saved):
     assert (found.commit.step, clock.slept) == (24, [])
     assert_equal(found.state, state(24))
     assert saved.log.history().quarantined == ()
+
+
+def test_the_threads_that_read_and_verify_do_not_call_jax(saved):
+    """Two threads at the first use of a part of jaxlib crashed 1 of 100 first restores."""
+    calls = collections.defaultdict(set)
+
+    def record(frame, event, _):
+        if event == "call" and f"{os.sep}jax{os.sep}" in frame.f_code.co_filename:
+            calls[threading.current_thread().name.partition("_")[0]].add(frame.f_code.co_name)
+
+    threading.setprofile(record)
+    try:
+        assert restore(saved)[0].commit.step == 24
+    finally:
+        threading.setprofile(None)
+    assert "make_array_from_callback" in calls["jaxres-restore"]
+    assert not (calls["jaxres-load"] | calls["jaxres-verify"]) - {"_xla_gc_callback"}
 
 
 def test_a_damaged_step_is_quarantined_with_evidence_and_the_next_older_one_restored(saved):
