@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from pathlib import Path
 
-from jaxres.exit_codes import ExitCode, exit_name, exit_row, remedy
+from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name, exit_row, remedy
 from jaxres.faults import RunError
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
@@ -107,12 +108,20 @@ def attempt_restarted(
     ]
 
 
-TAIL_LINES = 20
+SHOWN_LINES = 20
 READ_SECONDS = 10.0
+CRASHES = frozenset(
+    SIGNAL_BASE + number for number in (signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
+)
+"""Codes of crashes about which only the file of stacks says something; a library that aborts
+(SIGABRT) has printed why."""
 
 
 def failure_text(run_dir: RunDir, attempt: int, ended: AttemptResult, *, code: int) -> str:
     """Returns the remedy and the last lines of the culprit's log, if there is one.
+
+    After a crash of the interpreter: the first lines of its stacks, which are those of the thread
+    that crashed.
 
     Args:
       run_dir: the run directory.
@@ -125,8 +134,9 @@ def failure_text(run_dir: RunDir, attempt: int, ended: AttemptResult, *, code: i
     parts = [f"what to do: {remedy(ended.code)}\n"]
     if (log := _read_log(run_dir, attempt, ended)) is not None:
         path, lines = log
-        shown = lines[-TAIL_LINES:]
-        parts.append(f"the last {len(shown)} of {len(lines)} lines of {path}:\n")
+        which = "first" if ended.code in CRASHES and path.match("stacks-*") else "last"
+        shown = lines[:SHOWN_LINES] if which == "first" else lines[-SHOWN_LINES:]
+        parts.append(f"the {which} {len(shown)} of {len(lines)} lines of {path}:\n")
         parts += [f"  {line}\n" for line in shown]
     return "".join(parts)
 
@@ -137,7 +147,7 @@ def _read_log(run_dir: RunDir, attempt: int, ended: AttemptResult) -> tuple[Path
     output, stacks = run_dir.output(attempt, host), run_dir.stacks(attempt, host)
     if ended.code == ExitCode.BUG:
         paths = [run_dir.traceback(attempt, host), output]
-    elif ended.code == ExitCode.HUNG:
+    elif ended.code == ExitCode.HUNG or ended.code in CRASHES:
         paths = [stacks, output]
     else:
         paths = [output]

@@ -26,6 +26,7 @@ def run_dir(tmp_path):
         (ExitCode.BUG, "traceback-host001.txt", "fix what the traceback shows"),
         (ExitCode.HUNG, "stacks-host001.txt", "deadlines"),
         (128 + signal.SIGKILL, "output-host001.txt", "dmesg"),
+        (128 + signal.SIGABRT, "output-host001.txt", ""),
         (ExitCode.PEER_LOST, "output-host001.txt", "network"),
     ],
 )
@@ -36,6 +37,14 @@ def test_the_report_shows_the_last_lines_of_the_culprits_log(run_dir, cause, log
     assert f"the last 20 of 50 lines of {run_dir.attempt(3) / log}:" in text
     assert text.endswith(f"  {log} 49\n")
     assert f"{log} 29\n" not in text
+
+
+def test_a_crash_shows_the_stack_of_the_thread_that_crashed(run_dir):
+    ended = AttemptResult(128 + signal.SIGSEGV, "why", committed=False, culprit=1)
+    text = failure_text(run_dir, 3, ended, code=ExitCode.NO_PROGRESS)
+    name = "stacks-host001.txt"
+    assert f"the first 20 of 50 lines of {run_dir.attempt(3) / name}:\n  {name} 0\n" in text
+    assert text.endswith(f"  {name} 19\n")
 
 
 def test_a_missing_log_is_not_mentioned(run_dir):
