@@ -16,6 +16,7 @@ from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
+    TINY,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
@@ -102,15 +103,17 @@ def test_resume_is_bit_exact_after_sigkill(
     any_workspace: Workspace, workspace: Workspace, seed: int, aims: Sequence[Aim]
 ) -> None:
     chance = random.Random(seed)
-    arguments = (f"run.seed={seed}", "checkpoint.save_every_steps=12")
-    workspace.finish("unbroken", *arguments)
+    saves = ("checkpoint.save_every_steps=12", "evaluation.every_steps=16")
+    arguments = (f"run.seed={seed}", "train.steps=240", *saves)
+    config = TINY if seed else FAULTY  # A campaign trains a decoder.
+    workspace.finish("unbroken", *arguments, config=config)
     for aim in (FIRST, *chance.sample(aims, len(aims))):
-        trainer = any_workspace.start("broken", *arguments)
+        trainer = any_workspace.start("broken", *arguments, config=config, env=PACED)
         aim.wait(trainer, run_history(trainer.run_dir).step)
         time.sleep(chance.uniform(0, aim.max_delay_seconds))
         trainer.kill()
         assert trainer.wait_exit() == -9, f"{aim.name}: the kill came too late\n{trainer.printed()}"
-    any_workspace.finish("broken", *arguments)
+    any_workspace.finish("broken", *arguments, config=config)
 
     broken, unbroken = any_workspace.run_dir("broken"), workspace.run_dir("unbroken")
     resumed = [step for step in starts(broken) if step > 0]

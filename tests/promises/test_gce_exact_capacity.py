@@ -9,7 +9,7 @@ from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, starts
 from tests.tiers import campaign, slow_but
 
-SLOW = {"PACE": "0.004"}
+SLOW = {"PACE": "0.01"}
 """Environment of the training: about 10 steps per second, so that tests can interrupt it."""
 ZONE, MACHINE = OPTION["zones"][0], OPTION["machine_type"]
 RESERVED = {"kind": "reservation", "reservation": "mine", **OPTION}

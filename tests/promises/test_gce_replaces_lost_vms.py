@@ -12,7 +12,7 @@ from jaxres.storage import gcs_objects
 from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, run_history, starts
 
-SLOW = {"PACE": "0.004"}
+SLOW = {"PACE": "0.01"}
 """Environment of the training: about 10 steps per second, so that tests can interrupt it."""
 SLOWER = {"PACE": "0.02"}
 """Two steps per second, because launchers also take time to start."""

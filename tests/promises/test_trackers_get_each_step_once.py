@@ -31,6 +31,7 @@ from jaxres.telemetry.trackers import Identity, Row
 from tests.promises import wandb_files
 from tests.promises.trainer import (
     FAULTY,
+    PATIENCE_SECONDS,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
@@ -266,7 +267,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, process_group=0, cwd=self.folder
             )
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
             try:
                 with urlopen(f"http://{self.address}/health", timeout=2):

@@ -48,6 +48,9 @@ TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
 PACED = {"PACE": "0.001"}
 """Environment of a FAULTY run with about 20 steps per second, so that tests can interrupt it."""
+BUCKET_PACE = 0.01
+"""Least PACE of a run in a bucket, which commits a few times slower than one on a disk: else a slow
+machine's run has ended before the test sees its commits."""
 DENIED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
 """Command prefix that drops root's right to use what it has no permission for; others need none."""
 STEPS = 200
@@ -273,6 +276,8 @@ class Workspace:
         command = [sys.executable, "-m", *verb, *arguments]
         prefix = [*self.through, *through, *pinned]
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
+        if self.bucket is not None and "PACE" in environment:
+            environment["PACE"] = str(max(float(environment["PACE"]), BUCKET_PACE))
         with output.open("wb") as file:
             process = self._process(prefix, command, env=environment, output=file)
         trainer = TrainingProcess(run_dir, process, output, attempt)
