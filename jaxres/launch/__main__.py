@@ -1,4 +1,4 @@
-"""The launcher: `python -m jaxres.launch local|gce ...`; no jax."""
+"""The launcher: `python -m jaxres.launch local|gce|slurm ...`; no jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
-from jaxres.launch import gce, local, vm_agent
+from jaxres.launch import gce, local, slurm, vm_agent
 from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
@@ -24,7 +24,8 @@ from jaxres.telemetry import stdio
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        usage = gce.USAGE if "gce" in arguments[:1] else local.USAGE
+        usages = {"gce": gce.USAGE, "slurm": slurm.USAGE}
+        usage = usages.get(arguments[0], local.USAGE)
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return ExitCode.DONE
     os.environ.update(gcs_client.library_environment(os.environ))
@@ -36,11 +37,13 @@ def _launch(arguments: Sequence[str]) -> int:
         return vm_agent.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)
+    if arguments[:1] == ["slurm"]:
+        return slurm.main(arguments[1:], env=os.environ)
     if arguments[:1] != ["local"]:
         given = f"got {arguments[0]}" if arguments else "got nothing"
         raise UsageError(
-            f"expected where to launch: local or gce ({given}; usage: `python -m jaxres.launch "
-            "--help`)"
+            f"expected where to launch: local, gce or slurm ({given}; usage: `python -m "
+            "jaxres.launch --help`)"
         )
     return local.launch(local.parse(arguments[1:]), env=os.environ)
 

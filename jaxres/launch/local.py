@@ -87,19 +87,20 @@ def parse(arguments: Sequence[str]) -> Options:
     target, overrides = parse_target(others, command=COMMAND)
     if "--hosts" not in values:
         raise UsageError(f"--hosts: how many workers? (usage: `{COMMAND} --help`)")
-    least, most = _range(values["--hosts"])
+    least, most = parse_range("--hosts", values["--hosts"])
     devices = values.get("--devices-per-host")
     per_host = None if devices is None else _count("--devices-per-host", devices)
     restart, oversubscribe = NO_RESTART not in arguments, OVERSUBSCRIBE in arguments
     return Options(target, tuple(overrides), least, most, per_host, restart, oversubscribe)
 
 
-def _range(value: str) -> tuple[int, int]:
+def parse_range(flag: str, value: str) -> tuple[int, int]:
+    """Parses N or A..B; returns the least and the largest number."""
     first, is_range, last = value.partition("..")
-    least = _count("--hosts", first)
-    most = _count("--hosts", last) if is_range else least
+    least = _count(flag, first)
+    most = _count(flag, last) if is_range else least
     if most < least:
-        raise UsageError(f"--hosts {value}: expected the smaller number first")
+        raise UsageError(f"{flag} {value}: expected the smaller number first")
     return least, most
 
 
@@ -161,7 +162,9 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     policy = RestartPolicy(
         config.restart,
         config.launch,
-        num_hosts=_feasible_hosts(options, config, env),
+        num_hosts=feasible_hosts(
+            options.min_hosts, options.max_hosts, config, per_host=_devices_per_host(env)
+        ),
         began=clock.monotonic(),
         seed=secrets.randbits(32),
     )
@@ -183,21 +186,27 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         )
 
 
-def _feasible_hosts(options: Options, config: RunConfig, env: Mapping[str, str]) -> tuple[int, ...]:
+def _devices_per_host(env: Mapping[str, str]) -> int:
+    given = env.get("JAX_NUM_CPU_DEVICES", "")
+    return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def feasible_hosts(least: int, most: int, config: RunConfig, *, per_host: int) -> tuple[int, ...]:
     """Returns the feasible numbers of hosts; a single requested number is not checked.
+
+    Args:
+      least, most: smallest and largest number of hosts.
+      config: its mesh, batch and model decide.
+      per_host: number of devices of a host.
 
     Raises:
       ConfigError: no number of the range is feasible.
     """
-    if options.min_hosts == options.max_hosts:
-        return (options.max_hosts,)
-    given = env.get("JAX_NUM_CPU_DEVICES", "")
-    per_host = int(given) if given.isdigit() and int(given) > 0 else 1
+    if least == most:
+        return (most,)
     parts = (config.mesh, config.train, config.model)
-    devices = mesh_plan.feasible(*parts, limit=options.max_hosts * per_host, multiple_of=per_host)
-    fitting = tuple(n // per_host for n in devices if n // per_host >= options.min_hosts)
+    devices = mesh_plan.feasible(*parts, limit=most * per_host, multiple_of=per_host)
+    fitting = tuple(n // per_host for n in devices if n // per_host >= least)
     if not fitting:
-        mesh_plan.plan(
-            *parts, num_devices=options.max_hosts * per_host, num_hosts=options.max_hosts
-        )
+        mesh_plan.plan(*parts, num_devices=most * per_host, num_hosts=most)
     return fitting

@@ -97,6 +97,12 @@ def unhealthy_place() -> None:
         raise Unhealthy("a device has failed, requested by the test")
 
 
+def unhealthy_node() -> None:
+    """Fails on the Slurm node BAD_NODE."""
+    if os.environ["SLURMD_NODENAME"] == os.environ["BAD_NODE"]:
+        raise Unhealthy("a device has failed, requested by the test")
+
+
 def spawn() -> None:
     """Starts processes that outlive the process group, with and without the environment."""
     command = [sys.executable, "-c", f"import time; time.sleep({MANY_SECONDS})", os.environ["TAG"]]
@@ -113,6 +119,7 @@ def wait_at_gate() -> None:
 WHATS = {
     "unhealthy": unhealthy,
     "unhealthy_place": unhealthy_place,
+    "unhealthy_node": unhealthy_node,
     "spawn": spawn,
     "eat": eat,
     "sleep": lambda: time.sleep(MANY_SECONDS),

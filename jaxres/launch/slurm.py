@@ -1,0 +1,422 @@
+"""`launch slurm`: submits a job to Slurm, and restarts the training inside it.
+
+Slurm places the job; jaxres decides whether a restart makes sense, on which nodes, and whether the
+job is submitted again (slurm_job.py). One process of the job's script starts `python -m
+jaxres.train` on its nodes by srun, as one attempt, until the run ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import select
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxres.config import RunConfig
+from jaxres.config.argparser import Parser, path_argument
+from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_name
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
+from jaxres.launch import local, slurm_job
+from jaxres.launch.slurm_job import Allocation, Begun, End, Ended, Final, JobOptions, Submitted
+from jaxres.runlog import faulty_hosts, run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from jaxres.storage.path import is_remote
+from jaxres.supervisor import signals
+from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
+from jaxres.supervisor.run_config import parse_target, recorded_root, resolve_run
+
+COMMAND = "python -m jaxres.launch slurm"
+USAGE = """\
+usage: python -m jaxres.launch slurm CONFIG.yaml|RUN_DIR [section.field=value ...] --nodes N|A..B
+           [--partition NAME[,NAME...]] [--time LIMIT] [--signal-seconds S] [--setup LINE]
+           [--sbatch=OPTION ...] [--folder FOLDER] [--dry-run]
+       python -m jaxres.launch slurm status RUN_DIR
+       python -m jaxres.launch slurm logs RUN_DIR
+       python -m jaxres.launch slurm stop RUN_DIR     save, then end; a waiting job is cancelled
+
+Submits a job that trains with one task a node, restarts the training by the same rules as `launch
+local`, and submits itself again before its time limit or without a node that has failed. It ends by
+itself: with 0 when the last step is committed, with the code of what can't be retried (76, 78, 81,
+85), or with 84 when a budget of restarts is used up. `scancel` ends it too, after a save.
+--nodes N|A..B: number of nodes; A..B: as many as there are, and with fewer if some fail.
+--partition: of several, Slurm takes the one that starts first.
+--time: time limit as sbatch takes it, such as 24:00:00.
+--signal-seconds: how long before the limit the training saves and the job is submitted again (300).
+--setup: line of the shell before Python starts, such as "source venv/bin/activate".
+--sbatch: another option of sbatch, such as --sbatch=--gpus-per-node=8; may be repeated.
+--folder: shared folder of the job's script, output and journal (RUN_DIR/slurm).
+--dry-run: prints the script, submits nothing.
+"""
+VERBS = ("status", "logs", "stop", "job")
+POLL_SECONDS = 0.5
+CALL_SECONDS = 60.0
+TAIL_LINES = 40
+ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+_DOWN = re.compile("down|fail|error|unk|drain")
+
+
+def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Runs `launch slurm`; returns the exit code."""
+    verb, rest = arguments[:1], arguments[1:]
+    if verb == ["job"]:
+        return _job(_parse(rest), env=env)
+    if verb and verb[0] in VERBS:
+        return {"status": _status, "logs": _logs, "stop": _stop}[verb[0]](rest)
+    return _submit(_parse(arguments), env=env)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Parsed command line of a submission, and of the job's own process."""
+
+    arguments: tuple[str, ...]
+    """Config file or run directory, absolute, and overrides."""
+    flags: tuple[str, ...]
+    """The other arguments as given, for the job's own process."""
+    least: int
+    most: int
+    job: JobOptions
+    folder: str | None
+    is_dry_run: bool
+
+
+def _parse(arguments: Sequence[str]) -> _Options:
+    parser = Parser(prog=COMMAND, usage=USAGE, add_help=False)
+    parser.add_argument("--nodes", default="")
+    parser.add_argument("--partition", default="")
+    parser.add_argument("--time", default="")
+    parser.add_argument("--signal-seconds", type=int, default=300)
+    parser.add_argument("--setup", default="")
+    parser.add_argument("--sbatch", action="append", default=[])
+    parser.add_argument("--folder")
+    parser.add_argument("--dry-run", action="store_true")
+    given, others = parser.parse_known_args(list(arguments))
+    target, overrides = parse_target(others, command=COMMAND)
+    if not given.nodes:
+        raise UsageError(f"--nodes: on how many nodes? (usage: `{COMMAND} --help`)")
+    least, most = local.parse_range("--nodes", given.nodes)
+    where = str(
+        target if is_remote(target) or not Path(target).exists() else Path(target).resolve()
+    )
+    partitions = tuple(name for name in given.partition.split(",") if name)
+    options = JobOptions(
+        name="",
+        least=least,
+        most=most,
+        partitions=partitions,
+        time=given.time,
+        signal_seconds=given.signal_seconds,
+        sbatch=tuple(given.sbatch),
+        setup=given.setup,
+    )
+    flags = tuple(argument for argument in arguments if argument not in (*others, "--dry-run"))
+    return _Options((where, *overrides), flags, least, most, options, given.folder, given.dry_run)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The shared folder of a run's jobs: script, output, and the journal."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "journal.jsonl"
+
+    def read(self) -> list[slurm_job.Entry]:
+        """Returns the entries; a line that a killed process has cut is left out."""
+        with files.typed_errors(self.path):
+            text = self.path.read_text() if self.path.exists() else ""
+        entries = list[slurm_job.Entry]()
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                entries.append(slurm_job.decode(json.loads(line)))
+        return entries
+
+    def append(self, entry: slurm_job.Entry) -> None:
+        """Appends an entry, durably."""
+        with files.typed_errors(self.path), self.path.open("a") as file:
+            file.write(f"\n{json.dumps(slurm_job.encode(entry))}\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def newest_job(self) -> str | None:
+        """Returns the number of the job that was submitted last."""
+        jobs = [entry.job for entry in self.read() if isinstance(entry, Submitted)]
+        return jobs[-1] if jobs else None
+
+
+def _journal(run_dir: RunDir, folder: str | None) -> Journal:
+    if folder is None and run_dir.is_remote:
+        raise UsageError(
+            f"{run_dir.root}: the output of a Slurm job is in a file. Give a folder that all nodes "
+            "share: --folder /shared/jobs/first"
+        )
+    return Journal(Path(str(run_dir.root)) / "slurm" if folder is None else Path(folder))
+
+
+def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
+    loaded, run_dir = resolve_run(*_target(options))
+    counts = _counts(options, loaded.config, env)
+    journal = _journal(run_dir, options.folder)
+    text = _script(options, run_dir, journal)
+    if options.is_dry_run:
+        sys.stdout.write(text)
+        return ExitCode.DONE
+    if (job := journal.newest_job()) and (state := _state(job)) is not None:
+        raise Fenced(
+            f"job {job} of this run is {state}. Wait for it, or end it: `{COMMAND} stop "
+            f"{run_dir.root}`, or `scancel {job}`"
+        )
+    files.make_dir(journal.folder)
+    files.replace(journal.folder / "job.sh", text.encode())
+    job = _sbatch(journal, ())
+    nodes = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    _say(f"job {job} is submitted ({nodes} nodes); its output: {_output(journal, job)}")
+    _say(f"`{COMMAND} status {run_dir.root}` shows where it is; `stop` instead of it ends it")
+    return ExitCode.DONE
+
+
+def _target(options: _Options) -> tuple[Path, tuple[str, ...]]:
+    target, overrides = parse_target(options.arguments, command=COMMAND)
+    return target, tuple(overrides)  # type: ignore[return-value]
+
+
+def _script(options: _Options, run_dir: RunDir, journal: Journal) -> str:
+    root = str(run_dir.root)
+    digest = hashlib.sha256(root.encode()).hexdigest()[:6]
+    named = JobOptions(**{**vars(options.job), "name": f"jaxres-{run_dir.root.name}-{digest}"})
+    others = [argument for argument in options.arguments if not argument.startswith("run.dir=")]
+    where = [] if options.arguments[0] == root else [f"run.dir={root}"]
+    command = [sys.executable, "-m", "jaxres.launch", "slurm", "job"]
+    command += [*others, *where, *options.flags]
+    output = str(journal.folder / "job-%j.txt")
+    return slurm_job.script(named, output=output, command=shlex.join(command))
+
+
+def _output(journal: Journal, job: str) -> Path:
+    return journal.folder / f"job-{job}.txt"
+
+
+def _counts(options: _Options, config: RunConfig, env: Mapping[str, str]) -> tuple[int, ...]:
+    """Returns the numbers of nodes that the training can run with, ascending."""
+    given = env.get("SLURM_GPUS_ON_NODE") or env.get("JAX_NUM_CPU_DEVICES") or ""
+    per_node = int(given) if given.isdigit() and int(given) > 0 else 1
+    return local.feasible_hosts(options.least, options.most, config, per_host=per_node)
+
+
+def _job(options: _Options, *, env: Mapping[str, str]) -> int:
+    """The process of the job's script: trains until something else has to follow."""
+    loaded, run_dir = resolve_run(*_target(options))
+    journal, config = _journal(run_dir, options.folder), loaded.config
+    counts, job = _counts(options, config, env), env.get("SLURM_JOB_ID", "")
+    nodes = tuple(_call("scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", "")).split())
+    if not (job and nodes):
+        raise UsageError("`launch slurm job` runs in the script of a Slurm job; submit it instead")
+    with signals.wakeup_fd() as wakeup:
+        is_first = True
+        while True:
+            records = run_log.read_records(run_dir.log)
+            history = slurm_job.outcomes(journal.read(), records)
+            left_out = {host.identity.name for host in faulty_hosts.read(run_dir, records)}
+            allocation = Allocation(
+                nodes, counts, _seconds_left(job), frozenset(left_out | _down(nodes))
+            )
+            decision = slurm_job.decide(
+                history, allocation, config, is_first=is_first, seed=secrets.randbits(32)
+            )
+            if isinstance(decision, End):
+                journal.append(Final(decision.exit))
+                print_message(f"{decision.reason} ({exit_name(decision.exit)})")
+                return decision.exit
+            if isinstance(decision, slurm_job.Resubmit):
+                begin = (f"--begin=now+{decision.after_seconds:.0f}",)
+                without = (f"--exclude={','.join(decision.exclude)}",) if decision.exclude else ()
+                new = _sbatch(journal, (*begin, *without))
+                print_message(f"job {new} continues after this one: {decision.reason}")
+                return ExitCode.DONE
+            if is_stopped := _wait(wakeup, decision.after_seconds):
+                print_message("the job was told to end between two attempts")
+                return ExitCode.PREEMPTED
+            print_message(f"training on {','.join(decision.nodes)}: {decision.reason}")
+            summary = run_log.fold(records)
+            journal.append(Begun(summary.attempt, summary.step, decision.nodes))
+            code, is_stopped = _srun(options, run_dir, decision.nodes, bool(history), wakeup, env)
+            journal.append(Ended(code))
+            if is_stopped:  # scancel, or a preemption, after which Slurm itself starts it again.
+                print_message(f"the job was told to end; srun exited with {exit_name(code)}")
+                return code
+            is_first = False
+
+
+def _srun(
+    options: _Options,
+    run_dir: RunDir,
+    nodes: Sequence[str],
+    is_restart: bool,
+    wakeup: int,
+    env: Mapping[str, str],
+) -> tuple[int, bool]:
+    """Trains one attempt on nodes; returns srun's exit code, and whether this job was told to end.
+
+    Slurm signals the tasks itself, so no signal is passed on: a second one would end them at once.
+    """
+    command = ["srun", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"]
+    command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
+    overrides = [text for text in options.arguments[1:] if not text.startswith("run.dir=")]
+    target = options.arguments[0]
+    where = [] if target == str(run_dir.root) else [f"run.dir={run_dir.root}"]
+    command += [sys.executable, "-m", "jaxres.train", target, *overrides, *where]
+    own = {**env, RESTART_VARIABLE: "1" if is_restart else "0"}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
+    is_stopped = False
+    while (code := process.poll()) is None:
+        is_stopped |= _wait(wakeup, POLL_SECONDS)
+    return (128 - code if code < 0 else code), is_stopped | _wait(wakeup, 0.0)
+
+
+def _wait(wakeup: int, seconds: float) -> bool:
+    """Waits; returns at once, and True, if this process is told to end."""
+    ready, _, _ = select.select([wakeup], [], [], seconds)
+    return bool(ready) and any(number in STOP_SIGNALS for number in signals.drain(wakeup))
+
+
+def _call(*command: str) -> str:
+    """Returns what a command of Slurm prints.
+
+    Raises:
+      ConfigError: it is not installed, or refuses.
+      StorageUnavailable: Slurm's controller does not answer.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{command[0]}: not found. Run this on a machine where Slurm's commands are installed."
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise StorageUnavailable(
+            f"{command[0]} has not answered in {CALL_SECONDS:.0f} s"
+        ) from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().replace("\n", "; ")
+        if re.search("contact slurm|communication|timed out", said, re.IGNORECASE):
+            raise StorageUnavailable(f"{command[0]}: Slurm's controller does not answer: {said}")
+        raise ConfigError(f"{shlex.join(command)}: {said}")
+    return done.stdout.strip()
+
+
+def _sbatch(journal: Journal, options: Sequence[str]) -> str:
+    """Submits the job's script; returns the number of the job."""
+    job = _call("sbatch", "--parsable", *options, str(journal.folder / "job.sh")).partition(";")[0]
+    journal.append(Submitted(job))
+    return job
+
+
+def _state(job: str, columns: str = "%T") -> str | None:
+    """Returns what squeue says of a job that has not ended; None: it has, or is unknown."""
+    try:
+        found = _call("squeue", "--noheader", f"--jobs={job}", f"--format=%T|{columns}")
+    except ConfigError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+    state, _, rest = found.partition("|")
+    return rest if state in ACTIVE else None
+
+
+def _seconds_left(job: str) -> float | None:
+    """Returns the time until the job's limit; None: it has none."""
+    return parse_time_left(_state(job, "%L") or "")
+
+
+def parse_time_left(text: str) -> float | None:
+    """Returns Slurm's time left in seconds; None: no limit, or unknown.
+
+    >>> parse_time_left("1-02:03:04"), parse_time_left("9:05"), parse_time_left("UNLIMITED")
+    (93784.0, 545.0, None)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+
+
+def _down(nodes: Sequence[str]) -> set[str]:
+    """Returns the nodes that Slurm itself does not use any more."""
+    rows = _call("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T")
+    found = (row.split() for row in rows.splitlines())
+    return {name for name, state in found if _DOWN.search(state.lower())}
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _run_of(arguments: Sequence[str], verb: str) -> tuple[RunDir, Journal]:
+    parser = Parser(prog=f"{COMMAND} {verb}", usage=USAGE, add_help=False)
+    parser.add_argument("run")
+    parser.add_argument("--folder")
+    given = parser.parse_args(list(arguments))
+    run_dir = RunDir(recorded_root(path_argument(given.run)))
+    journal = _journal(run_dir, given.folder)
+    if journal.newest_job() is None:
+        raise UsageError(f"{journal.folder}: no job of `launch slurm` was submitted for this run")
+    return run_dir, journal
+
+
+def _status(arguments: Sequence[str]) -> int:
+    run_dir, journal = _run_of(arguments, "status")
+    job, history = journal.newest_job(), run_log.fold(run_log.read_records(run_dir.log))
+    assert job is not None
+    found = _state(job, "%T|%r|%N|%L|%P")
+    if found is None:
+        finals = [entry for entry in journal.read() if isinstance(entry, Final | Submitted)]
+        end = f"ended ({exit_name(finals[-1].exit)})" if isinstance(finals[-1], Final) else ""
+        _say(f"job {job}: {end or 'not in the queue; `sacct` may say why'}")
+    else:
+        state, reason, nodes, left, partition = found.split("|")
+        detail = f"on {nodes}, {left} left" if nodes else f"waits ({reason})"
+        _say(f"job {job}: {state}, partition {partition}, {detail}")
+    _say(f"attempt {history.attempt}, committed step {history.step}")
+    _say(f"output: {_output(journal, job)}; more: `python -m jaxres status {run_dir.root}`")
+    return ExitCode.DONE
+
+
+def _logs(arguments: Sequence[str]) -> int:
+    _, journal = _run_of(arguments, "logs")
+    path = _output(journal, str(journal.newest_job()))
+    data = files.read(path)
+    if data is None:
+        raise UsageError(f"{path}: not there yet; the job has not started")
+    _say("\n".join(data.decode(errors="replace").splitlines()[-TAIL_LINES:]))
+    return ExitCode.DONE
+
+
+def _stop(arguments: Sequence[str]) -> int:
+    run_dir, journal = _run_of(arguments, "stop")
+    job = str(journal.newest_job())
+    state = _state(job)
+    if state is None:
+        _say(f"job {job} has ended already")
+    elif state == "PENDING":
+        _call("scancel", job)
+        _say(f"job {job} waited; it is cancelled. The run can be continued.")
+    else:
+        files.replace(run_dir.request("stop"), b"")
+        _say(f"job {job}: asked to save and to end ({run_dir.request('stop')})")
+    return ExitCode.DONE

@@ -1,0 +1,260 @@
+"""What a Slurm job of a run does next: train, be submitted again, or end. Pure.
+
+The job's script runs one process, which starts the training on the nodes of the job (`srun`), and
+decides what follows when it ends. It applies the restart policy of `launch local`, with the same
+budgets, so that Slurm is never asked to repeat what can't succeed. What it must remember beyond one
+job is in a journal in the shared folder of the run's jobs; how an attempt ended is in the run log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxres.config import RunConfig
+from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
+from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, in_force
+from jaxres.supervisor import restart_policy
+from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp, RestartPolicy
+
+LEAST_SECONDS = 120.0
+"""Less time than this before the job's limit is not worth another attempt in the same job."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Journal: training was started on nodes of a job."""
+
+    attempt: int
+    """Newest attempt of the run before."""
+    step: int
+    """Newest committed step before."""
+    nodes: tuple[str, ...]
+    """Names of the nodes, in the order of the hosts of the attempt."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Journal: srun has returned."""
+
+    exit: int
+
+
+@dataclass(frozen=True)
+class Final:
+    """Journal: no other attempt follows until the user submits a job again."""
+
+    exit: int
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Journal: a job was submitted."""
+
+    job: str
+
+
+Entry = Begun | Ended | Final | Submitted
+KINDS = {"begun": Begun, "ended": Ended, "final": Final, "submitted": Submitted}
+
+
+def encode(entry: Entry) -> dict[str, Any]:
+    """Returns an entry of the journal as a JSON object."""
+    kind = next(kind for kind, known in KINDS.items() if isinstance(entry, known))
+    return {"kind": kind, **vars(entry)}
+
+
+def decode(fields: dict[str, Any]) -> Entry:
+    """Parses an entry of the journal.
+
+    >>> decode(encode(Begun(1, 60, ("n1", "n2"))))
+    Begun(attempt=1, step=60, nodes=('n1', 'n2'))
+    """
+    values = {name: value for name, value in fields.items() if name != "kind"}
+    if "nodes" in values:
+        values["nodes"] = tuple(values["nodes"])
+    return KINDS[fields["kind"]](**values)
+
+
+def outcomes(
+    journal: Sequence[Entry], records: Sequence[Record]
+) -> tuple[AttemptOutcome[str], ...]:
+    """Returns how training has ended each time since the last final end, oldest first.
+
+    Args:
+      journal: all entries; no training runs now.
+      records: the run log.
+    """
+    found: list[AttemptOutcome[str]] = []
+    begun: Begun | None = None
+    for entry in journal:
+        match entry:
+            case Begun():
+                found += [] if begun is None else [_outcome(begun, None, records)]
+                begun = entry
+            case Ended() if begun is not None:
+                found.append(_outcome(begun, entry, records))
+                begun = None
+            case Final():
+                found.clear()
+                begun = None
+            case _:
+                pass
+    found += [] if begun is None else [_outcome(begun, None, records)]
+    return tuple(found)
+
+
+def _outcome(begun: Begun, ended: Ended | None, records: Sequence[Record]) -> AttemptOutcome[str]:
+    """Returns the outcome of one start, by the run log if it has an attempt of it."""
+    own = [r for r in in_force(records) if r.attempt == begun.attempt + 1]
+    before, commits = begun.step, [r.body.step for r in own if isinstance(r.body, Commit)]
+    after = max([before, *commits])
+    if not any(isinstance(record.body, Claim) for record in own):
+        code = KILLED if ended is None else ended.exit
+        reason = "srun ended before an attempt began; the output of the job says why"
+        return AttemptOutcome(code, reason, before, after)
+    end = next((r.body for r in reversed(own) if isinstance(r.body, AttemptEnded)), None)
+    if end is None:
+        return AttemptOutcome(KILLED, NO_EXIT_RECORD, before, after, attempt=begun.attempt + 1)
+    named = end.culprit is not None and end.culprit < len(begun.nodes)
+    culprit = begun.nodes[end.culprit] if named and end.culprit is not None else None
+    return AttemptOutcome(end.exit, end.reason, before, after, culprit, begun.attempt + 1)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Decision: start training on nodes of this job."""
+
+    nodes: tuple[str, ...]
+    after_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resubmit:
+    """Decision: submit the job again, and end this one."""
+
+    exclude: tuple[str, ...]
+    """Names of the nodes that the next job must not have."""
+    after_seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """Decision: end, and submit nothing."""
+
+    exit: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What the job has."""
+
+    nodes: tuple[str, ...]
+    """Names of all its nodes."""
+    counts: tuple[int, ...]
+    """Numbers of nodes that the training can run with, ascending."""
+    seconds_left: float | None = None
+    """Time until the job's limit; None: it has none."""
+    left_out: frozenset[str] = frozenset()
+    """Nodes whose hardware has failed, which are excluded by hand, or which are down."""
+
+
+def decide(
+    history: Sequence[AttemptOutcome[str]],
+    allocation: Allocation,
+    config: RunConfig,
+    *,
+    is_first: bool,
+    seed: int,
+) -> Train | Resubmit | End:
+    """Decides what the job does next.
+
+    Args:
+      history: outcomes since the last final end (`outcomes`), also of earlier jobs.
+      allocation: what the job has.
+      config: limits of restarts.
+      is_first: whether this job has not trained yet.
+      seed: seed of the jitter of the backoff.
+    """
+    seconds, reason = 0.0, "the first attempt"
+    if history:
+        unnamed = [replace(outcome, culprit=None) for outcome in history]
+        unlimited = config.launch.model_copy(update={"max_hours": None})
+        policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)
+        decision = restart_policy.decide(unnamed, 0.0, policy)  # type: ignore[arg-type]
+        if isinstance(decision, GiveUp):
+            return End(decision.exit, decision.reason)
+        seconds, reason = decision.after_seconds, decision.reason
+    without = allocation.left_out | _named_twice(history)
+    usable = tuple(node for node in allocation.nodes if node not in without)
+    exclude = tuple(sorted(without))
+    left = allocation.seconds_left
+    if not is_first and left is not None and left < LEAST_SECONDS + seconds:
+        return Resubmit(exclude, seconds, f"the job's time limit is {left:.0f} s away; {reason}")
+    fitting = [count for count in allocation.counts if count <= len(usable)]
+    if not fitting:
+        few = f"{len(usable)} of the job's nodes are usable, {allocation.counts[0]} are needed"
+        return Resubmit(exclude, seconds, f"{few}; {reason}")
+    return Train(usable[: fitting[-1]], seconds, reason)
+
+
+def _named_twice(history: Sequence[AttemptOutcome[str]]) -> frozenset[str]:
+    """Returns the nodes that two consecutive failures have named, with no commit between them."""
+    found, since = set[str](), 0
+    for number in range(1, len(history) + 1):
+        culprit = history[number - 1].culprit
+        if culprit is not None and is_named_twice(history[since:number]):
+            found.add(culprit)
+            since = number
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of the job, as `launch slurm up` got them."""
+
+    name: str
+    least: int
+    most: int
+    partitions: tuple[str, ...] = ()
+    time: str = ""
+    """Time limit as Slurm takes it; empty: the partition's."""
+    signal_seconds: int = 300
+    """How long before the limit the training is asked to save."""
+    sbatch: tuple[str, ...] = ()
+    """Other options of sbatch, such as `--gpus-per-node=8`."""
+    setup: str = ""
+    """Line of the shell before Python starts, such as `source venv/bin/activate`."""
+
+
+def script(options: JobOptions, *, output: str, command: str) -> str:
+    """Returns the job's script.
+
+    Args:
+      options: options of the job.
+      output: path of the output, with Slurm's `%j` for the number of the job.
+      command: command of the process that starts the training, quoted for the shell.
+    """
+    is_fixed = options.least == options.most
+    nodes = str(options.most) if is_fixed else f"{options.least}-{options.most}"
+    lines = [
+        f"--job-name={options.name}",
+        f"--nodes={nodes}",
+        "--ntasks-per-node=1",
+        f"--output={output}",
+        "--open-mode=append",
+        "--requeue",  # After the failure of a node, or a preemption by another job.
+        "--dependency=singleton",  # A job that was submitted again begins when this one has ended.
+        f"--signal=TERM@{options.signal_seconds}",  # To the tasks, not to this script.
+    ]
+    lines += [f"--partition={','.join(options.partitions)}"] if options.partitions else []
+    lines += [f"--time={options.time}"] if options.time else []
+    lines += ["--no-kill"] if options.least < options.most else []
+    lines += options.sbatch
+    head = "".join(f"#SBATCH {line}\n" for line in lines)
+    setup = f"{options.setup}\n" if options.setup else ""
+    return f"#!/bin/bash\n{head}set -e\n{setup}exec {command}\n"

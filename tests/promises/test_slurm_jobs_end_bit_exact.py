@@ -1,0 +1,180 @@
+"""Jobs of a real Slurm: killed workers and nodes, time limits, scancel end bit for bit.
+
+A Slurm cluster of this machine (tests/emulators/slurm.py) with three nodes; a run uses two.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.launch.slurm import Journal
+from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_json_lines
+from jaxres.runlog.paths import RunDir
+from tests.emulators import slurm as slurm_cluster
+from tests.emulators.slurm import SlurmCluster
+from tests.promises.trainer import (
+    FAULTY,
+    PATIENCE_SECONDS,
+    ROOT,
+    assert_bit_exact,
+    free_address,
+    run_history,
+    starts,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
+]
+PACE = "0.02"
+"""Four steps a second: half of them for each host."""
+
+
+@dataclass
+class Job:
+    """A run under Slurm."""
+
+    cluster: SlurmCluster
+    run_dir: RunDir
+    caches: Path
+
+    def submit(self, *arguments: str, **env: str) -> str:
+        """Submits the run; returns what was printed."""
+        command = [sys.executable, "-m", "jaxres.launch", "slurm", str(FAULTY), *arguments]
+        command += [f"run.dir={self.run_dir.root}", f"data.cache_dir={self.caches}"]
+        command += [f"compilation.cache_dir={self.caches / 'xla'}", "restart.backoff_seconds=0.1"]
+        own = {**os.environ, **self.cluster.env, "JAXRES_COORDINATOR": free_address(), **env}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=own)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < until, f"no {what}\n{self.printed()}\n{self.cluster.log()}"
+            time.sleep(0.2)
+
+    def wait_commit(self, step: int) -> None:
+        self.wait(lambda: run_history(self.run_dir).step >= step, f"commit of step {step}")
+
+    def wait_end(self) -> None:
+        self.wait(lambda: not self.cluster.jobs(), "end of all jobs")
+
+    def printed(self) -> str:
+        paths = sorted(Path(str(self.run_dir.root)).glob("slurm/job-*.txt"))
+        return "\n".join(path.read_text() for path in paths)
+
+    def journal(self, kind: type) -> list:
+        entries = Journal(Path(str(self.run_dir.root)) / "slurm").read()
+        return [entry for entry in entries if isinstance(entry, kind)]
+
+    def workers(self) -> list[int]:
+        """Returns the pids of the running workers."""
+        mark = f"{self.run_dir.root}\0--attempt".encode()
+        found = list[int]()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                if mark in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def job(cluster: SlurmCluster, tmp_path: Path, caches: Path) -> Iterator[Job]:
+    yield Job(cluster, RunDir(tmp_path / "run"), caches)
+    for number in cluster.jobs():
+        cluster.call("scancel", "--signal=KILL", "--full", number)
+
+
+def test_a_killed_worker_and_a_lost_node_cost_no_committed_step(
+    job: Job, fault_free_pair: RunDir
+) -> None:
+    job.submit("--nodes", "2", "--partition", "closed,main", PACE=PACE)
+    job.wait_commit(10)
+    first = job.journal(Submitted)[0].job
+    os.kill(job.workers()[-1], signal.SIGKILL)
+    job.wait(lambda: len(job.journal(Begun)) == 2, "a restart in the same job")
+    assert [entry.job for entry in job.journal(Submitted)] == [first]
+    job.wait(lambda: run_history(job.run_dir).attempt == 2, "the second attempt")
+    known = run_history(job.run_dir).step
+    job.wait_commit(known + 1)
+    lost = job.journal(Begun)[-1].nodes[1]
+    job.cluster.kill_node(lost)
+    try:
+        job.wait_end()
+    finally:
+        job.cluster.start_node(lost)
+    begun = job.journal(Begun)
+    assert len(begun) >= 3, job.printed()
+    assert lost not in begun[-1].nodes
+    assert starts(job.run_dir)[1] >= 10
+    assert starts(job.run_dir)[-1] > known
+    assert job.journal(Final)[-1].exit == 0, job.printed()
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+def test_a_job_saves_before_its_time_limit_and_goes_on_in_the_next_one(
+    job: Job, fault_free_pair: RunDir
+) -> None:
+    job.submit("--nodes", "2", "--time", "1", "--signal-seconds", "25", PACE="0.05")
+    job.wait(lambda: len(job.journal(Submitted)) >= 2, "a second job")
+    job.wait(lambda: len(starts(job.run_dir)) >= 2, "a second start")
+    first, second = run_history(job.run_dir).starts[:2]
+    begun, resumed = (run_log.start_of(record).step for record in (first, second))
+    finished = [row["step"] for row in read_json_lines(job.run_dir.metrics(first.attempt))]
+    assert resumed == max(finished, default=begun), "a finished step is lost"
+    job.wait_end()
+    assert "the job's time limit is" in job.printed()
+    assert job.journal(Ended)[0].exit == ExitCode.PREEMPTED
+    assert job.journal(Final)[-1].exit == 0, job.printed()
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+def test_a_cancelled_job_saves_stays_ended_and_can_be_continued(
+    job: Job, fault_free_pair: RunDir
+) -> None:
+    job.submit("--nodes", "2", PACE=PACE)
+    job.wait_commit(10)
+    (first,) = [entry.job for entry in job.journal(Submitted)]
+    job.cluster.call("scancel", first)
+    job.wait_end()
+    assert job.cluster.state(first) == "CANCELLED"
+    saved = run_history(job.run_dir).step
+    assert [entry.job for entry in job.journal(Submitted)] == [first], "it was submitted again"
+    job.submit("--nodes", "2")
+    job.wait_end()
+    assert starts(job.run_dir) == [0, saved]
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+def test_a_node_whose_hardware_fails_is_excluded_from_the_next_job(
+    job: Job, fault_free_pair: RunDir
+) -> None:
+    job.submit("--nodes", "2", PACE="0.002", FAULT="trace:1:unhealthy_node", BAD_NODE="n2")
+    job.wait_end()
+    first, second = job.journal(Begun)
+    assert (first.nodes, second.nodes) == (("n1", "n2"), ("n1", "n3"))
+    assert len(job.journal(Submitted)) == 2
+    assert "1 of the job's nodes are usable, 2 are needed" in job.printed()
+    assert job.journal(Final)[-1].exit == 0, job.printed()
+    assert_bit_exact(job.run_dir, fault_free_pair)
