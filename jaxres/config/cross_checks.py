@@ -427,6 +427,13 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
                 "is missing, and launch.max_dollars can't be enforced without it",
                 others=("launch.max_dollars",),
             )
+    if gce.external_ip and gce.template is not None and not gce.subnetworks:
+        yield Problem(
+            "launch.gce.external_ip",
+            "the network interfaces are the template's; name launch.gce.subnetworks, or give the "
+            "template an external address",
+            others=("launch.gce.template",),
+        )
     for key, names in (("labels", gce.labels), ("metadata", gce.metadata)):
         for name in names:
             if name.startswith("jaxres-") or (key, name) == ("metadata", "startup-script"):

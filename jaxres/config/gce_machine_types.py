@@ -7,7 +7,8 @@ that are not listed here are not checked; the Compute API checks them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 ANY = ("spot", "flex_start", "reservation", "standard")
 
@@ -25,10 +26,19 @@ class MachineFamily:
     """Quota of its GPUs; spot and flex_start have a separate one (see quota_of)."""
     needs_hyperdisk: bool = False
 
+    num_gpus_by_cpus: Mapping[int, int] = field(default_factory=dict)
+    """Number of GPUs by the number of CPUs, where only the latter is part of the name."""
+
     def num_gpus(self, machine_type: str) -> int | None:
-        """Returns the number of GPUs, or None if the machine type's name does not contain it."""
-        match = re.search(r"-([0-9]+)g$", machine_type)
-        return int(match[1]) if match else None
+        """Returns the number of GPUs, or None if it does not follow from the machine type's name.
+
+        >>> shape_of("g2-standard-24").num_gpus("g2-standard-24")
+        2
+        """
+        match = re.search(r"-([0-9]+)(g?)$", machine_type)
+        if match is None:
+            return None
+        return int(match[1]) if match[2] else self.num_gpus_by_cpus.get(int(match[1]))
 
 
 SHAPES = (
@@ -60,9 +70,19 @@ SHAPES = (
     MachineFamily(
         re.compile(r"a4x-.*"), ("reservation",), "GB200", "NVIDIA_GB200_GPUS", needs_hyperdisk=True
     ),
-    MachineFamily(re.compile(r"g2-standard-[0-9]+"), ANY, "L4", "NVIDIA_L4_GPUS"),
     MachineFamily(
-        re.compile(r"g4-standard-[0-9]+"), ANY, "RTX PRO 6000", "NVIDIA_RTX_PRO_6000_GPUS"
+        re.compile(r"g2-standard-[0-9]+"),
+        ANY,
+        "L4",
+        "NVIDIA_L4_GPUS",
+        num_gpus_by_cpus={4: 1, 8: 1, 12: 1, 16: 1, 24: 2, 32: 1, 48: 4, 96: 8},
+    ),
+    MachineFamily(
+        re.compile(r"g4-standard-[0-9]+"),
+        ANY,
+        "RTX PRO 6000",
+        "NVIDIA_RTX_PRO_6000_GPUS",
+        num_gpus_by_cpus={48: 1, 96: 2, 192: 4, 384: 8},
     ),
 )
 

@@ -127,6 +127,11 @@ class GceSection(Section):
     {region} is replaced by the zone's region. One of a Shared VPC is
     projects/HOST_PROJECT/regions/{region}/subnetworks/S. Empty: the default network, or the
     template's."""
+    external_ip: bool = free(False)
+    """Whether the first network interface of a VM gets an external IPv4 address.
+
+    Without one, the VMs reach the bucket only if their subnetwork has Private Google Access, and
+    the internet only through Cloud NAT. With a template and no subnetworks the template decides."""
     service_account: str | None = free(None)
     """Service account of the VMs; null: the project's default account, or the template's."""
     labels: dict[LabelKey, LabelValue] = free({})

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
-                                      [--dry-run] [--standby]
+                                      [--dry-run [--check]] [--standby]
        python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
        python -m jaxres.launch gce logs gs://RUN|CONFIG.yaml [--vm NAME] [--attempt N]
        python -m jaxres.launch gce stop gs://RUN|CONFIG.yaml   save, then end; no VM is left
@@ -69,6 +69,8 @@ up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost on
     same run, on any machine, takes over. Exit codes as for `launch local`; 83: another launcher
     holds the lease.
 --dry-run: prints what would be created, and its price; creates nothing.
+--dry-run --check: makes all checks of `up` instead, and prints their results, what to do, and the
+    price; creates nothing; 78 if one has failed.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
 status, stop, down: with CONFIG.yaml they find VMs of run.dir by label if its folder is gone.
 init: shows how it would create or change the run's bucket; does so with --yes.
@@ -88,12 +90,17 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
-        _refuse_unknown(flags, ("--dry-run", "--standby"))
+        _refuse_unknown(flags, ("--dry-run", "--check", "--standby"))
+        if "--check" in flags and "--dry-run" not in flags:
+            raise UsageError("--check: needs --dry-run; `up` makes the same checks by itself")
         target, overrides = parse_target(
             [a for a in rest if a not in flags], command=f"{COMMAND} up"
         )
         if "--dry-run" in flags:
-            return preflight.show(*_config_without_bucket(target, overrides))
+            config, run = _config_without_bucket(target, overrides)
+            if "--check" in flags:
+                return preflight.show_checks(config, run, compute_for(config, env))
+            return preflight.show(config, run)
         return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))

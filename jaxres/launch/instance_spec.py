@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
-from jaxres.config.gce_machine_types import region_of, shape_of
+from jaxres.config.gce_machine_types import num_gpus, region_of, shape_of
 from jaxres.config.schema_gce import (
     CapacityOption,
     ContainerRuntime,
@@ -31,8 +31,19 @@ from jaxres.storage.path import GcsPath
 
 NOTICE = "jaxres-notice-seconds"
 """Metadata key of a VM: seconds until it is stopped once `preempted` has turned TRUE."""
+NUM_GPUS = "jaxres-num-gpus"
+"""Metadata key of a VM: number of GPUs of its machine type; absent: none, or unknown."""
 POWER_OFF = "power_off"
 """File that the agent of a VM writes; the VM is powered off when the agent has ended."""
+_FAMILY = "projects/{}/global/images/family/{}"
+DRIVER_IMAGE = _FAMILY.format(
+    "ubuntu-os-accelerator-images", "ubuntu-accelerator-2404-amd64-with-nvidia-580"
+)
+"""A boot image with NVIDIA's driver."""
+DOCKER_IMAGE = _FAMILY.format(
+    "deeplearning-platform-release", "common-cu129-ubuntu-2204-nvidia-580"
+)
+"""A boot image with NVIDIA's driver, docker and NVIDIA's container toolkit."""
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 MODELS = {SpotOption: "SPOT", FlexStartOption: "FLEX_START", StandardOption: "STANDARD"}
 
@@ -98,6 +109,8 @@ class Machine:
         metadata = {**self.template_metadata, **gce.metadata, **self.metadata}
         if self.notice_seconds:
             metadata[NOTICE] = str(self.notice_seconds)
+        if gpus := num_gpus(self.option.machine_type):
+            metadata[NUM_GPUS] = str(gpus)
         found: dict[str, Any] = {
             "labels": self._all_labels(),
             "metadata": {"items": [{"key": k, "value": v} for k, v in metadata.items()]},
@@ -155,12 +168,14 @@ class Machine:
         return {"boot": True, "auto_delete": True, "initialize_params": initial}
 
     def _interfaces(self) -> list[dict[str, Any]]:
-        if not self.gce.subnetworks:
-            return [{"network": "global/networks/default"}]
         region = region_of(self.zone)
         names = [name.replace("{region}", region) for name in self.gce.subnetworks]
         full = [n if "/" in n else f"regions/{region}/subnetworks/{n}" for n in names]
-        return [{"subnetwork": name} for name in full]
+        found: list[dict[str, Any]] = [{"subnetwork": name} for name in full]
+        found = found or [{"network": "global/networks/default"}]
+        if self.gce.external_ip:
+            found[0]["access_configs"] = [{"name": "External NAT", "type_": "ONE_TO_ONE_NAT"}]
+        return found
 
 
 def _model(option: CapacityOption) -> str:
@@ -209,10 +224,14 @@ case "$storage" in *://*) ;; *) storage="http://$storage" ;; esac
 
 log() { echo "jaxres: $*"; }
 
+access_token() {
+  metadata_value instance/service-accounts/default/token |
+    sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p'
+}
+
 token_header() {
   local token
-  token=$(metadata_value instance/service-accounts/default/token |
-    sed -n 's/.*"access_token" *: *"\([^"]*\)".*/\1/p')
+  token=$(access_token)
   # The token is passed on standard input: arguments are visible to all processes.
   printf 'header = "Authorization: Bearer %s"\n' "$token"
 }
@@ -256,7 +275,7 @@ end() {
 }
 
 metadata_value() {
-  curl -sf --retry 30 --retry-delay 1 --retry-connrefused \
+  curl -sf --connect-timeout 5 --retry 30 --retry-delay 1 --retry-connrefused \
     -H 'Metadata-Flavor: Google' "$metadata/$1"
 }
 
@@ -267,9 +286,42 @@ fetch() {
     echo "$digest  $base/code.tar.gz" | sha256sum -c --status
 }
 
+list_gpus() {
+  local listed
+  if ! command -v nvidia-smi > /dev/null; then
+    echo "nvidia-smi is absent: take an image with NVIDIA's driver, such as @DRIVER_IMAGE@"
+    return 1
+  fi
+  if ! listed=$(timeout 60 nvidia-smi -L 2>&1); then
+    echo "NVIDIA's driver does not answer: ${listed##*$'\n'}"
+    return 1
+  fi
+  found=$(grep -c '^GPU ' <<< "$listed" || true)
+  if [ "$found" -lt "$gpus" ]; then
+    echo "nvidia-smi lists $found GPUs, the machine type has $gpus"
+    return 1
+  fi
+}
+
+# Some images install the driver while they boot, which takes minutes; a GPU that is missing beside
+# others does not appear later.
+await_gpus() {
+  local tries=0 found=0
+  begin driver
+  until list_gpus > "$base/gpus"; do
+    logged cat "$base/gpus"
+    tries=$((tries + 1))
+    if [ "$tries" -ge 60 ] || { [ "$tries" -ge 12 ] && [ "$found" -gt 0 ]; }; then exit 1; fi
+    if [ "$tries" -eq 3 ]; then report retrying; fi
+    sleep 5
+  done
+}
+
 name=$(metadata_value instance/name)
 notice=$(metadata_value instance/attributes/@NOTICE@ || true)
 case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
+gpus=$(metadata_value instance/attributes/@NUM_GPUS@ || true)
+case "$gpus" in '' | *[!0-9]*) gpus=0 ;; esac
 mkdir -p "$base"
 trap 'end $?' EXIT
 trap 'exit 143' TERM
@@ -310,6 +362,7 @@ STOPPED
 chmod +x "$base/stopped"
 rm -f "$base/@POWER_OFF@"
 @PREPARE@
+if [ "$gpus" -gt 0 ]; then await_gpus; fi
 begin python
 logged "$base/agent" check
 begin agent
@@ -346,9 +399,30 @@ if [ ! -e "$base/venv/complete" ]; then
 fi
 """
 CONTAINER = r"""
+image=@IMAGE@
+registry="${image%%/*}"
+
+# Registries of Google accept the token of the VM's service account, for an hour.
+pull() {
+  if ! command -v docker > /dev/null; then
+    echo "docker is absent: take an image with docker and NVIDIA's container toolkit, such as" \
+      "@DOCKER_IMAGE@, or runtime.kind: python"
+    return 1
+  fi
+  case "$registry" in
+    *-docker.pkg.dev | gcr.io | *.gcr.io)
+      access_token |
+        docker login --username oauth2accesstoken --password-stdin "https://$registry" ||
+        echo "the login to $registry failed"
+      ;;
+  esac
+  docker pull "$image"
+}
+
 begin image
+export DOCKER_CONFIG="$base/docker"
 tries=0
-until logged docker pull @IMAGE@; do
+until logged pull; do
   tries=$((tries + 1))
   # 60 tries take over 10 minutes; a missing program or a refusal is not repeated for that long.
   if [ "$tries" -ge 60 ] || { [ "$tries" -ge 3 ] && { ! command -v docker > /dev/null ||
@@ -360,6 +434,8 @@ until logged docker pull @IMAGE@; do
   report retrying
   sleep 10
 done
+rm -rf "$DOCKER_CONFIG"  # It has the token.
+unset DOCKER_CONFIG
 """
 
 
@@ -384,7 +460,7 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
             f'-w "$base/package/{WORK}" -e HOME="$base" {passed} {flags} '
             f"--entrypoint python3 {_heredoc_quote(runtime.image)}"
         )
-        prepare = CONTAINER.replace("@IMAGE@", image)
+        prepare = CONTAINER.replace("@IMAGE@", image).replace("@DOCKER_IMAGE@", DOCKER_IMAGE)
     elif runtime.packages:
         command = '"$base/venv/bin/python"'
         packages = " ".join(map(shlex.quote, runtime.packages))
@@ -403,6 +479,8 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
         "@DIGEST@": digest,
         "@WORK@": WORK,
         "@NOTICE@": NOTICE,
+        "@NUM_GPUS@": NUM_GPUS,
+        "@DRIVER_IMAGE@": DRIVER_IMAGE,
         "@IDLE@": "" if idle is None else f" --max-idle-seconds {60 * idle:g}",
         "@POWER_OFF@": POWER_OFF,
         "@CODE@": CODE,

@@ -1,36 +1,29 @@
 """Checks before VMs are requested: resources named in the config exist and may be used.
 
-`show` prints what `launch gce up` would create and its price (`--dry-run`).
+`show` prints what `launch gce up` would create and its price (`--dry-run`), `show_checks` the
+result of each check (`--dry-run --check`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from jaxres.config import RunConfig, yaml
-from jaxres.config.errors import Problem, raise_all
-from jaxres.config.gce_machine_types import quota_of, region_of, shape_of
+from jaxres.config.errors import raise_all
+from jaxres.config.gce_machine_types import shape_of
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.launch import bucket_setup, code_package
+from jaxres.faults import ConfigError
+from jaxres.launch import bucket_setup, code_package, network_checks, resource_checks
 from jaxres.launch.capacity_options import zone_choices
+from jaxres.launch.check_result import CheckResult, guard, table
 from jaxres.launch.controller import machine_for, new_state
 from jaxres.launch.desired_state import VmSpec
-from jaxres.launch.gce_api import (
-    TIMEOUT_SECONDS,
-    ApiUnavailable,
-    Compute,
-    NoCredentials,
-    create_failed,
-)
+from jaxres.launch.gce_api import Compute
 from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.resource_reader import ResourceReader
 from jaxres.storage.path import GcsPath
 
 DIGEST, RUN_ID = "0" * 64, "x" * 8
@@ -54,6 +47,23 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
         f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({RUN_ID}: random)",
         "tried in this order:",
     ]
+    found += _option_lines(gce)
+    first = next(zone_choices(gce.capacity_options))
+    name = f"{desired.name_prefix}-{0:04d}"
+    vm = VmSpec(name, first.zone, first.option, 0.0)
+    machine = machine_for(paths, config, desired, vm)
+    found += ["the first request (its startup script is left out here):"]
+    is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
+    body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
+    found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
+    found += [*_code_lines(gce), *_account_lines(gce, run)]
+    found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
+    return [*found, *_limit_lines(config), "nothing was created"]
+
+
+def _option_lines(gce: GceSection) -> list[str]:
+    """Returns each zone of each capacity option, with its price."""
+    found = []
     for number, site in enumerate(zone_choices(gce.capacity_options), start=1):
         option = gce.capacity_options[site.option]
         shape = shape_of(option.machine_type)
@@ -66,22 +76,14 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
         found.append(
             f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
-    first = next(zone_choices(gce.capacity_options))
-    name = f"{desired.name_prefix}-{0:04d}"
-    vm = VmSpec(name, first.zone, first.option, 0.0)
-    machine = machine_for(paths, config, desired, vm)
-    found += ["the first request (its startup script is left out here):"]
-    is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
-    body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
-    found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
-    found += [*_code_lines(gce), *_account_lines(gce, run)]
-    found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
+    return found
+
+
+def _limit_lines(config: RunConfig) -> list[str]:
     limits = config.launch
     if limits.max_hours is None and limits.max_dollars is None:
-        found += ["no limit: launch.max_hours and launch.max_dollars are not set"]
-    else:
-        found += [f"limits: max_hours={limits.max_hours}, max_dollars={limits.max_dollars}"]
-    return [*found, "nothing was created"]
+        return ["no limit: launch.max_hours and launch.max_dollars are not set"]
+    return [f"limits: max_hours={limits.max_hours}, max_dollars={limits.max_dollars}"]
 
 
 def _code_lines(gce: GceSection) -> list[str]:
@@ -138,184 +140,68 @@ def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
       ConfigError: everything that is wrong, a line each.
       StorageUnavailable: the service does not answer.
     """
-    _project(compute)
-    raise_all([*_zones(gce, compute), *_image(gce, compute), *_subnetworks(gce, compute)])
-    return [*_bucket(gce, run), *_quotas(gce, compute)]
+    results = [*_results(gce, compute, run)]
+    raise_all(result.problem() for result in results if result.state == "failed")
+    return [result.text() for result in results if result.state == "warning"]
 
 
-def _get(compute: Compute, kind: str, method: str = "get", **arguments: Any) -> Any | None:
-    """Returns a resource; None: there is none.
+def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
+    """Prints the results of all checks of `up`, and the prices; creates nothing.
 
     Raises:
-      ConfigError: there are no credentials, or the call is not allowed.
-      StorageUnavailable: the service has not answered for RETRY_SECONDS.
+      ConfigError: there is no such project, there are no credentials, or the API is not enabled.
+      StorageUnavailable: the service does not answer.
     """
-    from google.api_core.exceptions import Forbidden, NotFound
+    gce = config.launch.gce
+    assert gce is not None, config
+    results = [*_results(gce, compute, run)]
+    num_failed = sum(result.state == "failed" for result in results)
+    found = [f"project {gce.project}, run {run}: {gce.num_hosts} VMs", *table(results)]
+    found += ["prices:", *_option_lines(gce), *_limit_lines(config)]
+    counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
+    found += [f"{counts}; nothing was created"]
+    sys.stdout.write("".join(f"{line}\n" for line in found))
+    return ExitCode.CONFIG if num_failed else ExitCode.DONE
 
-    client = compute.client(kind)
-    arguments = {"project": compute.project, **arguments}
 
-    def ask() -> Any:
-        return compute.call(
-            lambda: getattr(client, method)(**arguments, retry=None, timeout=TIMEOUT_SECONDS)
-        )
+def _results(gce: GceSection, compute: Compute, run: GcsPath) -> Iterator[CheckResult]:
+    """Yields the results of all checks; raises as `check` does."""
+    reader = ResourceReader(compute)
+    yield from guard("project", resource_checks.project(reader))
+    yield from guard("machine types", resource_checks.machine_types(gce, reader))
+    yield from guard("image", resource_checks.image(gce, reader))
+    yield from guard("template", resource_checks.template(gce, reader))
+    yield from guard("subnetworks", network_checks.subnetworks(gce, reader))
+    yield from guard("access", network_checks.access(gce, reader))
+    yield from guard("firewall", network_checks.firewall(gce, reader))
+    yield from guard("reservations", resource_checks.reservations(gce, reader))
+    yield from resource_checks.quotas(gce, reader)
+    yield from _bucket(gce, run)
 
+
+def _bucket(gce: GceSection, run: GcsPath) -> Iterator[CheckResult]:
+    """Yields whether the bucket is in a region of the VMs: other traffic is slow and costs."""
+    regions = network_checks.regions_of(gce)
     try:
-        return compute.with_retries(ask)
-    except NotFound:
-        return None
-    except Forbidden as error:
-        raise ConfigError(_denied(arguments["project"], error)) from error
-    except NoCredentials as error:
-        raise ConfigError(str(error)) from error
-    except ApiUnavailable as error:
-        raise StorageUnavailable(
-            f"the Compute API does not answer ({error}); nothing was created, rerun the same "
-            "command"
-        ) from error
-
-
-def _denied(project: str, error: Any) -> str:
-    message = create_failed(error).message
-    if "has not been used" in str(error) or "accessNotConfigured" in str(error.errors):
-        return (
-            f"launch.gce.project={project}: the Compute Engine API is not enabled there. Enable "
-            f"it: gcloud services enable compute.googleapis.com --project {project} ({message})"
+        place = bucket_setup.location(run)
+    except ConfigError as error:
+        yield CheckResult("bucket", "failed", str(error))
+        return
+    others = [] if place is None else [region for region in regions if region != place.name]
+    if place is None:
+        text = f"where gs://{run.bucket} is was not checked: this account lacks storage.buckets.get"
+        yield CheckResult("bucket", "ok", text)
+    elif place.kind != "region" or not others:
+        yield CheckResult("bucket", "ok", f"gs://{run.bucket} is in {place.name}")
+    elif place.name not in regions:
+        yield CheckResult(
+            "bucket",
+            "failed",
+            f"{run}: the bucket is in {place.name}, the VMs would be in {', '.join(regions)}: each "
+            "checkpoint would cross regions, slowly and at a cost",
+            "Use a bucket in their region (`launch gce init` creates one)",
+            "run.dir",
         )
-    return (
-        f"launch.gce.project={project}: not allowed ({message}). docs/gce.md has the list of "
-        "permissions that the launcher's account needs."
-    )
-
-
-def _project(compute: Compute) -> None:
-    if _get(compute, "ProjectsClient") is None:
-        raise ConfigError(
-            f"launch.gce.project={compute.project}: there is no such project, or this account may "
-            "not see it. `gcloud projects list` shows those that it may."
-        )
-
-
-def _zones(gce: GceSection, compute: Compute) -> Iterator[Problem]:
-    for number, option in enumerate(gce.capacity_options):
-        for zone in option.zones:
-            kind = {"zone": zone, "machine_type": option.machine_type}
-            if _get(compute, "MachineTypesClient", **kind) is not None:
-                continue
-            key = f"launch.gce.capacity_options[{number}].zones"
-            if _get(compute, "ZonesClient", zone=zone) is None:
-                yield Problem(key, f"there is no zone {zone}")
-            else:
-                command = f"gcloud compute machine-types list --filter='name={option.machine_type}'"
-                yield Problem(
-                    key, f"{zone} has no {option.machine_type}; `{command}` shows the zones that do"
-                )
-
-
-def _image(gce: GceSection, compute: Compute) -> Iterator[Problem]:
-    if gce.image is not None:
-        parts = gce.image.split("/")
-        project = parts[parts.index("projects") + 1] if "projects" in parts else compute.project
-        location = {"project": project}
-        if "family" in parts:
-            found = _get(compute, "ImagesClient", "get_from_family", family=parts[-1], **location)
-        else:
-            found = _get(compute, "ImagesClient", image=parts[-1], **location)
-        if found is None:
-            yield Problem(
-                "launch.gce.image",
-                f"there is no {gce.image}; give projects/P/global/images/I or "
-                "projects/P/global/images/family/F, as `gcloud compute images list` shows them",
-            )
-    if gce.template is not None:
-        name = gce.template.rpartition("/")[2]
-        if _get(compute, "InstanceTemplatesClient", instance_template=name) is None:
-            yield Problem("launch.gce.template", f"there is no instance template {gce.template}")
-
-
-@dataclass(frozen=True)
-class SubnetworkPath:
-    """Where a subnetwork is; the project of a Shared VPC is that of its host."""
-
-    project: str
-    region: str
-    subnetwork: str
-
-
-def subnetwork_of(name: str, *, region: str, project: str) -> SubnetworkPath:
-    """Returns where a name of launch.gce.subnetworks says that a subnetwork is.
-
-    >>> subnetwork_of("projects/h/regions/{region}/subnetworks/s", region="r", project="p").project
-    'h'
-    """
-    parts = name.replace("{region}", region).split("/")
-    named = dict(itertools.pairwise(parts))
-    return SubnetworkPath(named.get("projects", project), named.get("regions", region), parts[-1])
-
-
-def _subnetworks(gce: GceSection, compute: Compute) -> Iterator[Problem]:
-    for region in sorted(
-        {region_of(zone) for option in gce.capacity_options for zone in option.zones}
-    ):
-        for name in gce.subnetworks:
-            where = subnetwork_of(name, region=region, project=compute.project)
-            key = "launch.gce.subnetworks"
-            if where.region != region:
-                yield Problem(key, f"{name} is in {where.region}, VMs may be in {region}")
-            elif _get(compute, "SubnetworksClient", **dataclasses.asdict(where)) is None:
-                problem = f"there is no subnetwork {where.subnetwork} in {region}"
-                if where.project != compute.project:
-                    problem += (
-                        f" of the project {where.project}, or this account may not see it: it "
-                        "needs the role Compute Network User there"
-                    )
-                yield Problem(key, problem)
-
-
-def _quotas(gce: GceSection, compute: Compute) -> list[str]:
-    """Returns a warning for each zone that the project's quotas rule out permanently.
-
-    Raises:
-      ConfigError: they rule out all.
-    """
-    limits: dict[str, dict[str, float]] = {}
-    short, num_sites = [], 0
-    for site in zone_choices(gce.capacity_options):
-        num_sites += 1
-        option, region = gce.capacity_options[site.option], region_of(site.zone)
-        if (quota := quota_of(option.machine_type, option.kind)) is None:
-            continue
-        if region not in limits:
-            found = _get(compute, "RegionsClient", region=region)
-            limits[region] = {} if found is None else {q.metric: q.limit for q in found.quotas}
-        metric, wanted = quota[0], quota[1] * gce.num_hosts
-        if limits[region].get(metric, math.inf) < wanted:
-            limit = limits[region][metric]
-            short.append(f"{option.kind} in {site.zone}: {metric} is {limit:g}, needed: {wanted}")
-    if short and len(short) == num_sites:
-        raise ConfigError(
-            "launch.gce.capacity_options: no capacity option has quota ("
-            + "; ".join(dict.fromkeys(short))
-            + f"). Request more: console.cloud.google.com/iam-admin/quotas?project={gce.project}"
-        )
-    return [f"no quota: {shortage}" for shortage in dict.fromkeys(short)]
-
-
-def _bucket(gce: GceSection, run: GcsPath) -> list[str]:
-    """Checks that the bucket is in a region of the VMs; other traffic is slow and costs money."""
-    regions = {region_of(zone) for option in gce.capacity_options for zone in option.zones}
-    place = bucket_setup.location(run)
-    if place is None or place.kind != "region":
-        return []
-    if place.name not in regions:
-        raise ConfigError(
-            f"run.dir={run}: the bucket is in {place.name}, the VMs would be in "
-            f"{', '.join(sorted(regions))}: each checkpoint would cross regions, slowly and at "
-            "a cost. Use a bucket in their region (`launch gce init` creates one)."
-        )
-    others = sorted(regions - {place.name})
-    return (
-        [f"the bucket is in {place.name}; VMs in {', '.join(others)} pay for egress"]
-        if others
-        else []
-    )
+    else:
+        text = f"the bucket is in {place.name}; VMs in {', '.join(others)} pay for egress"
+        yield CheckResult("bucket", "warning", text)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxres import faults
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, RunError
+from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.launch import gce
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
@@ -66,8 +66,13 @@ def disabled(cloud: Cloud) -> dict[str, Any]:
     return {}
 
 
-def deny_machine_types(cloud: Cloud) -> dict[str, Any]:
-    cloud.gce.deny("compute.machineTypes.get")
+def no_private_access(cloud: Cloud) -> dict[str, Any]:
+    cloud.gce.end_private_access("us-central1", "default")
+    return {}
+
+
+def no_gpus_in_all_regions(cloud: Cloud) -> dict[str, Any]:
+    cloud.gce.quota_of_all_regions("GPUS_ALL_REGIONS", 0)
     return {}
 
 
@@ -87,10 +92,21 @@ CASES: dict[str, tuple[Callable[[Cloud], dict[str, Any]], tuple[str, ...]]] = {
         ("launch.gce.project=elsewhere: there is no such project", "gcloud projects list"),
     ),
     "API disabled": (disabled, ("API is not enabled", "gcloud services enable")),
-    "no permission": (deny_machine_types, ("compute.machineTypes.get", "docs/gce.md")),
+    "no way to the bucket": (
+        no_private_access,
+        ("has no Private Google Access", "--enable-private-ip-google-access", "external_ip: true"),
+    ),
+    "no GPUs in all regions": (
+        no_gpus_in_all_regions,
+        ("GPUS_ALL_REGIONS is 0 (all regions), needed: 1", "iam-admin/quotas"),
+    ),
+    "no reservation": (
+        lambda _: {"capacity_options": [OPTION | {"kind": "reservation", "reservation": "r"}]},
+        ("there is no reservation r in us-central1-a", "gcloud compute reservations list"),
+    ),
     "no quota": (
         no_quota,
-        ("PREEMPTIBLE_NVIDIA_A100_GPUS is 0, needed: 1", "iam-admin/quotas"),
+        ("PREEMPTIBLE_NVIDIA_A100_GPUS is 0 (us-central1), needed: 1", "iam-admin/quotas"),
     ),
     "zone without the shape": (
         without_the_shape,
@@ -127,6 +143,40 @@ def test_impossible_input_is_one_clear_error_and_creates_nothing(cloud: Cloud, c
     printed = assert_fails(cloud, **arrange(cloud))
     for text in texts:
         assert text in printed, printed
+
+
+def test_all_checks_can_be_made_without_creating_anything(
+    cloud: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(cloud.config())
+    assert gce.main(["up", config, "--dry-run", "--check"], env=cloud.env) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    for row in (
+        "access         ok       default in us-central1 has Private Google Access",
+        "quotas         ok       those that the API lists suffice",
+        "  1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $1.50 an hour for all",
+        "no check failed; nothing was created",
+    ):
+        assert row in printed, printed
+    cloud.gce.end_private_access("us-central1", "default")
+    cloud.gce.deny("compute.regions.get")
+    missing = ["up", config, "--dry-run", "--check", "run.dir=gs://never-made/run"]
+    assert gce.main(missing, env=cloud.env) == ExitCode.CONFIG
+    printed = capsys.readouterr().out
+    for row in (
+        "access         FAILED   the subnetwork default in us-central1 has no Private Google",
+        "                         -> `gcloud compute networks subnets update default --region us-",
+        "quotas         warning  quotas not checked: this account lacks compute.regions.get",
+        "bucket         FAILED   gs://never-made/run: there is no bucket never-made.",
+        "$1.50 an hour for all",
+        "2 of 6 checks failed; nothing was created",
+    ):
+        assert row in printed, printed
+    assert cloud.gce.events("insert") == []
+    assert "never-made" not in bucket_names(cloud)
+    assert gcs_objects.list_sizes(cloud.launch_paths.root) == {}
+    with pytest.raises(UsageError, match="--check: needs --dry-run"):
+        gce.main(["up", config, "--check"], env=cloud.env)
 
 
 def test_without_credentials_the_error_explains_how_to_get_them(
@@ -168,4 +218,15 @@ def test_a_preemption_notice_that_the_api_rejects_is_omitted(cloud: Cloud) -> No
     launcher = cloud.up(cloud.config(), "train.steps=20")
     assert launcher.wait_exit() == 0, cloud.describe()
     assert "the API refuses the preemption notice" in launcher.printed()
+    cloud.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_vms_with_an_external_address_need_no_private_google_access(cloud: Cloud) -> None:
+    cloud.gce.end_private_access("us-central1", "default")
+    launcher = cloud.up(cloud.config(external_ip=True), "train.steps=20")
+    assert launcher.wait_exit() == 0, cloud.describe()
+    (vm,) = cloud.gce.vms_so_far()
+    (access,) = vm.wanted["networkInterfaces"][0]["accessConfigs"]
+    assert access == {"name": "External NAT", "type": "ONE_TO_ONE_NAT"}
     cloud.assert_nothing_is_left()

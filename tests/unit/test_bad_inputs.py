@@ -229,6 +229,8 @@ COMMANDS = [
     Row("launch gce up c.yaml", CONFIG, "launch.gce is missing"),
     Row("launch gce up c.yaml --dry", USAGE, "--dry: unknown flag"),
     Row("launch gce up c.yaml --dry-run", CONFIG, "launch.gce is missing"),
+    Row("launch gce up c.yaml --dry-run --check", CONFIG, "launch.gce is missing"),
+    Row("launch gce up c.yaml --check", USAGE, "--check: needs --dry-run"),
     Row("launch gce init c.yaml", CONFIG, "launch.gce is missing"),
     Row("launch gce status", USAGE, "got nothing"),
     Row("launch gce status run", USAGE, "are in buckets"),

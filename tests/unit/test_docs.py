@@ -178,6 +178,8 @@ def _check_gce(words, tmp_path, monkeypatch):
     called = []
     record = lambda name: lambda *args, **kwargs: called.append(name) or 0  # noqa: E731
     monkeypatch.setattr(gce.preflight, "show", record("up"))
+    monkeypatch.setattr(gce.preflight, "show_checks", record("up"))
+    monkeypatch.setattr(gce, "compute_for", lambda *_: None)
     monkeypatch.setattr(gce.bucket_setup, "init_bucket", record("init"))
     monkeypatch.setattr(gce.gce_status, "show_status", record("status"))
     for function, name in (("_up", "up"), ("_request_end", words[0]), ("_logs", "logs")):

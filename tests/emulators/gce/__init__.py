@@ -22,7 +22,12 @@ What it does not have, against the real one:
 - Managed instance groups, resize requests, reservations but specific ones of one machine type, the
   queue of Flex-start (status PENDING), REPAIRING, graceful shutdown (PENDING_STOP), placement
   policies.
-- Limits of rate and of capacity but where a test sets them; quotas but of GPUs, CPUs and instances.
+- Limits of rate and of capacity but where a test sets them; quotas but of GPUs, CPUs, instances,
+  boot disks and the local SSDs of A2, and two of all regions.
+- Firewalls: their rules can be read, and nothing enforces them. Subnetworks have Private Google
+  Access until a test takes it (the real ones have none at first): their VMs do not reach the bucket
+  then, without an external address or Cloud NAT.
+- GPUs: a VM of a machine type with GPUs has an nvidia-smi that lists them, and no device.
 - Filters of lists: no functions, and a * only at the end of a word.
 
 What is not documented of the real one, and may differ there: the error messages where a comment

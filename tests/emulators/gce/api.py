@@ -147,7 +147,8 @@ class Api:
             raise by_word("rateLimitExceeded")
         project = request.words.get("project", "")
         is_shared = project in self.catalog.images and request.call.startswith("images.")
-        is_shared |= request.call == "subnetworks.get" and any(
+        of_host = ("subnetworks.get", "routers.list", "networks.getEffectiveFirewalls")
+        is_shared |= request.call in of_host and any(
             host == project for host, _, _ in self.catalog.shared_subnetworks
         )
         if project not in (self.project, NUMBER) and not is_shared:

@@ -13,12 +13,20 @@ from tests.emulators.gce.errors import GceError, not_found
 from tests.emulators.gce.filters import page
 from tests.emulators.gce.guest import output_of
 from tests.emulators.gce.operations import Failure, Operation
-from tests.emulators.gce.vm import GONE, RUNNING, TERMINATED, Vm
+from tests.emulators.gce.vm import (
+    DISK_METRICS,
+    GLOBAL_METRICS,
+    GONE,
+    RUNNING,
+    TERMINATED,
+    Vm,
+)
 
 WAIT_SECONDS = 120.0
 METRICS = (
-    "CPUS",
+    *sorted({"CPUS", *(shape.cpu_metric for shape in SHAPES.values() if shape.cpu_metric)}),
     "INSTANCES",
+    *sorted({"LOCAL_SSD_TOTAL_GB", *DISK_METRICS.values()}),
     *sorted({shape.metric for shape in SHAPES.values() if shape.metric}),
     *sorted({f"PREEMPTIBLE_{shape.metric}" for shape in SHAPES.values() if shape.metric}),
 )
@@ -271,18 +279,34 @@ def get_subnetwork(api: Api, request: ComputeRequest) -> dict[str, Any]:
     is_own = project in (api.project, NUMBER) and (region, name) in api.catalog.subnetworks
     if not is_shared and not is_own:
         raise not_found(f"projects/{project}/{path}")
-    reported = {"kind": "compute#subnetwork", "name": name, "region": f"{api.url}/regions/{region}"}
-    more = {"ipCidrRange": f"127.{api.fleet.net}.0.0/16", "selfLink": f"{api.url}/{path}"}
-    return reported | more | {"network": f"{api.url}/global/networks/default"}
+    key = (project if is_shared else "", region, name)
+    network = api.catalog.networks.get(key, "default")
+    return {
+        "kind": "compute#subnetwork",
+        "name": name,
+        "region": f"{api.url}/regions/{region}",
+        "ipCidrRange": f"127.{api.fleet.net}.0.0/16",
+        "selfLink": f"{api.root}/projects/{project}/{path}",
+        "privateIpGoogleAccess": key not in api.catalog.private,
+        "network": f"{api.root}/projects/{project}/global/networks/{network}",
+    }
+
+
+def _quotas(api: Api, region: str, metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns the quotas of a region, or of all regions (empty)."""
+    used, named = api.fleet.usage(region), [m for r, m in api.catalog.quotas if r == region]
+    return [
+        {
+            "metric": metric,
+            "limit": api.catalog.quotas.get((region, metric), MUCH),
+            "usage": used.get(metric, 0.0),
+        }
+        for metric in dict.fromkeys([*metrics, *named])
+    ]
 
 
 def _region(api: Api, name: str) -> dict[str, Any]:
-    used = api.fleet.usage(name)
-    quotas = []
-    metrics = [*METRICS, *(m for r, m in api.catalog.quotas if r == name and m not in METRICS)]
-    for metric in metrics:
-        limit = api.catalog.quotas.get((name, metric), MUCH)
-        quotas.append({"metric": metric, "limit": limit, "usage": used.get(metric, 0.0)})
+    quotas = _quotas(api, name, METRICS)
     zones = [zone for zone in api.catalog.zones if zone.startswith(f"{name}-")]
     reported = {"kind": "compute#region", "name": name, "status": "UP", "quotas": quotas}
     links = [f"{api.url}/zones/{zone}" for zone in zones]
@@ -315,7 +339,8 @@ def list_zones(api: Api, request: ComputeRequest) -> dict[str, Any]:
 def get_project(api: Api, _: ComputeRequest) -> dict[str, Any]:
     reported = {"kind": "compute#project", "id": NUMBER, "name": api.project}
     account = f"{NUMBER}-compute@developer.gserviceaccount.com"
-    return reported | {"defaultServiceAccount": account, "quotas": [], "selfLink": api.url}
+    quotas = _quotas(api, "", GLOBAL_METRICS)
+    return reported | {"defaultServiceAccount": account, "quotas": quotas, "selfLink": api.url}
 
 
 def get_template(api: Api, request: ComputeRequest) -> dict[str, Any]:
@@ -323,3 +348,27 @@ def get_template(api: Api, request: ComputeRequest) -> dict[str, Any]:
     if name not in api.catalog.templates:
         raise not_found(f"projects/{api.project}/global/instanceTemplates/{name}")
     return api.catalog.templates[name]
+
+
+def get_reservation(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    zone, name = request.words["zone"], request.words["reservation"]
+    path = f"projects/{api.project}/zones/{zone}/reservations/{name}"
+    if (zone, name) not in api.catalog.reservations:
+        raise not_found(path)
+    found = api.catalog.reservations[zone, name]
+    used = [(vm.zone, vm.reservation) for vm in api.fleet.vms.values()].count((zone, name))
+    folder = f"{api.url}/regions/{zone.rpartition('-')[0]}/resourcePolicies"
+    return {
+        "kind": "compute#reservation",
+        "name": name,
+        "zone": f"{api.url}/zones/{zone}",
+        "status": found.status,
+        "specificReservationRequired": True,
+        "resourcePolicies": {policy: f"{folder}/{policy}" for policy in found.policies},
+        "specificReservation": {
+            "count": str(found.count),
+            "inUseCount": str(used),
+            "instanceProperties": {"machineType": found.machine},
+        },
+        "selfLink": f"{api.root}/{path}",
+    }

@@ -5,11 +5,12 @@ Shapes after cloud.google.com/compute/docs/accelerator-optimized-machines.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.emulators.gce.errors import not_found
+from tests.emulators.gce.errors import GceError, not_found
 
 SPOT, STANDARD = "SPOT", "STANDARD"
 FLEX_START, RESERVATION_BOUND = "FLEX_START", "RESERVATION_BOUND"
@@ -44,6 +45,21 @@ class Shape:
     is_simulated: bool = True
     """Whether simulateMaintenanceEvent supports it."""
 
+    @property
+    def cpu_metric(self) -> str:
+        """Quota of its CPUs; empty: it is not among those that a region lists."""
+        family = self.name.partition("-")[0].upper()
+        if family in ("E2", "N1"):
+            return "CPUS"
+        return f"{family}_CPUS" if family in ("A2", "N2", "C3") else ""
+
+    @property
+    def local_ssds(self) -> int:
+        """Local SSDs of 375 GB that come with it."""
+        per_gpu = {"a2-ultragpu": 1, "a3-highgpu": 2, "a3-megagpu": 2}
+        per_gpu |= {"a3-ultragpu": 4, "a4-highgpu": 4, "a4x-highgpu": 8}
+        return per_gpu.get(self.name.rpartition("-")[0], 0) * self.gpus
+
     def resource(self, url: str, zone: str) -> dict[str, Any]:
         reported: dict[str, Any] = {
             "kind": "compute#machineType",
@@ -52,11 +68,15 @@ class Shape:
             "zone": zone,
             "guestCpus": self.cpus,
             "memoryMb": self.memory_gb * 1024,
+            "architecture": "ARM64" if self.name.startswith("a4x-") else "X86_64",
             "selfLink": f"{url}/zones/{zone}/machineTypes/{self.name}",
         }
         if self.gpus:
             one = {"guestAcceleratorType": self.gpu, "guestAcceleratorCount": self.gpus}
             reported["accelerators"] = [one]
+        if self.local_ssds:
+            ssds = {"defaultInterface": "NVME", "partitionCount": self.local_ssds}
+            reported["bundledLocalSsds"] = ssds
         return reported
 
 
@@ -145,6 +165,9 @@ class Reservation:
 
     machine: str
     count: int
+    status: str = "READY"
+    policies: tuple[str, ...] = ()
+    """Resource policies, which its VMs must have too."""
 
 
 @dataclass
@@ -159,19 +182,31 @@ class Catalog:
         default_factory=lambda: {project: dict(found) for project, found in IMAGES.items()}
     )
     """By project: families, and their newest image."""
+    image_fields: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """Fields of images that differ from the usual ones, by project and name."""
     subnetworks: set[tuple[str, str]] = field(
         default_factory=lambda: {(region_of(zone), "default") for zone in ZONES}
     )
     """Region and name."""
     shared_subnetworks: set[tuple[str, str, str]] = field(default_factory=set)
     """Those of a Shared VPC: host project, region and name."""
+    networks: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    """Networks of subnetworks, by host project (empty: own), region and name; others: default."""
+    private: set[tuple[str, str, str]] = field(default_factory=set)
+    """Subnetworks without Private Google Access; keys as above."""
+    nats: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
+    """Routers by project (empty: own) and region."""
+    firewalls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Firewall rules by network; the default one has its usual ones unless they are set here."""
+    firewall_policies: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Firewall policies by network."""
     templates: dict[str, dict[str, Any]] = field(default_factory=dict)
     policies: set[tuple[str, str]] = field(default_factory=set)
     """Resource policies: region and name."""
     reservations: dict[tuple[str, str], Reservation] = field(default_factory=dict)
     """By zone and name."""
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Limits by region and metric; missing ones are large."""
+    """Limits by region and metric; missing ones are large. Those of all regions: region empty."""
 
     @property
     def regions(self) -> list[str]:
@@ -185,13 +220,40 @@ class Catalog:
         found = re.search(r"(?:projects/([^/]+)/)?global/images/(family/)?([^/]+)$", link)
         if found is None:
             return False
-        images = self.images.get(found[1] or project, {})
-        return found[3] in (images if found[2] else images.values())
+        owner, (family, name) = found[1] or project, (found[3], "") if found[2] else ("", found[3])
+        with contextlib.suppress(GceError):
+            reported = self.image(owner, name=name, family=family)
+            state = reported.get("deprecated", {}).get("state", "ACTIVE")
+            return state in ("ACTIVE", "DEPRECATED")
+        return False
+
+    def image_size(self, link: str, project: str) -> int:
+        """Returns the size in GB of an image that there is."""
+        found = re.search(r"(?:projects/([^/]+)/)?global/images/(family/)?([^/]+)$", link)
+        assert found is not None, link
+        family, name = (found[3], "") if found[2] else ("", found[3])
+        return int(self.image(found[1] or project, name=name, family=family)["diskSizeGb"])
+
+    def reaches_google(self, interface: dict[str, Any], zone: str, project: str) -> bool:
+        """Says whether a VM reaches the bucket: by an address, its subnetwork's access, or NAT."""
+        link = interface.get("subnetwork") or f"regions/{region_of(zone)}/subnetworks/default"
+        found = re.search(r"(?:projects/([^/]+)/)?regions/([^/]+)/subnetworks/([^/]+)$", link)
+        assert found is not None, link
+        key = ("" if found[1] in (None, project) else found[1], found[2], found[3])
+        network = self.networks.get(key, "default")
+        return (
+            bool(interface.get("accessConfigs"))
+            or key not in self.private
+            or any(one["network"].endswith(f"/{network}") for one in self.nats.get(key[:2], []))
+        )
 
     def image(self, project: str, *, name: str = "", family: str = "") -> dict[str, Any]:
         for one, newest in self.images.get(project, {}).items():
             if one == family or newest == name:
-                return {
+                fields = self.image_fields.get((project, newest), {})
+                if family and fields.get("deprecated"):
+                    break  # Families lead to their newest image that is not deprecated.
+                usual = {
                     "kind": "compute#image",
                     "id": str(sum(newest.encode())),
                     "name": newest,
@@ -202,5 +264,6 @@ class Catalog:
                     "architecture": "ARM64" if "arm64" in newest else "X86_64",
                     "selfLink": f"projects/{project}/global/images/{newest}",
                 }
+                return usual | fields
         what = f"family/{family}" if family else name
         raise not_found(f"projects/{project}/global/images/{what}")

@@ -20,7 +20,7 @@ from tests.emulators.gce.catalog import (
     Shape,
     region_of,
 )
-from tests.emulators.gce.errors import GceError, invalid, not_found
+from tests.emulators.gce.errors import GceError, invalid, not_found, unknown_field
 
 NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")
@@ -31,6 +31,7 @@ MOST_VALUE_BYTES, MOST_METADATA_BYTES = 256 * 1024, 512 * 1024
 RUN_SECONDS = (30, 120 * 86400)
 FLEX_SECONDS = 7 * 86400
 NOTICES = (0, 120)
+ACCESS_FIELDS = {"kind", "name", "natIP", "networkTier", "type"}
 RESERVATION_KEY = "compute.googleapis.com/reservation-name"
 
 
@@ -155,6 +156,10 @@ def _check_disks(
         if image and not catalog.has_image(image, project):
             why = "The referenced image resource cannot be found."
             raise invalid(f"{where}.sourceImage", image, why)
+        size = int(init.get("diskSizeGb", 0))
+        if image and size and size < (least := catalog.image_size(image, project)):
+            why = f"Requested disk size cannot be smaller than the image size ({least} GB)"
+            raise invalid(f"{where}.diskSizeGb", size, why)
         if number == 0 and not image and not disk.get("source"):
             why = "Boot disk must have a source specified"
             raise invalid(f"{field}.disks[0]", "", why)
@@ -177,6 +182,12 @@ def _check_networks(wanted: dict[str, Any], zone: str, catalog: Catalog, field: 
         link = one.get("subnetwork") or f"regions/{region_of(zone)}/subnetworks/default"
         found = re.search(r"regions/([^/]+)/subnetworks/([^/]+)$", link)
         where = f"{field}.networkInterfaces[{number}].subnetwork"
+        for access in one.get("accessConfigs", []):
+            for name in access.keys() - ACCESS_FIELDS:
+                raise unknown_field(name, f"{field}.networkInterfaces[{number}].accessConfigs[]")
+            if access.get("type", "ONE_TO_ONE_NAT") != "ONE_TO_ONE_NAT":  # Words not known.
+                kind = f"{field}.networkInterfaces[{number}].accessConfigs[].type"
+                raise invalid(kind, access["type"], "Must be ONE_TO_ONE_NAT.")
         if found is None:
             raise invalid(where, link, "The URL is malformed.")
         host = re.search(r"projects/([^/]+)/regions/", link)
@@ -222,6 +233,13 @@ def _check_reservation(
     if found.machine != shape.name:
         why = "No available resources in specified reservations."
         raise invalid(f"{field}.reservationAffinity", name, why)
+    held = {link.rpartition("/")[2] for link in wanted.get("resourcePolicies", [])}
+    if held != {*found.policies}:  # Words not known.
+        why = "Resource policies must be those of the reservation."
+        raise invalid(f"{field}.resourcePolicies", ", ".join(sorted(held)), why)
+    if found.status != "READY":
+        why = f"Cannot use reservation {name}: it requires reservation to be in READY state."
+        raise GceError(412, "conditionNotMet", why)
 
 
 def seconds_of(duration: dict[str, Any] | None) -> float:

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.emulators.gce.api import Api, ComputeRequest
-from tests.emulators.gce.catalog import SHAPES, Shape, metric_of, region_of
+from tests.emulators.gce.catalog import SHAPES, Shape, region_of
 from tests.emulators.gce.checks import (
     check_disk_type,
     check_instance,
     check_name,
     check_policies,
     model_of,
+    reservation_of,
 )
 from tests.emulators.gce.errors import GceError, exists, invalid, not_found
 from tests.emulators.gce.operations import Failure, Operation
-from tests.emulators.gce.vm import GONE, Vm
+from tests.emulators.gce.vm import GLOBAL_METRICS, GONE, Vm, needs_of
 
 MOST_AT_ONCE = 1000
 MANY = (1, MOST_AT_ONCE)
@@ -71,13 +72,14 @@ def _check_quota(api: Api, wanted: dict[str, Any], zone: str, shape: Shape, coun
     """Rejects at once if quota is missing and the emulator is configured so."""
     if not api.quota_as_http:
         return
-    region = region_of(zone)
-    used = api.fleet.usage(region)
-    needs = {"CPUS": shape.cpus, "INSTANCES": 1, metric_of(shape, model_of(wanted)): shape.gpus}
+    is_reserved = bool(reservation_of(wanted))
+    needs = needs_of(wanted, shape, model_of(wanted), is_reserved=is_reserved)
     for metric, number in needs.items():
-        limit = api.catalog.limit(region, metric) if metric else float("inf")
-        if used.get(metric, 0.0) + number * count > limit:
-            why = f"Quota '{metric}' exceeded.  Limit: {limit} in region {region}."
+        region = "" if metric in GLOBAL_METRICS else region_of(zone)
+        limit = api.catalog.limit(region, metric)
+        if api.fleet.usage(region).get(metric, 0.0) + number * count > limit:
+            where = f"in region {region}" if region else "globally"
+            why = f"Quota '{metric}' exceeded.  Limit: {limit} {where}."
             raise GceError(403, "quotaExceeded", why)
 
 

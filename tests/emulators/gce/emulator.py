@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ ACTIONS = (
     "stockout",
     "restock",
     "quota",
+    "quota_of_all_regions",
     "reserve",
     "hold_deletions",
     "fail",
@@ -52,6 +53,11 @@ ACTIONS = (
     "limit_rate",
     "add_image",
     "add_subnetwork",
+    "remove_subnetwork",
+    "end_private_access",
+    "add_nat",
+    "set_firewall",
+    "show_gpus",
     "add_template",
     "add_policy",
     "fail_metadata",
@@ -282,10 +288,25 @@ class GceEmulator:
             if as_http is not None:
                 self.api.quota_as_http = as_http
 
-    def reserve(self, zone: str, name: str, *, machine: str, count: int) -> None:
+    def quota_of_all_regions(self, metric: str, limit: float) -> None:
+        """Sets a limit of GPUS_ALL_REGIONS or CPUS_ALL_REGIONS."""
+        with self.scheduler.changed:
+            self.catalog.quotas["", metric] = limit
+
+    def reserve(
+        self,
+        zone: str,
+        name: str,
+        *,
+        machine: str,
+        count: int,
+        status: str = "READY",
+        policies: Sequence[str] = (),
+    ) -> None:
         """Adds a reservation of so many VMs; one that is being deleted still has its place."""
         with self.scheduler.changed:
-            self.catalog.reservations[zone, name] = Reservation(machine, count)
+            made = Reservation(machine, count, status, tuple(policies))
+            self.catalog.reservations[zone, name] = made
 
     def hold_deletions(self, holds: bool = True) -> None:
         """Lets VMs that are being deleted be STOPPING until this is called with False."""
@@ -374,17 +395,58 @@ class GceEmulator:
         with self.scheduler.changed:
             self.api.most_per_minute = calls_per_minute
 
-    def add_image(self, project: str, name: str, *, family: str) -> None:
+    def add_image(self, project: str, name: str, *, family: str, **fields: Any) -> None:
+        """Adds an image; fields as JSON has them, such as diskSizeGb="200"."""
         with self.scheduler.changed:
             self.catalog.images.setdefault(project, {})[family] = name
+            self.catalog.image_fields[project, name] = fields
 
-    def add_subnetwork(self, region: str, name: str, *, host_project: str = "") -> None:
-        """Adds a subnetwork; with a host project, one of a Shared VPC."""
+    def add_subnetwork(
+        self, region: str, name: str, *, host_project: str = "", network: str = "default"
+    ) -> None:
+        """Adds a subnetwork; with a host project, one of a Shared VPC.
+
+        A network of another name than default has no firewall rules.
+        """
         with self.scheduler.changed:
+            self.catalog.networks[host_project, region, name] = network
             if host_project:
                 self.catalog.shared_subnetworks.add((host_project, region, name))
             else:
                 self.catalog.subnetworks.add((region, name))
+
+    def remove_subnetwork(self, region: str, name: str) -> None:
+        with self.scheduler.changed:
+            self.catalog.subnetworks.discard((region, name))
+
+    def end_private_access(self, region: str, name: str, *, host_project: str = "") -> None:
+        """Takes Private Google Access from a subnetwork; the real ones have none at first."""
+        with self.scheduler.changed:
+            self.catalog.private.add((host_project, region, name))
+
+    def add_nat(self, region: str, *, network: str = "default", host_project: str = "") -> None:
+        """Adds a router with Cloud NAT for all subnetworks of a network in a region."""
+        nat = {"name": "nat", "sourceSubnetworkIpRangesToNat": "ALL_SUBNETWORKS_ALL_IP_RANGES"}
+        router = {"name": "router", "network": f"/global/networks/{network}", "nats": [nat]}
+        with self.scheduler.changed:
+            self.catalog.nats.setdefault((host_project, region), []).append(router)
+
+    def set_firewall(
+        self,
+        network: str,
+        rules: list[dict[str, Any]],
+        *,
+        policies: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Sets the firewall rules and policies of a network; as JSON has them."""
+        with self.scheduler.changed:
+            self.catalog.firewalls[network] = rules
+            self.catalog.firewall_policies[network] = [*policies]
+
+    def show_gpus(self, *numbers: int | None) -> None:
+        """Lets the next VMs find so many GPUs, one number each; None: they have no driver."""
+        with self.scheduler.changed:
+            self.fleet.gpus += numbers
 
     def add_policy(self, region: str, name: str) -> None:
         """Adds a resource policy."""

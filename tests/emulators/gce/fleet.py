@@ -22,6 +22,7 @@ from tests.emulators.gce.operations import Failure, Operation, Operations
 from tests.emulators.gce.scheduler import Scheduler
 from tests.emulators.gce.stock import Delays, Shortage
 from tests.emulators.gce.vm import (
+    GLOBAL_METRICS,
     GONE,
     PROVISIONING,
     RUNNING,
@@ -34,6 +35,8 @@ from tests.emulators.metadata import NO_UPCOMING, PREEMPTED, UPCOMING
 
 POLL_SECONDS = 0.05
 """Real ones, however fast the world goes: how often one looks whether processes have ended."""
+UNREACHABLE = {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}
+"""Environment of a VM that has no way to Google's services: nothing listens there."""
 Settled = Callable[[Vm, Failure | None], None]
 
 
@@ -66,6 +69,8 @@ class Fleet:
         """How many of the next VMs are preempted while they are created."""
         self.holds_deletions = False
         """Whether no deletion ends."""
+        self.gpus: list[int | None] = []
+        """GPUs that the next VMs find, instead of all of theirs; None: no driver."""
         self.physical_hosts: list[str] = []
         """Physical hosts of the next VMs; that of later ones is not shown."""
         self._count = itertools.count(1)
@@ -78,9 +83,10 @@ class Fleet:
         return self.vms[zone, name]
 
     def usage(self, region: str) -> dict[str, float]:
+        """Returns the usage of quotas in a region; empty: in all regions."""
         used: dict[str, float] = {}
         for vm in self.vms.values():
-            if region_of(vm.zone) == region:
+            if region in ("", region_of(vm.zone)):
                 for metric, number in vm.usage().items():
                     used[metric] = used.get(metric, 0.0) + number
         return used
@@ -120,6 +126,7 @@ class Fleet:
         )
         if self.physical_hosts:
             vm.physical_host = self.physical_hosts.pop(0)
+        vm.gpus = self.gpus.pop(0) if self.gpus else shape.gpus
         failure = self._obstacle(vm, operation.group or operation.name)
         vm.is_blocked = failure is not None
         self.vms[zone, name] = self.past[ident] = vm
@@ -129,13 +136,14 @@ class Fleet:
         return vm
 
     def _obstacle(self, vm: Vm, group: str) -> Failure | None:
-        region = region_of(vm.zone)
-        is_limited = any(place == region for place, _ in self.catalog.quotas)
-        used = self.usage(region) if is_limited else {}
         for metric, number in vm.usage().items():
+            region = "" if metric in GLOBAL_METRICS else region_of(vm.zone)
+            if (region, metric) not in self.catalog.quotas:
+                continue
             limit = self.catalog.limit(region, metric)
-            if used.get(metric, 0.0) + number > limit:
-                words = {"metric": metric, "limit": limit, "region": region}
+            if self.usage(region).get(metric, 0.0) + number > limit:
+                where = f"in region {region}" if region else "globally"
+                words = {"metric": metric, "limit": limit, "where": where}
                 return Failure(("QUOTA_EXCEEDED",), True, words)
         if reserved := vm.reservation:
             count = self.catalog.reservations[vm.zone, reserved].count
@@ -201,12 +209,17 @@ class Fleet:
                 number=f"{vm.id}.{life}",
                 ip=vm.ip,
                 values=vm.values(self.number),
-                env=self.env,
+                env={**self.env, **({} if self._reaches_google(vm) else UNREACHABLE)},
+                gpus=vm.gpus,
             )
             vm.guest.run("startup-script")
             self._watch_power(vm, life)
         if limit := seconds_of(vm.scheduling.get("maxRunDuration")):
             self.scheduler.after(limit, self._expire, vm, life)
+
+    def _reaches_google(self, vm: Vm) -> bool:
+        first = vm.wanted["networkInterfaces"][0]
+        return self.catalog.reaches_google(first, vm.zone, vm.project)
 
     def _watch_power(self, vm: Vm, life: int) -> None:
         """Stops a VM that powers itself off, whatever its termination action is."""

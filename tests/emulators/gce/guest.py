@@ -29,6 +29,7 @@ class Guest:
         ip: str,
         values: Mapping[str, str],
         env: Mapping[str, str],
+        gpus: int | None = None,
     ) -> None:
         self.folder, self.output = folder, folder / "serial.log"
         self.mark = f"{VM_MARK}={mark}.{number}"
@@ -58,6 +59,15 @@ class Guest:
             program = folder / "bin" / name
             program.write_text(f"#!/bin/sh\n: > {shlex.quote(str(self._power_off))}\n")
             program.chmod(0o755)
+        if gpus:
+            self._install_driver(gpus)
+
+    def _install_driver(self, gpus: int) -> None:
+        """Writes the part of nvidia-smi that lists GPUs, in its format."""
+        program = self.folder / "bin" / "nvidia-smi"
+        lines = "".join(f"echo 'GPU {n}: Emulated (UUID: GPU-{n})'\n" for n in range(gpus))
+        program.write_text(f'#!/bin/sh\n[ "$*" = -L ] || exit 1\n{lines}')
+        program.chmod(0o755)
 
     def run(self, name: str) -> None:
         """Runs one of the scripts in the VM's metadata, if it is there; its output is the VM's."""

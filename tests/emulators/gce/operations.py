@@ -24,7 +24,7 @@ TEXTS = {
     ),
     "VM_MIN_COUNT_NOT_REACHED": "Requested minimum count of {count} VMs could not be created.",
     "UNSUPPORTED_OPERATION": "Instance failed to start due to preemption.",
-    "QUOTA_EXCEEDED": "Quota '{metric}' exceeded.  Limit: {limit} in region {region}.",
+    "QUOTA_EXCEEDED": "Quota '{metric}' exceeded.  Limit: {limit} {where}.",
     "RESOURCE_ALREADY_EXISTS": "The resource '{target}' already exists",
     "CONDITION_NOT_MET": (
         "Specified reservation {reservation} does not have available resources for the request."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tests.emulators.gce import calls, creation
+from tests.emulators.gce import calls, creation, network
 from tests.emulators.gce.api import Function
 
 
@@ -125,6 +125,27 @@ ROUTES = [
             "subnetworks.get",
             calls.get_subnetwork,
             "subnetworks.get",
+        ),
+        (
+            "GET",
+            f"{_REGIONAL}/routers",
+            "routers.list",
+            network.list_routers,
+            "routers.list",
+        ),
+        (
+            "GET",
+            "global/networks/{network}/getEffectiveFirewalls",
+            "networks.getEffectiveFirewalls",
+            network.get_effective_firewalls,
+            "networks.getEffectiveFirewalls",
+        ),
+        (
+            "GET",
+            f"{_ZONAL}/reservations/{{reservation}}",
+            "reservations.get",
+            calls.get_reservation,
+            "reservations.get",
         ),
         (
             "GET",

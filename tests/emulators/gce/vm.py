@@ -22,6 +22,34 @@ GONE = "GONE"
 """Status of the emulator: deleted."""
 
 
+DISK_METRICS = {
+    "pd-standard": "DISKS_TOTAL_GB",
+    "pd-balanced": "SSD_TOTAL_GB",
+    "pd-ssd": "SSD_TOTAL_GB",
+    "hyperdisk-balanced": "HDB_TOTAL_GB",
+}
+GLOBAL_METRICS = ("CPUS_ALL_REGIONS", "GPUS_ALL_REGIONS")
+
+
+def needs_of(
+    wanted: dict[str, Any], shape: Shape, model: str, *, is_reserved: bool
+) -> dict[str, float]:
+    """Returns what a VM uses of quotas, also of those of all regions (GLOBAL_METRICS)."""
+    used: dict[str, float] = {"INSTANCES": 1, "CPUS_ALL_REGIONS": shape.cpus}
+    if not is_reserved:
+        used |= {"GPUS_ALL_REGIONS": shape.gpus, metric_of(shape, model): shape.gpus}
+        used |= {shape.cpu_metric: shape.cpus}
+        family = shape.name.partition("-")[0]
+        if family == "a2":  # The others have quotas by family, which no region lists.
+            used["LOCAL_SSD_TOTAL_GB"] = 375 * shape.local_ssds
+    for disk in wanted.get("disks", []):
+        init = disk.get("initializeParams", {})
+        kind = init.get("diskType", "pd-standard").rpartition("/")[2]
+        if metric := DISK_METRICS.get(kind):
+            used[metric] = used.get(metric, 0.0) + float(init.get("diskSizeGb", 0))
+    return {metric: number for metric, number in used.items() if metric and number}
+
+
 @dataclass
 class Vm:
     """Use with the lock held."""
@@ -50,6 +78,8 @@ class Vm:
     born: float = field(default_factory=time.monotonic)
     gone: float = 0.0
     asked_to_end: float = 0.0
+    gpus: int | None = 0
+    """GPUs that its driver shows; None: it has no driver."""
     started: str = ""
     stopped: str = ""
     upcoming: dict[str, Any] = field(default_factory=dict)
@@ -94,10 +124,7 @@ class Vm:
         """Returns its usage of the region's quotas, which lasts until it is off or deleted."""
         if self.is_blocked or self.status == TERMINATED:
             return {}
-        used: dict[str, float] = {"CPUS": self.shape.cpus, "INSTANCES": 1}
-        if (metric := metric_of(self.shape, self.model)) and not self.reservation:
-            used[metric] = self.shape.gpus
-        return used
+        return needs_of(self.wanted, self.shape, self.model, is_reserved=bool(self.reservation))
 
     @property
     def reservation(self) -> str:

@@ -37,6 +37,7 @@ class Clients:
         self.subnetworks = compute.SubnetworksClient(**words)
         self.regions = compute.RegionsClient(**words)
         self.projects = compute.ProjectsClient(**words)
+        self.reservations = compute.ReservationsClient(**words)
         self.templates = compute.InstanceTemplatesClient(**words)
 
     def __enter__(self) -> Clients:

@@ -250,6 +250,47 @@ def test_a_reservation_must_exist_with_this_machine_type(
         clients.bulk("a", machine="a2-highgpu-1g", **words)
 
 
+def test_a_reservation_must_be_ready_and_its_vms_have_its_policies(
+    gce: GceEmulator, clients: Clients
+) -> None:
+    words = {"scheduling": scheduling("RESERVATION_BOUND"), "reservation_affinity": RESERVED}
+    gce.add_policy("us-central1", "compact")
+    gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=1, policies=["compact"])
+    with pytest.raises(exceptions.BadRequest, match="must be those of the reservation"):
+        clients.bulk("a", **words)
+    gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=1, status="CREATING")
+    with pytest.raises(exceptions.PreconditionFailed, match="in READY state"):
+        clients.bulk("a", **words)
+    gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2)
+    clients.wait(clients.bulk("a", **words))
+    found = clients.reservations.get(project=PROJECT, zone=ZONE, reservation="mine")
+    assert (found.status, found.specific_reservation.count) == ("READY", 2)
+    assert found.specific_reservation.in_use_count == 1
+
+
+def test_quotas_of_all_regions_count_vms_everywhere(gce: GceEmulator, clients: Clients) -> None:
+    gce.quota_of_all_regions("GPUS_ALL_REGIONS", 2)
+    elsewhere = "europe-west4-b"
+    clients.wait(clients.bulk("a", zone=elsewhere, region="europe-west4"), zone=elsewhere)
+    clients.wait(clients.bulk("b"))
+    refused = clients.wait(clients.bulk("c"))
+    assert "Quota 'GPUS_ALL_REGIONS' exceeded.  Limit: 2 globally." in [
+        one.message for one in refused.error.errors
+    ]
+    quotas = {q.metric: q for q in clients.projects.get(project=PROJECT).quotas}
+    assert quotas["GPUS_ALL_REGIONS"].usage == 2
+    assert quotas["CPUS_ALL_REGIONS"].usage == 24
+
+
+def test_a_boot_disk_is_at_least_as_large_as_its_image(gce: GceEmulator, clients: Clients) -> None:
+    gce.add_image(PROJECT, "own-1", family="own", diskSizeGb="300")
+    disk = compute.AttachedDiskInitializeParams(
+        source_image=f"projects/{PROJECT}/global/images/family/own", disk_size_gb=200
+    )
+    with pytest.raises(exceptions.BadRequest, match=r"smaller than the image size \(300 GB\)"):
+        clients.bulk("a", disks=[compute.AttachedDisk(boot=True, initialize_params=disk)])
+
+
 def test_a_missing_permission_is_named(gce: GceEmulator, clients: Clients) -> None:
     gce.deny("compute.instances.create")
     with pytest.raises(exceptions.Forbidden, match=r"'compute\.instances\.create' perm") as no:

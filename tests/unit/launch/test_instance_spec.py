@@ -10,7 +10,7 @@ import pytest
 from jaxres.config import cross_checks
 from jaxres.config.schema_gce import GceSection
 from jaxres.launch.desired_state import PendingCreate
-from jaxres.launch.instance_spec import Machine
+from jaxres.launch.instance_spec import NUM_GPUS, Machine
 from jaxres.launch.observed_state import CreateFailed
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gce.vm import Vm
@@ -138,3 +138,39 @@ def test_names_that_jaxres_sets_itself_are_refused(key: str, name: str) -> None:
     (problem,) = cross_checks.check(config(**{key: {name: "a"}}))
     assert problem.key == f"launch.gce.{key}"
     assert f"{name} is set by jaxres itself" in problem.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("subnetworks", [(), ("default", "inner")])
+def test_an_external_address_is_requested_for_the_first_interface_only(
+    gce: GceEmulator, kind: str, subnetworks: tuple[str, ...]
+) -> None:
+    gce.add_subnetwork("us-central1", "inner")
+    vm = created(gce, external_ip=True, subnetworks=[*subnetworks], **KINDS[kind])
+    first, *others = vm.wanted["networkInterfaces"]
+    assert first["accessConfigs"] == [{"name": "External NAT", "type": "ONE_TO_ONE_NAT"}]
+    assert len(others) == max(0, len(subnetworks) - 1)
+    assert not any(other.get("accessConfigs") for other in others)
+
+
+def test_no_external_address_is_requested_unless_the_config_says_so(gce: GceEmulator) -> None:
+    (interface,) = created(gce).wanted["networkInterfaces"]
+    assert "accessConfigs" not in interface
+
+
+def test_an_external_address_for_the_interfaces_of_a_template_is_refused() -> None:
+    fields = {"template": "t", "image": None, "external_ip": True}
+    loaded = config(**fields)
+    problems = [problem.line() for problem in cross_checks.check(loaded)]
+    assert any("launch.gce.external_ip: the network interfaces are" in line for line in problems)
+
+
+@pytest.mark.parametrize(
+    ("machine_type", "gpus"),
+    [("a2-highgpu-4g", "4"), ("g2-standard-24", "2"), ("g4-standard-384", "8"), ("e2-small", None)],
+)
+def test_a_vm_knows_the_number_of_its_gpus(machine_type: str, gpus: str | None) -> None:
+    found = section(capacity_options=[{**OPTION, "machine_type": machine_type}])
+    machine = Machine(found, found.capacity_options[0], ZONE, {}, {})
+    items = {item["key"]: item["value"] for item in machine.properties()["metadata"]["items"]}
+    assert items.get(NUM_GPUS) == gpus

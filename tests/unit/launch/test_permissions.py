@@ -101,7 +101,12 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
 
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
     absent = {**OPTION, "zones": ["us-east4-a"]}
-    fields = {"image": family, "subnetworks": ["inner"], "capacity_options": [OPTION, absent]}
+    gce.end_private_access("us-central1", "inner")
+    gce.add_nat("us-central1")
+    gce.reserve("us-central1-a", "mine", machine="a2-highgpu-1g", count=1)
+    reserved = {**OPTION, "kind": "reservation", "reservation": "mine"}
+    options = [OPTION, absent, reserved]
+    fields = {"image": family, "subnetworks": ["inner"], "capacity_options": options}
     with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
         command.main(["up", config(tmp_path, three, gce.project, **fields)], env=gce.env)
 

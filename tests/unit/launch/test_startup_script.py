@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +170,7 @@ printf '%s\\n' "$*" >> "$HOME/arguments"
 case "$*" in
 *token) echo '{"access_token": "se-cret.1"}' ;;
 *instance/name) echo vm-1 ;;
+*jaxres-num-gpus) echo "${NUM_GPUS:-}" ;;
 *instance/preempted) echo "${PREEMPTED:-FALSE}" ;;
 *upload*) cat > "$HOME/input"; cat "$HOME/.jaxres-vm/report" >> "$HOME/reports" ;;
 *alt=media) cat > /dev/null; tar -czf "$HOME/.jaxres-vm/code.tar.gz" -T /dev/null ;;
@@ -258,3 +261,110 @@ def test_a_python_without_the_modules_is_reported_by_their_names(tmp_path: Path)
     )
     assert found.returncode == 1
     assert b"No module named" in found.stderr or b"lacks the modules: ['jax', " in found.stderr
+
+
+SMI = """#!/bin/bash
+echo "$*" >> "$HOME/asked"
+tries=$(wc -l < "$HOME/asked")
+if [ "$tries" -le "$LATE" ]; then echo "NVIDIA-SMI has failed"; exit 9; fi
+for ((n = 0; n < FOUND; n++)); do echo "GPU $n: NVIDIA L4 (UUID: GPU-$n)"; done
+"""
+ABSENT = PythonRuntime(python="/opt/nowhere/python3")
+BASE_PATH = "/usr/bin:/bin"
+
+
+def test_the_driver_is_awaited_before_the_agent_starts(tmp_path: Path) -> None:
+    process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="2", FOUND="2", LATE="20")
+    output = process.communicate(timeout=60)[0].decode()
+    assert [(r.stage, r.state) for r in reports(tmp_path) if r][:-1] == [
+        ("code", "running"),
+        ("driver", "running"),
+        ("driver", "retrying"),
+        ("python", "running"),
+    ], output
+    assert (tmp_path / "asked").read_text().split("\n")[0] == "-L"
+
+
+def test_a_gpu_that_is_missing_is_reported_and_no_agent_starts(tmp_path: Path) -> None:
+    process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="8", FOUND="7", LATE="2")
+    output = process.communicate(timeout=60)[0].decode()
+    error = "nvidia-smi lists 7 GPUs, the machine type has 8"
+    assert reports(tmp_path) == [
+        BootReport("code", "running"),
+        BootReport("driver", "running"),
+        BootReport("driver", "retrying", error),
+        BootReport("driver", "failed", error),
+    ], output
+    assert len((tmp_path / "asked").read_text().split()) == 12, "it was awaited for minutes"
+
+
+def test_a_driver_that_never_answers_is_reported(tmp_path: Path) -> None:
+    process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="1", FOUND="1", LATE="99")
+    output = process.communicate(timeout=60)[0].decode()
+    error = "NVIDIA's driver does not answer: NVIDIA-SMI has failed"
+    assert reports(tmp_path)[-1] == BootReport("driver", "failed", error), output
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi", path=BASE_PATH) is not None, reason="it is present")
+def test_an_image_without_a_driver_is_named_with_one_that_has_it(tmp_path: Path) -> None:
+    process = start(tmp_path, ABSENT, {}, NUM_GPUS="1")
+    output = process.communicate(timeout=60)[0].decode()
+    report = reports(tmp_path)[-1]
+    assert report is not None
+    assert report.state == "failed", output
+    assert report.error.startswith("nvidia-smi is absent: take an image with NVIDIA's driver, such")
+    assert report.error.endswith(instance_spec.DRIVER_IMAGE)
+
+
+@pytest.mark.skipif(shutil.which("docker", path=BASE_PATH) is not None, reason="it is present")
+def test_an_image_without_docker_is_named_with_one_that_has_it(tmp_path: Path) -> None:
+    process = start(tmp_path, RUNTIMES["container"], {})
+    output = process.communicate(timeout=60)[0].decode()
+    report = reports(tmp_path)[-1]
+    assert report is not None
+    assert (report.stage, report.state) == ("image", "failed"), output
+    assert report.error.startswith("docker is absent: take an image with docker and NVIDIA's")
+    assert instance_spec.DOCKER_IMAGE in report.error
+
+
+DOCKER = """#!/bin/bash
+printf '%s\\n' "$*" >> "$HOME/calls"
+case "$1" in
+login) cat > "$HOME/password"; mkdir -p "$DOCKER_CONFIG"; touch "$DOCKER_CONFIG/config.json" ;;
+pull) [ ! -e "$DOCKER_CONFIG/config.json" ] || echo yes > "$HOME/had_login" ;;
+*) exit 7 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("image", "registry"),
+    [
+        ("us-central1-docker.pkg.dev/p/r/i:1", "us-central1-docker.pkg.dev"),
+        ("eu.gcr.io/p/i", "eu.gcr.io"),
+        ("ghcr.io/p/i", None),
+    ],
+)
+def test_registries_of_google_get_the_token_of_the_vm_and_no_others(
+    tmp_path: Path, image: str, registry: str | None
+) -> None:
+    runtime = ContainerRuntime(image=image)
+    process = start(tmp_path, runtime, {"docker": DOCKER})
+    output = process.communicate(timeout=60)[0].decode()
+    login = f"login --username oauth2accesstoken --password-stdin https://{registry}"
+    calls = (tmp_path / "calls").read_text().partition("\nrun ")[0].splitlines()
+    assert calls == [*([] if registry is None else [login]), f"pull {image}"], output
+    assert (tmp_path / "had_login").exists() == (registry is not None)
+    if registry is not None:
+        assert (tmp_path / "password").read_text() == "se-cret.1\n"
+    assert not (tmp_path / ".jaxres-vm" / "docker").exists(), "the token stays on the disk"
+    assert "se-cret" not in output
+
+
+@pytest.mark.parametrize("kind", RUNTIMES)
+def test_no_connection_of_the_script_is_awaited_for_minutes(kind: str) -> None:
+    script = rendered(RUNTIMES[kind].model_dump(mode="json")).replace("\\\n", " ")
+    calls = re.findall(r"\bcurl -.*", script)
+    assert len(calls) == 4
+    limits = ("--connect-timeout 5 ", "--max-time 2 ")
+    assert [call for call in calls if not any(limit in call for limit in limits)] == []
