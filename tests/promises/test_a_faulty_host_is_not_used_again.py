@@ -10,6 +10,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import faulty_hosts
+from jaxres.runlog.run_log import start_of
 from tests.emulators.nvml import FakeNvml
 from tests.promises.cloud import Cloud
 from tests.promises.test_sick_gpus_are_left import OFTEN, faults
@@ -128,4 +129,27 @@ def test_no_attempt_runs_on_the_physical_host_of_a_faulty_vm_under_any_later_lau
     ends = [(outcome.code, outcome.culprit) for outcome in desired.history]
     assert ends == [(ExitCode.UNHEALTHY, vm), (ExitCode.DONE, None)]
     assert len(faulty_hosts.read(cloud.run_dir)) == 1
+    cloud.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_vm_that_comes_up_with_fewer_devices_is_replaced_also_if_it_is_the_only_one(
+    cloud: Cloud, num_hosts: int
+) -> None:
+    good, bad = [f"/block/sub/good{host}" for host in range(num_hosts)], "/block/sub/bad"
+    cloud.gce.place(*good[1:], bad, good[0])
+    devices = {"JAX_NUM_CPU_DEVICES": "2", "JAXRES_MIN_DEVICES": "2"}
+    env = devices | {"FAULT": "build:1:fewer_at_place", "BAD_HOST": bad}
+    launcher = cloud.up(cloud.config(num_hosts=num_hosts, env=env), SHORT)
+    assert launcher.wait_exit() == 0, cloud.describe()
+    (faulty,) = faulty_hosts.read(cloud.run_dir)
+    assert "2 devices expected, 1 found (JAXRES_MIN_DEVICES)" in faulty.reason
+    assert faulty.identity.physical_host == bad
+    desired = cloud.desired_state()
+    assert desired is not None
+    ends = [(outcome.code, outcome.culprit) for outcome in desired.history]
+    assert ends == [(ExitCode.UNHEALTHY, faulty.name), (ExitCode.DONE, None)]
+    trained = [start_of(start).devices for start in run_history(cloud.run_dir).starts]
+    assert trained == [(2,) * num_hosts], "an attempt has trained with fewer devices"
     cloud.assert_nothing_is_left()
