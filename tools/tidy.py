@@ -31,6 +31,7 @@ WALL_CLOCK_MAY = {
     "jaxres/cli/scrub.py:check_step": "stamps the check of a step, for due_steps",
     "jaxres/supervisor/scrub_process.py:ScrubProcess._watch": "hours since a check, over processes",
     "jaxres/cli/hosts.py:exclude": "stamps an exclusion",
+    "jaxres/supervisor/follower.py:report_fault.write": "stamps a report",
     "jaxres/cli/status.py:read_status": "ages, for output",
     "jaxres/launch/gce.py:print_line": "stamps output",
     "jaxres/launch/gce.py:_upload_job": "start of a job, over several machines: hours, cost",

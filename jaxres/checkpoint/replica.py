@@ -341,9 +341,10 @@ class Replica:
             pruning.unpin(self._target, step)
 
     def _copy_hosts_left_out(self) -> None:
-        """Adds the hosts that are excluded, and the faults that are forgotten, in the source."""
+        """Adds the hosts that are excluded, and the faults reported or forgotten, in the source."""
         for folder, to in (
             (self._source.excluded_hosts, self._target.excluded_hosts),
+            (self._source.reported_faults, self._target.reported_faults),
             (self._source.forgotten_faults, self._target.forgotten_faults),
         ):
             for name in sorted(set(files.list_names(folder)) - set(files.list_names(to))):

@@ -200,6 +200,10 @@ class HardwareSection(Section):
 
     quick takes seconds, full minutes (most of each device's memory); auto: quick on accelerators,
     off on CPUs."""
+    allow_fewer: bool = free(False)
+    """Whether a host may train with fewer devices than are known to belong to it.
+
+    false: it exits with 82, and is replaced or left out (docs/many-hosts.md)."""
     health: HealthSection | None = free(HealthSection())
     """Health guard of each host: GPUs of NVIDIA, memory, disk, clock, network; null: none."""
 

@@ -40,7 +40,7 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
-from jaxres.supervisor.attempt_runner import MIN_DEVICES, RESTART_VARIABLE
+from jaxres.supervisor.attempt_runner import MIN_DEVICES, PLATFORM, RESTART_VARIABLE
 from jaxres.supervisor.preemption import PreemptionNotice
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.processes import kill_me_with_parent
@@ -57,6 +57,7 @@ END_GRACE_SECONDS = 6.0
 """Time until a training process that should end at once is killed."""
 DEVICE_VARIABLES = (
     MIN_DEVICES,
+    PLATFORM,
     "JAX_PLATFORMS",
     "JAX_NUM_CPU_DEVICES",
     "CUDA_VISIBLE_DEVICES",
@@ -261,9 +262,9 @@ class Agent:
     def _training_env(
         self, env: Mapping[str, str], config: RunConfig, desired: DesiredState
     ) -> dict[str, str]:
-        """Returns the environment of the training: identity of this VM, number of its GPUs.
+        """Returns the environment of the training: identity of this VM, its GPUs and their number.
 
-        The number is left out if `launch.gce.env` chooses devices itself.
+        They are left out if `launch.gce.env` chooses devices itself.
         """
         (host,) = (host for host in desired.hosts if host.name == self._name)
         identity = {HOST_NAME: host.name, INSTANCE: host.instance}
@@ -274,7 +275,7 @@ class Agent:
         options = [vm.option for vm in desired.vms if vm.name == self._name]
         types = [gce.capacity_options[option].machine_type for option in options]
         counts = [count for kind in types if (count := num_gpus(kind)) is not None]
-        return {**env, MIN_DEVICES: str(counts[0])} if counts else dict(env)
+        return {**env, MIN_DEVICES: str(counts[0]), PLATFORM: "gpu"} if counts else dict(env)
 
     @property
     def _attempt_file(self) -> Path:

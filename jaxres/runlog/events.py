@@ -20,6 +20,7 @@ from jaxres.runlog.supervisor_events import (
     PreemptionWatchStarted,
     ReplicaBehind,
     ReplicaCaughtUp,
+    StartRefused,
     SupervisionEnded,
     SupervisionStarted,
 )
@@ -443,6 +444,7 @@ Event = (
     | AttemptRestarted
     | ForkServerReady
     | GaveUp
+    | StartRefused
     | SupervisionEnded
     | ReplicaBehind
     | ReplicaCaughtUp
@@ -494,6 +496,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "attempt_restarted": AttemptRestarted,
         "fork_server_ready": ForkServerReady,
         "gave_up": GaveUp,
+        "start_refused": StartRefused,
         "supervision_ended": SupervisionEnded,
         "replica_behind": ReplicaBehind,
         "replica_caught_up": ReplicaCaughtUp,

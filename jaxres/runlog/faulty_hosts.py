@@ -5,14 +5,18 @@ A host is taken again once its faults are forgotten by `jaxres hosts RUN_DIR --f
 writes a file for each of the faults, named after the claim of the attempt that met it, so that a
 fault after it counts again. `--exclude HOST` writes a file with a name of its own, which is
 forgotten in the same way. Neither needs a claim, so both work while the run trains.
+
+Host 0 alone writes the log. If its supervisor is killed before it has recorded the fault of another
+host, that host's own report is what is left: a file named after the claim and the host.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.runlog import run_log
@@ -23,6 +27,7 @@ from jaxres.storage import files
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
 
 EXCLUSION_FORMAT = 1
+REPORT_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class FaultyHost:
     reason: str
     """The fault of that attempt."""
     nonces: tuple[str, ...]
-    """Nonces of the claims of these attempts; if it was excluded, the name of that file."""
+    """Nonces of the claims of these attempts, or names of reports; if excluded, of that file."""
 
     @property
     def is_excluded(self) -> bool:
@@ -72,44 +77,85 @@ def host_name(identity: HostIdentity, slot: int | None) -> str:
     return identity.name if slot is None else f"{identity.name}:{slot}"
 
 
+@dataclass(frozen=True)
+class Report:
+    """A fault that a host's own supervisor, which does not write the log, has reported."""
+
+    name: str
+    """Name of its file: the nonce of the claim of the attempt, and the number of the host."""
+    time: float
+    fault: HostFault
+
+    @property
+    def nonce(self) -> str:
+        """Nonce of the claim of the attempt."""
+        return self.name.rpartition("-")[0]
+
+
 def faulty_hosts(
-    records: Sequence[Record], *, forgotten: Iterable[str] = ()
+    records: Sequence[Record],
+    *,
+    forgotten: Iterable[str] = (),
+    reports: Iterable[Report] = (),
 ) -> tuple[FaultyHost, ...]:
     """Returns the hosts with a fault that is not forgotten, by their first fault; pure.
 
     Faults that a fenced process has recorded do not count. The order is that of the records: the
-    clocks of hosts may jump.
+    clocks of hosts may jump. A fault that is in the log and in a report counts once.
 
     Args:
       records: the run log.
       forgotten: nonces of the claims of attempts whose faults are forgotten.
+      reports: what hosts have reported themselves; those of attempts of another run do not count.
     """
-    ignored, nonces = frozenset(forgotten), dict[int, str]()
+    ignored = frozenset(forgotten)
     found: dict[tuple[str, str, int | None], FaultyHost] = {}
-    for record in in_force(records):
-        body = record.body
-        if isinstance(body, Claim):
-            nonces[record.attempt] = body.nonce
-        if not isinstance(body, HostFault):
-            continue
-        nonce = nonces.get(record.attempt, "")
+    for attempt, nonce, time, body in _faults(records, reports):
         identity = HostIdentity(body.host, body.instance, body.physical_host)
-        key = (body.host, body.instance, body.slot)
-        before = found.get(key)
+        before = found.get(key := _key(body))
         if nonce in ignored or (before is not None and nonce in before.nonces):
             continue
-        since = record.time if before is None else before.since
+        since = time if before is None else before.since
         earlier = () if before is None else before.nonces
         found[key] = FaultyHost(
             identity=identity,
             slot=body.slot,
             count=len(earlier) + 1,
             since=since,
-            attempt=record.attempt,
+            attempt=max(attempt, 0 if before is None else before.attempt),
             reason=body.reason,
             nonces=(*earlier, nonce),
         )
     return tuple(found.values())
+
+
+def _faults(
+    records: Sequence[Record], reports: Iterable[Report]
+) -> Iterator[tuple[int, str, float, HostFault]]:
+    """Yields attempt, nonce or name, time and fault: those of the log, then others reported."""
+    nonces, logged = dict[int, str](), set[tuple[str, Any]]()
+    for record in in_force(records):
+        match record.body:
+            case Claim(nonce=nonce):
+                nonces[record.attempt] = nonce
+            case HostFault() as fault:
+                nonce = nonces.get(record.attempt, "")
+                logged.add((nonce, _key(fault)))
+                yield record.attempt, nonce, record.time, fault
+            case _:
+                pass
+    attempts = {nonce: attempt for attempt, nonce in nonces.items()}
+    for report in reports:
+        attempt, is_logged = (
+            attempts.get(report.nonce),
+            (report.nonce, _key(report.fault)) in logged,
+        )
+        if attempt is not None and not is_logged:
+            yield attempt, report.name, report.time, report.fault
+
+
+def _key(fault: HostFault) -> tuple[str, str, int | None]:
+    return fault.host, fault.instance, fault.slot
 
 
 def matching(hosts: Iterable[FaultyHost], identity: HostIdentity) -> list[FaultyHost]:
@@ -132,12 +178,41 @@ def forgotten(run_dir: RunDir) -> frozenset[str]:
 def read(run_dir: RunDir, records: Sequence[Record] | None = None) -> tuple[FaultyHost, ...]:
     """Returns the hosts of a run that are left out; `records`: its log if that was read already."""
     known = run_log.read_records(run_dir.log) if records is None else records
-    excluded = excluded_hosts(run_dir)
-    if not excluded and not faulty_hosts(known):
+    excluded, reports = excluded_hosts(run_dir), read_reports(run_dir)
+    if not excluded and not faulty_hosts(known, reports=reports):
         return ()
     ignored = forgotten(run_dir)
     by_hand = [host for host in excluded if not ignored.issuperset(host.nonces)]
-    return (*faulty_hosts(known, forgotten=ignored), *by_hand)
+    return (*faulty_hosts(known, forgotten=ignored, reports=reports), *by_hand)
+
+
+def read_reports(run_dir: RunDir) -> list[Report]:
+    """Returns the faults that hosts have reported themselves; skips files it can't understand."""
+    found = list[Report]()
+    for name in sorted(files.list_names(run_dir.reported_faults)):
+        data = files.read(run_dir.reported_faults / name)
+        try:
+            fields = decode_checksummed(data or b"", number=REPORT_FORMAT)
+            fault = HostFault(**fields["fault"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        found.append(Report(name, fields["time"], fault))
+    return sorted(found, key=lambda report: report.time)
+
+
+def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: float) -> None:
+    """Stores the fault that a host's own supervisor has found, durably.
+
+    Args:
+      run_dir: the run directory.
+      fault: the fault.
+      claim: the claim of the attempt.
+      host: number of the host in it.
+      now: the time, for messages.
+    """
+    fields = {"format": REPORT_FORMAT, "time": now, "fault": asdict(fault)}
+    files.make_dir(run_dir.reported_faults)
+    files.create(run_dir.reported_faults / f"{claim.nonce}-{host}", encode_checksummed(fields))
 
 
 def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:

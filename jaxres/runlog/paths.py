@@ -80,6 +80,11 @@ class RunDir:
         return self.root / "forgotten-faults"
 
     @property
+    def reported_faults(self) -> RunPath:
+        """The folder of faults that hosts report themselves, see faulty_hosts.py."""
+        return self.root / "reported-faults"
+
+    @property
     def excluded_hosts(self) -> RunPath:
         """The folder of hosts excluded by hand: a file for each, see faulty_hosts.py."""
         return self.root / "excluded-hosts"

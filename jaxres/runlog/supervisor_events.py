@@ -76,6 +76,19 @@ class GaveUp:
 
 
 @dataclass(frozen=True)
+class StartRefused:
+    """A supervisor starts no attempt, because too few hosts are left or this one is left out."""
+
+    attempt: int
+    """Newest earlier attempt."""
+    exit: int
+    name: str
+    step: int
+    """Newest committed step."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class SupervisionEnded:
     """A supervisor has ended normally: the run is done, or was asked to stop."""
 

@@ -74,6 +74,8 @@ WORKER_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 the page faults of fresh memory take most of the time of a warm restore. (glibc manual, 39.2)"""
 MIN_DEVICES = "JAXRES_MIN_DEVICES"
 """Environment variable with the number of devices that each host must have."""
+PLATFORM = "JAXRES_PLATFORM"
+"""Environment variable with the platform that they must have, as JAX names it: gpu."""
 RECORD_SECONDS = 10.0
 """Longest wait, at the end, to write the last record or to read a traceback."""
 
@@ -366,11 +368,13 @@ def add_memory_advice(
 def worker_command(
     run_dir: RunDir, claim: Claim, member: HostRank, *, env: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Returns the argv of one host's worker; `env` has the number of devices that it must have."""
+    """Returns the argv of one host's worker; `env` has which devices it must have."""
     command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
     if (least := (env or {}).get(MIN_DEVICES, "")).isdecimal():
         command += ["--min-devices", least]
+    if platform_name := (env or {}).get(PLATFORM, ""):
+        command.append(f"--platform={platform_name}")
     if member == ALONE:
         return command
     rank = ["--host", str(member.host), "--num-hosts", str(member.num_hosts)]

@@ -7,17 +7,22 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres import faults
-from jaxres.clock import SystemClock
+from jaxres.clock import Clock, SystemClock
 from jaxres.cluster.detect import Address
 from jaxres.cluster.host_group import HostRank
 from jaxres.cluster.host_identity import identify
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog import run_log
+from jaxres.runlog import faulty_hosts, run_log
+from jaxres.runlog.attempt_result import AttemptResult, fault_record
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import Claim
 from jaxres.storage.path import RunPath
+from jaxres.storage.timeouts import write_with_timeout
 from jaxres.supervisor import host_exclusion, signals
+from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import (
+    RECORD_SECONDS,
     add_memory_advice,
     delete_memory_at_end,
     follows_an_attempt,
@@ -79,9 +84,24 @@ def follow(
             preemption_watcher=preemption_watcher,
             health_watcher=health_watcher,
         )
+    report_fault(run_dir, claim, ended, host=member.host, clock=clock)
     upload_artifacts(run_dir, claim.attempt)
     ended = add_memory_advice(ended, config, advise)
     delete_memory_at_end(run_dir, config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, claim)
     return ended.code
+
+
+def report_fault(
+    run_dir: RunDir, claim: Claim, ended: AttemptResult, *, host: int, clock: Clock
+) -> None:
+    """Stores the fault of this machine, if one has ended the attempt here; prints a failure."""
+    if (fault := fault_record(ended, None)) is None:
+        return
+
+    def write() -> None:
+        faulty_hosts.report(run_dir, fault, claim=claim, host=host, now=clock.wall())
+
+    what = "the fault of this host could not be recorded"
+    write_with_timeout(write, seconds=RECORD_SECONDS, what=what, report=print_message)

@@ -13,6 +13,7 @@ import dataclasses
 import socket
 
 from jaxres.cluster.host_identity import HostIdentity, identify
+from jaxres.cluster.messages import JobResult
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.faults import RunError
 from jaxres.runlog import run_log
@@ -25,7 +26,7 @@ from jaxres.supervisor.attempt import RunningAttempt, print_message
 from jaxres.supervisor.health import Finding
 from jaxres.supervisor.remote_hosts import LEADER
 from jaxres.supervisor.root_cause import WorkerExit
-from jaxres.supervisor.worker_process import kill_process_groups
+from jaxres.supervisor.worker_process import Worker, kill_process_groups
 
 WHAT_FOLLOWS = {
     "warn": "training continues",
@@ -134,6 +135,23 @@ def as_unhealthy(running: RunningAttempt, result: AttemptResult) -> AttemptResul
     return dataclasses.replace(
         result, code=ExitCode.UNHEALTHY, reason=reason, is_machine_fault=True
     )
+
+
+def own_fault(running: RunningAttempt, worker: Worker, verdict: JobResult) -> HostIdentity | None:
+    """Returns the identity of this machine if its own hardware has certainly ended its worker.
+
+    The host reports such a fault itself: the leader may be killed before it has recorded it.
+    Before the first step a worker knows its own hardware only. The leader, if it is not lost, knows
+    more, as after a wrong sum over all hosts. Later a difference may come from another host.
+    """
+    result = None if worker.end is None else worker.end.result
+    if result is None or result.code != ExitCode.UNHEALTHY:
+        return None
+    is_leader_lost = (verdict.code, verdict.culprit) == (ExitCode.PEER_LOST, LEADER)
+    is_in_start = worker.progress.step == 0 and is_leader_lost
+    if result.is_machine_fault or result.culprit == worker.host or is_in_start:
+        return identify(running.env, hostname=socket.gethostname())
+    return None
 
 
 def faulty_host(running: RunningAttempt, result: AttemptResult) -> HostIdentity | None:

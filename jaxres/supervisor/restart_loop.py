@@ -20,14 +20,19 @@ from jaxres import faults
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
-from jaxres.faults import Fenced, RunError, StorageUnavailable
+from jaxres.faults import Fenced, RunError, StorageUnavailable, UnhealthyHost
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Record, RunHistory
-from jaxres.runlog.supervisor_events import GaveUp, HardwareFaultFound, SupervisionEnded
+from jaxres.runlog.supervisor_events import (
+    GaveUp,
+    HardwareFaultFound,
+    StartRefused,
+    SupervisionEnded,
+)
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
     attempt_runner,
@@ -153,7 +158,7 @@ def run_restart_loop(
             wakeup=stack.enter_context(signals.wakeup_fd()),
             preemption_watcher=watcher,
             health_watcher=stack.enter_context(health),
-            policy=_without_faulty_slots(run_dir, records, policy, env=env),
+            policy=_without_faulty_slots(run_dir, records, policy, env=env, emit=emit),
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
@@ -178,15 +183,29 @@ def _restart_history(run_dir: RunDir, records: Sequence[Record]) -> RestartHisto
 
 
 def _without_faulty_slots(
-    run_dir: RunDir, records: Sequence[Record], policy: RestartPolicy, *, env: Mapping[str, str]
+    run_dir: RunDir,
+    records: Sequence[Record],
+    policy: RestartPolicy,
+    *,
+    env: Mapping[str, str],
+    emit: Callable[[Event], None],
 ) -> RestartPolicy:
     """Returns the policy without the slots whose hardware has failed before, and prints them.
+
+    A refusal is an event, and so reaches the alerts: a scheduler may start the command again and
+    again on this host.
 
     Raises:
       UnhealthyHost: too few slots are left, or none, since it is the whole machine.
     """
-    hosts = host_exclusion.on_this_machine(run_dir, records, env=env)
-    faulty = host_exclusion.faulty_slots(run_dir, hosts, policy)
+    try:
+        hosts = host_exclusion.on_this_machine(run_dir, records, env=env)
+        faulty = host_exclusion.faulty_slots(run_dir, hosts, policy)
+    except UnhealthyHost as refused:
+        before, code = run_log.fold(records), refused.exit_code
+        row = exit_row(code)
+        emit(StartRefused(before.attempt, code, row.name, before.step, str(refused)))
+        raise
     for slot, host in sorted(faulty.items()):
         print_message(host_exclusion.left_out(run_dir, slot, host))
     return dataclasses.replace(policy, faulty_slots=frozenset(faulty))

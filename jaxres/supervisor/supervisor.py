@@ -235,7 +235,9 @@ def _follow_leader(running: RunningAttempt, worker: Worker, verdict: JobResult) 
         _dump_stacks(running)
     kill_process_groups(running.workers, clock=running.clock)
     own_result = None if worker.end is None else worker.end.result
-    if own_result is not None and own_result.announced and exit_row(own_result.code).is_agreed:
+    fault = hardware_faults.own_fault(running, worker, verdict)
+    is_agreed = own_result is not None and exit_row(own_result.code).is_agreed
+    if own_result is not None and is_agreed and (own_result.announced or fault is not None):
         verdict = dataclasses.replace(verdict, code=own_result.code, reason=own_result.reason)
     return AttemptResult(
         verdict.code,
@@ -245,6 +247,8 @@ def _follow_leader(running: RunningAttempt, worker: Worker, verdict: JobResult) 
         is_printed=verdict.code != ExitCode.DONE,
         culprit=verdict.culprit,
         announced=own_result is not None and own_result.announced,
+        is_machine_fault=fault is not None,
+        faulty_host=fault,
     )
 
 

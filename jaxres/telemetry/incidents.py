@@ -17,6 +17,7 @@ from jaxres.runlog.supervisor_events import (
     HardwareFaultFound,
     ReplicaBehind,
     ReplicaCaughtUp,
+    StartRefused,
     SupervisionEnded,
     SupervisionStarted,
 )
@@ -224,7 +225,7 @@ def _stamp(time: float) -> str:
 def of_event(event: object, *, run: str) -> Incident | None:
     """Returns the incident that a supervisor event causes, if any."""
     kind: Kind
-    code, host, what_next = None, None, ""
+    code, host, what_next, seq = None, None, "", 0
     match event:
         case ReplicaBehind() | ReplicaCaughtUp():
             return _of_replica(event, run=run)
@@ -240,6 +241,8 @@ def of_event(event: object, *, run: str) -> Incident | None:
             kind = "supervisor_restarted"
         case GaveUp(exit=code):
             kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
+        case StartRefused(exit=code):  # Another incident than that of a supervisor before it.
+            kind, what_next, seq = "gave_up", "an operator must act: jaxres hosts RUN_DIR", 1
         case SupervisionEnded(exit=ExitCode.DONE as code):
             kind = "finished"
         case SupervisionEnded(exit=ExitCode.PREEMPTED as code):
@@ -258,6 +261,7 @@ def of_event(event: object, *, run: str) -> Incident | None:
         code=code,
         reason=reason.strip(),
         next=what_next,
+        seq=seq,
     )
 
 

@@ -341,14 +341,22 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
 
 
 def _check_devices(config: RunConfig, context: AttemptContext) -> None:
-    """Raises if this host has fewer devices than are known to belong to it."""
-    host = context.peers.member.host
+    """Raises if this host has fewer devices than are known to belong to it, or only CPUs."""
+    host, name = context.peers.member.host, socket.gethostname()
+    history = context.log.history()
+    expected, why = device_check.expected_platform(history, context.claim, given=context.platform)
+    device_check.check_platform(jax.default_backend(), expected, why, host=host, name=name)
     sizes = tuple(config.mesh.sizes()[axis] for axis in mesh_plan.AXES)
-    expected, why = device_check.expected_devices(
-        context.log.history(), context.claim, host, given=context.min_devices, mesh=sizes
+    number, why = device_check.expected_devices(
+        history, context.claim, host, given=context.min_devices, mesh=sizes
     )
-    found, name = jax.local_device_count(), socket.gethostname()
-    device_check.check(found, expected, why, host=host, name=name)
+    found = jax.local_device_count()
+    if found < number and config.hardware.allow_fewer:
+        context.emit(
+            Noted(f"hardware.allow_fewer: {number} devices expected, {found} found ({why})")
+        )
+        return
+    device_check.check(found, number, why, host=host, name=name)
 
 
 def _test_hardware(config: RunConfig, context: AttemptContext) -> None:

@@ -28,3 +28,5 @@ class AttemptContext:
     peers: HostGroup
     min_devices: int = 0
     """Number of devices that this host must have, as given by JAXRES_MIN_DEVICES."""
+    platform: str = ""
+    """Platform that they must have, as given by JAXRES_PLATFORM; empty: not given."""

@@ -7,6 +7,9 @@ another machine raises no false alarm:
 - JAXRES_MIN_DEVICES is set. The agent of a VM sets it to the number of GPUs of the machine type.
 - An earlier attempt of the same supervisor process had more.
 - The mesh has fixed sizes, and the run has trained with this mesh before.
+
+Without its driver a host with one GPU has one device as before, a CPU. So the platform is compared
+as well: with JAXRES_PLATFORM, and with that of the earlier attempts of the same supervisor.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Sequence
 from jaxres.engine.mesh_plan import AXES
 from jaxres.faults import UnhealthyHost
 from jaxres.runlog.run_log import Claim, RunHistory, start_of
-from jaxres.supervisor.attempt_runner import MIN_DEVICES
+from jaxres.supervisor.attempt_runner import MIN_DEVICES, PLATFORM
 
 
 def expected_devices(
@@ -58,8 +61,43 @@ def check(found: int, expected: int, why: str, *, host: int, name: str) -> None:
     if found < expected:
         raise UnhealthyHost(
             f"host {host} ({name}): {expected} devices expected, {found} found ({why}). Check the "
-            "devices of this host (nvidia-smi, dmesg). To go on with fewer, start the same command "
-            f"again, with another mesh if its sizes are fixed, and without {MIN_DEVICES}"
+            "devices of this host (nvidia-smi, dmesg). To go on with fewer: "
+            "hardware.allow_fewer=true, and another mesh if its sizes are fixed"
+        )
+
+
+def expected_platform(history: RunHistory, claim: Claim, *, given: str) -> tuple[str, str]:
+    """Returns the platform that the devices must have, and why; empty: any is right.
+
+    Args:
+      history: the run history, which contains the claim.
+      claim: the claim of this attempt.
+      given: the platform in JAXRES_PLATFORM; empty: it is not set.
+    """
+    if given:
+        return given, PLATFORM
+    claims = {each.attempt: each for each in history.claims}
+    for record in reversed(history.starts):
+        earlier = claims[record.attempt]
+        is_ours = _process(earlier) == _process(claim) and bool(claim.started)
+        _, _, devices = start_of(record).computation.get("devices", "").partition(" x ")
+        if is_ours and devices and earlier.attempt != claim.attempt:
+            platform = devices.partition(" ")[0]
+            return platform, f"as in attempt {earlier.attempt} of the same supervisor"
+    return "", ""
+
+
+def check_platform(found: str, expected: str, why: str, *, host: int, name: str) -> None:
+    """Raises if the devices of a host are CPUs and are expected to be something else.
+
+    Raises:
+      UnhealthyHost: they are.
+    """
+    if found == "cpu" and expected not in ("", "cpu"):
+        raise UnhealthyHost(
+            f"host {host} ({name}): JAX finds no {expected}, only CPUs ({why}). Check driver and "
+            "devices of this host (nvidia-smi, dmesg) and its installation of jax. To train on "
+            f"CPUs on purpose, start the command again with JAX_PLATFORMS=cpu, without {PLATFORM}"
         )
 
 

@@ -67,6 +67,7 @@ def run_worker(
     member: HostRank = ALONE,
     terminal: TextIO | None = None,
     min_devices: int = 0,
+    platform: str = "",
     forked: bool = False,
 ) -> AttemptResult:
     """Trains as one host of the attempt that `claim` has opened, and returns how it ended.
@@ -84,10 +85,8 @@ def run_worker(
             observers.append(stack.enter_context(_console(config, claim, clock, shown)))
             with contextlib.suppress(RunError):  # The console has the same lines.
                 observers.append(stack.enter_context(_console_log(config, run_dir, claim, clock)))
-        events_path = run_dir.events(claim.attempt, member.host)
-        events = stack.enter_context(
-            EventLog(events_path, clock=clock, listeners=[observers.on_event])
-        )
+        file = run_dir.events(claim.attempt, member.host)
+        events = stack.enter_context(EventLog(file, clock=clock, listeners=[observers.on_event]))
         events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked))
         events.emit(PhaseChanged("import", "jax and its dependents"))
 
@@ -97,7 +96,7 @@ def run_worker(
             context = AttemptContext(
                 run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
             )
-            context = dataclasses.replace(context, min_devices=min_devices)
+            context = dataclasses.replace(context, min_devices=min_devices, platform=platform)
             session_result = session.run_session(config, context, stack, member=member)
             result = session_result.result
         except RunError as error:
@@ -180,6 +179,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-hosts", type=int, default=1)
     parser.add_argument("--coordinator")
     parser.add_argument("--min-devices", type=int, default=0)
+    parser.add_argument("--platform", default="")
     return parser.parse_args(arguments)
 
 
@@ -216,6 +216,7 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
                 member=member,
                 terminal=terminal,
                 min_devices=options.min_devices,
+                platform=options.platform,
                 forked=forked,
             )
         except SystemExit as error:

@@ -129,7 +129,7 @@ def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) 
     """A cloud with processes as VMs and a separate bucket."""
     where = {"location": "US-CENTRAL1", "locationType": "region"}
     gcs_server.objects.facts[gcs_bucket] = where
-    env = {"PYTHONUNBUFFERED": "1", **gcs_server.env}
+    env = {"PYTHONUNBUFFERED": "1", "JAXRES_PLATFORM": "cpu", **gcs_server.env}
     with GceEmulator(speed=10, env=env) as gce:
         run = GcsPath(gcs_bucket, "run")
         cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})

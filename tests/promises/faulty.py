@@ -103,6 +103,10 @@ def unhealthy_node() -> None:
         raise Unhealthy("a device has failed, requested by the test")
 
 
+def fewer_at_place() -> None:
+    """JAX finds one device on the physical host BAD_HOST, whatever VM is there."""
+    if os.environ["JAXRES_PHYSICAL_HOST"] == os.environ["BAD_HOST"]:
+        jax.local_device_count = lambda: 1
 def spawn() -> None:
     """Starts processes that outlive the process group, with and without the environment."""
     command = [sys.executable, "-c", f"import time; time.sleep({MANY_SECONDS})", os.environ["TAG"]]
@@ -120,6 +124,7 @@ WHATS = {
     "unhealthy": unhealthy,
     "unhealthy_place": unhealthy_place,
     "unhealthy_node": unhealthy_node,
+    "fewer_at_place": fewer_at_place,
     "spawn": spawn,
     "eat": eat,
     "sleep": lambda: time.sleep(MANY_SECONDS),

@@ -18,6 +18,8 @@ from jaxres.runlog import replica_files, scrub_progress
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
+from jaxres.storage import files, gcs_objects
+from jaxres.storage.path import GcsPath
 from tests.damage import flip_bit_at
 from tests.promises.trainer import (
     BUSY_SECONDS,
@@ -139,6 +141,33 @@ def test_a_flipped_bit_is_an_incident_and_the_run_ends_bit_exact(
     assert_bit_exact(run_dir, fault_free)
     assert [body["kind"] for body in hook.accepted] == ["checkpoint_damaged"] * 2
     assert file in hook.accepted[0]["reason"]
+
+
+@pytest.mark.slow
+def test_damage_of_a_run_in_a_bucket_is_found_and_training_goes_on(
+    bucket: Workspace, fault_free: RunDir, tmp_path: Path
+) -> None:
+    env, gate = held(tmp_path)
+    own = (OFTEN, "checkpoint.save_every_steps=20")
+    trainer = bucket.launch("run", *own, hosts=1, config=FAULTY, restart=True, env=env)
+    run_dir = trainer.run_dir
+    trainer.wait_commit(20)
+    wait_checked(trainer, {20})
+    assert found(trainer) == []
+    step_dir = run_dir.root / commit_of(run_dir, 20).path
+    assert isinstance(step_dir, GcsPath)
+    (name,) = (name for name in files.sizes(step_dir) if name.startswith("state/d/"))
+    data = bytearray(files.read(step_dir / name) or b"")
+    data[len(data) // 2] ^= 1
+    gcs_objects.write(step_dir / name, bytes(data), over=None)
+    trainer.wait(lambda: bool(found(trainer)), what="an event", seconds=LIMIT_SECONDS)
+    (event,) = found(trainer)
+    assert (event["damaged_step"], event["kind"], event["files"]) == (20, "damaged", [name])
+    assert 20 not in event["intact_steps"]
+    gate.touch()
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert starts(run_dir) == [0], "the damage has stopped training"
+    assert_bit_exact(run_dir, fault_free)
 
 
 def verify(run_dir: RunDir, step: int) -> int:

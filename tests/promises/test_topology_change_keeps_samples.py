@@ -97,7 +97,11 @@ def test_a_host_with_fewer_devices_than_it_must_have_is_unhealthy(workspace: Wor
     refused = workspace.start("few", *MLP, env=env)
     refused.assert_fails(ExitCode.UNHEALTHY, "4 devices expected, 2 found (JAXRES_MIN_DEVICES)")
     workspace.repaired("few")
-    run = workspace.start("few", *MLP, "train.steps=1", env={"JAX_NUM_CPU_DEVICES": "2"})
-    assert run.wait_exit() == 0, run.printed()
-    (start,) = run_history(run.run_dir).starts
+    gpu = workspace.start("few", *MLP, env={"JAXRES_PLATFORM": "gpu"})
+    gpu.assert_fails(ExitCode.UNHEALTHY, "JAX finds no gpu, only CPUs (JAXRES_PLATFORM)")
+    workspace.repaired("few")
+    allowed = workspace.start("few", *MLP, "train.steps=1", "hardware.allow_fewer=true", env=env)
+    assert allowed.wait_exit() == 0, allowed.printed()
+    assert "4 devices expected, 2 found (JAXRES_MIN_DEVICES)" in allowed.printed()
+    (start,) = run_history(allowed.run_dir).starts
     assert start_of(start).devices == (2,)

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NUM_QUESTIONS = 52
+NUM_QUESTIONS = 53
 ANSWER = re.compile(r"`(jaxres/[\w/]+\.py):([\w.]+)`")
 
 

@@ -157,4 +157,5 @@ def test_a_training_expects_the_gpus_of_the_machine_type_of_its_vm(
         "JAXRES_PHYSICAL_HOST": "/block/sub/host",
     }
     count = {} if expected is None else {"JAXRES_MIN_DEVICES": expected}
+    count |= {"JAXRES_PLATFORM": "gpu"} if count and not env else {}
     assert found == env | identity | count

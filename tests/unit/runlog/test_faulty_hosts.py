@@ -101,3 +101,22 @@ def test_forgotten_faults_are_files_named_after_claims_and_others_are_ignored(tm
     faulty_hosts.forget(run_dir, host)
     faulty_hosts.forget(run_dir, host)
     assert faulty_hosts.read(run_dir, log) == ()
+
+
+def test_a_fault_that_only_its_host_has_reported_counts_and_one_that_is_recorded_too_counts_once(
+    tmp_path: Path,
+):
+    run_dir, log = RunDir(tmp_path), records((1, claim(1)), (1, fault("b")), (2, claim(2)))
+    for host, name in ((1, "b"), (2, "c")):
+        faulty_hosts.report(run_dir, fault(name), claim=claim(1), host=host, now=9.0)
+    faulty_hosts.report(run_dir, fault("d"), claim=claim(7), host=1, now=9.0)
+    files.create(run_dir.reported_faults / "nonce1-3", b"{}")
+    found = faulty_hosts.read(run_dir, log)
+    assert names(found) == [("b", 1), ("c", 1)], "another run's report, or a damaged one, counts"
+    assert (found[1].attempt, found[1].since, found[1].reason) == (1, 9.0, "Xid 79")
+    faulty_hosts.forget(run_dir, found[0])
+    assert names(faulty_hosts.read(run_dir, log)) == [("c", 1)]
+    faulty_hosts.forget(run_dir, found[1])
+    assert faulty_hosts.read(run_dir, log) == ()
+    faulty_hosts.report(run_dir, fault("c"), claim=claim(2), host=2, now=10.0)
+    assert names(faulty_hosts.read(run_dir, log)) == [("c", 1)], "a fault after it counts again"

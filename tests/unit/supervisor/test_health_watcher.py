@@ -1,6 +1,8 @@
 """The health process reads a fake of NVIDIA's library; the watcher judges what it sends."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -180,3 +182,46 @@ def test_a_full_disk_is_told_once_and_again_after_it_had_space(watch, monkeypatc
         found += next_found(watcher)
     assert [(each.kind, each.action) for each in found] == [("disk", "warn")] * 2
     assert found[0].text == "the disk of the run directory has 4.0 GB left"
+
+
+LEAKING = """
+import sys
+kept = []
+for _ in sys.stdin:
+    kept.append(b"x" * (16 << 20))
+    print(flush=True)
+"""
+"""A process that keeps 16 MB more for each line that it reads."""
+
+
+def test_a_process_of_the_run_that_leaks_is_told_once(watch, monkeypatch):
+    monkeypatch.setattr(host_health, "READ_SECONDS", 0.0)
+    read, grown = host_health.read, []
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as leaking:
+        assert leaking.stdin is not None
+        assert leaking.stdout is not None
+
+        def read_after_growth(*arguments, **others):
+            if len(grown) < 2 * host_health.NUM_READINGS:
+                leaking.stdin.write("\n")
+                leaking.stdin.flush()
+                leaking.stdout.readline()
+            else:
+                time.sleep(0.05)  # It has ended to leak.
+            grown.append(read(*arguments, **others).used_bytes)
+            return read(*arguments, **others)
+
+        monkeypatch.setattr(host_health, "read", read_after_growth)
+        watcher = watch(QUICK.model_copy(update={"leak_minutes": 1e9}), CUDA_VISIBLE_DEVICES="")
+        found = [each for each in next_found(watcher) if each.kind == "host_memory"]
+        assert len(grown) >= host_health.NUM_READINGS, "too short a time"
+        until = time.monotonic() + PATIENCE_SECONDS
+        while len(grown) < 3 * host_health.NUM_READINGS:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+            found += [each for each in watcher.poll() if each.kind == "host_memory"]
+        leaking.stdin.close()
+    assert [(each.device, each.action) for each in found] == [("this host", "warn")]
+    assert "the memory of the run's processes grows by" in found[0].text

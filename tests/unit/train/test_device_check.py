@@ -12,7 +12,12 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Record, Start
 from jaxres.runlog.run_log import fold
 from jaxres.supervisor.attempt_runner import worker_command
-from jaxres.train.device_check import check, expected_devices
+from jaxres.train.device_check import (
+    check,
+    check_platform,
+    expected_devices,
+    expected_platform,
+)
 from tests.unit.runlog.example_records import CLAIM
 
 ALL = (-1, 1, 1)
@@ -67,9 +72,41 @@ def test_the_environment_can_give_the_number():
     assert expected(FIRST, given=4) == 4
     assert expected(FIRST, FIRST, given=4) == 8
     for value, flags in {"4": ["--min-devices", "4"], "all": [], "": []}.items():
-        env = {"JAXRES_MIN_DEVICES": value}
-        command = worker_command(RunDir(Path("run")), CLAIM, ALONE, env=env)
-        assert command == [*worker_command(RunDir(Path("run")), CLAIM, ALONE), *flags]
+        assert command({"JAXRES_MIN_DEVICES": value}) == [*command({}), *flags]
+
+
+def command(env):
+    return worker_command(RunDir(Path("run")), CLAIM, ALONE, env=env)
+
+
+def platform(*claims, given=""):
+    """Returns the platform that is expected in the last of the claims, if all others had a GPU."""
+    records = []
+    for attempt, claim in enumerate(claims, start=1):
+        claim = dataclasses.replace(claim, attempt=attempt)
+        start = Start(
+            step=0, path=None, dataset="d", computation={"devices": "1 x gpu NVIDIA H100"}
+        )
+        for body in (claim, start) if attempt < len(claims) else (claim,):
+            records.append(Record(len(records) + 1, attempt, 0.0, body))
+    history = fold(records)
+    return expected_platform(history, history.claims[-1], given=given)[0]
+
+
+def test_the_platform_is_that_of_the_attempts_of_the_same_supervisor_or_of_the_environment():
+    other = dataclasses.replace(FIRST, pid=1)
+    assert [platform(FIRST), platform(FIRST, FIRST), platform(FIRST, other)] == ["", "gpu", ""]
+    assert platform(CLAIM, CLAIM) == "", "its process is not recorded"
+    assert platform(FIRST, FIRST, given="cpu") == "cpu"
+    assert command({"JAXRES_PLATFORM": "gpu"}) == [*command({}), "--platform=gpu"]
+
+
+def test_cpus_are_never_taken_for_the_gpu_that_is_expected():
+    for found, wanted in (("gpu", "gpu"), ("cpu", "cpu"), ("cpu", ""), ("tpu", "gpu")):
+        check_platform(found, wanted, "why", host=1, name="vm")
+    named = r"host 1 \(vm\): JAX finds no gpu, only CPUs \(why\)"
+    with pytest.raises(UnhealthyHost, match=named):
+        check_platform("cpu", "gpu", "why", host=1, name="vm")
 
 
 def test_a_host_with_missing_devices_is_unhealthy_and_both_counts_are_named():
