@@ -107,6 +107,8 @@ def fewer_at_place() -> None:
     """JAX finds one device on the physical host BAD_HOST, whatever VM is there."""
     if os.environ["JAXRES_PHYSICAL_HOST"] == os.environ["BAD_HOST"]:
         jax.local_device_count = lambda: 1
+
+
 def spawn() -> None:
     """Starts processes that outlive the process group, with and without the environment."""
     command = [sys.executable, "-c", f"import time; time.sleep({MANY_SECONDS})", os.environ["TAG"]]
