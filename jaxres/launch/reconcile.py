@@ -11,7 +11,13 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.launch import capacity_options, lost_vms, provisioning, replacement_budget
+from jaxres.launch import (
+    capacity_options,
+    lost_vms,
+    provisioning,
+    replacement_budget,
+    transition_events,
+)
 from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import AgentReport, ObservedState
@@ -29,7 +35,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     gce = config.launch.gce
     assert gce is not None, config
     found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
-    return _note_suspicions(found, observed, gce)
+    return transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
 
 
 def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:

@@ -29,6 +29,7 @@ from jaxres.launch.observed_state import (
     VmStatus,
 )
 from jaxres.runlog.faulty_hosts import FaultyHost
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.run_log import AttemptEnded
 
 EPOCH = 1.7e9
@@ -131,6 +132,8 @@ class RandomWorld:
     """A fault that never ends: each VM or attempt has it."""
     kill: Literal["", "before the write", "before acting", "after acting"] = ""
     """Where the launcher is killed at its next cycle."""
+    events_stored: dict[int, LaunchEvent] = field(default_factory=dict)
+    """Events of the launcher that are no longer in the desired state, by number."""
     seen: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -291,10 +294,10 @@ class RandomWorld:
         """Returns the fault that the next boot or creation has; None: none."""
         if self.always in kinds:
             return self.always
-        found = next((kind for kind in self._next if kind in kinds), None)
-        if found is not None:
-            self._next.remove(found)
-        return found
+        for index, kind in enumerate(self._next):
+            if kind in kinds:
+                return self._next.pop(index)
+        return None
 
     def _make(self, name: str, zone: str, option: int, *, listed: float) -> None:
         assert name not in self.vms, f"{name} is made twice"

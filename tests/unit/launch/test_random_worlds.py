@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -17,7 +18,7 @@ import pytest
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import reconcile
+from jaxres.launch import reconcile, transition_events
 from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, PendingCreate
 from jaxres.launch.observed_state import CreateFailed, ObservedState, StateObserver
@@ -89,6 +90,9 @@ class ModelLauncher:
         observed = self._observe(before)
         after = reconcile.decide(before, observed, world.config).desired
         check_change(world, before, after, observed)
+        if (events := transition_events.to_store(before)) and world.draw.random() < 0.8:
+            world.events_stored |= {event.number: event for event in events}
+            after = transition_events.without_stored(after, before=events[-1].number + 1)
         if kill == "before the write":
             return False
         if after != before:
@@ -174,8 +178,8 @@ def check_change(
     assert is_first or world.was_refused, "a costlier option is used, without a stockout"
     if after.phase not in ("placing", "running") or after.end is not None:
         return
-    is_move = not after.vms and before.refill_since is not None
-    if is_move and observed.now - before.refill_since >= 60 * world.gce.repair_minutes:
+    since = before.refill_since if not after.vms else None
+    if since is not None and observed.now - since >= 60 * world.gce.repair_minutes:
         return  # The zone has no capacity for the others.
     for name in gone & world.vms.keys():
         vm = world.vms[name]
@@ -226,8 +230,22 @@ def run(world: RandomWorld) -> None:
         assert world.now < LONGEST_SECONDS, "it never ends"
         most = bound(world)
         assert world.num_made <= most, f"{world.num_made} VMs are made, more than {most}"
+    check_events(world)
     world.advance(world.now + 600.0)
     assert world.vms == {}, f"left: {sorted(world.vms)}"
+
+
+def check_events(world: RandomWorld) -> None:
+    """Checks that each event is there once, whichever launchers were killed."""
+    assert world.desired is not None
+    found = world.events_stored | {event.number: event for event in world.desired.events}
+    assert sorted(found) == list(range(world.desired.num_events)), "an event is lost"
+    kinds = Counter(event.kind for event in found.values())
+    assert kinds["attempt_started"] == world.desired.attempt, "a start is lost or counted twice"
+    assert kinds["attempt_ended"] in (world.desired.attempt - 1, world.desired.attempt), kinds
+    assert kinds["job_ended"] == 1, kinds
+    results = kinds["vms_created"] + kinds["request_failed"]
+    assert results in (kinds["vms_requested"] - 1, kinds["vms_requested"]), kinds
 
 
 def bound(world: RandomWorld) -> int:
