@@ -15,7 +15,7 @@ from jaxres.goodput import run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import AFTER_THE_END, RunTimeline
 from jaxres.goodput.summary import Incident, Summary
-from jaxres.runlog import metrics, run_log
+from jaxres.runlog import launch_events, metrics, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory
@@ -44,6 +44,7 @@ def read(run_dir: RunDir) -> RunTimeline:
         },
         lines={n: metrics.read_attempt(run_dir, n) for n in numbers},
         is_alive=run_lock.liveness(run_dir, clock=SystemClock()) != "gone",
+        launch_events=launch_events.read(run_dir),
     )
 
 
@@ -83,10 +84,10 @@ def _lines(run_dir: RunDir, found: Summary) -> Iterator[str]:
         seconds = found.by_activity[activity]
         if activity.value not in found.not_recorded:
             name = activity.replace("_", " ")
-            yield f"  {name:<12}{seconds:>14,.1f} s {100 * seconds / found.seconds:>6.1f} %"
-    yield f"  {'sum':<12}{found.seconds:>14,.1f} s"
-    names = " and ".join(name.replace("_", " ") for name in found.not_recorded)
-    yield f"not recorded yet, so in other classes: {names}"
+            yield f"  {name:<13}{seconds:>14,.1f} s {100 * seconds / found.seconds:>6.1f} %"
+    yield f"  {'sum':<13}{found.seconds:>14,.1f} s"
+    if names := " and ".join(name.replace("_", " ") for name in found.not_recorded):
+        yield f"not recorded, so in other classes: {names} (only `launch gce` records them)"
     yield from _cost(found)
     for incident in found.incidents:
         yield from _incident(incident)
@@ -112,9 +113,14 @@ def _incident(incident: Incident) -> Iterator[str]:
         f"after {_duration(incident.at)}: attempt {incident.attempt} {incident.cause}{host}: "
         f"{_duration(incident.seconds)}{hours}{dollars}"
     )
+    of_vms = {
+        "capacity wait": incident.capacity_wait_seconds,
+        "VM boot": incident.vm_boot_seconds,
+    }
     parts = {
         f"{_count(incident.steps_lost, 'step')} lost": incident.replayed_seconds,
         "detection": incident.detection_seconds,
+        **({} if not any(of_vms.values()) else of_vms),
         "down": incident.down_seconds,
         **{name.replace("_", " "): s for name, s in incident.setup_seconds.items()},
     }

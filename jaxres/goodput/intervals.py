@@ -31,9 +31,9 @@ class Activity(enum.StrEnum):
     DETECTION = "detection"
     """From the last step or event of an attempt until its end was recorded."""
     CAPACITY_WAIT = "capacity_wait"
-    """No machines are free. Nothing records it yet."""
+    """No machines are free; only the launcher of `launch gce` records it."""
     VM_BOOT = "vm_boot"
-    """Machines start. Nothing records it yet."""
+    """Machines start; only that launcher records it."""
     DOWN = "down"
     """No attempt runs."""
     UNKNOWN = "unknown"
@@ -41,8 +41,8 @@ class Activity(enum.StrEnum):
 
 SETUP = (Activity.START_UP, Activity.COMPILE, Activity.RESTORE)
 """What an attempt does before it trains."""
-NOT_RECORDED = (Activity.CAPACITY_WAIT, Activity.VM_BOOT)
-"""What no event has yet: these seconds are in DOWN or START_UP."""
+BY_LAUNCHER = (Activity.CAPACITY_WAIT, Activity.VM_BOOT)
+"""What only the launcher of `launch gce` records: without its events these seconds are in DOWN."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Interval:
     lost_to: int | None = None
     """Of REPLAYED: number of the start record that went back behind the step; 0: the next one."""
     cause: str = ""
-    """Of DETECTION and DOWN: how the attempt ended."""
+    """Of DETECTION, and of the gap after an attempt: how the attempt ended."""
+    in_gap: bool = False
+    """Whether no attempt had claimed the run then."""
 
     @property
     def seconds(self) -> float:
@@ -81,5 +83,6 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return kept
 
 
-def _kind(interval: Interval) -> tuple[Activity, int, int | None, str]:
-    return interval.activity, interval.attempt, interval.lost_to, interval.cause
+def _kind(interval: Interval) -> tuple[Activity, int, int | None, str, bool]:
+    where = interval.cause, interval.in_gap
+    return interval.activity, interval.attempt, interval.lost_to, *where

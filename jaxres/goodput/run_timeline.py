@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxres.exit_codes import exit_row
-from jaxres.goodput import attempt_timeline
+from jaxres.goodput import attempt_timeline, launch_gap
 from jaxres.goodput.intervals import Activity, Interval, merged
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import KILLED, RUNNING
 from jaxres.runlog.events import EVENTS
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.records import AttemptEnded, Claim, Record, Start, SupervisorEnded
 from jaxres.runlog.run_log import start_of
@@ -60,6 +61,8 @@ class RunTimeline:
     """Number of the start record that went back -> number of lost steps; 0: the next one."""
     began: float = 0.0
     """Wall-clock time of the first claim."""
+    has_launch_events: bool = False
+    """Whether the launcher of `launch gce` has recorded what happened in the gaps."""
 
     @property
     def seconds(self) -> float:
@@ -74,6 +77,7 @@ def fold(
     supervisor_events: Mapping[int, Events],
     lines: Mapping[int, Sequence[MetricsLine]],
     is_alive: bool,
+    launch_events: Sequence[LaunchEvent] = (),
 ) -> RunTimeline:
     """Returns the timeline of a run.
 
@@ -83,6 +87,7 @@ def fold(
       supervisor_events: events of supervisors on host 0's machine, by attempt.
       lines: metrics by attempt.
       is_alive: whether the owner of the newest attempt is alive.
+      launch_events: events of the launcher of `launch gce`.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
     lost_to = lost_steps(records, [line for own in lines.values() for line in own], is_alive)
@@ -98,16 +103,32 @@ def fold(
         placed = axis.place(source, own, lines.get(number, ()), lost_to, bound=bound)
         summary = _attempt(claim, own, placed, attempts, is_running=is_running)
         if attempts:
-            before = attempts[-1]
-            gap = Interval(Activity.DOWN, before.ended, summary.claimed, before.attempt)
-            intervals.append(replace(gap, cause=before.cause))
+            intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
         attempts.append(summary)
     counts: dict[int, int] = {}
     for to in lost_to.values():
         counts[to] = counts.get(to, 0) + 1
     began = claims[0].time if claims else 0.0
-    return RunTimeline(tuple(merged(intervals)), tuple(attempts), counts, began)
+    is_known = bool(launch_events)
+    return RunTimeline(tuple(merged(intervals)), tuple(attempts), counts, began, is_known)
+
+
+def _gap(
+    before: AttemptTime, after: AttemptTime, claim_time: float, events: Sequence[LaunchEvent]
+) -> list[Interval]:
+    """Returns the intervals between two attempts; the launcher's clock is one of other machines."""
+    found: list[Interval] = []
+    at, last = before.ended, after.claimed
+    for activity, _, end in launch_gap.split(events, start=before.time, end=claim_time):
+        until = min(max(at, before.ended + (end - before.time)), last)
+        number = after.attempt if activity == Activity.START_UP else before.attempt
+        own = Interval(activity, at, until, number, cause=before.cause, in_gap=True)
+        found.append(own)
+        at = until
+    rest = found[-1].activity if found else Activity.DOWN
+    number = found[-1].attempt if found else before.attempt
+    return [*found, Interval(rest, at, last, number, cause=before.cause, in_gap=True)]
 
 
 def lost_steps(

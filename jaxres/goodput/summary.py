@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.goodput.intervals import NOT_RECORDED, SETUP, Activity, Interval
+from jaxres.goodput.intervals import BY_LAUNCHER, SETUP, Activity, Interval
 from jaxres.goodput.run_timeline import AttemptTime, RunTimeline
 from jaxres.runlog.attempt_history import RUNNING
 
@@ -36,9 +36,11 @@ class Incident:
     replayed_seconds: float
     """Time in which they were trained."""
     detection_seconds: float
+    capacity_wait_seconds: float
+    vm_boot_seconds: float
     down_seconds: float
     setup_seconds: Mapping[str, float]
-    """Time of the next attempt before it trains, by class."""
+    """Time of the next attempt before it trains, by class; under `launch gce` from its start on."""
     device_hours: float | None
     """Of all this but the gap; None: unknown."""
     dollars: float | None
@@ -46,8 +48,9 @@ class Incident:
     @property
     def seconds(self) -> float:
         """All that it has cost."""
+        gap = self.capacity_wait_seconds + self.vm_boot_seconds + self.down_seconds
         setup = sum(self.setup_seconds.values())
-        return self.replayed_seconds + self.detection_seconds + self.down_seconds + setup
+        return self.replayed_seconds + self.detection_seconds + gap + setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class Summary:
     by_activity: Mapping[str, float]
     """Seconds of each class; they sum up to `seconds`."""
     not_recorded: tuple[str, ...]
-    """Classes that no event has yet: their seconds are in others."""
+    """Classes of which the run has no records: their seconds are in others."""
     goodput: float | None
     """Share of the productive seconds; None: there is no time."""
     device_hours: float | None
@@ -80,7 +83,7 @@ def summarize(timeline: RunTimeline, *, dollars_per_host_hour: float | None = No
     Devices and money are counted while an attempt runs, not in the gaps.
     """
     cost = _Cost({a.attempt: a for a in timeline.attempts}, dollars_per_host_hour)
-    running = [i for i in timeline.intervals if i.activity != Activity.DOWN]
+    running = [i for i in timeline.intervals if not i.in_gap]
     useful = [i for i in running if i.activity == Activity.PRODUCTIVE]
     by_activity = {activity.value: 0.0 for activity in Activity}
     for interval in timeline.intervals:
@@ -91,7 +94,7 @@ def summarize(timeline: RunTimeline, *, dollars_per_host_hour: float | None = No
         began=timeline.began,
         num_attempts=len(timeline.attempts),
         by_activity=by_activity,
-        not_recorded=tuple(activity.value for activity in NOT_RECORDED),
+        not_recorded=() if timeline.has_launch_events else tuple(map(str, BY_LAUNCHER)),
         goodput=by_activity[Activity.PRODUCTIVE] / seconds if seconds else None,
         device_hours=cost.device_hours(running),
         useful_device_hours=cost.device_hours(useful),
@@ -146,7 +149,8 @@ def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[Incident]:
         lost = by_start.get(seq, []) if attempt.starts else []
         count = timeline.lost_steps.get(seq, 0) if attempt.starts else 0
         mine = by_attempt.get(attempt.attempt, ())
-        own = [i for i in mine if i.activity in (Activity.DETECTION, Activity.DOWN)]
+        own = [i for i in mine if i.activity == Activity.DETECTION or i.in_gap]
+        own = [i for i in own if i.activity not in SETUP]
         setup: list[Interval] = []
         if later is not None:
             until = later.starts[0][1] if later.starts else None
@@ -180,7 +184,7 @@ def _incident(
     seconds = dict.fromkeys(Activity, 0.0)
     for interval in intervals:
         seconds[interval.activity] += interval.seconds
-    paid = [i for i in [*intervals, *setup] if i.activity != Activity.DOWN]
+    paid = [i for i in [*intervals, *setup] if not i.in_gap]
     by_class = {activity.value: 0.0 for activity in SETUP}
     for interval in setup:
         by_class[interval.activity] += interval.seconds
@@ -194,6 +198,8 @@ def _incident(
         steps_lost=steps_lost,
         replayed_seconds=seconds[Activity.REPLAYED],
         detection_seconds=seconds[Activity.DETECTION],
+        capacity_wait_seconds=seconds[Activity.CAPACITY_WAIT],
+        vm_boot_seconds=seconds[Activity.VM_BOOT],
         down_seconds=seconds[Activity.DOWN],
         setup_seconds=by_class,
         device_hours=cost.device_hours(paid),

@@ -18,7 +18,7 @@ from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
-from jaxres.launch import instance_spec, reconcile
+from jaxres.launch import instance_spec, reconcile, transition_events
 from jaxres.launch.boot_observer import BootObserver
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
 from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
@@ -33,7 +33,7 @@ from jaxres.launch.observed_state import (
     VmStatus,
 )
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import faulty_hosts, run_log
+from jaxres.runlog import faulty_hosts, launch_events, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import is_remote
@@ -138,12 +138,15 @@ class Controller:
                 self.lease.renew()
             observed = self._observe(desired)
             following = reconcile.decide(desired, observed, self.config)
-            if following.desired != desired:
+            new = transition_events.without_stored(
+                following.desired, before=self._store_events(desired)
+            )
+            if new != desired:
                 if not self.lease.held():
                     return None
                 with self._count_wait():
                     desired = self.state_object.write(
-                        following.desired, epoch=self.lease.epoch, held=self.lease.held
+                        new, epoch=self.lease.epoch, held=self.lease.held
                     )
             for message in following.messages:
                 self.console(message)
@@ -154,6 +157,19 @@ class Controller:
             return None
         self._apply(desired, observed)
         return desired
+
+    def _store_events(self, desired: DesiredState) -> int:
+        """Writes events of the desired state to an object of their own, once there are enough.
+
+        Returns the number of the first event that is not known to be there.
+        """
+        events = transition_events.to_store(desired)
+        if not events:
+            return 0
+        path = self.paths.events / f"{desired.id}-{events[0].number:08d}.jsonl"
+        with self._count_wait():
+            gcs_objects.write(path, launch_events.encode(events), over=0)
+        return events[-1].number + 1
 
     def _report_availability(self, service: str, answers: bool, error: str = "") -> None:
         """Prints once that a service does not answer, and once that it answers again."""
@@ -534,4 +550,6 @@ def new_state(
         freed_at=after.freed_at,
         spent_dollars=after.spent_dollars,
         vm_seconds=after.vm_seconds,
+        num_events=after.num_events,
+        events=after.events,
     )

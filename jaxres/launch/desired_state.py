@@ -16,6 +16,7 @@ from typing import Any, Literal
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable
 from jaxres.launch.capacity_options import Backoff
 from jaxres.runlog.attempt_result import AttemptOutcome
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath
 
@@ -41,6 +42,8 @@ class VmSpec:
     """Whether its creation is known to have succeeded."""
     deleting_since: float = 0.0
     """Since when it should be deleted, in seconds since the epoch; 0: it should exist."""
+    has_trained: bool = False
+    """Whether an attempt has started on it."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,10 @@ class DesiredState:
     vm_seconds: float = 0.0
     """Lifetime of the VMs that are deleted."""
     end: JobEnd | None = None
+    num_events: int = 0
+    """Number of events so far; see jaxres/runlog/launch_events.py."""
+    events: tuple[LaunchEvent, ...] = ()
+    """The newest events, until they are in `launch/events`."""
 
     def with_outcome(self, outcome: AttemptOutcome[str]) -> DesiredState:
         """Returns the state with one more outcome in the history."""

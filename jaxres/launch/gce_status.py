@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxres.clock import Clock
@@ -13,6 +13,7 @@ from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
+from jaxres.goodput import launch_gap
 from jaxres.launch import job_config, orphaned_vms, reconcile
 from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
@@ -21,7 +22,8 @@ from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import run_log
+from jaxres.runlog import launch_events, run_log
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.gcs_client import NoBucket
@@ -114,6 +116,7 @@ def _job_status(
     }
     spent = reconcile.dollars(desired, gce, now=now)
     hours = reconcile.vm_hours(desired, now=now)
+    recovery = newest_recovery(launch_events.read(RunDir(paths.run)), now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     fields = {
         "run": str(paths.run),
@@ -131,6 +134,7 @@ def _job_status(
         "vm_hours": hours,
         "end": desired.end and dataclasses.asdict(desired.end),
         "reason": desired.reason,
+        "recovery_seconds": recovery or None,
     }
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines = [f"{paths.run}: {desired.phase}, {committed}"]
@@ -139,11 +143,26 @@ def _job_status(
     if desired.phase != "ended":
         lines.append(f"  lease held by {held_by}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
+    if recovery:
+        parts = ", ".join(f"{name.replace('_', ' ')} {s:.0f} s" for name, s in recovery.items())
+        lines.append(f"  last recovery: {parts}")
     lines += _vm_lines(paths, desired, gce, reports)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
     return fields, lines
+
+
+def newest_recovery(events: Sequence[LaunchEvent], *, now: float) -> dict[str, float]:
+    """Returns the seconds of each part of the newest recovery; {}: no attempt has ended.
+
+    It begins with the last sign of life of the attempt that ended, and ends with the start of the
+    next one, or `now`, in seconds since the epoch. The start of the training is not in it.
+    """
+    seconds: dict[str, float] = {}
+    for activity, start, end in launch_gap.newest(events, until=now):
+        seconds[activity.value] = seconds.get(activity.value, 0.0) + end - start
+    return seconds
 
 
 def _vm_lines(

@@ -179,6 +179,8 @@ class ObservedState:
     run_quiet_seconds: float = math.inf
     """Seconds since the running attempt last showed a sign of life: a new committed step, or a
     heartbeat of the supervisor that holds the run lock; inf: none yet, or a process has exited."""
+    first_reports: Mapping[str, float] = field(default_factory=dict[str, float])
+    """When this controller first saw a report of an agent, in seconds since the epoch, by name."""
     since_create_seconds: float = 0.0
     """Seconds since this controller last requested a creation, or since it took the lease."""
     stop_requested: bool = False
@@ -191,6 +193,8 @@ class StateObserver:
 
     _reports: dict[str, tuple[int, AgentReport, float]] = field(default_factory=dict)
     """Generation of a report, the report, and the seconds without a new one, by name."""
+    _first_reports: dict[str, float] = field(default_factory=dict)
+    """When the first report of an agent was seen, by name."""
     _absent: dict[str, tuple[bool, float]] = field(default_factory=dict)
     """Whether a VM was created, and for how long lists have lacked it since, by name."""
     _vms: Mapping[str, VmStatus] | None = None
@@ -242,6 +246,7 @@ class StateObserver:
                 continue
             still = before[2] + since if before is not None and before[0] == generation else 0.0
             self._reports[name] = generation, report, still
+            self._first_reports.setdefault(name, now)
         for name in self._reports.keys() - listed.keys():
             generation, report, still = self._reports[name]
             self._reports[name] = generation, report, still + since
@@ -335,6 +340,10 @@ class StateObserver:
             ended_seconds=self._ended_seconds,
             events=self._events,
             run_quiet_seconds=self._run_quiet_seconds,
+            first_reports={
+                name: wall - ((self._bucket_at or at) - at)
+                for name, at in self._first_reports.items()
+            },
             since_create_seconds=since_create_seconds,
             stop_requested=stop_requested,
             down_requested=down_requested,

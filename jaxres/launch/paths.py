@@ -40,6 +40,11 @@ class LaunchPaths:
         return self.reports / name
 
     @property
+    def events(self) -> GcsPath:
+        """Folder of the launcher's events; the newest ones are in the desired state."""
+        return self.root / "events"
+
+    @property
     def boots(self) -> GcsPath:
         """Folder of the startup scripts' reports; the name of an object is that of the VM."""
         return self.root / "boot"

@@ -11,7 +11,13 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.launch import capacity_options, lost_vms, provisioning, replacement_budget
+from jaxres.launch import (
+    capacity_options,
+    lost_vms,
+    provisioning,
+    replacement_budget,
+    transition_events,
+)
 from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import AgentReport, ObservedState
@@ -29,7 +35,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     gce = config.launch.gce
     assert gce is not None, config
     found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
-    return _note_suspicions(found, observed, gce)
+    return transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
 
 
 def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
@@ -234,7 +240,7 @@ def while_running(desired: DesiredState, observed: ObservedState, config: RunCon
     }
     codes = {name: ExitCode.BUG if r.exit is None else r.exit for name, r in ended.items()}
     if not lost and not codes:
-        return _check_stall(desired, observed, gce)
+        return _check_stall(desired, observed, config)
     is_settled = bool(lost) or len(codes) == len(desired.hosts)
     may_be_lost = lost_vms.find_suspected(desired, observed, gce) & names - codes.keys()
     is_early = (observed.ended_seconds or 0.0) < _settle_seconds(codes, config)
@@ -307,8 +313,10 @@ def _severity_key(code: int) -> tuple[int, int]:
     return -row.severity, row.tie_break
 
 
-def _check_stall(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
-    """Ends an attempt without commits for too long, so that its processes are restarted."""
+def _check_stall(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
+    """Ends an attempt without commits for too long: its processes are restarted, within budgets."""
+    gce = config.launch.gce
+    assert gce is not None, config
     reports = {m.name: observed.reports.get(m.name) for m in desired.hosts}
     late = [n for n, r in reports.items() if r is None or r.attempt != desired.attempt]
     stall = gce.stall_minutes
@@ -320,9 +328,9 @@ def _check_stall(desired: DesiredState, observed: ObservedState, gce: GceSection
         reason = f"no new committed step for {stall:g} minutes (launch.gce.stall_minutes)"
     else:
         return Transition(desired)
-    outcome = _outcome(desired, ExitCode.HUNG, reason, observed)
-    again = replace(desired.with_outcome(outcome), phase="placing", hosts=(), reason=reason)
-    return Transition(again, (reason,))
+    culprit = late[0] if len(late) == 1 < len(desired.hosts) else None
+    outcome = _outcome(desired, ExitCode.HUNG, reason, observed, culprit=culprit)
+    return _after_attempt(desired, outcome, observed, config, unhealthy=())
 
 
 def _after_attempt(

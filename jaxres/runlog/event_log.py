@@ -81,17 +81,18 @@ def read_json_lines(path: RunPath) -> list[dict[str, Any]]:
 
     A partial line, and one that is no JSON object, is left out.
     """
-    return _objects(read_lines(path))
+    return json_objects(read_lines(path))
 
 
 def read_json_lines_since(path: RunPath, start: int) -> tuple[list[dict[str, Any]], int]:
     """Reads the objects of the whole lines from a byte on; returns them and where they end."""
     data = read_lines(path, start=start)
     whole = data[: data.rfind(b"\n") + 1]
-    return _objects(whole), start + len(whole)
+    return json_objects(whole), start + len(whole)
 
 
-def _objects(lines: bytes) -> list[dict[str, Any]]:
+def json_objects(lines: bytes) -> list[dict[str, Any]]:
+    """Parses lines; one that is no JSON object is left out."""
     rows: list[dict[str, Any]] = []
     for line in lines.splitlines():
         try:

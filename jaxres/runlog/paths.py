@@ -113,6 +113,16 @@ class RunDir:
         """Events of the restart loop, for all attempts."""
         return self.root / "events-supervisor.jsonl"
 
+    @property
+    def launch_events(self) -> RunPath:
+        """Folder of the events of `launch gce`."""
+        return self.root / "launch" / "events"
+
+    @property
+    def launch_state(self) -> RunPath:
+        """Desired state of `launch gce`, which has its newest events."""
+        return self.root / "launch" / "desired_state.json"
+
     def host_supervisor_events(self, attempt: int, host: int) -> RunPath:
         """Events of one host's supervisor in an attempt, such as preemption notices."""
         return self.attempt(attempt) / f"events-supervisor-host{host:03d}.jsonl"

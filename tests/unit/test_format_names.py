@@ -42,6 +42,7 @@ from jaxres.launch import desired_state, lease, observed_state
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import (
     attempt_history,
+    launch_events,
     metrics,
     paths,
     records,
@@ -250,6 +251,14 @@ def paths_of(folder: Any) -> list[str]:
     return sorted(found)
 
 
+def desired_state_names() -> Any:
+    return written(desired_state.encode_state(example(desired_state.DesiredState)))
+
+
+def launch_event_names() -> list[str]:
+    return list(get_args(launch_events.LaunchEventKind))
+
+
 def names() -> dict[str, Any]:
     """Returns all names, by the file or message that has them."""
     producers: Mapping[str, Callable[[], Any]] = {
@@ -264,6 +273,7 @@ def names() -> dict[str, Any]:
             *(restore.TIMEOUT, restore.CONFIG, restore.RETRY),
         ],
         "save: report of one host": lambda: written(example(readback.HostReport).encode()),
+        "launch/events: kinds": launch_event_names,
         "metrics.jsonl": lambda: shape(example(metrics.MetricsLine).fields()),
         "MANIFEST.json": manifest_names,
         "progress.json": lambda: shape(
@@ -278,9 +288,7 @@ def names() -> dict[str, Any]:
         "alerts: body of a generic webhook": incident_names,
         "alerts: kinds of incidents": lambda: list(get_args(incidents.Kind)),
         "launch/lease.json": lambda: written(lease._encode(example(lease.LeaseRecord))),
-        "launch/desired_state.json": lambda: written(
-            desired_state.encode_state(example(desired_state.DesiredState))
-        ),
+        "launch/desired_state.json": desired_state_names,
         "launch/reports: metadata": lambda: shape(example(observed_state.AgentReport).metadata()),
         "data folder: meta.json": lambda: shape(dataclasses.asdict(example(token_folder.Meta))),
         "status --json": status_names,

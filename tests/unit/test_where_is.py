@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NUM_QUESTIONS = 54
+NUM_QUESTIONS = 52
 ANSWER = re.compile(r"`(jaxres/[\w/]+\.py):([\w.]+)`")
 
 

@@ -38,9 +38,11 @@ def test_the_text_has_each_class_and_what_each_incident_has_cost(crashed: Simula
     found = summary.summarize(fold(crashed), dollars_per_host_hour=3600.0)
     text = report.as_text(RunDir(Path("runs/x")), found)
     assert text.startswith("runs/x: 2 attempts, 1 incident; 1:00:15 since ")
-    assert "  productive             4.0 s    0.1 %\n" in text
-    assert "  down               3,600.0 s   99.6 %\n" in text
-    assert "not recorded yet, so in other classes: capacity wait and vm boot\n" in text
+    assert "  productive              4.0 s    0.1 %\n" in text
+    assert "  down                3,600.0 s   99.6 %\n" in text
+    assert (
+        "not recorded, so in other classes: capacity wait and vm boot (only `launch gce` " in text
+    )
     assert "money: $4.00 useful, $11.00 not, while attempts ran\n" in text
     assert text.endswith(
         "after 0:00:11: attempt 1 HUNG: 1:00:07, 0.008 device hours, $7.00\n"

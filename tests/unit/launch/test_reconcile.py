@@ -388,6 +388,32 @@ def test_an_attempt_without_commits_for_too_long_restarts_on_the_same_vms(
     assert not is_stalled or found.history[-1].code == ExitCode.HUNG
 
 
+def stalled(desired: DesiredState, *, late: str | None = None) -> DesiredState:
+    """Returns the state after an attempt stalls; `late`: a host that has not begun to train."""
+    number = desired.attempt
+    reports = {name: AgentReport("running", "b", number - (name == late)) for name in NAMES}
+    seen = observed(reports=reports, no_commit_seconds=301.0)
+    return next_state(desired, seen, config(stall_minutes=5.0))
+
+
+def test_attempts_that_stall_without_a_commit_use_the_restart_budget_up() -> None:
+    desired, most = RUNNING, CONFIG.restart.max_attempts_without_commit
+    for number in range(1, most + 1):
+        desired = stalled(replace(desired, phase="running", hosts=RUNNING.hosts, step_before=20))
+        assert (desired.end is not None) is (number == most), f"stall {number} of {most}"
+    assert desired.end is not None
+    assert desired.end.exit == ExitCode.NO_PROGRESS
+    assert "no new committed step for 5 minutes" in desired.end.reason
+
+
+def test_a_host_that_twice_does_not_begin_to_train_is_replaced() -> None:
+    first = stalled(replace(RUNNING, step_before=20), late=NAMES[1])
+    assert first.names == set(NAMES)
+    assert first.not_before > NOW, "restarted without a backoff"
+    second = stalled(replace(first, phase="running", hosts=RUNNING.hosts), late=NAMES[1])
+    assert (second.names & set(NAMES), second.end) == ({NAMES[0]}, None)
+
+
 def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
     commit = Commit(step=1, path="", manifest="", bytes=0)
     records = [Record(n, attempt, at, commit) for n, attempt, at in WAITS]

@@ -19,6 +19,8 @@ from jaxres.launch.desired_state import DesiredState, StateObject, Transition, V
 from jaxres.launch.lease import Lease
 from jaxres.launch.observed_state import ObservedState
 from jaxres.launch.paths import LaunchPaths
+from jaxres.runlog import launch_events
+from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from tests.tiers import slow_but
 from tests.unit.launch.gce_config import OPTION, config
@@ -200,6 +202,11 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     assert cloud.vms == {}, f"left: {sorted(cloud.vms)}\n{checker.history()}"
     counts = {name: len(requests) for name, requests in cloud.created.items()}
     assert set(counts.values()) <= {1}, f"requested several times: {counts}\n{checker.history()}"
+    events = launch_events.read(RunDir(cloud.paths.run))
+    numbers = sorted(event.number for event in events)
+    assert numbers == list(range(desired.num_events)), f"events are lost\n{checker.history()}"
+    starts = [event for event in events if event.kind == "attempt_started"]
+    assert len(starts) == desired.attempt, f"starts are lost or doubled\n{checker.history()}"
     return ExitCode(desired.end.exit)
 
 

@@ -1,0 +1,113 @@
+"""Which events a decision of the launcher makes, and when they are moved out of its state. Pure.
+
+New events are part of the desired state that a decision returns. So they are written exactly if the
+decision is, whichever launcher is killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from jaxres.launch.desired_state import DesiredState, Transition
+from jaxres.launch.observed_state import CreateFailed, ObservedState
+from jaxres.runlog.launch_events import LaunchEvent, LaunchEventKind
+
+STORED_TOGETHER = 16
+"""Events of one object in `launch/events`."""
+MAX_REASON = 300
+
+
+def record(before: DesiredState, found: Transition, observed: ObservedState) -> Transition:
+    """Returns the decision with its events."""
+    after = found.desired
+    if after is before:
+        return found
+    new = [*_ends(before, found, observed), *_requests(before, after, observed)]
+    new += _starts(before, after, observed)
+    if not new:
+        return found
+    first = before.num_events
+    events = tuple(
+        LaunchEvent(first + n, kind, attempt=after.attempt, **{"time": observed.now, **fields})
+        for n, (kind, fields) in enumerate(new)
+    )
+    is_start = after.phase == "running" and before.phase != "running"
+    vms = tuple(replace(vm, has_trained=True) for vm in after.vms) if is_start else after.vms
+    total = first + len(events)
+    after = replace(after, vms=vms, events=(*before.events, *events), num_events=total)
+    return replace(found, desired=after)
+
+
+def to_store(desired: DesiredState) -> tuple[LaunchEvent, ...]:
+    """Returns the events of the next object in `launch/events`; empty: there are too few.
+
+    Every launcher returns the same ones for the same first event, so it does not matter which one
+    writes the object.
+    """
+    events = desired.events
+    return events[:STORED_TOGETHER] if len(events) >= STORED_TOGETHER else ()
+
+
+def without_stored(desired: DesiredState, *, before: int) -> DesiredState:
+    """Returns the state without the events whose numbers are below `before`."""
+    kept = tuple(event for event in desired.events if event.number >= before)
+    return desired if len(kept) == len(desired.events) else replace(desired, events=kept)
+
+
+Fields = tuple[LaunchEventKind, dict[str, Any]]
+
+
+def _ends(before: DesiredState, found: Transition, observed: ObservedState) -> Iterator[Fields]:
+    """Yields the end of an attempt, losses of VMs, and the end of the job."""
+    after, now = found.desired, observed.now
+    silent = [observed.silent.get(name, 0.0) for name in found.losses]
+    if before.phase == "running" and after.phase != "running":
+        ended = observed.ended_seconds or 0.0
+        outcome = after.history[-1] if after.history != before.history else None
+        fields = {"since": now - max(ended, *silent, 0.0)}
+        if outcome is not None:
+            fields |= {"cause": str(int(outcome.code)), "reason": outcome.reason[:MAX_REASON]}
+        yield "attempt_ended", fields
+    for name, kind in found.losses.items():
+        since = now - observed.silent.get(name, 0.0)
+        yield "vm_lost", {"vms": (name,), "cause": kind, "since": since}
+    if after.phase == "ended" and before.phase != "ended" and after.end is not None:
+        end = after.end
+        yield "job_ended", {"cause": str(int(end.exit)), "reason": end.reason[:MAX_REASON]}
+
+
+def _requests(
+    before: DesiredState, after: DesiredState, observed: ObservedState
+) -> Iterator[Fields]:
+    """Yields the result of a request for VMs, and the next request."""
+    request = before.creation
+    if request is not None and after.creation != request:
+        zones = {vm.name: vm.zone for vm in (*before.vms, *before.deleting)}
+        fields = {"vms": request.names, "zone": zones.get(request.names[0], "")}
+        created = {vm.name for vm in after.vms if vm.created}
+        if created.issuperset(request.names):
+            yield "vms_created", fields
+        else:
+            answer = observed.creation
+            failure = answer if isinstance(answer, CreateFailed) else None
+            new = [c for c in after.backoffs if c not in before.backoffs]
+            known = next((c for c in new if c.zone == fields["zone"]), None)
+            cause = "" if known is None else known.error
+            reason = "" if failure is None else failure.message[:MAX_REASON]
+            yield "request_failed", {**fields, "cause": cause, "reason": reason}
+    if after.creation is not None and after.creation != request:
+        zone = next(vm.zone for vm in after.vms if vm.name in after.creation.names)
+        yield "vms_requested", {"vms": after.creation.names, "zone": zone}
+
+
+def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) -> Iterator[Fields]:
+    """Yields the start of an attempt, after the first reports of the VMs that are new in it."""
+    if before.phase == "running" or after.phase != "running":
+        return
+    for vm in after.vms:
+        if not vm.has_trained:
+            at = min(observed.now, observed.first_reports.get(vm.name, observed.now))
+            yield "agent_reported", {"vms": (vm.name,), "time": at, "zone": vm.zone}
+    yield "attempt_started", {"vms": tuple(host.name for host in after.hosts)}

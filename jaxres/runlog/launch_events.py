@@ -1,0 +1,82 @@
+"""Events of the launcher of `launch gce`: losses, requests for VMs, boots and attempts, with times.
+
+The launcher writes new events with the desired state, in one atomic write, and later moves them to
+`RUN/launch/events`. Each has a number, so a reader that finds one in both places counts it once,
+whenever a launcher was killed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxres.faults import RunError
+from jaxres.runlog.event_log import json_objects
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import codec, files
+
+LaunchEventKind = Literal[
+    "attempt_started",
+    "attempt_ended",
+    "vm_lost",
+    "vms_requested",
+    "request_failed",
+    "vms_created",
+    "agent_reported",
+    "job_ended",
+]
+
+
+@dataclass(frozen=True)
+class LaunchEvent:
+    """One event of a job on VMs."""
+
+    number: int
+    """Number of the event since the job's desired state began."""
+    kind: str
+    """A LaunchEventKind; a newer version may have others."""
+    time: float
+    """When the launcher saw it, in seconds since the epoch; `agent_reported`: the first report."""
+    attempt: int = 0
+    """Newest attempt of the launcher then."""
+    vms: tuple[str, ...] = ()
+    zone: str = ""
+    """Zone of a request."""
+    cause: str = ""
+    """Kind of a loss, kind of a failed request (stockout, quota, ...), or exit code of an end."""
+    reason: str = ""
+    """The cause, for the operator."""
+    since: float | None = None
+    """Of a loss and of the end of an attempt: the last sign of life, in seconds since the epoch."""
+
+
+def encode(events: Iterable[LaunchEvent]) -> bytes:
+    """Returns events as JSON lines."""
+    return b"".join(json.dumps(codec.encode(event)).encode() + b"\n" for event in events)
+
+
+def read(run_dir: RunDir) -> list[LaunchEvent]:
+    """Reads all events of a run in the order of time; those that can't be read are left out."""
+    found: dict[tuple[str, int], LaunchEvent] = {}
+    folder = run_dir.launch_events
+    try:
+        for name in files.list_names(folder):
+            job = name.rpartition("-")[0]
+            for fields in json_objects(files.read(folder / name) or b""):
+                _add(found, job, fields)
+        state = json.loads(files.read(run_dir.launch_state) or b"{}")
+        for fields in state.get("events", ()):
+            _add(found, state.get("id", ""), fields)
+    except (RunError, ValueError, AttributeError, TypeError):
+        pass  # A damaged state has its own message.
+    return sorted(found.values(), key=lambda event: (event.time, event.number))
+
+
+def _add(found: dict[tuple[str, int], LaunchEvent], job: str, fields: dict[str, Any]) -> None:
+    try:
+        event = codec.decode(LaunchEvent, fields, ignore_unknown=True)
+    except (ValueError, TypeError, AttributeError):
+        return  # Of a kind that this version does not know.
+    found.setdefault((job, event.number), event)

@@ -1,0 +1,112 @@
+"""The time between attempts of `launch gce` is split by the launcher's events."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from jaxres.goodput import launch_gap, run_timeline, summary
+from jaxres.goodput.intervals import Activity
+from jaxres.runlog.launch_events import LaunchEvent
+from tests.unit.goodput.simulated_run import SimulatedRun
+from tests.unit.goodput.test_run_timeline import check_whole
+
+START = 1e9
+
+
+def events(*kinds: tuple[float, str], **fields: Any) -> list[LaunchEvent]:
+    """Returns events at these seconds after START."""
+    return [LaunchEvent(n, kind, START + at, **fields) for n, (at, kind) in enumerate(kinds)]
+
+
+LOST = events(
+    *((-500.0, "attempt_started"), (8.0, "attempt_ended"), (8.0, "vm_lost")),
+    *((10.0, "vms_requested"), (14.0, "request_failed")),
+    *((74.0, "vms_requested"), (90.0, "vms_created"), (130.0, "agent_reported")),
+    *((135.0, "agent_reported"), (137.0, "attempt_started")),
+)
+"""A VM is lost; the first request is refused."""
+PARTS = [
+    ("detection", 0.0, 8.0),
+    ("capacity_wait", 8.0, 74.0),
+    ("vm_boot", 74.0, 135.0),
+    ("down", 135.0, 137.0),
+    ("start_up", 137.0, 140.0),
+]
+
+
+def split(found: list[LaunchEvent], *, seconds: float) -> list[tuple[str, float, float]]:
+    parts = launch_gap.split(found, start=START, end=START + seconds)
+    return [(activity.value, start - START, end - START) for activity, start, end in parts]
+
+
+def test_detection_capacity_boot_and_start_up_are_told_apart() -> None:
+    assert split(LOST, seconds=140.0) == PARTS
+
+
+def test_a_restart_on_the_same_vms_waits_for_no_capacity_and_no_boot() -> None:
+    crash = events((2.0, "attempt_ended"), (7.0, "attempt_started"))
+    wanted = [("detection", 0.0, 2.0), ("down", 2.0, 7.0), ("start_up", 7.0, 9.0)]
+    assert split(crash, seconds=9.0) == wanted
+
+
+def test_a_loss_that_the_launcher_sees_before_the_hosts_record_the_end_is_in_the_gap() -> None:
+    early = events((-3.0, "attempt_ended"), (-3.0, "vm_lost"), (-3.0, "vms_requested"))
+    early += events((20.0, "vms_created"), (30.0, "agent_reported"), (31.0, "attempt_started"))
+    assert [part[0] for part in split(early, seconds=33.0)] == ["vm_boot", "down", "start_up"]
+
+
+def test_a_gap_without_events_is_down() -> None:
+    assert split([], seconds=5.0) == [("down", 0.0, 5.0)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_events_cover_the_gap_without_overlaps(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [event.kind for event in LOST]
+    moments = sorted(rng.uniform(-50.0, 200.0) for _ in range(rng.randint(0, 12)))
+    at = 0.0
+    for _, start, end in split(events(*((m, rng.choice(kinds)) for m in moments)), seconds=140.0):
+        assert start == pytest.approx(at)
+        at = end
+    assert at == pytest.approx(140.0)
+
+
+def test_the_parts_of_a_gap_belong_to_the_incident_and_sum_up_to_the_run() -> None:
+    run = SimulatedRun(wall_offset=START)
+    seq = run.begin(("import", 1.0))
+    run.train(seq, 2.0)
+    run.save(0.0)
+    gone = run.now
+    run.now += 140.0
+    run.boot, run.boot_offset = 1, 20.0 - run.now  # The next attempt is on another machine.
+    seq = run.begin(("restore", 3.0))
+    run.train(seq, 2.0)
+    run.end(0, detection_seconds=0.0)
+    moved = [LaunchEvent(e.number, e.kind, e.time + gone) for e in LOST]
+    timeline = run_timeline.fold(
+        run.records,
+        events=run.events,
+        supervisor_events=run.supervisor_events,
+        lines=run.lines,
+        is_alive=False,
+        launch_events=moved,
+    )
+    check_whole(timeline)
+    (lost,) = summary.summarize(timeline).incidents
+    gap = (lost.detection_seconds, lost.capacity_wait_seconds, lost.vm_boot_seconds)
+    assert gap == pytest.approx((8.0, 66.0, 61.0), abs=0.1)
+    assert lost.down_seconds == pytest.approx(2.0, abs=0.1)
+    assert lost.setup_seconds["start_up"] == pytest.approx(3.0 + 1.0, abs=0.1)
+    assert lost.setup_seconds["restore"] == 3.0
+    paid = [i for i in timeline.intervals if not i.in_gap]
+    assert {Activity.VM_BOOT, Activity.CAPACITY_WAIT}.isdisjoint(i.activity for i in paid)
+
+
+def test_the_newest_recovery_ends_with_the_next_attempt() -> None:
+    found = [LaunchEvent(e.number, e.kind, e.time, since=START) for e in LOST]
+    parts = launch_gap.newest(found, until=START + 1e6)
+    assert [(a.value, s - START, e - START) for a, s, e in parts] == PARTS[:-1]
+    assert launch_gap.newest(found[:1], until=START) == []
