@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_QUESTIONS = 54
-NUM_QUESTIONS = 52
+NUM_QUESTIONS = 55
 ANSWER = re.compile(r"`(jaxres/[\w/]+\.py):([\w.]+)`")
 
 
