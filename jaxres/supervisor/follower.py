@@ -20,6 +20,7 @@ from jaxres.supervisor import host_exclusion, signals
 from jaxres.supervisor.attempt_runner import (
     add_memory_advice,
     delete_memory_at_end,
+    delete_unused_memory,
     follows_an_attempt,
     print_result,
     worker_command,
@@ -64,6 +65,7 @@ def follow(
         signals.block()
         records = run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
+        delete_unused_memory(run_dir, config)
         command = worker_command(run_dir, claim, member, env=env)
         ended = supervise(
             {member.host: command},
