@@ -12,7 +12,6 @@ the manifest before the first link, and those that it has written.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from jaxres.checkpoint.manifest import FROZEN_DIGESTS, FileInfo
 from jaxres.checkpoint.readback import checksums, drop_from_memory
 from jaxres.checkpoint.tensorstore_reader import FROZEN
 from jaxres.checkpoint.throttle import Throttle
+from jaxres.engine.replica_fingerprint import array_fingerprint
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import StorageUnavailable, Unrestorable
 from jaxres.models.param_paths import flatten, nested
@@ -131,24 +131,7 @@ def _sample(array: np.ndarray) -> bytes:
 
 @jax.jit
 def _sums(parts: list[Any]) -> jax.Array:
-    return jnp.stack([_sum(part) for part in parts])
-
-
-def _sum(array: Any) -> Any:
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        array = jnp.stack([array.real, array.imag])
-    if array.dtype == jnp.bool_:
-        array = array.astype(jnp.uint8)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-    position = jnp.zeros((), jnp.uint32)
-    for dim in range(bits.ndim):
-        stride = jnp.uint32(math.prod(bits.shape[dim + 1 :]) % 2**32)
-        position = position + stride * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-    mixed = bits ^ (position * jnp.uint32(0x9E3779B1))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # As MurmurHash3 does at its end.
-        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
-    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+    return jnp.stack([array_fingerprint(part) for part in parts])
 
 
 def are_equal(a: FrozenSums, b: FrozenSums) -> bool:

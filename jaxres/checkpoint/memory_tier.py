@@ -167,15 +167,28 @@ class MemoryTier:
 
     def _own_slots(self) -> list[Slot]:
         host = self._peers.member.host
-        return _slots(self._folder, f"host{host:03d}", layout(self._shapes, host=host))
+        return _slots(self._folder, _own_name(host), layout(self._shapes, host=host))
 
     def _copy_slots(self) -> list[Slot]:
         if self._peers.member.is_alone:
             return []
-        host = self._peers.member.host
-        origin = memory_neighbor.origin(host, self._peers.member.num_hosts)
-        name = f"copy{host:03d}-host{origin:03d}"
-        return _slots(self._folder, name, layout(self._shapes, host=origin))
+        host, num_hosts = self._peers.member.host, self._peers.member.num_hosts
+        pieces = layout(self._shapes, host=memory_neighbor.origin(host, num_hosts))
+        return _slots(self._folder, _copy_name(host, num_hosts), pieces)
+
+    def _delete_unused(self) -> None:
+        """Deletes the files of hosts and copies that no host of this attempt has.
+
+        Hosts on one machine share the folder, so the files of all of them stay.
+        """
+        num_hosts = self._peers.member.num_hosts
+        names = {_own_name(host) for host in range(num_hosts)}
+        if self._copies:
+            names |= {_copy_name(host, num_hosts) for host in range(num_hosts)}
+        kept = {f"{name}-{number}" for name in names for number in range(NUM_SLOTS)}
+        for file in self._folder.iterdir():
+            if file.stem not in kept and file.name != DAMAGED:
+                file.unlink(missing_ok=True)
 
     def is_due(self, step: int) -> bool:
         """Returns whether the state of a step is to be kept; the same on every host."""
@@ -274,6 +287,7 @@ class MemoryTier:
             memory_folder.make(self._folder)
             if (self._folder / DAMAGED).exists():
                 raise MemoryDamaged((self._folder / DAMAGED).read_text())
+            self._delete_unused()
             slots = (*self._slots, *self._copies)
             missing = sum(slot.missing_bytes() for slot in slots)
             free, available = shutil.disk_usage(self._folder).free, self._available()
@@ -434,6 +448,14 @@ def _by_device(parts: Mapping[Key, Any]) -> dict[Any, dict[Key, Any]]:
         (device,) = part.devices()
         groups.setdefault(device, {})[key] = part
     return groups
+
+
+def _own_name(host: int) -> str:
+    return f"host{host:03d}"
+
+
+def _copy_name(host: int, num_hosts: int) -> str:
+    return f"copy{host:03d}-host{memory_neighbor.origin(host, num_hosts):03d}"
 
 
 def _slots(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Slot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -121,9 +122,9 @@ def array_infos(tree: Tree) -> dict[str, ArrayInfo]:
     """Returns path (`params/blocks/...`) -> dtype and global shape of every array in a tree.
 
     Raises:
-      ConfigError: an array has no elements, which Orbax refuses, or is one of typed PRNG keys; or
-        two have the same path, or the same name in the files, where `.` replaces `/`; one of them
-        would be lost.
+      ConfigError: an array has no elements, which Orbax refuses, or is one of typed PRNG keys, or
+        has a dtype that TensorStore does not have; or two have the same path, or the same name in
+        the files, where `.` replaces `/`; one of them would be lost.
     """
     return {path: info for path, (info, _) in named_arrays(tree).items()}
 
@@ -147,6 +148,13 @@ def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
                 "stored. Keep the data of a PRNG key (jax.random.key_data), and make the key of it "
                 "where it is used (jax.random.wrap_key_data)."
             )
+        if not _has_format(leaf.dtype.name):
+            raise ConfigError(
+                f"model: the array {path} of the state has the type {leaf.dtype}, which the format "
+                "of checkpoints does not have (zarr3, as TensorStore has it). Keep it as another "
+                "type, such as int8 or uint8, and convert it where it is used: astype, or "
+                "jax.lax.bitcast_convert_type for the bits."
+            )
         if 0 in leaf.shape:
             raise ConfigError(
                 f"model: the array {path} of the state has no elements (shape "
@@ -154,3 +162,15 @@ def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
             )
         arrays[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape)), leaf
     return arrays
+
+
+@functools.cache
+def _has_format(dtype_name: str) -> bool:
+    """Returns whether TensorStore can store items of a dtype: it lacks uint4 and float8_e4m3."""
+    import tensorstore
+
+    try:
+        tensorstore.dtype(dtype_name)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -31,6 +31,8 @@ from jaxres.storage.path import RunPath, is_remote
 TRIES = 3
 """How often a file is copied until it reads back as it should, and read until it is damaged."""
 MAX_WAITING_LINES = 1_000_000
+OWN_FILES = (replica_files.MARKER, replica_files.UPDATE, "config.yaml", "events-supervisor.jsonl")
+"""Files in the root of a replica that its updates write."""
 
 
 @dataclass
@@ -317,19 +319,39 @@ class Replica:
         self._is_open = True
 
     def _sweep(self, there: RunHistory) -> list[str]:
-        """Deletes the steps that the replica's log does not have in force any more."""
+        """Deletes the steps that the replica's log does not have in force any more.
+
+        Of a step that was judged damaged while it was being copied, the half that is there.
+        """
         recorded = {path.rpartition("/")[2] for path in there.paths}
+        committed = {commit.path.rpartition("/")[2] for commit in there.committed}
+        kept = committed | {
+            name
+            for name in there.protected_dirs - committed
+            if files.exists(self._target.checkpoints / name / MANIFEST)
+        }
         dead = [
             found.name
             for found in step_dirs.listed(self._target.checkpoints)
-            if found.name in recorded and found.name not in there.protected_dirs
+            if found.name in recorded - kept
         ]
         for name in dead:
             self._refuse_diverged()
             files.delete_tree(self._target.checkpoints / name)
             self._whole.discard(f"checkpoints/{name}")
-        files.delete_trash(self._target.checkpoints)
+        self._delete_leftovers()
         return dead
+
+    def _delete_leftovers(self) -> None:
+        """Deletes temporary files of killed updates.
+
+        In the root the heartbeat of the run lock is written meanwhile: there only the update's own.
+        """
+        root = self._target.root
+        for folder in (self._target.checkpoints, self._target.log, root / "attempts"):
+            files.delete_leftovers(folder)
+        files.delete_leftovers(root / "tokenizers")
+        files.delete_leftovers(root, of=OWN_FILES)
 
     def _copy_pins(self, there: RunHistory) -> None:
         """Adds the pins of the source; removes those of steps that the replica does not have."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,10 @@ MIN_SLICE_BYTES = 16 * 1024
 """Smallest part of a replicated array that a device writes: the smallest block of a digest."""
 HASH_THREADS = 2
 """Two threads copy and hash blocks at several GB/s, faster than the arrays are written."""
+MAX_ARRAYS = 256
+"""Arrays that one compiled program copies. The time to compile one grows faster than its length."""
+ALIKE_ARRAYS = 32
+"""Arrays in a program for arrays of one layout, which copies all groups of that layout in turn."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +168,63 @@ def _is_on_cpu(array: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in array.devices())
 
 
-@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def prepare_copies(shapes: Any, how: str) -> None:
+    """Compiles the copies of a state, so that no save has to wait for that.
+
+    Args:
+      shapes: nested dict of jax.ShapeDtypeStruct with shardings.
+      how: the setting `checkpoint.snapshot`.
+    """
+    if how == "copy":
+        return
+    leaves = jax.tree.leaves(shapes)
+    for group in copy_groups(leaves):
+        own = [leaves[number] for number in group]
+        _copied_group.lower(own, None).compile()
+        if all(device.platform == "cpu" for x in own for device in x.sharding.device_set):
+            _copied_group.lower(own, own).compile()
+
+
 def _copied(state: Any, spare: Any) -> Any:
     """Returns a copy on the same devices, in the buffers of `spare`, whose values are lost.
 
     `spare` None: in fresh memory; jit never reuses input buffers that are not donated.
     """
-    return jax.tree.map(jnp.copy, state)
+    leaves, structure = jax.tree.flatten(state)
+    spares = None if spare is None else jax.tree.leaves(spare)
+    copies: dict[int, jax.Array] = {}
+    for group in copy_groups(leaves):
+        own = [leaves[number] for number in group]
+        into = spares and [spares[number] for number in group]
+        copies |= zip(group, _copied_group(own, into), strict=True)
+    return jax.tree.unflatten(structure, [copies[number] for number in range(len(leaves))])
+
+
+@functools.partial(jax.jit, donate_argnums=1, keep_unused=True)
+def _copied_group(arrays: list[Any], spares: list[Any] | None) -> list[Any]:
+    return [jnp.copy(array) for array in arrays]
+
+
+def copy_groups(arrays: Sequence[Any]) -> list[list[int]]:
+    """Returns the arrays that are copied by one program each, as indices.
+
+    Few arrays are one group. Of many, those of the same layout are groups of the same size, for
+    which one program is compiled; those that remain are together in groups.
+
+    Args:
+      arrays: arrays or jax.ShapeDtypeStruct, with shardings.
+    """
+    if len(arrays) <= MAX_ARRAYS:
+        return [list(range(len(arrays)))] if arrays else []
+    alike: dict[Any, list[int]] = {}
+    for number, array in enumerate(arrays):
+        alike.setdefault((array.shape, array.dtype, array.sharding), []).append(number)
+    groups, rest = list[list[int]](), list[int]()
+    for numbers in alike.values():
+        whole = len(numbers) - len(numbers) % ALIKE_ARRAYS
+        groups += [numbers[i : i + ALIKE_ARRAYS] for i in range(0, whole, ALIKE_ARRAYS)]
+        rest += numbers[whole:]
+    return groups + [rest[i : i + MAX_ARRAYS] for i in range(0, len(rest), MAX_ARRAYS)]
 
 
 def _has_room(state: Any) -> bool:

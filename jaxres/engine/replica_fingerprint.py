@@ -192,9 +192,9 @@ def _words(array: jax.Array) -> list[jax.Array]:
     """Returns arrays of uint32 with all bits of an array, at most 32 of an item in each."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return [*_words(lax.real(array)), *_words(lax.imag(array))]
-    if array.dtype == jnp.bool_ or str(array.dtype) in ("int4", "uint4", "int2", "uint2"):
-        return [array.astype(jnp.uint8).astype(jnp.uint32)]
-    bits = min(8 * array.dtype.itemsize, 32)  # Of 64 bits `bitcast_convert_type` makes two words.
+    if array.dtype == jnp.bool_:
+        return [array.astype(jnp.uint32)]
+    bits = min(jax.dtypes.itemsize_bits(array.dtype), 32)  # Items of 64 bits become two words.
     return [lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)]
 
 

@@ -89,6 +89,11 @@ class RunDir:
         """The folder of hosts excluded by hand: a file for each, see faulty_hosts.py."""
         return self.root / "excluded-hosts"
 
+    @property
+    def memory_places(self) -> Path:
+        """The folder of the places, besides /dev/shm, that have had states in host memory."""
+        return self.local / "memory-places"
+
     def tokenizer(self, name: str) -> RunPath:
         """The folder of a tokenizer's files; its name in the start records has their digest."""
         return self.root / "tokenizers" / name.partition(":")[2]

@@ -7,7 +7,7 @@ temporary one as StorageUnavailable (exit 74).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -53,6 +53,8 @@ class Store(Protocol[P_contra]):
     def delete(self, path: P_contra) -> bool: ...
 
     def delete_temporaries(self, folder: P_contra) -> None: ...
+
+    def delete_leftovers(self, folder: P_contra, *, of: Collection[str] | None = None) -> None: ...
 
     def list_names(self, folder: P_contra, *, after: str = "") -> list[str]: ...
 
@@ -164,6 +166,18 @@ def delete_temporaries(folder: RunPath) -> None:
     Safe during concurrent `create` calls: a writer that still has such a file has already lost.
     """
     store_of(folder).delete_temporaries(folder)
+
+
+def delete_leftovers(folder: RunPath, *, of: Collection[str] | None = None) -> None:
+    """Deletes what killed processes have left at any depth below `folder`: temporary files, trash.
+
+    No other process may be writing there.
+
+    Args:
+      folder: the folder.
+      of: names of files in `folder` itself; only their temporary files are deleted. None: all.
+    """
+    store_of(folder).delete_leftovers(folder, of=of)
 
 
 def list_names(folder: RunPath, *, after: str = "") -> list[str]:

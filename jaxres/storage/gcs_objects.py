@@ -12,7 +12,7 @@ import contextlib
 import errno
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -432,6 +432,9 @@ class GcsStore:
 
     def delete_temporaries(self, folder: GcsPath) -> None:
         """No-op: an upload needs no temporary object."""
+
+    def delete_leftovers(self, folder: GcsPath, *, of: Collection[str] | None = None) -> None:
+        """No-op, as delete_temporaries."""
 
     def list_names(self, folder: GcsPath, *, after: str = "") -> list[str]:
         """Returns the sorted names in `folder`, starting at `after`."""

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from jaxres.faults import ConfigError, RunError, StorageRefused, StorageUnavailable
@@ -201,6 +201,19 @@ class LocalStore:
                 match = _TEMPORARY.fullmatch(temporary.name)
                 if match is not None and (folder / match[1]).exists():
                     temporary.unlink(missing_ok=True)
+
+    def delete_leftovers(self, folder: Path, *, of: Collection[str] | None = None) -> None:
+        """Deletes temporary files and trash at any depth; with `of`, temporary files of these."""
+        with typed_errors(folder):
+            for root, folders, names in os.walk(folder):
+                for name in names:
+                    match = _TEMPORARY.fullmatch(name)
+                    if match is not None and (of is None or match[1] in of):
+                        Path(root, name).unlink(missing_ok=True)
+                if of is not None:
+                    return
+                for name in filter(_TRASH.fullmatch, [*folders, *names]):
+                    _remove_trash(Path(root, name))
 
     def list_names(self, folder: Path, *, after: str = "") -> list[str]:
         """Returns all names in `folder` in order; `after` is ignored."""

@@ -341,9 +341,15 @@ def delete_memory(run_dir: RunDir, config: RunConfig) -> None:
 
 
 def delete_unused_memory(run_dir: RunDir, config: RunConfig) -> None:
-    """Deletes states that an earlier attempt has kept in host memory and this one can't use."""
-    if config.checkpoint.memory is None:
-        delete_memory(run_dir, config)
+    """Deletes states that an earlier attempt has kept in host memory and this one can't use.
+
+    They are in another place (`checkpoint.memory.folder`), or this attempt has no such tier.
+    """
+    section = config.checkpoint.memory
+    base = None if section is None else section.folder
+    if base is not None:
+        memory_folder.record(base, places=run_dir.memory_places)
+    memory_folder.delete_others(run_dir.root, base, places=run_dir.memory_places)
 
 
 def delete_memory_at_end(run_dir: RunDir, config: RunConfig, ended: AttemptResult) -> None:

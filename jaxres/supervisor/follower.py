@@ -25,6 +25,7 @@ from jaxres.supervisor.attempt_runner import (
     RECORD_SECONDS,
     add_memory_advice,
     delete_memory_at_end,
+    delete_unused_memory,
     follows_an_attempt,
     print_result,
     worker_command,
@@ -69,6 +70,7 @@ def follow(
         signals.block()
         records = run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
+        delete_unused_memory(run_dir, config)
         command = worker_command(run_dir, claim, member, env=env)
         ended = supervise(
             {member.host: command},

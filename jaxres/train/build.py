@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 from jaxres import config as configs
 from jaxres import data, models
 from jaxres.checkpoint.checkpointer import Checkpointer
+from jaxres.checkpoint.frozen_arrays import split_state
 from jaxres.checkpoint.memory_tier import MemoryTier
 from jaxres.checkpoint.orbax_io import array_infos
+from jaxres.checkpoint.snapshot import prepare_copies
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection
@@ -84,6 +86,9 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     init = init_params.build(config.init_from, parts, context)
     rotated = _rotated(parts, context)
     compiled = jitted_steps.load_or_compile(parts, context, rotated=rotated)
+    prepare_copies(
+        split_state(states.to_plain(parts.shapes), parts.trainable), config.checkpoint.snapshot
+    )
     # A job's first collective must come within half a minute; one host may compile for minutes.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
     is_due = save_scheduler.attach(config.checkpoint.when, context)

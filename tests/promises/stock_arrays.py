@@ -32,6 +32,11 @@ DTYPES = (
     *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32"),
     *("int8", "int32", "uint32", "bool"),
 )
+RARE_DTYPES = (
+    *("int2", "int4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    *("float8_e4m3b11fnuz", "float8_e8m0fnu", "uint8", "int16", "uint16", "complex64"),
+)
+"""The others that TensorStore has, but for those of 64 bits, which JAX does not use by default."""
 ALL = ("data", "fsdp")
 PLACED = {
     "rows": ((16, 3), (ALL,)),  # One block, of which each device has a part.
@@ -41,6 +46,8 @@ PLACED = {
     "blocks": ((130, 1000), (None, ALL)),  # Shards of 125 columns do not hold whole blocks.
     "spread": ((96, 640), (None, "fsdp")),  # Replicated over `data`.
 }
+RARELY_PLACED = ("rows", "scalar")
+"""Arrays that are saved in the rare dtypes too."""
 KEYS = {"threefry": "threefry2x32", "rbg": "rbg"}
 Table = dict[str, list[object]]
 """Path -> dtype, shape, and SHA-256 of the items in C order."""
@@ -53,7 +60,20 @@ def values(name: str, dtype_name: str, step: int) -> np.ndarray:
     seed = [*f"{name} {dtype_name} {step}".encode()]
     bits = np.random.default_rng(seed).bytes(math.prod(shape) * dtype.itemsize)
     data = np.frombuffer(bits, np.uint8)
-    return (data & 1 if dtype_name == "bool" else data).view(dtype).reshape(shape)
+    if dtype_name == "bool":
+        data = data & 1
+    elif dtype_name == "float4_e2m1fn":
+        data = data & 15
+    elif dtype_name in ("int2", "int4"):
+        info = ml_dtypes.iinfo(dtype)
+        data = (data % 2**info.bits).astype(np.int8) + int(info.min)
+        data = data.astype(dtype)
+    return data.view(dtype).reshape(shape)
+
+
+def dtypes_of(name: str) -> tuple[str, ...]:
+    """Returns the names of the dtypes in which an array is saved."""
+    return (*DTYPES, *RARE_DTYPES) if name in RARELY_PLACED else DTYPES
 
 
 def key_data(name: str, step: int) -> np.ndarray:
@@ -63,7 +83,8 @@ def key_data(name: str, step: int) -> np.ndarray:
 
 def table(step: int) -> Table:
     """Returns what must be in a step."""
-    arrays = {f"{name}/{kind}": values(name, kind, step) for name in PLACED for kind in DTYPES}
+    kinds = [(name, kind) for name in PLACED for kind in dtypes_of(name)]
+    arrays = {f"{name}/{kind}": values(name, kind, step) for name, kind in kinds}
     arrays |= {f"key/{name}": key_data(name, step) for name in KEYS}
     return {
         path: [array.dtype.name, list(array.shape), hashlib.sha256(array.tobytes()).hexdigest()]
@@ -81,7 +102,7 @@ def state(step: int, devices: list[jax.Device]) -> dict[str, dict[str, jax.Array
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     tree = {
-        name: {kind: placed(values(name, kind, step), axes) for kind in DTYPES}
+        name: {kind: placed(values(name, kind, step), axes) for kind in dtypes_of(name)}
         for name, (_, axes) in PLACED.items()
     }
     return tree | {"key": {name: placed(key_data(name, step), ()) for name in KEYS}}

@@ -15,11 +15,13 @@ import pytest
 
 from jaxres.checkpoint.verify import verify_step
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Unrestorable
 from jaxres.runlog import faulty_hosts, replica_files, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Quarantine, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 from tests.damage import flip_bit_at
@@ -68,6 +70,12 @@ def assert_valid(replica: RunDir, source: RunDir) -> list[int]:
     return [commit.step for commit in history.committed]
 
 
+def leftovers(replica: RunDir) -> list[Path]:
+    """Returns temporary files and trash of killed processes, but for those of the run lock."""
+    found = [*Path(str(replica.root)).rglob(".*.tmp"), *Path(str(replica.root)).rglob(".*.trash")]
+    return [path for path in found if not path.name.startswith(".owner.json.")]
+
+
 @pytest.fixture
 def later(
     workspace: Workspace, shared_run: Callable[[str, Make], RunDir], killed: RunDir
@@ -112,6 +120,7 @@ def test_a_replicator_killed_at_any_file_operation_leaves_a_valid_replica(
     command = [sys.executable, "-m", "tests.promises.replica_killer", *arguments]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+    assert any(leftovers(RunDir(copy)) for copy in copies.iterdir()), "no kill left a file"
     states = [assert_valid(RunDir(copy), source) for copy in sorted(copies.iterdir())]
     assert len(states) > 3
     assert states == sorted(states)
@@ -122,6 +131,7 @@ def test_a_replicator_killed_at_any_file_operation_leaves_a_valid_replica(
         assert assert_valid(RunDir(copy), source) == after
         kept = {path.name for path in (copy / "checkpoints").iterdir()}
         assert kept == {path.name for path in (source.root / "checkpoints").iterdir()}
+        assert not leftovers(RunDir(copy))
 
 
 @pytest.mark.slow
@@ -211,6 +221,29 @@ def test_a_damaged_step_of_the_source_is_not_copied(
     printed = capsys.readouterr()
     assert set(json.loads(printed.out)["damaged"]) == {str(older.step), str(newest.step)}
     assert assert_valid(to, source) == before
+
+
+def test_half_a_copy_of_a_step_that_was_judged_damaged_is_deleted(
+    later: tuple[RunDir, RunDir],
+) -> None:
+    """The copy was killed, and the source judged the step before the next copy."""
+    source, to = later
+    older, newest = run_history(source).committed
+    half = to.root / older.path
+    shutil.copytree(source.root / older.path, half, ignore=shutil.ignore_patterns("MANIFEST*"))
+    temporary = half.parent / ".written.0123456789ab.tmp"
+    temporary.write_bytes(b"x" * 5000)
+    judged = Quarantine(step=older.step, path=older.path, evidence="w has another digest")
+    records = run_log.read_records(source.log)
+    log = RunLog(
+        source.log, attempt=records[-1].attempt, last_seq=len(records), clock=SystemClock()
+    )
+    log.append(judged)
+    assert replicate(source, to) == 0
+    assert assert_valid(to, source) == [newest.step]
+    assert run_history(to).quarantined, "the replica does not know that the step was damaged"
+    assert not half.exists()
+    assert not leftovers(to)
 
 
 def flip_largest(folder: Path) -> None:

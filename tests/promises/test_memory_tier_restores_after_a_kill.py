@@ -260,6 +260,34 @@ def test_states_on_a_local_disk_survive_the_worker_too(
 
 
 @pytest.mark.slow
+def test_states_in_another_place_are_deleted_by_the_next_attempt(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    """Also if that attempt is killed before it keeps a state of its own."""
+    disks = [workspace.root / name for name in ("first", "second")]
+    for disk in disks:
+        disk.mkdir()
+        (disk / f"jaxres-memory-{os.getuid()}-0123456789abcdef").mkdir()  # Of another run.
+    on_disk = [
+        (f"checkpoint.memory={{every_steps: {EVERY}, folder: {disk}}}", *ARGUMENTS[1:])
+        for disk in disks
+    ]
+    first = workspace.start("run", *on_disk[0], config=FAULTY, env=HALTED)
+    first.wait(lambda: len(list(disks[0].glob("*/host000-*.json"))) == 2, what="two states")
+    kill_worker(first)
+    first.wait_exit()
+    second = workspace.start("run", *on_disk[1], config=FAULTY, env=HALTED)
+    second.wait(lambda: bool(list(disks[1].glob("*/host000-*.json"))), what="a state elsewhere")
+    assert not list(disks[0].glob("*/*")), "the states of the attempt before"
+    second.kill()
+    second.wait_exit()
+    workspace.finish("run", *ARGUMENTS[1:], config=FAULTY)
+    assert begins(first.run_dir)[1][1] is None, "the states were in another place"
+    assert_bit_exact(first.run_dir, fault_free)
+    assert [len(list(disk.iterdir())) for disk in disks] == [1, 1]
+
+
+@pytest.mark.slow
 def test_a_state_from_before_a_rollback_is_not_used(workspace: Workspace) -> None:
     """It has trained on the rows that the rollback leaves out."""
     arguments = (*OVERRIDES, f"train.steps={STEPS}")

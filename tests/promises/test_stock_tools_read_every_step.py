@@ -14,9 +14,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import pytest
 
 from jaxres.checkpoint import orbax_io
+from jaxres.checkpoint.block_digests import dtype_named
 from jaxres.cluster.host_group import ALONE
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
@@ -123,3 +125,31 @@ def test_a_typed_prng_key_is_refused_by_name() -> None:
     says = r"optimizer/key of the state has the type key<fry>, .*jax\.random\.key_data"
     with pytest.raises(ConfigError, match=says):
         orbax_io.array_infos({"optimizer": {"key": jax.random.key(0)}})
+
+
+@pytest.mark.parametrize("name", ["int1", "uint1", "uint2", "uint4", "float8_e4m3"])
+def test_a_dtype_that_the_format_lacks_is_refused_by_name(name: str) -> None:
+    """No step with such an array is begun: TensorStore refuses it in the first save."""
+    array = jax.ShapeDtypeStruct((4,), getattr(ml_dtypes, name))
+    says = rf"model/packed of the state has the type {name}, .*int8 or uint8.*astype"
+    with pytest.raises(ConfigError, match=says):
+        orbax_io.array_infos({"model": {"packed": array}})
+
+
+def test_every_dtype_of_jax_is_stored_or_refused() -> None:
+    """A dtype that is new in JAX has to be added to one of the two lists."""
+    stored = {*stock_arrays.DTYPES, *stock_arrays.RARE_DTYPES}
+    wide = {"int64", "uint64", "float64", "complex128"}
+    lacking = {"int1", "uint1", "uint2", "uint4", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"}
+    types = [getattr(jnp, name) for name in dir(jnp) if name != "dtype"]
+    known = {jnp.dtype(kind).name for kind in types if _is_scalar_type(kind)}
+    assert known <= stored | wide | lacking
+    for name in stored | wide:
+        orbax_io.array_infos({"a": jax.ShapeDtypeStruct((), dtype_named(name))})
+
+
+def _is_scalar_type(kind: object) -> bool:
+    try:
+        return isinstance(kind, type(jnp.float32)) and jnp.dtype(kind).kind != "O"
+    except TypeError:
+        return False

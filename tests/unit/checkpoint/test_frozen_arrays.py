@@ -192,7 +192,10 @@ def test_a_step_of_format_3_is_restored_and_the_next_steps_have_a_frozen_folder(
     assert sorted(arrays) == ["key", "opt/count", "params/b", "params/w", "step"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64", "uint32"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", "bfloat16", "int8", "bool", "complex64", "uint32", "int2", "int4", "float4_e2m1fn"],
+)
 def test_the_sums_of_two_arrays_differ_if_an_item_differs(dtype):
     array = jnp.zeros((3, 5, 7), dtype)
     other = array.at[2, 4, 6].set(jnp.ones((), dtype))

@@ -1,6 +1,7 @@
 """States in shared memory: whole or not there, verified, and never a reason to fail."""
 
 import dataclasses
+import os
 import threading
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint import memory_slots, memory_tier
 from jaxres.checkpoint.memory_tier import MemoryTier
+from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
@@ -229,6 +231,99 @@ def test_a_run_has_its_own_folder_and_deleting_it_twice_is_no_error(tmp_path):
     for _ in range(2):
         memory_folder.delete(tmp_path / "one", base)
     assert (one.exists(), two.exists()) == (False, True)
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """Run directories with states in two places, of which the second is in use."""
+    for name in ("run", "other", "first", "second", "shm"):
+        (tmp_path / name).mkdir()
+    for base in ("first", "second", "shm"):
+        for run in ("run", "other"):
+            folder = memory_folder.memory_folder(tmp_path / run, tmp_path / base)
+            memory_folder.make(folder)
+            for name in ("host000-0.data", "host000-0.json", "host000-1.data"):
+                (folder / name).write_bytes(b"x")
+    for base in ("first", "second"):
+        memory_folder.record(tmp_path / base, places=tmp_path / "run" / "places")
+    return tmp_path
+
+
+def places_of(root, run):
+    found = root.glob("*/" + memory_folder.memory_folder(root / run, root).name)
+    return {folder.parent.name for folder in found}
+
+
+@pytest.mark.parametrize("used", ["second", "shm", None])
+def test_states_in_a_place_that_is_not_used_any_more_are_deleted(two_runs, monkeypatch, used):
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", two_runs / "shm")
+    places = two_runs / "run" / "places"
+    for _ in range(2):
+        memory_folder.delete_others(two_runs / "run", used and two_runs / used, places=places)
+        assert places_of(two_runs, "run") == ({used} if used else set())
+        assert places_of(two_runs, "other") == {"first", "second", "shm"}, "of another run"
+
+
+def test_two_names_of_a_place_are_one(two_runs):
+    (two_runs / "name").symlink_to("second")
+    memory_folder.record(two_runs / "name", places=two_runs / "run" / "places")
+    for used in ("name", "second"):
+        places = two_runs / "run" / "places"
+        memory_folder.delete_others(two_runs / "run", two_runs / used, places=places)
+        assert places_of(two_runs, "run") >= {"name", "second"}
+
+
+@pytest.mark.parametrize("number", range(8))  # Two folders of three files.
+def test_a_kill_while_old_states_are_deleted_leaves_them_to_the_next_start(
+    two_runs, monkeypatch, number
+):
+    class Killed(BaseException):
+        pass
+
+    calls = []
+
+    def dying(remove):
+        def call(*args, **options):
+            calls.append(args)
+            if len(calls) > number:
+                raise Killed
+            return remove(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", two_runs / "shm")
+    given = two_runs / "run", two_runs / "second"
+    with monkeypatch.context() as killed:
+        for name in ("unlink", "rmdir"):
+            killed.setattr(os, name, dying(getattr(os, name)))
+        with pytest.raises(Killed):
+            memory_folder.delete_others(*given, places=two_runs / "run" / "places")
+    memory_folder.delete_others(*given, places=two_runs / "run" / "places")
+    assert places_of(two_runs, "run") == {"second"}
+
+
+def test_files_of_hosts_that_an_attempt_does_not_have_are_deleted(harness):
+    keep(harness.begun(), 5)
+    kept = {file.name for file in harness.folder.iterdir()}
+    gone = ("host001-0.data", "host001-0.json", "copy000-host001-1.data", "host002-1.tmp")
+    for name in gone:
+        (harness.folder / name).write_bytes(b"x" * 5000)
+    assert harness.restore(harness.tier()).progress.step == 5
+    assert {file.name for file in harness.folder.iterdir()} == kept
+
+
+def test_files_of_other_hosts_on_the_same_machine_are_kept(harness):
+    class Third(SingleHost):
+        member = HostRank(2, 3, "127.0.0.1:1")
+
+    tier = harness.tier(peers=Third(), neighbor_copies=True)
+    harness.folder.mkdir(mode=0o700)
+    kept = {"host000-0.data", "host001-1.json", "copy000-host002-1.data", "copy002-host001-0.data"}
+    gone = {"host003-0.data", "copy001-host002-0.data"}
+    for name in kept | gone:
+        (harness.folder / name).write_bytes(b"x")
+    tier._delete_unused()
+    assert {file.name for file in harness.folder.iterdir()} == kept
 
 
 def report(*steps, copied=(), **changes):

@@ -12,6 +12,7 @@ from jaxres.checkpoint.snapshot import SnapshotMemory
 from .conftest import progress
 
 STEPS = 30
+NUM_LAYOUTS = 6
 
 
 @jax.jit
@@ -106,3 +107,49 @@ def test_the_second_save_copies_into_the_memory_of_the_first(attempt, monkeypatc
     assert len(spares) == 2
     assert spares[1] is not None
     assert [commit.step for commit in attempt.log.history().committed] == [8, 16]
+
+
+def many_arrays(num_arrays):
+    return {f"a{n}": jnp.full(4 + n % NUM_LAYOUTS, n, jnp.float32) for n in range(num_arrays)}
+
+
+def test_thousands_of_arrays_are_copied_by_a_few_programs():
+    """One program for all of them takes minutes to compile on a busy machine."""
+    for num_arrays in (300, 3000):
+        arrays = list(many_arrays(num_arrays).values())
+        groups = snapshot.copy_groups(arrays)
+        assert sorted(n for group in groups for n in group) == list(range(num_arrays))
+        programs = {tuple(arrays[n].shape for n in group) for group in groups}
+        assert len(programs) <= NUM_LAYOUTS + 2
+        assert max(map(len, programs)) <= snapshot.MAX_ARRAYS
+    assert snapshot.copy_groups(arrays[:254]) == [list(range(254))], "as before"
+    distinct = [jax.ShapeDtypeStruct((n + 1,), jnp.float32, sharding=None) for n in range(3000)]
+    assert len(snapshot.copy_groups(distinct)) == 12
+
+
+def test_thousands_of_arrays_are_copied_into_the_memory_of_an_earlier_copy():
+    memory, state = SnapshotMemory(), many_arrays(400)
+    first = memory.copy(state)
+    assert all(np.array_equal(first[path], state[path]) for path in state)
+    before = pointers(first)
+    memory.give_back(first)
+    second = memory.copy(jax.tree.map(lambda x: x + 1, state))
+    assert pointers(second) == before
+    assert all(np.array_equal(second[path], state[path] + 1) for path in state)
+
+
+def test_no_save_compiles_the_copy_that_was_prepared(caplog):
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    shapes = {f"a{n}": jax.ShapeDtypeStruct((8,), jnp.int16, sharding=sharding) for n in range(300)}
+    state = jax.jit(
+        lambda: {path: jnp.ones(8, jnp.int16) for path in shapes}, out_shardings=sharding
+    )()
+    snapshot.prepare_copies(shapes, "auto")
+    memory = SnapshotMemory()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for _ in range(3):
+            memory.give_back(jax.block_until_ready(memory.copy(state)))
+        assert "Compiling" not in caplog.text
+        jax.jit(lambda x: x - 3)(state["a0"])
+        assert "Compiling" in caplog.text

@@ -47,6 +47,8 @@ def state_on(mesh: Any) -> dict[str, jax.Array]:
         "second": placed(mesh, jnp.asarray(numbers**2, jnp.float16), None, "mlp"),
         "nan": placed(mesh, jnp.full((3,), jnp.nan)),
         "small": placed(mesh, jnp.asarray(numbers, jnp.float8_e4m3fn), "embed", None),
+        "packed": placed(mesh, jnp.asarray(numbers, jnp.int4)),
+        "quarter": placed(mesh, jnp.asarray(numbers, jnp.float4_e2m1fn), "embed", None),
         "ints": placed(mesh, jnp.arange(5, dtype=jnp.int8)),
         "flags": placed(mesh, jnp.asarray([True, False, True])),
         "spectrum": placed(mesh, jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)),
@@ -96,7 +98,8 @@ def test_each_of_1000_random_flipped_bits_is_found_and_its_device_is_named(name:
         leaf, device = chance.choice(list(state)), chance.randrange(8)
         part = state[leaf].addressable_shards[0].data
         bit = chance.randrange(8 * part.size * part.dtype.itemsize)
-        bit -= bit % 8 if part.dtype == jnp.bool_ else 0  # Other bits are no value of the type.
+        # Other bits are no value of the type.
+        bit -= bit % 8 if part.dtype in (jnp.bool_, jnp.int4, jnp.float4_e2m1fn) else 0
         spoilt = {**state, leaf: with_copy(state[leaf], device, flip(bit))}
         suspects = copies.suspects(np.asarray(fingerprints(spoilt)))
         group = group_of(copies, state, leaf, device)

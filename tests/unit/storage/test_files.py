@@ -117,6 +117,23 @@ def test_failed_write_leaves_neither_the_name_nor_a_temporary(tmp_path, monkeypa
     assert contents(tmp_path) == {}
 
 
+def test_leftovers_of_killed_processes_are_deleted_at_any_depth(tmp_path):
+    hexes = "0123456789ab"
+    kept = ("a", "sub/b", ".hidden", f"sub/.b.{hexes[:4]}.tmp", f".owner.json.{hexes}.tmp")
+    gone = (f".a.{hexes}.tmp", f"sub/.b.{hexes}.tmp", f"sub/.never.{hexes}.tmp")
+    (tmp_path / "sub" / f".tree.{hexes}.trash" / "below").mkdir(parents=True)
+    for name in (*kept, *gone):
+        (tmp_path / name).write_bytes(b"x")
+    files.delete_leftovers(tmp_path, of=("a",))
+    assert not (tmp_path / gone[0]).exists()
+    assert all((tmp_path / name).exists() for name in (*kept, *gone[1:])), "of another file"
+    files.delete_leftovers(tmp_path / "sub")
+    found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert found == set(kept)
+    assert {p.name for p in (tmp_path / "sub").iterdir()} == {"b", f".b.{hexes[:4]}.tmp"}
+    files.delete_leftovers(tmp_path / "none")
+
+
 def test_tree_is_renamed_before_deletion_and_its_trash_is_deleted_later(tmp_path, monkeypatch):
     (tmp_path / "tree" / "sub").mkdir(parents=True)
     with monkeypatch.context() as killed:
