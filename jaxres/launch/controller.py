@@ -492,7 +492,7 @@ def machine_for(
     """Returns the description of the VMs of a creation."""
     gce = config.launch.gce
     assert gce is not None, config
-    text = instance_spec.startup_script(gce, paths.run, paths.code(desired.code), desired.code)
+    text = instance_spec.startup_script(config, paths.run, paths.code(desired.code), desired.code)
     return Machine(
         gce,
         gce.capacity_options[vm.option],

@@ -6,6 +6,7 @@ script of a VM downloads the code of the run and starts its agent.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
+from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus, region_of, shape_of
 from jaxres.config.schema_gce import (
     CapacityOption,
@@ -279,6 +281,8 @@ metadata_value() {
     -H 'Metadata-Flavor: Google' "$metadata/$1"
 }
 
+has_systemd() { [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; }
+
 fetch() {
   token_header |
     curl -sSf --connect-timeout 5 --max-time 120 --config - -o "$base/code.tar.gz" \
@@ -323,6 +327,10 @@ case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
 gpus=$(metadata_value instance/attributes/@NUM_GPUS@ || true)
 case "$gpus" in '' | *[!0-9]*) gpus=0 ;; esac
 mkdir -p "$base"
+if has_systemd && systemctl is-active --quiet jaxres-agent; then
+  log "the agent of $name runs already"
+  exit 0
+fi
 trap 'end $?' EXIT
 trap 'exit 143' TERM
 begin code
@@ -349,16 +357,16 @@ export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
 export PYTHONUNBUFFERED=1
 @EXPORTS@
 if [ "\${1:-}" = check ]; then
-  exec @COMMAND@ -c '@CHECK@'
+  exec @PYTHON@ -c '@CHECK@'
 fi
-exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
+@LEFTOVER@exec @COMMAND@ -m jaxres.launch agent --run @SAME_RUN@ --name $name \\
   --folder "$base" --notice-seconds $notice@IDLE@
 AGENT
 chmod +x "$base/agent"
 cat > "$base/stopped" <<STOPPED
 #!/bin/bash
 if rm "$base/@POWER_OFF@" 2> /dev/null; then exec poweroff; fi
-STOPPED
+@LEFTOVER@STOPPED
 chmod +x "$base/stopped"
 rm -f "$base/@POWER_OFF@"
 @PREPARE@
@@ -366,13 +374,38 @@ if [ "$gpus" -gt 0 ]; then await_gpus; fi
 begin python
 logged "$base/agent" check
 begin agent
-if [ -z "${GCE_METADATA_HOST:-}" ] && [ -d /run/systemd/system ]; then
-  systemctl reset-failed jaxres-agent 2>/dev/null || true
-  systemd-run --unit=jaxres-agent --collect \
-    -p Restart=always -p RestartSec=1 -p TimeoutStopSec=25 -p LimitNOFILE=65536 \
-    -p After=network-online.target -p Wants=network-online.target \
-    -p ExecStopPost="$base/stopped" \
-    --setenv=HOME="${HOME:-/root}" "$base/agent"
+if has_systemd; then
+  escaped=${base//\\/\\\\}
+  escaped=${escaped//%/%%}
+  cat > /run/systemd/system/jaxres-agent.service <<UNIT
+[Unit]
+Description=jaxres agent of $name
+# Stops before the network and docker do, so that a save can end.
+After=network-online.target@DOCKER_UNIT@
+Wants=network-online.target@DOCKER_UNIT@
+# No limit of restarts: after the default one, 5 in 10 s, the agent stays away.
+StartLimitIntervalSec=0
+
+[Service]
+# The start fails at once if the agent's script can't be run.
+Type=exec
+Environment="HOME=${escaped%/.jaxres-vm}"
+ExecStart="$escaped/agent"
+# Powers the VM off if the agent has asked for it.
+ExecStopPost="$escaped/stopped"
+# Whatever ends the agent. Soon: a VM whose agent is silent is replaced.
+Restart=always
+RestartSec=1
+# SIGTERM for the agent only, which asks the supervisor for a save; SIGKILL for what is left.
+KillMode=mixed
+# As long as the config lets a step and a save take.
+TimeoutStopSec=@STOP_SECONDS@
+# The supervisor handles a worker that is killed for memory; the default ends the agent too.
+OOMPolicy=continue
+LimitNOFILE=65536
+UNIT
+  logged systemctl daemon-reload
+  logged systemctl start jaxres-agent
 else
   (until [ -e "$base/@POWER_OFF@" ]; do "$base/agent" || true; sleep 1; done
   "$base/stopped") < /dev/null &
@@ -439,35 +472,56 @@ unset DOCKER_CONFIG
 """
 
 
-def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) -> str:
+LEFTOVER = """\
+# A container outlives its client, and docker: it saves and ends before another one starts.
+docker stop jaxres-$name > /dev/null 2>&1
+docker rm --force jaxres-$name > /dev/null 2>&1 || true
+"""
+"""Commands that end the container of an earlier start, if there is one."""
+EXIT_SECONDS = 60.0
+"""Time of a supervisor and its agent to exit once the last save is committed."""
+
+
+def stop_seconds(config: RunConfig) -> int:
+    """Returns the time from SIGTERM until what is left of the training is killed.
+
+    It is as long as the config's deadlines let the last steps and their save take: the watchdog of
+    the supervisor ends a process that hangs before.
+    """
+    limits = config.deadlines
+    longest = limits.data_seconds + limits.step_seconds + limits.save_seconds + EXIT_SECONDS
+    return math.ceil(longest)
+
+
+def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) -> str:
     """Returns the startup script for the VMs of one run.
 
     Args:
-      gce: the config of the VMs.
+      config: the config of the run.
       run: the run directory.
       code: the packed code.
       digest: digest of the packed code.
     """
+    gce = config.launch.gce
+    assert gce is not None, config
     runtime, idle = gce.runtime, gce.idle_minutes
     exports = [f"export {n}={_heredoc_quote(v)}" for n, v in sorted(gce.env.items())]
+    leftover = docker_unit = ""
     if isinstance(runtime, ContainerRuntime):
+        python = _in_container(runtime, gce)
+        named = f"--name jaxres-$name --stop-timeout {stop_seconds(config)}"
+        command = _in_container(runtime, gce, named)
+        leftover, docker_unit = LEFTOVER, " docker.service"
         image = shlex.quote(runtime.image)
-        flags = " ".join(map(_heredoc_quote, runtime.flags))
-        names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
-        passed = " ".join(f"-e {name}" for name in names)
-        command = (
-            'docker run --rm --init --network=host --ipc=host -v "$base:$base" '
-            f'-w "$base/package/{WORK}" -e HOME="$base" {passed} {flags} '
-            f"--entrypoint python3 {_heredoc_quote(runtime.image)}"
-        )
         prepare = CONTAINER.replace("@IMAGE@", image).replace("@DOCKER_IMAGE@", DOCKER_IMAGE)
     elif runtime.packages:
-        command = '"$base/venv/bin/python"'
+        python = command = '"$base/venv/bin/python"'
         packages = " ".join(map(shlex.quote, runtime.packages))
         prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
         prepare = prepare.replace("@PACKAGES@", packages)
     else:
-        command, prepare = _heredoc_quote(runtime.python), ""
+        python = command = _heredoc_quote(runtime.python)
+        prepare = ""
     values = {
         "@SAME_RUN@": _heredoc_quote(str(run)),
         "@REPORTS@": shlex.quote(
@@ -485,12 +539,35 @@ def startup_script(gce: GceSection, run: GcsPath, code: GcsPath, digest: str) ->
         "@POWER_OFF@": POWER_OFF,
         "@CODE@": CODE,
         "@EXPORTS@": "\n".join(exports),
+        "@PYTHON@": python,
         "@COMMAND@": command,
+        "@LEFTOVER@": leftover,
+        "@DOCKER_UNIT@": docker_unit,
+        "@STOP_SECONDS@": str(stop_seconds(config)),
         "@PREPARE@": prepare,
     }
     # One pass: a value that contains a placeholder is not expanded again.
     placeholders = re.compile("|".join(values))
     return placeholders.sub(lambda match: values[match[0]], SCRIPT)
+
+
+def _in_container(runtime: ContainerRuntime, gce: GceSection, *ours: str) -> str:
+    """Returns the command that runs Python in a container; `ours` are further flags.
+
+    Of a flag that is given twice docker uses the last one, so ours follow those of the config.
+    Values of variables are not on the command line, which all users of the VM can read.
+    """
+    names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
+    words = [
+        "docker run",
+        *map(_heredoc_quote, runtime.flags),
+        '--detach=false --rm --init --network=host --ipc=host -v "$base:$base"',
+        f'-w "$base/package/{WORK}" -e HOME="$base"',
+        *(f"-e {name}" for name in names),
+        *ours,
+        f"--entrypoint python3 {_heredoc_quote(runtime.image)}",
+    ]
+    return " ".join(words)
 
 
 def _heredoc_quote(value: str) -> str:

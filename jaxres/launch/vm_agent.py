@@ -8,6 +8,7 @@ it read last: the loss of the launcher stops no training.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import secrets
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from jaxres.config.argparser import Parser
 from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, RunError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.launch.code_package import digest_of
 from jaxres.launch.desired_state import DesiredState, decode_state
 from jaxres.launch.idle_time import IdleTime, next_idle
@@ -63,6 +64,8 @@ DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
 )
 """Variables of `launch.gce.env` that decide which devices the training has."""
+LOCK = "agent.lock"
+"""File in the agent's folder; the one agent of the VM holds a lock on it."""
 STOPPED_BYTES = 64 * 2**10
 """Size of the end of the output in which the exit line is searched."""
 
@@ -156,7 +159,8 @@ class Agent:
 
         It also ends when the VM has been idle for too long, which powers the VM off.
         """
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_leaving", True))
+        for number in (signal.SIGTERM, signal.SIGHUP):  # A handler: ignored ones are inherited.
+            signal.signal(number, lambda *_: self._leave())
         spawn_thread("agent-beat", self._publisher.run, daemon=True)
         with contextlib.ExitStack() as stack:
             while not (self._is_leaving and self._local is None):
@@ -169,6 +173,21 @@ class Agent:
                 self._end_if_idle()
                 self._clock.sleep(POLL_SECONDS)
         self._publisher.close()
+
+    def _leave(self) -> None:
+        """Handles SIGTERM: requests the save of the training process, after whose exit it ends.
+
+        The request is a SIGHUP because a second SIGTERM would end the training without a save:
+        what stops the VM may have sent one to all processes, not just to the agent.
+        """
+        if not self._is_leaving:
+            self._is_leaving = True
+            self._request_save()
+
+    def _request_save(self) -> None:
+        if self._local is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._local.process.send_signal(signal.SIGHUP)
 
     def _read(self) -> DesiredState | None:
         with contextlib.suppress(StorageUnavailable):
@@ -244,6 +263,8 @@ class Agent:
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )
         self._local = LocalAttempt(desired.attempt, process, output)
+        if self._is_leaving:  # SIGTERM was received while the process was started.
+            self._request_save()
         self._publish("running", desired.attempt)
 
     def _arguments(self, desired: DesiredState, host: int, config: RunConfig) -> list[str]:
@@ -391,6 +412,26 @@ def _tail(path: Path, size: int) -> bytes:
         return file.read()
 
 
+@contextlib.contextmanager
+def agent_lock(folder: Path) -> Iterator[None]:
+    """Holds the lock of the one agent of a VM; the kernel releases it however the agent ends.
+
+    It holds between containers too: they share the folder.
+
+    Raises:
+      Fenced: another agent holds it.
+    """
+    with (folder / LOCK).open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Fenced(
+                f"another agent of this VM runs (it holds {file.name}); two would train twice. "
+                "This one is started again once the other one has ended."
+            ) from None
+        yield
+
+
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the agent of this machine."""
     parser = Parser(prog="python -m jaxres.launch agent")
@@ -411,5 +452,6 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         notice_seconds=options.notice_seconds,
         max_idle_seconds=options.max_idle_seconds,
     )
-    agent.run(env)
+    with agent_lock(options.folder):
+        agent.run(env)
     return ExitCode.DONE

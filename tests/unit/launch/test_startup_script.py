@@ -43,9 +43,8 @@ RUNTIMES = {
 
 
 def rendered(runtime: Any, *, run: GcsPath = RUN, **gce: Any) -> str:
-    section = config(runtime=runtime, **gce).launch.gce
-    assert section is not None
-    return instance_spec.startup_script(section, run, run / "launch/code/0.tar.gz", 64 * "0")
+    loaded = config(runtime=runtime, **gce)
+    return instance_spec.startup_script(loaded, run, run / "launch/code/0.tar.gz", 64 * "0")
 
 
 @pytest.mark.parametrize("kind", RUNTIMES)
@@ -111,7 +110,7 @@ def test_special_characters_reach_the_agent_unchanged(kind: str, tmp_path: Path)
 
 def test_a_vm_is_powered_off_only_if_its_agent_has_asked_for_it(tmp_path: Path) -> None:
     script = rendered(RUNTIMES["bare"].model_dump(mode="json"))
-    assert '-p ExecStopPost="$base/stopped"' in script, "systemd does not run it"
+    assert '\nExecStopPost="$escaped/stopped"\n' in script, "systemd does not run it"
     _, begin, rest = script.partition('cat > "$base/stopped"')
     body, end, _ = rest.partition('chmod +x "$base/stopped"\n')
     program, power_off = tmp_path / "poweroff", tmp_path / "power_off"

@@ -54,9 +54,7 @@ def test_the_metadata_of_a_vm_has_the_notice_of_its_request() -> None:
 def test_an_invalid_value_of_the_metadata_server_means_no_notice(
     tmp_path: Path, curl: str, seconds: str
 ) -> None:
-    gce = config().launch.gce
-    assert gce is not None
-    text = instance_spec.startup_script(gce, RUN, RUN / "launch/code/0.tar.gz", 64 * "0")
+    text = instance_spec.startup_script(config(), RUN, RUN / "launch/code/0.tar.gz", 64 * "0")
     head, _, rest = text.partition("name=$(metadata_value instance/name)\n")
     reads = rest.partition('mkdir -p "$base"\n')[0]
     fake = tmp_path / "curl"
