@@ -153,6 +153,8 @@ class DesiredState:
     attempt: int = 0
     hosts: tuple[HostAddress, ...] = ()
     """Hosts of the current attempt; empty: no attempt is running."""
+    draining: tuple[str, ...] = ()
+    """Hosts of the current attempt whose agents request a save and the end of the attempt."""
     port: int = 0
     step_before: int = 0
     """Newest committed step when the attempt started."""

@@ -13,7 +13,7 @@ from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
-from jaxres.launch import job_config, orphaned_vms, reconcile
+from jaxres.launch import job_config, orphaned_vms, reconcile, vm_commands
 from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
 from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
@@ -21,7 +21,7 @@ from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import run_log
+from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.gcs_client import NoBucket
@@ -104,10 +104,12 @@ def _job_status(
         Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder(), age
     )
     try:
-        step = run_log.fold(run_log.read_records(RunDir(paths.run).log)).step
+        records = run_log.read_records(RunDir(paths.run).log)
+        step = run_log.fold(records).step
         committed = f"step {step} of {config.train.steps} is committed"
     except Unrestorable as error:
-        step, committed = None, str(error)
+        records, step, committed = [], None, str(error)
+    cordoned = vm_commands.excluded(desired, faulty_hosts.read(RunDir(paths.run), records))
     reports = {
         n: AgentReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.reports).items()
@@ -126,6 +128,8 @@ def _job_status(
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
         "suspected": list(desired.suspected),
+        "cordoned": {n: host.reason for n, host in cordoned.items()},
+        "draining": list(desired.draining),
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "vm_hours": hours,
@@ -140,6 +144,10 @@ def _job_status(
         lines.append(f"  lease held by {held_by}")
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += _vm_lines(paths, desired, gce, reports)
+    lines += [
+        vm_commands.describe_excluded(host, is_draining=n in desired.draining)
+        for n, host in cordoned.items()
+    ]
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.launch import capacity_options, lost_vms, provisioning, replacement_budget
+from jaxres.launch import capacity_options, draining, lost_vms, provisioning, replacement_budget
 from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import AgentReport, ObservedState
@@ -29,7 +29,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     gce = config.launch.gce
     assert gce is not None, config
     found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
-    return _note_suspicions(found, observed, gce)
+    return draining.note(_note_suspicions(found, observed, gce), observed)
 
 
 def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
@@ -112,6 +112,13 @@ def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the costs of the VMs so far, by the prices of the capacity options."""
     vms = (*desired.vms, *desired.deleting)
     return desired.spent_dollars + sum(_cost(vm, gce, now=now) for vm in vms)
+
+
+def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str:
+    """Returns the costs so far, or the hours of the VMs if an option has no price."""
+    if all(option.dollars_per_hour is not None for option in gce.capacity_options):
+        return f"${dollars(desired, gce, now=now):.2f}"
+    return f"{vm_hours(desired, now=now):.2f} VM hours"
 
 
 def vm_hours(desired: DesiredState, *, now: float) -> float:
