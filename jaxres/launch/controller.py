@@ -557,4 +557,5 @@ def new_state(
         freed_at=after.freed_at,
         spent_dollars=after.spent_dollars,
         vm_seconds=after.vm_seconds,
+        spending=after.spending,
     )

@@ -19,6 +19,7 @@ from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath
 
+SpendingCause = Literal["training", "boot", "waiting"]
 Phase = Literal["placing", "running", "ending", "ended"]
 FORMAT = 2
 WRITES = 3
@@ -41,6 +42,21 @@ class VmSpec:
     """Whether its creation is known to have succeeded."""
     deleting_since: float = 0.0
     """Since when it should be deleted, in seconds since the epoch; 0: it should exist."""
+    trained_from: float = 0.0
+    """When the first attempt on it started, in seconds since the epoch; 0: none has yet."""
+    trained_seconds: float = 0.0
+    """Duration of the attempts on it that have ended."""
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Lifetime and costs of VMs of one capacity option for one cause; see spending.py."""
+
+    option: int
+    """Index of the capacity option in launch.gce.capacity_options."""
+    cause: SpendingCause
+    vm_seconds: float = 0.0
+    dollars: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,8 @@ class DesiredState:
     port: int = 0
     step_before: int = 0
     """Newest committed step when the attempt started."""
+    attempt_since: float = 0.0
+    """When the current attempt started, in seconds since the epoch; 0: none is running."""
     seq_before: int = 0
     """Number of the newest record in the run log when the attempt started."""
     not_before: float = 0.0
@@ -169,6 +187,8 @@ class DesiredState:
     """Costs of the VMs that are deleted."""
     vm_seconds: float = 0.0
     """Lifetime of the VMs that are deleted."""
+    spending: tuple[Spending, ...] = ()
+    """The same two by capacity option and cause."""
     end: JobEnd | None = None
 
     def with_outcome(self, outcome: AttemptOutcome[str]) -> DesiredState:

@@ -13,10 +13,10 @@ from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
-from jaxres.launch import job_config, orphaned_vms, reconcile, vm_commands
+from jaxres.launch import job_config, orphaned_vms, reconcile, spending, vm_commands
 from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
-from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
+from jaxres.launch.desired_state import DesiredState, Spending, StateObject, VmSpec
 from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.observed_state import AgentReport, VmStatus
@@ -116,6 +116,7 @@ def _job_status(
     }
     spent = reconcile.dollars(desired, gce, now=now)
     hours = reconcile.vm_hours(desired, now=now)
+    spent_by_cause = spending.so_far(desired, gce, now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     fields = {
         "run": str(paths.run),
@@ -133,25 +134,37 @@ def _job_status(
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "vm_hours": hours,
+        "spending": [_spending_row(one, gce) for one in spent_by_cause],
         "end": desired.end and dataclasses.asdict(desired.end),
         "reason": desired.reason,
     }
-    cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines = [f"{paths.run}: {desired.phase}, {committed}"]
     if desired.end is not None:
         lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
     if desired.phase != "ended":
         lines.append(f"  lease held by {held_by}")
+    cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
+    lines += [spending.describe(one, gce) for one in spent_by_cause]
     lines += _vm_lines(paths, desired, gce, reports)
-    lines += [
-        vm_commands.describe_excluded(host, is_draining=n in desired.draining)
-        for n, host in cordoned.items()
-    ]
+    lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
     return fields, lines
+
+
+def _spending_row(one: Spending, gce: GceSection) -> dict[str, Any]:
+    option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
+    has_price = option.dollars_per_hour is not None
+    return {
+        "option": one.option,
+        "kind": option.kind,
+        "machine_type": option.machine_type,
+        "cause": one.cause,
+        "dollars": one.dollars if has_price else None,
+        "vm_hours": one.vm_seconds / 3600,
+    }
 
 
 def _vm_lines(

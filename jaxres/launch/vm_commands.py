@@ -8,7 +8,7 @@ attempt, and a drained one at once.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxres.clock import Clock
 from jaxres.faults import UsageError
@@ -52,6 +52,14 @@ def excluded(desired: DesiredState, hosts: Sequence[FaultyHost]) -> dict[str, Fa
     """
     by_hand = [host for host in hosts if host.is_excluded and host.name in desired.names]
     return {host.name: host for host in sorted(by_hand, key=lambda host: host.is_drained)}
+
+
+def excluded_lines(desired: DesiredState, hosts: Mapping[str, FaultyHost]) -> list[str]:
+    """Returns the lines of `status` about cordoned VMs; `hosts`: what `excluded` returned."""
+    return [
+        describe_excluded(host, is_draining=name in desired.draining)
+        for name, host in hosts.items()
+    ]
 
 
 def is_excluded(run_dir: RunDir, name: str) -> bool:

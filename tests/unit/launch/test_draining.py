@@ -141,10 +141,8 @@ def test_a_cordoned_vm_may_be_drained_later_and_one_command_takes_it_back(tmp_pa
 
 def test_the_status_shows_cordoned_and_drained_vms() -> None:
     hosts = [excluded(KEPT, is_drained=False), excluded(DRAINED, is_drained=True)]
-    lines = [
-        vm_commands.describe_excluded(host, is_draining=name == DRAINED)
-        for name, host in vm_commands.excluded(RUNNING, hosts).items()
-    ]
+    leaving = replace(RUNNING, draining=(DRAINED,))
+    lines = vm_commands.excluded_lines(leaving, vm_commands.excluded(RUNNING, hosts))
     assert lines == [
         f"  {KEPT}: is cordoned (noise): replaced before the next attempt",
         f"  {DRAINED}: is drained (noise): the attempt saves, then it is replaced",

@@ -64,7 +64,7 @@ def test_the_time_that_is_left_covers_two_saves_of_unknown_duration() -> None:
 def test_vms_whose_maintenance_is_in_sixty_days_start_and_survive_a_crash() -> None:
     far = {name: noticed(NOW + SIXTY_DAYS) for name in NAMES}
     found = next_state(READY, observed(reports=far))
-    assert (found.phase, found.vms, found.deleting) == ("running", READY.vms, ())
+    assert (found.phase, found.names, found.deleting) == ("running", READY.names, ())
     crashed = {
         name: noticed(NOW + SIXTY_DAYS, attempt=3, exit=137, reason="signal 9") for name in NAMES
     }
