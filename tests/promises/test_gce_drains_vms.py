@@ -10,6 +10,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.desired_state import LossCount
+from jaxres.runlog.metrics import read_attempt
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import assert_bit_exact, starts
@@ -28,6 +29,13 @@ def held_config(cloud: Cloud, gate: Path) -> Path:
 def trained(cloud: Cloud) -> str:
     """Returns what the training processes have printed on their VMs."""
     return "".join(path.read_text() for path in cloud.gce.root.rglob("output-*.txt"))
+
+
+def wait_held(cloud: Cloud) -> None:
+    """Waits until the attempt is near the gate; while it is held, it may commit nothing."""
+    cloud.wait(
+        lambda: any(line.step >= 36 for line in read_attempt(cloud.run_dir, 1)), of="step 36"
+    )
 
 
 def wait_save(cloud: Cloud) -> None:
@@ -53,7 +61,7 @@ def test_a_drained_vm_saves_and_is_replaced_while_its_output_is_followed(
     cloud: Cloud, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
     launcher = cloud.up(held_config(cloud, gate := tmp_path / "gate"))
-    cloud.wait_commit(30)
+    wait_held(cloud)
     drained, kept = cloud.member(0), cloud.member(1)
     follower = cloud.launch(str(cloud.run), "--follow", verb="logs")
     left = cloud.launch(str(cloud.run), "--follow", "--vm", kept, verb="logs")
@@ -91,7 +99,7 @@ def test_a_drain_without_a_launcher_leads_the_job_until_the_next_attempt_runs(
 ) -> None:
     config = held_config(cloud, gate := tmp_path / "gate")
     launcher = cloud.up(config)
-    cloud.wait_commit(30)
+    wait_held(cloud)
     drained = cloud.member(1)
     launcher.kill(signal.SIGINT)
     assert launcher.wait_exit() == 128 + signal.SIGINT
