@@ -38,6 +38,8 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/controller.py:Controller._wall": "hours and cost; the lease does not use it",
     "jaxres/launch/vm_agent.py:Agent._report_notice": "when a VM will be stopped, for the launcher",
     "jaxres/launch/gce_status.py:show_status": "hours and cost so far, for output",
+    "jaxres/launch/vm_commands.py:cordon": "stamps an exclusion",
+    "jaxres/launch/vm_commands.py:request_drain": "stamps an exclusion",
     "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
     "jaxres/telemetry/trackers.py:Mlflow.log": "stamps the points of a service",
     "jaxres/telemetry/alert_sender.py:TargetSender._record": "stamps a line",

@@ -18,7 +18,7 @@ from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
-from jaxres.launch import instance_spec, reconcile, transition_events
+from jaxres.launch import instance_spec, reconcile, step_line, transition_events
 from jaxres.launch.boot_observer import BootObserver
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
 from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
@@ -105,6 +105,10 @@ class Controller:
     """When the hosts that the run leaves out were read last."""
     _log_is_damaged: bool = False
     """Whether a record of the run log can't be used and that has been printed."""
+    _printed_progress: str = ""
+    """Progress of the training that was printed last."""
+    _step_printed_at: float = -inf
+    """When it was printed."""
     _unavailable: set[str] = field(default_factory=set)
     """Services that do not answer and have been printed."""
 
@@ -112,8 +116,8 @@ class Controller:
         """Adds the observer of boots."""
         self._boots = BootObserver(self.paths, self.compute, self.console)
 
-    def run(self) -> JobEnd:
-        """Leads the job to its end and returns that.
+    def run(self, *, until: Callable[[DesiredState], bool] = lambda _: False) -> JobEnd | None:
+        """Leads the job to its end and returns that; None: `until` returned true before.
 
         Raises:
           Fenced: another launcher has taken the lease.
@@ -121,6 +125,8 @@ class Controller:
         self._create_sent_at = self.clock.monotonic()
         try:
             while (desired := self._tick()) is None or desired.phase != "ended":
+                if desired is not None and until(desired):
+                    return None
                 self.clock.sleep(CYCLE_SECONDS)
         except Fenced:
             self._cleanup_after_loss()
@@ -150,6 +156,7 @@ class Controller:
                     )
             for message in following.messages:
                 self.console(message)
+            self._print_step(desired, observed)
             self._report_availability("the bucket", True)
         except StorageUnavailable as error:
             self._observer.bucket_unavailable()
@@ -170,6 +177,22 @@ class Controller:
         with self._count_wait():
             gcs_objects.write(path, launch_events.encode(events), over=0)
         return events[-1].number + 1
+
+    def _print_step(self, desired: DesiredState, observed: ObservedState) -> None:
+        """Prints the newest step, at most every `telemetry.log_every_seconds`."""
+        now = self.clock.monotonic()
+        found = step_line.next_line(
+            desired,
+            observed,
+            spent=reconcile.describe_costs(desired, self._gce(), now=observed.now),
+            printed=self._printed_progress,
+            since_seconds=now - self._step_printed_at,
+            every_seconds=self.config.telemetry.log_every_seconds,
+        )
+        if found is not None:
+            self._printed_progress, line = found
+            self._step_printed_at = now
+            self.console(line)
 
     def _report_availability(self, service: str, answers: bool, error: str = "") -> None:
         """Prints once that a service does not answer, and once that it answers again."""
@@ -552,4 +575,5 @@ def new_state(
         vm_seconds=after.vm_seconds,
         num_events=after.num_events,
         events=after.events,
+        spending=after.spending,
     )

@@ -20,6 +20,7 @@ from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath
 
+SpendingCause = Literal["training", "boot", "waiting"]
 Phase = Literal["placing", "running", "ending", "ended"]
 FORMAT = 2
 WRITES = 3
@@ -42,8 +43,21 @@ class VmSpec:
     """Whether its creation is known to have succeeded."""
     deleting_since: float = 0.0
     """Since when it should be deleted, in seconds since the epoch; 0: it should exist."""
-    has_trained: bool = False
-    """Whether an attempt has started on it."""
+    trained_from: float = 0.0
+    """When the first attempt on it started, in seconds since the epoch; 0: none has yet."""
+    trained_seconds: float = 0.0
+    """Duration of the attempts on it that have ended."""
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Lifetime and costs of VMs of one capacity option for one cause; see spending.py."""
+
+    option: int
+    """Index of the capacity option in launch.gce.capacity_options."""
+    cause: SpendingCause
+    vm_seconds: float = 0.0
+    dollars: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,9 +170,13 @@ class DesiredState:
     attempt: int = 0
     hosts: tuple[HostAddress, ...] = ()
     """Hosts of the current attempt; empty: no attempt is running."""
+    draining: tuple[str, ...] = ()
+    """Hosts of the current attempt whose agents request a save and the end of the attempt."""
     port: int = 0
     step_before: int = 0
     """Newest committed step when the attempt started."""
+    attempt_since: float = 0.0
+    """When the current attempt started, in seconds since the epoch; 0: none is running."""
     seq_before: int = 0
     """Number of the newest record in the run log when the attempt started."""
     not_before: float = 0.0
@@ -170,6 +188,8 @@ class DesiredState:
     """Costs of the VMs that are deleted."""
     vm_seconds: float = 0.0
     """Lifetime of the VMs that are deleted."""
+    spending: tuple[Spending, ...] = ()
+    """The same two by capacity option and cause."""
     end: JobEnd | None = None
     num_events: int = 0
     """Number of events so far; see jaxres/runlog/launch_events.py."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -31,17 +32,20 @@ from jaxres.launch import (
     bucket_setup,
     code_package,
     controller,
+    draining,
     gce_status,
     instance_spec,
     job_config,
     orphaned_vms,
     preflight,
     reconcile,
+    vm_commands,
 )
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.lease import Lease
+from jaxres.launch.log_follower import LogFollower
 from jaxres.launch.observed_state import VmStatus
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
@@ -59,7 +63,11 @@ USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
                                       [--dry-run [--check]] [--standby]
        python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
-       python -m jaxres.launch gce logs gs://RUN|CONFIG.yaml [--vm NAME] [--attempt N]
+       python -m jaxres.launch gce logs gs://RUN|CONFIG.yaml [--vm NAME] [--attempt N | --follow]
+       python -m jaxres.launch gce ssh gs://RUN|CONFIG.yaml [--vm NAME]
+       python -m jaxres.launch gce cordon gs://RUN|CONFIG.yaml --vm NAME [--reason TEXT]
+       python -m jaxres.launch gce drain gs://RUN|CONFIG.yaml --vm NAME [--reason TEXT]
+       python -m jaxres.launch gce uncordon gs://RUN|CONFIG.yaml --vm NAME
        python -m jaxres.launch gce stop gs://RUN|CONFIG.yaml   save, then end; no VM is left
        python -m jaxres.launch gce down gs://RUN|CONFIG.yaml   end now; no VM is left
        python -m jaxres.launch gce init CONFIG.yaml [--yes]
@@ -72,10 +80,15 @@ up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost on
 --dry-run --check: makes all checks of `up` instead, and prints their results, what to do, and the
     price; creates nothing; 78 if one has failed.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
+--follow: prints what host 0 (or the host of --vm) prints as it appears in the bucket, over new
+    attempts and replaced VMs; ends with the job, with its exit code. Ctrl-C ends only this command.
+ssh: prints the gcloud command that opens a shell on host 0 (or --vm); runs nothing.
+cordon: the VM is replaced before the next attempt. drain: a save, then it is replaced now; returns
+    once the next attempt runs. uncordon: the VM is used again.
 status, stop, down: with CONFIG.yaml they find VMs of run.dir by label if its folder is gone.
 init: shows how it would create or change the run's bucket; does so with --yes.
 """
-VERBS = ("up", "status", "logs", "stop", "down", "init")
+VERBS = ("up", "status", "logs", "ssh", "cordon", "drain", "uncordon", "stop", "down", "init")
 ENDPOINT = "JAXRES_GCE_ENDPOINT"
 WATCH_SECONDS = 1.0
 
@@ -111,7 +124,9 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
             *_config_without_bucket(target, overrides), does="--yes" in flags
         )
     if verb == "logs":
-        return _logs(rest, env=env)
+        return _logs(rest, env=env, clock=clock)
+    if verb in ("ssh", "cordon", "drain", "uncordon"):
+        return _command_on_vm(verb, rest, env=env, clock=clock)
     _refuse_unknown(flags, ("--json",) if verb == "status" else ())
     run, given = _run_of([a for a in rest if a not in flags])
     if verb == "status":
@@ -270,20 +285,30 @@ def _released_on_error(lease: Lease) -> Iterator[None]:
         raise
 
 
-def _run_controller(running: Controller) -> int:
-    """Controls a job to its end, or until a signal makes this launcher exit."""
+def _run_controller(
+    running: Controller, *, until: Callable[[DesiredState], bool] = lambda _: False
+) -> int:
+    """Controls a job to its end, or until a signal makes this launcher exit, or `until` is true."""
     run = running.paths.run
     try:
         with _released_on_error(running.lease), faults.refusals(at_start=False):
-            end = running.run()
+            end = running.run(until=until)
     except (StoppedError, PreemptedError) as left:
         print_line(
             "this launcher exits; the VMs and the training continue and cost money. "
             f"`python -m jaxres.launch gce up {run}` takes over, `... stop {run}` ends them"
         )
-        return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
+        return _exit_of_signal(left)
+    if end is None:
+        running.lease.release()
+        return ExitCode.DONE
     sys.stdout.write(format_exit_message(end.exit, f"{run}: {end.reason}; no VM is left"))
     return end.exit
+
+
+def _exit_of_signal(left: StoppedError | PreemptedError) -> int:
+    """Returns the exit code of a launcher that a signal has ended."""
+    return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
 
 
 def _holder() -> str:
@@ -448,17 +473,114 @@ def _delete_without_bucket(
     return ExitCode.DONE
 
 
-def _logs(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
-    """Prints the end of an attempt's output on a VM."""
+def _logs(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> int:
+    """Prints the end of an attempt's output on a VM, or follows the output of a host."""
     parser = Parser(prog="python -m jaxres.launch gce logs", usage=USAGE)
     parser.add_argument("run")
     parser.add_argument("--vm")
     parser.add_argument("--attempt", type=int)
+    parser.add_argument("--follow", action="store_true")
+    options = parser.parse_args(list(arguments))
+    if options.follow and options.attempt is not None:
+        raise UsageError("--attempt: --follow prints the newest attempt and those after it")
+    run, given = _run_of([options.run])
+    paths = LaunchPaths(run)
+    desired = _state_of(paths)
+    if options.follow:
+        try:
+            return LogFollower(paths, clock=clock).follow(vm=options.vm)
+        except (StoppedError, PreemptedError) as left:
+            sys.stdout.write(f"{run}: no longer followed; the job continues\n")
+            return _exit_of_signal(left)
+    compute = compute_for(job_config.any_config(paths, desired, given), env)
+    return gce_status.logs(run, desired, compute, vm=options.vm, attempt=options.attempt)
+
+
+def _state_of(paths: LaunchPaths) -> DesiredState:
+    """Returns the desired state of a job.
+
+    Raises:
+      UsageError: there is none.
+    """
+    desired = StateObject(paths.desired_state).read()
+    if desired is None:
+        raise UsageError(f"{paths.run}: no job of `launch gce` was started here")
+    return desired
+
+
+def _command_on_vm(
+    verb: str, arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock
+) -> int:
+    """Prints how to reach a VM of a job, cordons or drains it, or takes it back."""
+    parser = Parser(prog=f"{COMMAND} {verb}", usage=USAGE)
+    parser.add_argument("run")
+    parser.add_argument("--vm", required=verb != "ssh")
+    if verb in ("cordon", "drain"):
+        parser.add_argument("--reason", default="by an operator")
     options = parser.parse_args(list(arguments))
     run, given = _run_of([options.run])
     paths = LaunchPaths(run)
-    desired = StateObject(paths.desired_state).read()
-    if desired is None:
-        raise UsageError(f"{run}: no job of `launch gce` was started here")
-    compute = compute_for(job_config.any_config(paths, desired, given), env)
-    return gce_status.logs(run, desired, compute, vm=options.vm, attempt=options.attempt)
+    desired = _state_of(paths)
+    config = job_config.any_config(paths, desired, given)
+    if verb == "ssh":
+        vm, compute = vm_commands.find_vm(desired, options.vm), compute_for(config, env)
+        has_ip = orphaned_vms.has_external_ip(compute, vm.name, vm.zone)
+        command = vm_commands.ssh_command(vm, project=compute.project, has_external_ip=has_ip)
+        sys.stdout.write(f"{command}\n")
+        return ExitCode.DONE
+    if verb == "drain":
+        vm_commands.request_drain(
+            RunDir(run), desired, options.vm, reason=options.reason, clock=clock
+        )
+        try:
+            return _await_drain(paths, config, options.vm, env=env, clock=clock)
+        except (StoppedError, PreemptedError) as left:
+            print_line(f"{options.vm}: no longer waiting; it stays drained until `... uncordon`")
+            return _exit_of_signal(left)
+    if verb == "cordon":
+        message = vm_commands.cordon(
+            RunDir(run), desired, options.vm, reason=options.reason, clock=clock
+        )
+    else:
+        message = vm_commands.uncordon(RunDir(run), desired, options.vm)
+    sys.stdout.write(f"{message}\n")
+    return ExitCode.DONE
+
+
+def _await_drain(
+    paths: LaunchPaths, config: RunConfig, vm: str, *, env: Mapping[str, str], clock: Clock
+) -> int:
+    """Waits until a VM is replaced; takes the lease for that time if no launcher holds it."""
+    run, record, lease = paths.run, StateObject(paths.desired_state), _lease(paths, config)
+    is_done = functools.partial(draining.is_done, vm=vm)
+    print_line(f"{vm}: drain requested; waiting until it is replaced")
+    while (desired := record.read_valid()) is None or not is_done(desired):
+        if desired is not None and not vm_commands.is_excluded(RunDir(run), vm):
+            raise UsageError(f"{vm}: is not cordoned any more; it is used again")
+        if not lease.acquire(after_epoch=0 if desired is None else desired.epoch, may_be_led=True):
+            clock.sleep(WATCH_SECONDS)
+            continue
+        with _released_on_error(lease):
+            desired = record.read()
+            compute = compute_for(config, env)
+            compute.set_console(print_line)
+            if desired is None:
+                raise UsageError(f"{run}: no job of `launch gce` is here any more")
+            print_line("no launcher holds the lease of this run; this one takes it for the drain")
+            record.write(desired, epoch=lease.epoch, held=lease.held)
+        code = _run_controller(
+            Controller(paths, config, compute, lease, record, clock, print_line), until=is_done
+        )
+        if code != ExitCode.DONE or record.desired is None or record.desired.phase == "ended":
+            return code
+        print_line("no launcher holds the lease of this run now; `... up` leads it to its end")
+        desired = record.desired
+        break
+    sys.stdout.write(_drained_message(run, vm, desired))
+    return ExitCode.DONE
+
+
+def _drained_message(run: GcsPath, vm: str, desired: DesiredState) -> str:
+    if desired.phase == "ended":
+        return f"{run}: has ended; no VM is left\n"
+    return f"{vm}: is drained; attempt {desired.attempt} runs\n"

@@ -147,6 +147,18 @@ class Compute:
             return None
         return str(found.status)
 
+    def has_external_ip(self, name: str, zone: str) -> bool:
+        """Returns whether a VM has an external address; False also if there is no such VM."""
+        from google.api_core.exceptions import NotFound
+
+        client = self.client("InstancesClient")
+        key = {"project": self.project, "zone": zone, "instance": name}
+        try:
+            found = self._safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
+        except NotFound:
+            return False
+        return any(one.access_configs for one in found.network_interfaces)
+
     def create(
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine
     ) -> str | CreateFailed:

@@ -14,15 +14,15 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.goodput import launch_gap
-from jaxres.launch import job_config, orphaned_vms, reconcile
+from jaxres.launch import job_config, orphaned_vms, reconcile, spending, vm_commands
 from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
-from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
+from jaxres.launch.desired_state import DesiredState, Spending, StateObject, VmSpec
 from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.observed_state import AgentReport, VmStatus
 from jaxres.launch.paths import LaunchPaths
-from jaxres.runlog import launch_events, run_log
+from jaxres.runlog import faulty_hosts, launch_events, run_log
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
@@ -106,10 +106,12 @@ def _job_status(
         Lease(paths.lease, holder="", seconds=gce.lease_seconds).other_holder(), age
     )
     try:
-        step = run_log.fold(run_log.read_records(RunDir(paths.run).log)).step
+        records = run_log.read_records(RunDir(paths.run).log)
+        step = run_log.fold(records).step
         committed = f"step {step} of {config.train.steps} is committed"
     except Unrestorable as error:
-        step, committed = None, str(error)
+        records, step, committed = [], None, str(error)
+    cordoned = vm_commands.excluded(desired, faulty_hosts.read(RunDir(paths.run), records))
     reports = {
         n: AgentReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.reports).items()
@@ -117,6 +119,7 @@ def _job_status(
     spent = reconcile.dollars(desired, gce, now=now)
     hours = reconcile.vm_hours(desired, now=now)
     recovery = newest_recovery(launch_events.read(RunDir(paths.run)), now=now)
+    spent_by_cause = spending.so_far(desired, gce, now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     fields = {
         "run": str(paths.run),
@@ -129,24 +132,29 @@ def _job_status(
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
         "suspected": list(desired.suspected),
+        "cordoned": {n: host.reason for n, host in cordoned.items()},
+        "draining": list(desired.draining),
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "vm_hours": hours,
+        "spending": [_spending_row(one, gce) for one in spent_by_cause],
         "end": desired.end and dataclasses.asdict(desired.end),
         "reason": desired.reason,
         "recovery_seconds": recovery or None,
     }
-    cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines = [f"{paths.run}: {desired.phase}, {committed}"]
     if desired.end is not None:
         lines.append(f"  end: {desired.end.reason} (exit {desired.end.exit})")
     if desired.phase != "ended":
         lines.append(f"  lease held by {held_by}")
+    cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     if recovery:
         parts = ", ".join(f"{name.replace('_', ' ')} {s:.0f} s" for name, s in recovery.items())
         lines.append(f"  last recovery: {parts}")
+    lines += [spending.describe(one, gce) for one in spent_by_cause]
     lines += _vm_lines(paths, desired, gce, reports)
+    lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
@@ -163,6 +171,19 @@ def newest_recovery(events: Sequence[LaunchEvent], *, now: float) -> dict[str, f
     for activity, start, end in launch_gap.newest(events, until=now):
         seconds[activity.value] = seconds.get(activity.value, 0.0) + end - start
     return seconds
+
+
+def _spending_row(one: Spending, gce: GceSection) -> dict[str, Any]:
+    option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
+    has_price = option.dollars_per_hour is not None
+    return {
+        "option": one.option,
+        "kind": option.kind,
+        "machine_type": option.machine_type,
+        "cause": one.cause,
+        "dollars": one.dollars if has_price else None,
+        "vm_hours": one.vm_seconds / 3600,
+    }
 
 
 def _vm_lines(

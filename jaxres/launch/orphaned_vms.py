@@ -46,6 +46,23 @@ def list_all(
         ) from error
 
 
+def has_external_ip(compute: Compute, name: str, zone: str) -> bool:
+    """Returns whether a VM has an external address.
+
+    Raises:
+      StorageUnavailable: the Compute API has not answered.
+    """
+    try:
+        return compute.with_retries(
+            lambda: compute.has_external_ip(name, zone), seconds=SHORT_RETRY_SECONDS
+        )
+    except ApiUnavailable as error:
+        raise StorageUnavailable(
+            f"{name}: it is unknown whether it has an external address ({error}); rerun the same "
+            "command"
+        ) from error
+
+
 def orphans_of(vms: Iterable[VmStatus], desired: DesiredState | None) -> list[VmStatus]:
     """Returns the VMs that a job's desired state does not have, sorted by name."""
     known: Container[str] = ()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from jaxres.storage.path import GcsPath
 
+OUTPUT_START = "start"
+"""Metadata of an uploaded output: the byte of the whole output with which it begins."""
+
 
 @dataclass(frozen=True)
 class LaunchPaths:

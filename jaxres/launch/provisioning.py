@@ -207,9 +207,7 @@ def _renamed(desired: DesiredState, lost: Sequence[VmSpec], *, now: float) -> De
     new, names = _new_names(desired, len(lost))
     new_names = dict(zip((vm.name for vm in lost), names, strict=True))
     vms = tuple(
-        replace(vm, name=new_names[vm.name], requested_at=0.0, created=False)
-        if vm.name in new_names
-        else vm
+        VmSpec(new_names[vm.name], vm.zone, vm.option, 0.0) if vm.name in new_names else vm
         for vm in desired.vms
     )
     return replace(new, vms=vms, deleting=(*desired.deleting, *_deleting(lost, now=now)))

@@ -13,15 +13,18 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch import (
     capacity_options,
+    draining,
     lost_vms,
     provisioning,
     replacement_budget,
+    spending,
     transition_events,
 )
 from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import AgentReport, ObservedState
 from jaxres.launch.provisioning import release_all, replace_vms
+from jaxres.launch.spending import lifetime_seconds
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
@@ -35,7 +38,8 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     gce = config.launch.gce
     assert gce is not None, config
     found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
-    return transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
+    found = transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
+    return draining.note(spending.note_attempt(desired, found, now=observed.now), observed)
 
 
 def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
@@ -76,8 +80,8 @@ def _count_replacements(
         replaced,
         step=observed.log.step,
         now=observed.now,
-        vm_seconds=sum(_seconds(vm, now=observed.now) for vm, _ in replaced),
-        dollars=sum(_cost(vm, gce, now=observed.now) for vm, _ in replaced),
+        vm_seconds=sum(lifetime_seconds(vm, now=observed.now) for vm, _ in replaced),
+        dollars=sum(spending.cost(vm, gce, now=observed.now) for vm, _ in replaced),
     )
     end = replacement_budget.end_of_job(
         count,
@@ -117,23 +121,20 @@ def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec
 def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the costs of the VMs so far, by the prices of the capacity options."""
     vms = (*desired.vms, *desired.deleting)
-    return desired.spent_dollars + sum(_cost(vm, gce, now=now) for vm in vms)
+    return desired.spent_dollars + sum(spending.cost(vm, gce, now=now) for vm in vms)
+
+
+def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str:
+    """Returns the costs so far, or the hours of the VMs if an option has no price."""
+    if all(option.dollars_per_hour is not None for option in gce.capacity_options):
+        return f"${dollars(desired, gce, now=now):.2f}"
+    return f"{vm_hours(desired, now=now):.2f} VM hours"
 
 
 def vm_hours(desired: DesiredState, *, now: float) -> float:
     """Returns the hours of all VMs so far."""
-    running_seconds = sum(_seconds(vm, now=now) for vm in (*desired.vms, *desired.deleting))
+    running_seconds = sum(lifetime_seconds(vm, now=now) for vm in (*desired.vms, *desired.deleting))
     return (desired.vm_seconds + running_seconds) / 3600
-
-
-def _cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
-    option = gce.capacity_options[min(vm.option, len(gce.capacity_options) - 1)]
-    return _seconds(vm, now=now) / 3600 * (option.dollars_per_hour or 0.0)
-
-
-def _seconds(vm: VmSpec, *, now: float) -> float:
-    """Returns the longest possible lifetime of a VM so far."""
-    return max(0.0, now - vm.requested_at) if vm.requested_at else 0.0
 
 
 def _requested_end(
@@ -189,8 +190,10 @@ def _without_gone(desired: DesiredState, observed: ObservedState, gce: GceSectio
     return replace(
         desired,
         deleting=tuple(vm for vm in desired.deleting if vm not in gone),
-        spent_dollars=desired.spent_dollars + sum(_cost(vm, gce, now=observed.now) for vm in gone),
-        vm_seconds=desired.vm_seconds + sum(_seconds(vm, now=observed.now) for vm in gone),
+        spent_dollars=desired.spent_dollars
+        + sum(spending.cost(vm, gce, now=observed.now) for vm in gone),
+        vm_seconds=desired.vm_seconds + sum(lifetime_seconds(vm, now=observed.now) for vm in gone),
+        spending=spending.add(desired, gone, gce, now=observed.now),
     )
 
 

@@ -33,10 +33,8 @@ def record(before: DesiredState, found: Transition, observed: ObservedState) -> 
         LaunchEvent(first + n, kind, attempt=after.attempt, **{"time": observed.now, **fields})
         for n, (kind, fields) in enumerate(new)
     )
-    is_start = after.phase == "running" and before.phase != "running"
-    vms = tuple(replace(vm, has_trained=True) for vm in after.vms) if is_start else after.vms
     total = first + len(events)
-    after = replace(after, vms=vms, events=(*before.events, *events), num_events=total)
+    after = replace(after, events=(*before.events, *events), num_events=total)
     return replace(found, desired=after)
 
 
@@ -107,7 +105,7 @@ def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) 
     if before.phase == "running" or after.phase != "running":
         return
     for vm in after.vms:
-        if not vm.has_trained:
+        if not vm.trained_from:
             at = min(observed.now, observed.first_reports.get(vm.name, observed.now))
             yield "agent_reported", {"vms": (vm.name,), "time": at, "zone": vm.zone}
     yield "attempt_started", {"vms": tuple(host.name for host in after.hosts)}

@@ -34,7 +34,8 @@ from jaxres.launch.desired_state import DesiredState, decode_state
 from jaxres.launch.idle_time import IdleTime, next_idle
 from jaxres.launch.instance_spec import POWER_OFF, read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.paths import OUTPUT_START, LaunchPaths
+from jaxres.launch.step_line import TAIL_BYTES, newest_progress
 from jaxres.runlog.events import Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived
 from jaxres.storage import gcs_objects
@@ -77,6 +78,8 @@ class LocalAttempt:
     attempt: int
     process: subprocess.Popen[bytes]
     output: Path
+    is_draining: bool = False
+    """Whether it was told to save and exit, because this VM is drained."""
 
 
 class StatusPublisher:
@@ -100,6 +103,11 @@ class StatusPublisher:
             if report != self._report:
                 self._report = report
                 self._changed.notify()
+
+    def set_progress(self, progress: str) -> None:
+        """Sets the progress, which is written with the next report."""
+        with self._changed:
+            self._report = replace(self._report, progress=progress)
 
     def run(self) -> None:
         """Writes reports until `close` is called."""
@@ -231,6 +239,8 @@ class Agent:
         local = self._local
         if local is not None and not (is_member and local.attempt == desired.attempt):
             self._end(local, f"attempt {local.attempt} is over")
+        elif local is not None and self._name in desired.draining:
+            self._request_save(local)
         if not is_member or self._is_leaving or self._local is not None:
             return
         if self._newest_attempt() < desired.attempt:
@@ -320,6 +330,9 @@ class Agent:
         if local is None:
             return
         code = local.process.poll()
+        with contextlib.suppress(OSError):
+            if progress := newest_progress(_tail(local.output, TAIL_BYTES)):
+                self._publisher.set_progress(progress)
         now = self._clock.monotonic()
         if code is not None or now - self._uploaded_at >= LOG_SECONDS:
             self._uploaded_at = now
@@ -368,6 +381,13 @@ class Agent:
         report = replace(self._publisher.report, notice=text, notice_until=until)
         self._publisher.publish(report)
 
+    def _request_save(self, local: LocalAttempt) -> None:
+        """Requests once that the training process saves and exits with 75, as at a preemption."""
+        if not local.is_draining:
+            local.is_draining = True
+            with contextlib.suppress(ProcessLookupError):
+                local.process.send_signal(signal.SIGTERM)
+
     def _end(self, local: LocalAttempt, reason: str) -> None:
         """Ends a training process at once; the controller has given up its uncommitted steps."""
         for _ in range(2):  # The second SIGTERM ends the process at once.
@@ -388,14 +408,16 @@ class Agent:
         self, state: AgentState, attempt: int, *, exit: int | None = None, reason: str = ""
     ) -> None:
         now = self._publisher.report
+        progress = now.progress if attempt == now.attempt else ""
         self._publisher.publish(
-            replace(now, state=state, attempt=attempt, exit=exit, reason=reason)
+            replace(now, state=state, attempt=attempt, exit=exit, reason=reason, progress=progress)
         )
 
     def _upload(self, local: LocalAttempt) -> None:
         with contextlib.suppress(RunError, OSError):
             path = self._paths.output(local.attempt, self._name)
-            gcs_objects.write(path, _tail(local.output, LOG_BYTES), over=None)
+            start, data = _tail_from(local.output, LOG_BYTES)
+            gcs_objects.write(path, data, over=None, metadata={OUTPUT_START: str(start)})
 
 
 def exit_line(output: Path) -> str:
@@ -407,9 +429,14 @@ def exit_line(output: Path) -> str:
 
 
 def _tail(path: Path, size: int) -> bytes:
+    return _tail_from(path, size)[1]
+
+
+def _tail_from(path: Path, size: int) -> tuple[int, bytes]:
+    """Returns the position in a file from which its end is read, and that end."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        return file.read()
+        start = file.seek(max(0, path.stat().st_size - size))
+        return start, file.read()
 
 
 @contextlib.contextmanager

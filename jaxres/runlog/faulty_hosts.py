@@ -47,6 +47,8 @@ class FaultyHost:
     """The fault of that attempt."""
     nonces: tuple[str, ...]
     """Nonces of the claims of these attempts, or names of reports; if excluded, of that file."""
+    is_drained: bool = False
+    """Whether an attempt that trains on it saves and ends, so that it is replaced now."""
 
     @property
     def is_excluded(self) -> bool:
@@ -236,12 +238,21 @@ def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:
                 attempt=0,
                 reason=fields["reason"],
                 nonces=(name,),
+                is_drained=fields.get("drain", False),
             )
         )
     return tuple(sorted(found, key=lambda host: host.since))
 
 
-def exclude(run_dir: RunDir, host: str, *, slot: int | None, reason: str, now: float) -> None:
+def exclude(
+    run_dir: RunDir,
+    host: str,
+    *,
+    slot: int | None,
+    reason: str,
+    now: float,
+    is_drained: bool = False,
+) -> None:
     """Excludes a host from the next start on, durably.
 
     Args:
@@ -250,8 +261,10 @@ def exclude(run_dir: RunDir, host: str, *, slot: int | None, reason: str, now: f
       slot: slot of the worker under `launch local`; None: the whole machine.
       reason: why, for messages.
       now: the time, for messages.
+      is_drained: whether an attempt that trains on it saves and ends; only `launch gce` does so.
     """
     fields = {"format": EXCLUSION_FORMAT, "host": host, "slot": slot, "time": now, "reason": reason}
+    fields |= {"drain": True} if is_drained else {}
     files.make_dir(run_dir.excluded_hosts)
     files.create(run_dir.excluded_hosts / secrets.token_hex(8), encode_checksummed(fields))
 

@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,6 +49,8 @@ class Stat:
     nonce: str | None
     updated: float = 0.0
     """When it was written, in seconds since the epoch, by the bucket's clock."""
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What `write` has stored with it; empty in lists."""
 
 
 def _blob(path: GcsPath) -> Any:  # The stubs lack float timeouts and retry=None.
@@ -92,9 +94,11 @@ def stat(path: GcsPath) -> Stat | None:
 
 
 def _stat_of(blob: Blob) -> Stat:
-    nonce = (blob.metadata or {}).get(NONCE)
+    metadata = dict(blob.metadata or {})
+    nonce = metadata.pop(NONCE, None)
     updated = 0.0 if blob.updated is None else blob.updated.timestamp()
-    return Stat(int(blob.size or 0), int(blob.generation or 0), str(blob.crc32c), nonce, updated)
+    size, generation = int(blob.size or 0), int(blob.generation or 0)
+    return Stat(size, generation, str(blob.crc32c), nonce, updated, metadata)
 
 
 def read_at(path: GcsPath) -> tuple[bytes, int] | None:

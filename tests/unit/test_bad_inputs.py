@@ -236,6 +236,11 @@ COMMANDS = [
     Row("launch gce status run", USAGE, "are in buckets"),
     Row("launch gce status gs://B", USAGE, "must be gs://BUCKET/FOLDER"),
     Row("launch gce logs gs://bucket/x --attempt x", USAGE, "invalid int value"),
+    Row("launch gce logs gs://bucket/x --follow --attempt 1", USAGE, "--attempt: --follow prints"),
+    Row("launch gce ssh", USAGE, "required: run"),
+    Row("launch gce cordon gs://bucket/x", USAGE, "required: --vm"),
+    Row("launch gce drain run --vm x", USAGE, "are in buckets"),
+    Row("launch gce uncordon gs://bucket/x --vm x --reason y", USAGE, "unrecognized arguments"),
     Row("launch gce stop run", USAGE, "are in buckets"),
     Row("launch gce down", USAGE, "got nothing"),
 ]

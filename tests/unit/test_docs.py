@@ -182,7 +182,12 @@ def _check_gce(words, tmp_path, monkeypatch):
     monkeypatch.setattr(gce, "compute_for", lambda *_: None)
     monkeypatch.setattr(gce.bucket_setup, "init_bucket", record("init"))
     monkeypatch.setattr(gce.gce_status, "show_status", record("status"))
-    for function, name in (("_up", "up"), ("_request_end", words[0]), ("_logs", "logs")):
+    for function, name in (
+        ("_up", "up"),
+        ("_request_end", words[0]),
+        ("_logs", "logs"),
+        ("_command_on_vm", words[0]),
+    ):
         monkeypatch.setattr(gce, function, record(name))
     assert gce.main(words, env={}) == 0
     assert called == [words[0]]

@@ -64,7 +64,7 @@ def table() -> tuple[set[str], set[str]]:
 
 @pytest.mark.slow
 def test_the_table_has_exactly_the_permissions_that_are_needed(
-    gce: GceEmulator, gcs_server: GcsServer, gcs_bucket: str, tmp_path: Path
+    gce: GceEmulator, gcs_server: GcsServer, gcs_bucket: str, tmp_path: Path, capsys: Any
 ) -> None:
     where = {"location": "US-CENTRAL1", "locationType": "region"}
     gcs_server.objects.facts[gcs_bucket] = where
@@ -86,6 +86,7 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
         gce.wait_for(lambda: lost not in gce.vms() and len(gce.vms()) == 2)
         assert command.main(["status", one], env=gce.env) == ExitCode.DONE
         assert command.main(["logs", one], env=gce.env) == ExitCode.DONE
+        assert command.main(["ssh", one], env=gce.env) == ExitCode.DONE
 
     gce.stockout(zone="us-central1-b")
     gce.fail("drop after", call=CREATION)  # So the launcher looks up the operation.
@@ -97,7 +98,17 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     gce.add_template("t", {"tags": {"items": ["a"]}, "networkInterfaces": [open_to_all]})
     fields = {"template": "t", "image": f"projects/{gce.project}/global/images/mine-1"}
     second = config(tmp_path, two, gce.project, **fields, capacity_options=[OPTION])
-    run_job(second, two, gce, lambda: gce.wait_for(gce.vms), gce.env)
+
+    def reach_one() -> None:
+        gce.wait_for(gce.vms)
+        assert command.main(["ssh", two], env=gce.env) == ExitCode.DONE
+
+    assert capsys.readouterr().out.count(" --tunnel-through-iap\n") == 1
+    run_job(second, two, gce, reach_one, gce.env)
+    (line,) = (
+        n for n in capsys.readouterr().out.splitlines() if n.startswith("gcloud compute ssh")
+    )
+    assert line.endswith(f" --zone us-central1-a --project {gce.project}"), "it has an address"
 
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
     absent = {**OPTION, "zones": ["us-east4-a"]}

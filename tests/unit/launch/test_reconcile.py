@@ -494,3 +494,14 @@ def test_every_vm_whose_host_is_unhealthy_is_replaced_at_once(codes: tuple[int, 
     assert {vm.name for vm in found.deleting} == unhealthy
     assert found.names.isdisjoint(unhealthy)
     assert (found.phase, found.end, found.not_before) == ("placing", None, NOW)
+
+
+def test_the_cost_limit_holds_while_vms_boot() -> None:
+    limited = config(launch={"max_dollars": 2.9})
+    booting = replace(START, vms=tuple(vm(name, requested_at=NOW - 3600) for name in NAMES))
+    found = next_state(booting, observed(reports={}), limited)
+    assert found.end is not None, "$3.00 were spent before an agent reported"
+    assert found.end.reason == "launch.max_dollars=2.9 is reached ($3.00 spent)"
+    assert (
+        next_state(booting, observed(reports={}), config(launch={"max_dollars": 3.1})).end is None
+    )

@@ -44,11 +44,11 @@ def test_a_request_and_its_result_are_recorded_with_the_decision() -> None:
 
 def test_a_start_has_the_first_reports_of_new_vms_only() -> None:
     old, new = READY.vms
-    mixed = replace(READY, vms=(replace(old, has_trained=True), new))
+    mixed = replace(READY, vms=(replace(old, trained_from=NOW - 90.0), new))
     found = next_state(mixed, observed(first_reports={new.name: NOW - 30.0}))
     assert kinds(found) == ["agent_reported", "attempt_started"]
     assert (found.events[0].vms, found.events[0].time) == ((new.name,), NOW - 30.0)
-    assert all(vm.has_trained for vm in found.vms)
+    assert all(vm.trained_from for vm in found.vms)
 
 
 def test_a_loss_has_its_cause_and_the_last_sign_of_life() -> None:

@@ -1,0 +1,103 @@
+"""What the VMs of a job cost, by capacity option and cause. Pure.
+
+The life of a VM has three causes: `boot` until its first attempt starts (creation and the wait for
+the other VMs included), `training` while an attempt runs on it, `waiting` otherwise: between
+attempts, and until its deletion is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import get_args
+
+from jaxres.config.schema_gce import GceSection
+from jaxres.launch.desired_state import DesiredState, Spending, SpendingCause, Transition, VmSpec
+
+CAUSES: tuple[SpendingCause, ...] = get_args(SpendingCause)
+
+
+def lifetime_seconds(vm: VmSpec, *, now: float) -> float:
+    """Returns the longest possible lifetime of a VM so far."""
+    return max(0.0, now - vm.requested_at) if vm.requested_at else 0.0
+
+
+def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
+    """Returns the dollars that a VM has cost so far; 0 without a price."""
+    return _dollars(vm.option, lifetime_seconds(vm, now=now), gce)
+
+
+def _dollars(option: int, seconds: float, gce: GceSection) -> float:
+    found = gce.capacity_options[min(option, len(gce.capacity_options) - 1)]
+    return seconds / 3600 * (found.dollars_per_hour or 0.0)
+
+
+def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Transition:
+    """Records the start of an attempt, or adds the time of an attempt that has ended to its VMs."""
+    after = found.desired
+    was_running, is_running = before.phase == "running", after.phase == "running"
+    if was_running == is_running:
+        return found
+    if is_running:
+        vms = tuple(replace(vm, trained_from=vm.trained_from or now) for vm in after.vms)
+        return replace(found, desired=replace(after, vms=vms, attempt_since=now))
+    names, seconds = {host.name for host in before.hosts}, _attempt_seconds(before, now=now)
+
+    def trained(vms: Iterable[VmSpec]) -> tuple[VmSpec, ...]:
+        return tuple(
+            replace(vm, trained_seconds=vm.trained_seconds + seconds) if vm.name in names else vm
+            for vm in vms
+        )
+
+    vms, deleting = trained(after.vms), trained(after.deleting)
+    return replace(found, desired=replace(after, vms=vms, deleting=deleting, attempt_since=0.0))
+
+
+def _attempt_seconds(desired: DesiredState, *, now: float) -> float:
+    """Returns the duration of the running attempt; 0 if its start is unknown."""
+    return max(0.0, now - desired.attempt_since) if desired.attempt_since else 0.0
+
+
+def _seconds_by_cause(
+    vm: VmSpec, desired: DesiredState, *, now: float
+) -> dict[SpendingCause, float]:
+    """Returns the seconds of a VM's life by cause; their sum is its lifetime."""
+    life = lifetime_seconds(vm, now=now)
+    training = vm.trained_seconds
+    if desired.phase == "running" and any(host.name == vm.name for host in desired.hosts):
+        training += _attempt_seconds(desired, now=now)
+    training = min(life, training)
+    boot = life if not vm.trained_from else max(0.0, vm.trained_from - vm.requested_at)
+    boot = min(life - training, boot)
+    return {"training": training, "boot": boot, "waiting": life - training - boot}
+
+
+def add(
+    desired: DesiredState, vms: Iterable[VmSpec], gce: GceSection, *, now: float
+) -> tuple[Spending, ...]:
+    """Returns the spending of the deleted VMs with that of further VMs, by option and cause."""
+    found = {(one.option, one.cause): one for one in desired.spending}
+    for vm in vms:
+        for cause, seconds in _seconds_by_cause(vm, desired, now=now).items():
+            if seconds:
+                one = found.get((vm.option, cause), Spending(vm.option, cause))
+                found[vm.option, cause] = replace(
+                    one,
+                    vm_seconds=one.vm_seconds + seconds,
+                    dollars=one.dollars + _dollars(vm.option, seconds, gce),
+                )
+    return tuple(found[key] for key in sorted(found, key=lambda k: (k[0], CAUSES.index(k[1]))))
+
+
+def so_far(desired: DesiredState, gce: GceSection, *, now: float) -> tuple[Spending, ...]:
+    """Returns the spending of all VMs of the job so far, by option and cause."""
+    return add(desired, (*desired.vms, *desired.deleting), gce, now=now)
+
+
+def describe(one: Spending, gce: GceSection) -> str:
+    """Returns the line of `status` about a part of the spending."""
+    option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
+    has_price = option.dollars_per_hour is not None
+    price = f"${one.dollars:.2f}" if has_price else "price unknown"
+    hours = f"{one.vm_seconds / 3600:.2f} VM hours"
+    return f"    {option.kind} {option.machine_type}: {one.cause}: {price}, {hours}"
