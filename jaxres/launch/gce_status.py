@@ -112,12 +112,8 @@ def _job_status(
     except Unrestorable as error:
         records, step, committed = [], None, str(error)
     cordoned = vm_commands.excluded(desired, faulty_hosts.read(RunDir(paths.run), records))
-    reports = {
-        n: AgentReport.of(metadata)
-        for n, (_, metadata) in gcs_objects.list_metadata(paths.reports).items()
-    }
-    spent = reconcile.dollars(desired, gce, now=now)
-    hours = reconcile.vm_hours(desired, now=now)
+    reports = _reports(paths)
+    spent, hours = reconcile.dollars(desired, gce, now=now), reconcile.vm_hours(desired, now=now)
     recovery = newest_recovery(launch_events.read(RunDir(paths.run)), now=now)
     spent_by_cause = spending.so_far(desired, gce, now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
@@ -149,16 +145,25 @@ def _job_status(
         lines.append(f"  lease held by {held_by}")
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
-    if recovery:
-        parts = ", ".join(f"{name.replace('_', ' ')} {s:.0f} s" for name, s in recovery.items())
-        lines.append(f"  last recovery: {parts}")
     lines += [spending.describe(one, gce) for one in spent_by_cause]
+    if recovery:
+        lines.append(_recovery_line(recovery))
     lines += _vm_lines(paths, desired, gce, reports)
     lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
     return fields, lines
+
+
+def _reports(paths: LaunchPaths) -> dict[str, AgentReport | None]:
+    listed = gcs_objects.list_metadata(paths.reports)
+    return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
+
+
+def _recovery_line(seconds: Mapping[str, float]) -> str:
+    parts = ", ".join(f"{name.replace('_', ' ')} {s:.0f} s" for name, s in seconds.items())
+    return f"  last recovery: {parts}"
 
 
 def newest_recovery(events: Sequence[LaunchEvent], *, now: float) -> dict[str, float]:

@@ -78,8 +78,8 @@ class LocalAttempt:
     attempt: int
     process: subprocess.Popen[bytes]
     output: Path
-    is_draining: bool = False
-    """Whether it was told to save and exit, because this VM is drained."""
+    is_leaving: bool = False
+    """Whether it was told to save and exit: this VM is drained, or the agent ends."""
 
 
 class StatusPublisher:
@@ -183,19 +183,10 @@ class Agent:
         self._publisher.close()
 
     def _leave(self) -> None:
-        """Handles SIGTERM: requests the save of the training process, after whose exit it ends.
-
-        The request is a SIGHUP because a second SIGTERM would end the training without a save:
-        what stops the VM may have sent one to all processes, not just to the agent.
-        """
-        if not self._is_leaving:
-            self._is_leaving = True
-            self._request_save()
-
-    def _request_save(self) -> None:
+        """Handles SIGTERM: requests the save of the training process, after whose exit it ends."""
+        self._is_leaving = True
         if self._local is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._local.process.send_signal(signal.SIGHUP)
+            self._request_save(self._local)
 
     def _read(self) -> DesiredState | None:
         with contextlib.suppress(StorageUnavailable):
@@ -274,7 +265,7 @@ class Agent:
             )
         self._local = LocalAttempt(desired.attempt, process, output)
         if self._is_leaving:  # SIGTERM was received while the process was started.
-            self._request_save()
+            self._request_save(self._local)
         self._publish("running", desired.attempt)
 
     def _arguments(self, desired: DesiredState, host: int, config: RunConfig) -> list[str]:
@@ -382,11 +373,15 @@ class Agent:
         self._publisher.publish(report)
 
     def _request_save(self, local: LocalAttempt) -> None:
-        """Requests once that the training process saves and exits with 75, as at a preemption."""
-        if not local.is_draining:
-            local.is_draining = True
+        """Requests once that the training process saves and exits with 75, as at a preemption.
+
+        The request is a SIGHUP because a second SIGTERM would end the training without a save:
+        what stops the VM may have sent one to all processes, not just to the agent.
+        """
+        if not local.is_leaving:
+            local.is_leaving = True
             with contextlib.suppress(ProcessLookupError):
-                local.process.send_signal(signal.SIGTERM)
+                local.process.send_signal(signal.SIGHUP)
 
     def _end(self, local: LocalAttempt, reason: str) -> None:
         """Ends a training process at once; the controller has given up its uncommitted steps."""

@@ -103,7 +103,7 @@ def test_the_agent_of_a_drained_vm_requests_one_save(tmp_path: Path) -> None:
         assert process.received == [], "another VM is drained"
     for _ in range(3):
         agent._follow(replace(RUNNING, draining=(DRAINED,)), {})
-    assert process.received == [signal.SIGTERM], "one is a save, a second one kills the workers"
+    assert process.received == [signal.SIGHUP], "the save is requested once"
 
 
 @pytest.mark.parametrize("is_drained", [False, True])

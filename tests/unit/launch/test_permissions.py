@@ -72,12 +72,8 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     short = {**OPTION, "zones": ["us-central1-b"]}
     family = "projects/debian-cloud/global/images/family/debian-12"
     gce.add_policy("us-central1", "compact")
-    fields = {
-        "image": family,
-        "capacity_options": [short, OPTION],
-        "resource_policies": ["compact"],
-    }
-    first = config(tmp_path, one, gce.project, num_hosts=2, **fields)
+    options = {"capacity_options": [short, OPTION], "resource_policies": ["compact"]}
+    first = config(tmp_path, one, gce.project, num_hosts=2, image=family, **options)
 
     def lose_one() -> None:
         gce.wait_for(lambda: list(gce.vms().values()) == ["RUNNING"] * 2)
