@@ -99,23 +99,23 @@ def _roll_back(run: Trainer, verdict: RollbackRun, *, entry: int) -> None:
 
 
 def withdraw_commits(run: Trainer, stop: StopRun) -> None:
-    """Records that commits after a stop's last good step are not trusted, if there are some.
+    """Records that states after a stop's last good step are not trusted.
 
     No rows are left out: the next attempt computes the same steps again. A save in flight of such a
-    step is discarded.
+    step is discarded. The record is written also if no commit is withdrawn: without it the run
+    would go on from a state in the memory of a host that has not discarded it.
     """
     if stop.last_good_step is None:
         return
     onset = stop.last_good_step + 1
     run.checkpoints.discard_from(onset)
-    run.memory.discard()
     steps = [commit.step for commit in run.log.history().committed]
     target = max((step for step in steps if step < onset), default=0)
-    if max(steps, default=0) > target:
-        record = run_log.Rollback(onset=onset, target=target, rows=(), reason=stop.reason)
-        run.peers.broadcast(
-            "withdrawn", lambda: str(run.log.append(record).seq), seconds=MESSAGE_SECONDS
-        )
+    record = run_log.Rollback(onset=onset, target=target, rows=(), reason=stop.reason)
+    run.peers.broadcast(
+        "withdrawn", lambda: str(run.log.append(record).seq), seconds=MESSAGE_SECONDS
+    )
+    run.memory.discard()
     run.checkpoints.rewind(target)
 
 

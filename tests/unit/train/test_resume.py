@@ -2,21 +2,25 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxres import config as configs
 from jaxres.clock import SystemClock
+from jaxres.cluster.host_group import SingleHost
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, Fenced
+from jaxres.faults import ConfigError, Fenced, StopRun, fault
 from jaxres.runlog import run_log
-from jaxres.runlog.run_log import Commit, RunLog, Start
+from jaxres.runlog.run_log import Commit, Record, RunLog, Start, fold
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.worker_group import WorkerGroup
 from jaxres.train import __main__ as train_command
 from jaxres.train import completion
 from jaxres.train.completion import Completion
+from jaxres.train.resume import withdraw_commits
+from tests.unit.runlog.example_records import CLAIM
 
 
 def quickstart(tmp_path, *overrides):
@@ -142,3 +146,26 @@ def test_a_failed_process_exits_at_once_despite_its_threads(code):
         [sys.executable, "-c", source], timeout=60, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stdout) == (code, "done")
+
+
+def test_states_in_memory_are_not_trusted_although_no_commit_is_withdrawn():
+    """A host may be killed before it has discarded them, or a copy reach its neighbour later."""
+    begun = Start(step=0, path=None, dataset="d", computation={})
+    records, calls = [Record(n, 1, 0.0, body) for n, body in enumerate([CLAIM, begun], 1)], []
+
+    def append(body):
+        calls.append("record")
+        records.append(Record(len(records) + 1, 1, 0.0, body))
+        return records[-1]
+
+    run = SimpleNamespace(
+        checkpoints=SimpleNamespace(discard_from=lambda step: None, rewind=lambda step: None),
+        memory=SimpleNamespace(discard=lambda: calls.append("discard")),
+        log=SimpleNamespace(history=lambda: fold(records), append=append),
+        peers=SingleHost(),
+    )
+    key = {"seq": 2, "nonce": CLAIM.nonce, "step": 9, "dataset": "d"}
+    assert fold(records).continues(**key)
+    withdraw_commits(run, StopRun(fault("silent_corruption"), "two results", last_good_step=5))
+    assert not fold(records).continues(**key)
+    assert calls == ["record", "discard"]
