@@ -21,7 +21,7 @@ from jaxres.cli import data as data_command
 from jaxres.cluster import detect
 from jaxres.config.schema_model import CustomModel
 from jaxres.faults import UsageError
-from jaxres.launch import gce, local
+from jaxres.launch import gce, local, slurm
 from jaxres.models import custom
 from jaxres.supervisor.run_config import parse_target
 from tests.unit.checkpoint import families
@@ -97,6 +97,8 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
         _check_training(words[1:], tmp_path)
     elif words[:2] == ["launch", "local"]:
         _check_local(words[2:], tmp_path)
+    elif words[:2] == ["launch", "slurm"]:
+        _check_slurm(words[2:], tmp_path)
     elif words[:2] == ["launch", "gce"]:
         _check_gce(words[2:], tmp_path, monkeypatch)
     elif words[0] == "doctor":
@@ -158,6 +160,15 @@ def _check_training(words, tmp_path):
 def _check_local(words, tmp_path):
     options = local.parse(words)
     _check_target([str(options.target), *options.overrides], tmp_path)
+
+
+def _check_slurm(words, tmp_path):
+    """Parses a submission; the other commands are run up to where they find no job."""
+    if words[0] in ("status", "logs", "stop"):
+        with pytest.raises(UsageError, match="no job of `launch slurm`"):
+            slurm.main(words, env={})
+    else:
+        _check_target(list(slurm._parse(words).arguments), tmp_path)
 
 
 def _check_target(words, tmp_path):

@@ -61,7 +61,7 @@ def test_invalid_arguments_are_refused_in_one_line(arguments, named):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("arguments", [[], ["slurm"], ["--hosts", "2"]])
+@pytest.mark.parametrize("arguments", [[], ["elsewhere"], ["--hosts", "2"]])
 def test_an_unknown_target_is_refused(arguments):
     with pytest.raises(UsageError, match="expected where to launch"):
         launch._launch(arguments)

@@ -15,7 +15,7 @@ import pytest
 from jaxres.clock import SystemClock
 from jaxres.launch import instance_spec
 from jaxres.launch.desired_state import DesiredState, HostAddress, VmSpec
-from jaxres.launch.instance_spec import NOTICE, Machine
+from jaxres.launch.instance_spec import NOTICE, NUM_GPUS, Machine
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
 from jaxres.storage.path import GcsPath
@@ -35,6 +35,7 @@ def notice(option: dict[str, Any], *, is_refused: bool = False) -> tuple[int, st
     found = machine.without_notice(is_refused).properties()
     items = {item["key"]: item["value"] for item in found["metadata"]["items"]}
     assert items.pop("a") == "b"
+    assert items.pop(NUM_GPUS) == "1"
     in_metadata = items.pop(NOTICE, None)
     assert not items
     return found["scheduling"].get("preemption_notice_duration", {}).get("seconds", 0), in_metadata

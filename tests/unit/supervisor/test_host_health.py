@@ -73,7 +73,7 @@ def test_the_memory_of_all_processes_of_the_run_is_read(tmp_path):
         used = read(tmp_path, supervisor=process.pid, clock=CLOCK).used_bytes
         process.communicate(b"\n")
     assert SIZE < used < 2 * SIZE, "that of a child of a child"
-    gone = read(Path("/nonexistent"), supervisor=os.getpid(), clock=CLOCK)
+    gone = read(tmp_path / "absent", supervisor=os.getpid(), clock=CLOCK)
     assert gone.disk_free_bytes is None
 
 
