@@ -7,6 +7,7 @@ jaxres.train` on its nodes by srun, as one attempt, until the run ends.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -84,8 +85,6 @@ class _Options:
     """Config file or run directory, absolute, and overrides."""
     flags: tuple[str, ...]
     """The other arguments as given, for the job's own process."""
-    least: int
-    most: int
     job: JobOptions
     folder: str | None
     is_dry_run: bool
@@ -121,7 +120,7 @@ def _parse(arguments: Sequence[str]) -> _Options:
         setup=given.setup,
     )
     flags = tuple(argument for argument in arguments if argument not in (*others, "--dry-run"))
-    return _Options((where, *overrides), flags, least, most, options, given.folder, given.dry_run)
+    return _Options((where, *overrides), flags, options, given.folder, given.dry_run)
 
 
 @dataclass(frozen=True)
@@ -163,11 +162,17 @@ def _journal(run_dir: RunDir, folder: str | None) -> Journal:
             f"{run_dir.root}: the output of a Slurm job is in a file. Give a folder that all nodes "
             "share: --folder /shared/jobs/first"
         )
-    return Journal(Path(str(run_dir.root)) / "slurm" if folder is None else Path(folder))
+    found = Path(str(run_dir.root)) / "slurm" if folder is None else Path(folder)
+    if re.search(r"[\s%'\"\\]", str(found)):
+        raise UsageError(
+            f"{str(found)!r}: Slurm does not take this name for the output of a job. Give a folder "
+            "without blanks, quotes, backslashes and %: --folder /shared/jobs/first"
+        )
+    return Journal(found)
 
 
 def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
-    loaded, run_dir = resolve_run(*_target(options))
+    loaded, run_dir = resolve_run(*parse_target(options.arguments, command=COMMAND))
     counts = _counts(options, loaded.config, env)
     journal = _journal(run_dir, options.folder)
     text = _script(options, run_dir, journal)
@@ -188,21 +193,23 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
     return ExitCode.DONE
 
 
-def _target(options: _Options) -> tuple[Path, tuple[str, ...]]:
-    target, overrides = parse_target(options.arguments, command=COMMAND)
-    return target, tuple(overrides)  # type: ignore[return-value]
-
-
 def _script(options: _Options, run_dir: RunDir, journal: Journal) -> str:
     root = str(run_dir.root)
     digest = hashlib.sha256(root.encode()).hexdigest()[:6]
-    named = JobOptions(**{**vars(options.job), "name": f"jaxres-{run_dir.root.name}-{digest}"})
-    others = [argument for argument in options.arguments if not argument.startswith("run.dir=")]
-    where = [] if options.arguments[0] == root else [f"run.dir={root}"]
+    name = re.sub(r"[^\w.-]", "-", run_dir.root.name)
+    named = dataclasses.replace(options.job, name=f"jaxres-{name}-{digest}")
     command = [sys.executable, "-m", "jaxres.launch", "slurm", "job"]
-    command += [*others, *where, *options.flags]
+    command += [*_training_arguments(options, run_dir), *options.flags]
     output = str(journal.folder / "job-%j.txt")
     return slurm_job.script(named, output=output, command=shlex.join(command))
+
+
+def _training_arguments(options: _Options, run_dir: RunDir) -> list[str]:
+    """Returns the arguments of `jaxres.train`, with the run directory as it was found."""
+    root, others = str(run_dir.root), options.arguments
+    if others[0] == root:
+        return list(others)
+    return [*(text for text in others if not text.startswith("run.dir=")), f"run.dir={root}"]
 
 
 def _output(journal: Journal, job: str) -> Path:
@@ -213,17 +220,18 @@ def _counts(options: _Options, config: RunConfig, env: Mapping[str, str]) -> tup
     """Returns the numbers of nodes that the training can run with, ascending."""
     given = env.get("SLURM_GPUS_ON_NODE") or env.get("JAX_NUM_CPU_DEVICES") or ""
     per_node = int(given) if given.isdigit() and int(given) > 0 else 1
-    return local.feasible_hosts(options.least, options.most, config, per_host=per_node)
+    return local.feasible_hosts(options.job.least, options.job.most, config, per_host=per_node)
 
 
 def _job(options: _Options, *, env: Mapping[str, str]) -> int:
     """The process of the job's script: trains until something else has to follow."""
-    loaded, run_dir = resolve_run(*_target(options))
+    loaded, run_dir = resolve_run(*parse_target(options.arguments, command=COMMAND))
     journal, config = _journal(run_dir, options.folder), loaded.config
-    counts, job = _counts(options, config, env), env.get("SLURM_JOB_ID", "")
-    nodes = tuple(_call("scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", "")).split())
-    if not (job and nodes):
+    job, names = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NODELIST", "")
+    if not (job and names):
         raise UsageError("`launch slurm job` runs in the script of a Slurm job; submit it instead")
+    nodes = tuple(_call("scontrol", "show", "hostnames", names).split())
+    counts = _counts(options, config, env)
     with signals.wakeup_fd() as wakeup:
         is_first = True
         while True:
@@ -274,10 +282,7 @@ def _srun(
     """
     command = ["srun", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"]
     command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
-    overrides = [text for text in options.arguments[1:] if not text.startswith("run.dir=")]
-    target = options.arguments[0]
-    where = [] if target == str(run_dir.root) else [f"run.dir={run_dir.root}"]
-    command += [sys.executable, "-m", "jaxres.train", target, *overrides, *where]
+    command += [sys.executable, "-m", "jaxres.train", *_training_arguments(options, run_dir)]
     own = {**env, RESTART_VARIABLE: "1" if is_restart else "0"}
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
     is_stopped = False
