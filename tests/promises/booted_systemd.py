@@ -7,7 +7,6 @@ read-only. Everything ends with it, and it ends with the test's process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shlex
 import shutil
@@ -18,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxres.supervisor.processes import kill_me_with_parent
 from tests.promises.trainer import PATIENCE_SECONDS
 
 SYSTEMD = next(
@@ -163,12 +161,12 @@ def _boot(
     values = {"units": str(units), "config": str(config), "systemd": str(SYSTEMD)}
     with output.open("wb") as file:
         return subprocess.Popen(
-            ["sh", "-euc", f"{enter}; {unshare}"],
+            # No function that runs between fork and exec: this process may have threads of jax.
+            ["setpriv", "--pdeathsig", "KILL", "sh", "-euc", f"{enter}; {unshare}"],
             env={**os.environ, **values, "target": TARGET},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
         )
 
 

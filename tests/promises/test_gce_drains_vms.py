@@ -17,7 +17,7 @@ from tests.promises.trainer import assert_bit_exact, starts
 
 ROWS_OF_A_STEP = 12
 """Rows that each of two hosts reads for a step."""
-SAVING = "SIGTERM: saving after the current step, then exit 75"
+SAVING = "SIGHUP: saving after the current step, then exit 75"
 
 
 def held_config(cloud: Cloud, gate: Path) -> Path:

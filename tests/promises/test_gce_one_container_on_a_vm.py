@@ -38,7 +38,12 @@ def test_a_run_whose_docker_client_is_killed_ends_bit_for_bit(
     (programs / "python3").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     env = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
-    env |= {**cloud.gcs.env, "FAULT": f"row:{24 * HELD_STEP}:gate", "GATE": str(gate)}
+    env |= {
+        "JAX_PLATFORMS": "cpu",
+        **cloud.gcs.env,
+        "FAULT": f"row:{24 * HELD_STEP}:gate",
+        "GATE": str(gate),
+    }
     runtime = {"kind": "container", "image": "gcr.io/p/i", "flags": []}
     launcher = cloud.up(cloud.config(runtime=runtime, env=env, **PATIENT))
     cloud.wait_commit(10)

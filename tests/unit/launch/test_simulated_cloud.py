@@ -202,6 +202,7 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     assert cloud.vms == {}, f"left: {sorted(cloud.vms)}\n{checker.history()}"
     counts = {name: len(requests) for name, requests in cloud.created.items()}
     assert set(counts.values()) <= {1}, f"requested several times: {counts}\n{checker.history()}"
+    cloud.other = None  # What follows is no leader, which could be killed.
     events = launch_events.read(RunDir(cloud.paths.run))
     numbers = sorted(event.number for event in events)
     assert numbers == list(range(desired.num_events)), f"events are lost\n{checker.history()}"
