@@ -84,5 +84,5 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _kind(interval: Interval) -> tuple[Activity, int, int | None, str, bool]:
-    where = interval.cause, interval.in_gap
-    return interval.activity, interval.attempt, interval.lost_to, *where
+    own = interval
+    return own.activity, own.attempt, own.lost_to, own.cause, own.in_gap

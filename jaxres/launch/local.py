@@ -159,12 +159,11 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         tracker_processes.send_rest(config, run_dir, env=env)
         replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
+    per_host = devices_per_host(env, "JAX_NUM_CPU_DEVICES")
     policy = RestartPolicy(
         config.restart,
         config.launch,
-        num_hosts=feasible_hosts(
-            options.min_hosts, options.max_hosts, config, per_host=_devices_per_host(env)
-        ),
+        num_hosts=feasible_hosts(options.min_hosts, options.max_hosts, config, per_host=per_host),
         began=clock.monotonic(),
         seed=secrets.randbits(32),
     )
@@ -186,8 +185,9 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         )
 
 
-def _devices_per_host(env: Mapping[str, str]) -> int:
-    given = env.get("JAX_NUM_CPU_DEVICES", "")
+def devices_per_host(env: Mapping[str, str], *names: str) -> int:
+    """Returns the number in the first of these variables that is set; 1 if it is no such number."""
+    given = next((env[name] for name in names if env.get(name)), "")
     return int(given) if given.isdigit() and int(given) > 0 else 1
 
 

@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from jaxres.runlog.paths import LAUNCH_EVENTS, LAUNCH_STATE
 from jaxres.storage.path import GcsPath
 
 OUTPUT_START = "start"
@@ -31,7 +32,7 @@ class LaunchPaths:
     @property
     def desired_state(self) -> GcsPath:
         """Desired state of the job."""
-        return self.root / "desired_state.json"
+        return self.run / LAUNCH_STATE
 
     @property
     def reports(self) -> GcsPath:
@@ -45,7 +46,7 @@ class LaunchPaths:
     @property
     def events(self) -> GcsPath:
         """Folder of the launcher's events; the newest ones are in the desired state."""
-        return self.root / "events"
+        return self.run / LAUNCH_EVENTS
 
     @property
     def boots(self) -> GcsPath:

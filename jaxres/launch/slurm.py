@@ -27,8 +27,18 @@ from jaxres.config.argparser import Parser, path_argument
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_name
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
 from jaxres.launch import local, slurm_job
-from jaxres.launch.slurm_job import Allocation, Begun, End, Ended, Final, JobOptions, Submitted
+from jaxres.launch.slurm_job import (
+    ENTRIES,
+    Allocation,
+    Begun,
+    End,
+    Ended,
+    Final,
+    JobOptions,
+    Submitted,
+)
 from jaxres.runlog import faulty_hosts, run_log
+from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
@@ -135,18 +145,16 @@ class Journal:
 
     def read(self) -> list[slurm_job.Entry]:
         """Returns the entries; a line that a killed process has cut is left out."""
-        with files.typed_errors(self.path):
-            text = self.path.read_text() if self.path.exists() else ""
         entries = list[slurm_job.Entry]()
-        for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                entries.append(slurm_job.decode(json.loads(line)))
+        for fields in read_json_lines(self.path):
+            with suppress(ValueError):
+                entries.append(ENTRIES.decode(fields))
         return entries
 
     def append(self, entry: slurm_job.Entry) -> None:
         """Appends an entry, durably."""
         with files.typed_errors(self.path), self.path.open("a") as file:
-            file.write(f"\n{json.dumps(slurm_job.encode(entry))}\n")
+            file.write(f"\n{json.dumps(ENTRIES.encode(entry))}\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -218,8 +226,7 @@ def _output(journal: Journal, job: str) -> Path:
 
 def _counts(options: _Options, config: RunConfig, env: Mapping[str, str]) -> tuple[int, ...]:
     """Returns the numbers of nodes that the training can run with, ascending."""
-    given = env.get("SLURM_GPUS_ON_NODE") or env.get("JAX_NUM_CPU_DEVICES") or ""
-    per_node = int(given) if given.isdigit() and int(given) > 0 else 1
+    per_node = local.devices_per_host(env, "SLURM_GPUS_ON_NODE", "JAX_NUM_CPU_DEVICES")
     return local.feasible_hosts(options.job.least, options.job.most, config, per_host=per_node)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxres.config import RunConfig
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, in_force
+from jaxres.storage.codec import TaggedCodec
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp, RestartPolicy
 
@@ -56,25 +56,9 @@ class Submitted:
 
 
 Entry = Begun | Ended | Final | Submitted
-KINDS = {"begun": Begun, "ended": Ended, "final": Final, "submitted": Submitted}
-
-
-def encode(entry: Entry) -> dict[str, Any]:
-    """Returns an entry of the journal as a JSON object."""
-    kind = next(kind for kind, known in KINDS.items() if isinstance(entry, known))
-    return {"kind": kind, **vars(entry)}
-
-
-def decode(fields: dict[str, Any]) -> Entry:
-    """Parses an entry of the journal.
-
-    >>> decode(encode(Begun(1, 60, ("n1", "n2"))))
-    Begun(attempt=1, step=60, nodes=('n1', 'n2'))
-    """
-    values = {name: value for name, value in fields.items() if name != "kind"}
-    if "nodes" in values:
-        values["nodes"] = tuple(values["nodes"])
-    return KINDS[fields["kind"]](**values)
+ENTRIES: TaggedCodec[Entry] = TaggedCodec(
+    "kind", {"begun": Begun, "ended": Ended, "final": Final, "submitted": Submitted}
+)
 
 
 def outcomes(

@@ -12,6 +12,7 @@ host, that host's own report is what is left: a file named after the claim and t
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, HostFault, Record
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
+from jaxres.storage.path import RunPath
 
 EXCLUSION_FORMAT = 1
 REPORT_FORMAT = 1
@@ -148,11 +150,8 @@ def _faults(
                 pass
     attempts = {nonce: attempt for attempt, nonce in nonces.items()}
     for report in reports:
-        attempt, is_logged = (
-            attempts.get(report.nonce),
-            (report.nonce, _key(report.fault)) in logged,
-        )
-        if attempt is not None and not is_logged:
+        attempt = attempts.get(report.nonce)
+        if attempt is not None and (report.nonce, _key(report.fault)) not in logged:
             yield attempt, report.name, report.time, report.fault
 
 
@@ -191,15 +190,21 @@ def read(run_dir: RunDir, records: Sequence[Record] | None = None) -> tuple[Faul
 def read_reports(run_dir: RunDir) -> list[Report]:
     """Returns the faults that hosts have reported themselves; skips files it can't understand."""
     found = list[Report]()
-    for name in sorted(files.list_names(run_dir.reported_faults)):
-        data = files.read(run_dir.reported_faults / name)
+    for name, fields in _decoded(run_dir.reported_faults, number=REPORT_FORMAT):
+        with contextlib.suppress(KeyError, TypeError):
+            found.append(Report(name, fields["time"], HostFault(**fields["fault"])))
+    return sorted(found, key=lambda report: report.time)
+
+
+def _decoded(folder: RunPath, *, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields name and fields of each file of a folder; skips those it can't understand."""
+    for name in sorted(files.list_names(folder)):
+        data = files.read(folder / name)
         try:
-            fields = decode_checksummed(data or b"", number=REPORT_FORMAT)
-            fault = HostFault(**fields["fault"])
+            fields = decode_checksummed(data or b"", number=number)
         except (ValueError, KeyError, TypeError):
             continue
-        found.append(Report(name, fields["time"], fault))
-    return sorted(found, key=lambda report: report.time)
+        yield name, fields
 
 
 def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: float) -> None:
@@ -223,12 +228,7 @@ def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:
     A file that can't be understood excludes no host.
     """
     found = list[FaultyHost]()
-    for name in sorted(files.list_names(run_dir.excluded_hosts)):
-        data = files.read(run_dir.excluded_hosts / name)
-        try:
-            fields = decode_checksummed(data or b"", number=EXCLUSION_FORMAT)
-        except (ValueError, KeyError):
-            continue
+    for name, fields in _decoded(run_dir.excluded_hosts, number=EXCLUSION_FORMAT):
         found.append(
             FaultyHost(
                 identity=HostIdentity(fields["host"]),

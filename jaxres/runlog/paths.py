@@ -8,6 +8,10 @@ from jaxres.storage.path import RunPath, is_remote
 SCRATCH = Path("~/.cache/jaxres/runs")
 
 
+LAUNCH_STATE, LAUNCH_EVENTS = "launch/desired_state.json", "launch/events"
+"""What `launch gce` writes and `jaxres report` reads, below the run directory."""
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths below one run directory.
@@ -121,12 +125,12 @@ class RunDir:
     @property
     def launch_events(self) -> RunPath:
         """Folder of the events of `launch gce`."""
-        return self.root / "launch" / "events"
+        return self.root / LAUNCH_EVENTS
 
     @property
     def launch_state(self) -> RunPath:
         """Desired state of `launch gce`, which has its newest events."""
-        return self.root / "launch" / "desired_state.json"
+        return self.root / LAUNCH_STATE
 
     def host_supervisor_events(self, attempt: int, host: int) -> RunPath:
         """Events of one host's supervisor in an attempt, such as preemption notices."""
