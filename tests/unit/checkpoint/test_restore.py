@@ -88,16 +88,21 @@ def restore(attempt, *, seconds=60, wanted=None):
     return found, clock
 
 
+def data_files(step_dir):
+    return [path for path in step_dir.rglob("*") if path.is_file()]
+
+
 def largest(step_dir):
-    files = [path for path in step_dir.rglob("*") if path.is_file()]
-    return max(files, key=lambda path: path.stat().st_size)
+    return max(data_files(step_dir), key=lambda path: path.stat().st_size)
 
 
 def spoil(attempt, step):
     """Flips one bit of the values of params/wide, which stock Orbax would not notice."""
-    path = largest(attempt.step_dir(step))
-    data = bytearray(path.read_bytes())
     values = np.asarray(state(step)["params"]["wide"])[3].tobytes()
+    contents = {path: path.read_bytes() for path in data_files(attempt.step_dir(step))}
+    # A save on a slow machine may have more than one data file.
+    (path,) = (path for path, data in contents.items() if values in data)
+    data = bytearray(contents[path])
     data[data.index(values)] ^= 1
     path.write_bytes(data)
 
