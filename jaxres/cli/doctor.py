@@ -214,7 +214,7 @@ class Doctor:
         yield Check(
             "pass",
             "batch",
-            f"{config.train.global_batch_size} rows = {plan.microbatches} (microbatches) x "
+            f"{config.train.global_batch_size} rows = {plan.num_turns} (microbatches) x "
             f"{plan.rows_per_device} (rows a device at once) x {plan.batch_shards} (batch shards)",
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema import RunConfig
+from jaxres.config.schema import RunConfig, TrainSection
 from jaxres.config.schema_data import (
     HELDOUT,
     BytesTokenizer,
@@ -30,7 +30,13 @@ from jaxres.config.schema_data import (
 from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.config.schema_model import CustomModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
-from jaxres.config.schema_optimizer import CustomOptimizer, PiecewiseSchedule
+from jaxres.config.schema_optimizer import (
+    AdamwOptimizer,
+    CustomOptimizer,
+    LionOptimizer,
+    PiecewiseSchedule,
+    SgdOptimizer,
+)
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
@@ -47,6 +53,7 @@ def check(config: RunConfig) -> list[Problem]:
     return [
         *_numbers(config),
         *_batch(config),
+        *_reduction(config),
         *_model(config),
         *_optimizer(config),
         *_mesh(config),
@@ -65,8 +72,6 @@ def _numbers(config: RunConfig) -> Iterator[Problem]:
         yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
     if math.frexp(config.train.loss_scale.first)[0] != 0.5:
         yield Problem("train.loss_scale.first", "must be a power of two, such as 65536")
-    if config.train.reduction == "invariant":
-        yield Problem("train.reduction", "invariant is not built yet; use fast")
 
 
 def _nearest(value: int, divisor: int) -> str:
@@ -91,6 +96,43 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
             f"{rows} is not divisible by mesh.data * mesh.fsdp = {data} * {fsdp}; "
             f"try {_nearest(rows, data * fsdp)}",
             others=("mesh.data", "mesh.fsdp"),
+        )
+
+
+def _reduction(config: RunConfig) -> Iterator[Problem]:
+    train, mesh = config.train, config.mesh
+    shards, rows, parts = train.virtual_shards, train.global_batch_size, train.microbatches
+    if train.reduction == "fast":
+        if shards != TrainSection.model_fields["virtual_shards"].default:
+            yield Problem(
+                "train.virtual_shards",
+                "has no effect with train.reduction=fast; set invariant, or leave it out",
+                others=("train.reduction",),
+            )
+        return
+    if shards & (shards - 1):
+        yield Problem("train.virtual_shards", f"must be a power of two, such as 8 (got {shards})")
+    elif rows % shards or rows // shards % parts:
+        yield Problem(
+            "train.global_batch_size",
+            f"{rows} is not divisible by train.virtual_shards * train.microbatches = {shards} * "
+            f"{parts}; try {_nearest(rows, shards * parts)}",
+            others=("train.virtual_shards", "train.microbatches"),
+        )
+    if mesh.tensor not in (1, -1):
+        yield Problem(
+            "mesh.tensor",
+            "must be 1 with train.reduction=invariant: a split matrix product adds in another "
+            "order. Use mesh.fsdp and mesh.data",
+            others=("train.reduction",),
+        )
+    elementwise = AdamwOptimizer | LionOptimizer | SgdOptimizer
+    if mesh.fsdp != 1 and not isinstance(config.optimizer, elementwise):
+        yield Problem(
+            "mesh.fsdp",
+            f"must be 1 with train.reduction=invariant and optimizer.kind={config.optimizer.kind}, "
+            "which adds over whole arrays; or use adamw, lion or sgd",
+            others=("train.reduction", "optimizer.kind"),
         )
 
 

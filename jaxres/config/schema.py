@@ -90,7 +90,13 @@ class TrainSection(Section):
     On fewer devices the batch is split into more parts than train.microbatches, and the global
     batch stays the same."""
     reduction: Literal["fast", "invariant"] = "fast"
-    """invariant: bit-equal gradients on any number of devices (not implemented yet)."""
+    """invariant: the same bits on any number of devices and hosts.
+
+    Each device then holds all parameters and gradients during a step (docs/many-hosts.md)."""
+    virtual_shards: PositiveInt = later(8)
+    """Parts of a step's batch that reduction=invariant computes and adds in a fixed order.
+
+    A power of two; mesh.data x mesh.fsdp divides it."""
     loss_scale: LossScaleSection = LossScaleSection()
     """Scale of the loss, which keeps gradients within float16's range."""
 

@@ -19,8 +19,18 @@ NUM_NAMED = 8
 
 
 @dataclass(frozen=True)
+class BatchPart:
+    """Rows of a batch that a device computes at once, with those of other devices."""
+
+    rows: slice
+    """In the global batch."""
+    folds: tuple[int, ...]
+    """What is folded into the step's PRNG key, one after the other."""
+
+
+@dataclass(frozen=True)
 class MeshPlan:
-    """The split of a global batch: its rows = microbatches x rows_per_device x batch_shards."""
+    """The split of a global batch: its rows = num_turns x rows_per_device x batch_shards."""
 
     data: int
     fsdp: int
@@ -29,6 +39,8 @@ class MeshPlan:
     """Parts of the batch, computed one after the other."""
     rows_per_device: int
     """Rows of a microbatch that a device computes at once."""
+    virtual_shards: int | None = None
+    """With train.reduction=invariant: parts of the batch, which are split into microbatches."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -44,6 +56,26 @@ class MeshPlan:
     def rows_at_once(self) -> int:
         """Rows of a microbatch over all devices."""
         return self.rows_per_device * self.batch_shards
+
+    @property
+    def num_turns(self) -> int:
+        """Computations of a device in a step, one after the other."""
+        return self.microbatches * ((self.virtual_shards or self.batch_shards) // self.batch_shards)
+
+    def parts(self, num_rows: int) -> list[BatchPart]:
+        """Returns the parts of a batch, as the step computes them.
+
+        >>> [part.rows for part in MeshPlan(1, 1, 1, microbatches=2, rows_per_device=3).parts(6)]
+        [slice(0, 6, 2), slice(1, 6, 2)]
+        """
+        each = num_rows // (self.virtual_shards or 1)
+        found = list[BatchPart]()
+        for shard in range(self.virtual_shards or 1):
+            folds = () if self.virtual_shards is None else (shard,)
+            for index in range(self.microbatches):
+                rows = slice(shard * each + index, (shard + 1) * each, self.microbatches)
+                found.append(BatchPart(rows, folds if self.microbatches == 1 else (*folds, index)))
+        return found
 
     @property
     def num_devices(self) -> int:
@@ -184,6 +216,8 @@ def _fit(
             f"train.global_batch_size={batch} can't be split over mesh.data x mesh.fsdp = {shards} "
             f"(a new run: try {f'{below} or ' if below else ''}{below + shards})"
         )
+    if train.reduction == "invariant":
+        return _fit_invariant(train, data, fsdp, tensor)
     microbatches = _microbatches(train, batch // shards)
     if microbatches is None:
         return Infeasible(
@@ -192,6 +226,26 @@ def _fit(
             "Change it, or set train.max_rows_per_device, which then determines the microbatches"
         )
     return MeshPlan(data, fsdp, tensor, microbatches, batch // shards // microbatches)
+
+
+def _fit_invariant(train: TrainSection, data: int, fsdp: int, tensor: int) -> MeshPlan | Infeasible:
+    """Returns the plan with virtual shards; their rows and microbatches are those of any mesh."""
+    number, batch = train.virtual_shards, train.global_batch_size
+    if number % (data * fsdp):
+        return Infeasible(
+            f"mesh.data x mesh.fsdp = {data * fsdp} does not divide "
+            f"train.virtual_shards={number} (train.reduction=invariant)"
+        )
+    if tensor != 1:
+        return Infeasible(f"mesh.tensor={tensor} must be 1 with train.reduction=invariant")
+    rows = batch // number
+    microbatches = None if batch % number else _microbatches(train, rows)
+    if microbatches is None:
+        return Infeasible(
+            f"train.virtual_shards={number} x train.microbatches={train.microbatches} does not "
+            f"divide train.global_batch_size={batch}"
+        )
+    return MeshPlan(data, fsdp, tensor, microbatches, rows // microbatches, number)
 
 
 def _microbatches(train: TrainSection, rows: int) -> int | None:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,10 @@ from jaxres.config.schema_training import LEAST, LossScaleSection, SpikesSection
 from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import ema, grad_norm_stats, optimizer
 from jaxres.engine import loss_scale as scaling
+from jaxres.engine.invariant_reduction import InvariantReduction
 from jaxres.engine.state import TrainState
 from jaxres.engine.trainable import ALL, Trainable
+from jaxres.faults import ConfigError
 from jaxres.models.interface import Model, ModelState, Params, anywhere, compute_loss
 
 BatchArrays = Mapping[str, jax.Array]
@@ -144,6 +146,7 @@ def make_train_step(
     trainable: Trainable = ALL,
     ema_decay: float | None = None,
     sources: tuple[str, ...] = (),
+    reduction: InvariantReduction | None = None,
 ) -> TrainStep:
     """Returns the train step, whose state is to be donated; its metrics are as MetricsLayout reads.
 
@@ -152,6 +155,7 @@ def make_train_step(
     bands of that norm; None: any finite norm is applied. With a `loss_scale` the state must have
     one. `rate` is the schedule for a peak of 1; the peak (None: 1) is an input of the step, so that
     another one needs no compilation. With `sources`, those of a mixture, batches have SOURCE_KEY.
+    With a `reduction` `microbatches` are those of a virtual shard.
     """
 
     def train_step(
@@ -162,10 +166,13 @@ def make_train_step(
     ) -> tuple[TrainState, Float[Array, " M"]]:
         next_key, step_key = jax.random.split(jax.random.wrap_key_data(state.key))
         measured, grads, bad_B = _mean_loss_and_gradient(
-            model, trainable, state, batch, step_key, microbatches, sources
+            model, trainable, state, batch, step_key, microbatches, sources, reduction
         )
         loss = measured.loss
-        squares_G = optimizer.square_norms(grads)
+        if reduction is None:
+            squares_G = optimizer.square_norms(grads)
+        else:
+            squares_G = reduction.on_whole_arrays(optimizer.square_norms, grads)
         grad_norm = jnp.sqrt(jnp.sum(squares_G))
         band = _band(state.norms, grad_norm, spikes, clip_norm)
         applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & band.is_usual
@@ -264,19 +271,16 @@ def _mean_loss_and_gradient(
     key: jax.Array,
     microbatches: int,
     sources: tuple[str, ...],
+    reduction: InvariantReduction | None,
 ) -> tuple[_Measured, Params, Bool[Array, " B"]]:
     """Returns the mean loss and metrics, the loss's unscaled gradient, and flags of rows whose loss
     is not finite.
-
-    The model state goes from one microbatch to the next.
     """
-    trained, frozen = trainable.split(state.params)
 
-    def loss_sum(
-        trained: Params, model_state: ModelState | None, rows: BatchArrays, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
+    def loss_sum(trained: Params, given: _Given, rows: BatchArrays, key: jax.Array) -> Any:
         own = {name: array for name, array in rows.items() if name != SOURCE_KEY}
-        out = compute_loss(model, trainable.merge(trained, frozen), model_state, own, key)
+        params = trainable.merge(trained, given.frozen)
+        out = compute_loss(model, params, given.model_state, own, key)
         sums = [(jnp.sum(total_B), jnp.sum(w_B)) for total_B, w_B in out.metrics.values()]
         for number in range(len(sources)):
             mask_B = rows[SOURCE_KEY] == number
@@ -285,35 +289,77 @@ def _mean_loss_and_gradient(
         bad_B = ~jnp.isfinite(out.loss_sum_B)
         return jnp.sum(out.loss_sum_B), (jnp.sum(out.weight_B), bad_B, sums, out.model_state)
 
-    if state.loss_scale is None:
+    trained, frozen = trainable.split(state.params)
+    factor = None if state.loss_scale is None else state.loss_scale["factor"]
+    given = _Given(trained, frozen, state.model_state, factor)
+    if reduction is None:
+        sums, bad_B, model_state = _sums(loss_sum, given, batch, key, microbatches)
+    else:
+        if state.model_state is not None:
+            raise ConfigError(
+                "train.reduction: invariant is impossible with a model that has a state "
+                "(init_state), which goes from one part of the batch to the next; use fast."
+            )
+        sums, bad_B = reduction.sums(
+            lambda given, rows, key: _sums(loss_sum, given, rows, key, microbatches)[:2],
+            given,
+            batch,
+            key,
+        )
+        model_state = None
+    total, weight, grads, pairs = sums
+    measured = _Measured(total / weight, [part / own for part, own in pairs], model_state)
+    return measured, jax.tree.map(lambda g: g / weight, grads), bad_B
+
+
+class _Given(NamedTuple):
+    """What a computation of the gradient reads, besides the rows and the key."""
+
+    trained: Params
+    frozen: Any
+    model_state: ModelState | None
+    factor: jax.Array | None
+    """Loss scale; None: the run has none."""
+
+
+def _sums(
+    loss_sum: Callable[..., Any],
+    given: _Given,
+    batch: BatchArrays,
+    key: jax.Array,
+    microbatches: int,
+) -> tuple[Any, Bool[Array, " B"], ModelState | None]:
+    """Returns loss, weight, gradient and metrics, each summed over some rows, and the row flags.
+
+    The model state, which is returned too, goes from one microbatch to the next.
+    """
+    if given.factor is None:
         gradient = jax.value_and_grad(loss_sum, has_aux=True)
     else:
-        gradient = scaling.value_and_grad(loss_sum, state.loss_scale["factor"])
+        gradient = scaling.value_and_grad(loss_sum, given.factor)
     if microbatches == 1:
-        (total, (weight, bad_B, sums, model_state)), grads = gradient(
-            trained, state.model_state, batch, key
+        (total, (weight, bad_B, pairs, model_state)), grads = gradient(
+            given.trained, given, batch, key
         )
-    else:
+        return (total, weight, grads, pairs), bad_B, model_state
 
-        def add(carry: Any, microbatch: Any) -> Any:
-            model_state, sums = carry
-            index, rows = microbatch
-            own_key = jax.random.fold_in(key, index)
-            (total, (weight, bad, more, new)), grads = gradient(trained, model_state, rows, own_key)
-            return (new, jax.tree.map(jnp.add, sums, (total, weight, grads, more))), bad
+    def add(carry: Any, microbatch: Any) -> Any:
+        model_state, sums = carry
+        index, rows = microbatch
+        own_key, own = jax.random.fold_in(key, index), given._replace(model_state=model_state)
+        (total, (weight, bad, more, new)), grads = gradient(given.trained, own, rows, own_key)
+        return (new, jax.tree.map(jnp.add, sums, (total, weight, grads, more))), bad
 
-        parts = {name: _split(array, microbatches) for name, array in batch.items()}
-        first = {name: array[0] for name, array in parts.items()}
-        shapes = jax.eval_shape(gradient, trained, state.model_state, first, key)
-        zero = jnp.zeros((), jnp.float32)
-        num_sums = len(shapes[0][1][2])
-        start = (zero, zero, jax.tree.map(jnp.zeros_like, trained), [(zero, zero)] * num_sums)
-        (model_state, (total, weight, grads, sums)), bad_AR = jax.lax.scan(
-            add, (state.model_state, start), (jnp.arange(microbatches), parts)
-        )
-        bad_B = jnp.swapaxes(bad_AR, 0, 1).reshape(-1)
-    measured = _Measured(total / weight, [part / own for part, own in sums], model_state)
-    return measured, jax.tree.map(lambda g: g / weight, grads), bad_B
+    parts = {name: _split(array, microbatches) for name, array in batch.items()}
+    first = {name: array[0] for name, array in parts.items()}
+    shapes = jax.eval_shape(gradient, given.trained, given, first, key)
+    zero = jnp.zeros((), jnp.float32)
+    num_sums = len(shapes[0][1][2])
+    start = (zero, zero, jax.tree.map(jnp.zeros_like, given.trained), [(zero, zero)] * num_sums)
+    (model_state, sums), bad_AR = jax.lax.scan(
+        add, (given.model_state, start), (jnp.arange(microbatches), parts)
+    )
+    return sums, jnp.swapaxes(bad_AR, 0, 1).reshape(-1), model_state
 
 
 def _all_finite(tree: object) -> jax.Array:

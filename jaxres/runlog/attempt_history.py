@@ -18,7 +18,7 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
-from jaxres.runlog.guarantee import BITWISE, guarantee_level
+from jaxres.runlog.guarantee import BITWISE_LEVELS, guarantee_level
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, Start, SupervisorEnded
 
@@ -232,7 +232,7 @@ def _row(summary: AttemptSummary) -> str:
     )
     if summary.reason and summary.exit != ExitCode.DONE:
         row += f"{'':>8}{summary.reason.splitlines()[0]}\n"
-    if summary.guarantee not in (None, BITWISE):
+    if summary.guarantee not in (None, *BITWISE_LEVELS):
         row += f"{'':>8}guarantee: {summary.guarantee}\n"
     if summary.phase_seconds:
         longest = sorted(summary.phase_seconds.items(), key=lambda item: -item[1])

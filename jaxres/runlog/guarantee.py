@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from jaxres.runlog.history import start_of
 from jaxres.runlog.records import Record
 
 BITWISE = "bitwise on this topology"
+BITWISE_ANYWHERE = "bitwise on any number of devices"
+"""With train.reduction=invariant, on CPUs; on GPUs the compiled step depends on their number."""
+BITWISE_LEVELS = (BITWISE, BITWISE_ANYWHERE)
+REDUCTION, INVARIANT = "reduction", "invariant"
+"""Entry of Start.computation, and its value, of a run whose bits no topology changes."""
 UNKNOWN = "unknown"
 """Value of a digest that can't be computed, such as that of code that changed after its import."""
 PROGRAM, MODEL_CODE, DATA_CODE = "program", "model code", "data code"
@@ -75,7 +81,8 @@ def guarantee_level(starts: Sequence[Record]) -> str:
         return (
             "statistical: GPU kernels may add in any order; for bitwise set run.determinism=bitwise"
         )
-    return BITWISE
+    is_anywhere = now.get(REDUCTION) == INVARIANT and " cpu " in now.get("devices", "")
+    return BITWISE_ANYWHERE if is_anywhere else BITWISE
 
 
 def is_at_least(level: str, least: str) -> bool:
@@ -84,7 +91,11 @@ def is_at_least(level: str, least: str) -> bool:
     >>> is_at_least("statistical: jax differs", "statistical"), is_at_least("none: x", "bitwise")
     (True, False)
     """
-    good = {"bitwise": (BITWISE,), "statistical": (BITWISE, "statistical"), "any": ("",)}
+    good = {
+        "bitwise": BITWISE_LEVELS,
+        "statistical": (*BITWISE_LEVELS, "statistical"),
+        "any": ("",),
+    }
     return level.startswith(good[least])
 
 
@@ -99,8 +110,7 @@ def _changes(
     names = {*now, *(name for _, was in earlier for name in was)}
     changes: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names):
-        values = [was.get(name, _missing(name)) for _, was in earlier]
-        values.append(now.get(name, _missing(name)))
+        values = [_compared(name, computation) for computation in [*(w for _, w in earlier), now]]
         differing = [
             value
             for value, (_, was) in zip(values, earlier, strict=False)
@@ -124,6 +134,14 @@ def _first_change(
     raise AssertionError(f"{name} has not changed")
 
 
+def _compared(name: str, computation: Mapping[str, str]) -> str:
+    """Returns the part of an entry that decides bits: of invariant runs not the topology."""
+    value = computation.get(name, _missing(name))
+    if computation.get(REDUCTION) != INVARIANT or name not in ("devices", "mesh"):
+        return value
+    return "" if name == "mesh" else re.sub(r"^\d+ x | on \d+ hosts$", "", value)
+
+
 def _missing(name: str) -> str:
     return UNKNOWN if name in CODE else "not recorded"
 
@@ -141,7 +159,7 @@ def _text(changes: Mapping[tuple[str, int], Sequence[str]], starts: Sequence[Rec
     now = start_of(starts[-1]).computation
     groups: dict[int, list[str]] = {}
     for (name, first), was in sorted(changes.items(), key=lambda item: item[0][1]):
-        value = f"{' and '.join(was)} -> {now.get(name, 'not recorded')}"
+        value = f"{' and '.join(was)} -> {_compared(name, now)}"
         groups.setdefault(first, []).append(f"{name} {value}")
     return "; ".join(
         f"{', '.join(texts)} since step {start_of(starts[first]).step} "

@@ -36,6 +36,7 @@ from jaxres.engine.state import TrainState
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
 from jaxres.models import Model
+from jaxres.models.interface import anywhere
 from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files, memory_folder
@@ -294,7 +295,10 @@ def _guards(section: GuardsSection) -> tuple[Guard, ...]:
 
 def _row_origins(parts: Components) -> list[tuple[int, int]]:
     hosts = meshes.hosts_of_rows(parts.mesh, parts.rows_per_batch)
-    return [(host, row % parts.plan.microbatches) for row, host in enumerate(hosts)]
+    part_of = dict[int, int]()
+    for number, part in enumerate(parts.plan.parts(len(hosts))):
+        part_of |= dict.fromkeys(range(*part.rows.indices(len(hosts))), number)
+    return [(host, part_of[row]) for row, host in enumerate(hosts)]
 
 
 def _metrics(
@@ -414,7 +418,7 @@ def assemble(
         vocab_size=dataset.vocab_size,
         seq_len=config.data.seq_len,
         platform=platform,
-        keep_rows=meshes.pin_batch_dim(mesh),
+        keep_rows=meshes.pin_batch_dim(mesh) if plan.virtual_shards is None else anywhere,
         adapters=config.lora,
     )
     tx = optimizer.build(config.optimizer, axes=model.axes)

@@ -18,6 +18,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
 from jaxres.engine.executable import Signature
+from jaxres.engine.invariant_reduction import InvariantReduction
 from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError
@@ -57,6 +58,7 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
         trainable=parts.trainable,
         ema_decay=config.optimizer.ema_decay,
         sources=parts.sources,
+        reduction=_reduction(parts),
     )
     _check_names(config, parts.evaluated_shapes(rows=1))
     signature = _step_signature(parts, facts=facts)
@@ -65,6 +67,11 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
     traced = jitted.trace(*signature.arguments)
     _refuse_ordered_effects(traced, num_devices=parts.mesh.size)
     return traced
+
+
+def _reduction(parts: Components) -> InvariantReduction | None:
+    number = parts.plan.virtual_shards
+    return None if number is None else InvariantReduction(parts.mesh, number)
 
 
 def _refuse_ordered_effects(traced: Any, *, num_devices: int) -> None:
@@ -205,7 +212,7 @@ def _evaluation(
         parts.dataset.validation,
         metrics=parts.model_metrics,
         rows_per_batch=parts.plan.rows_at_once,
-        limit=parts.config.evaluation.batches * parts.plan.microbatches,
+        limit=parts.config.evaluation.batches * parts.plan.num_turns,
         mesh=parts.mesh,
     )
 

@@ -17,7 +17,14 @@ from jaxres.config.schema_data import single_sources
 from jaxres.engine import executable
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh_plan import MeshPlan
-from jaxres.runlog.guarantee import DATA_CODE, MODEL_CODE, PROGRAM, UNKNOWN
+from jaxres.runlog.guarantee import (
+    DATA_CODE,
+    INVARIANT,
+    MODEL_CODE,
+    PROGRAM,
+    REDUCTION,
+    UNKNOWN,
+)
 from jaxres.runlog.run_log import Claim
 from jaxres.train import compile_cache
 
@@ -47,6 +54,8 @@ def numerics_fingerprint(
         MODEL_CODE: _code_digest(("engine", "models"), [config.model, config.optimizer]),
         DATA_CODE: _code_digest(("data",), single_sources(config.data.source).values()),
     }
+    if plan.virtual_shards is not None:
+        fingerprint[REDUCTION] = INVARIANT
     if config.model.kind == "gpt":
         fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
     if any(part.kind == "images" for part in single_sources(config.data.source).values()):

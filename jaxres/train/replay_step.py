@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer
 from jaxres.engine.loss_scale import value_and_grad
+from jaxres.engine.mesh_plan import BatchPart
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
 from jaxres.engine.step import StepMetrics
 from jaxres.models import Model
@@ -78,7 +79,7 @@ def replay_step(
     placed = meshes.place_batch(mesh, batch.arrays)
     if explain:
         other = meshes.place_batch(mesh, batch_at(batch.next_cursor).arrays)
-        explained = _explain(parts.model, state, placed, other, parts.plan.microbatches)
+        explained = _explain(parts.model, state, placed, other, parts.plan.parts(rows))
     _, values = function(state, placed, None, peak_rate(history.rate_factor(step)))
     return ReplayResult(form.read(np.asarray(values))[0], batch, explained)
 
@@ -94,7 +95,7 @@ def _begin(
 
 
 def _explain(
-    model: Model, state: TrainState, batch: Any, other: Any, microbatches: int
+    model: Model, state: TrainState, batch: Any, other: Any, parts: Sequence[BatchPart]
 ) -> list[str]:
     """Returns where the first non-finite number occurs: in the forward pass, else the backward one.
 
@@ -102,13 +103,12 @@ def _explain(
     the state; then the batch is traced by itself.
     """
     _, key = jax.random.split(jax.random.wrap_key_data(state.key))
-    for index in range(microbatches):
+    for index, part in enumerate(parts):
         rows, others = (
-            {name: array[index::microbatches] for name, array in part.items()}
-            for part in (batch, other)
+            {name: array[part.rows] for name, array in arrays.items()} for arrays in (batch, other)
         )
-        own_key = key if microbatches == 1 else jax.random.fold_in(key, index)
-        where = f"microbatch {index}: " if microbatches > 1 else ""
+        own_key = functools.reduce(jax.random.fold_in, part.folds, key)
+        where = f"microbatch {index}: " if len(parts) > 1 else ""
         for name, function in (
             ("forward", _forward(model, state.model_state)),
             ("backward", _gradient(model, state)),

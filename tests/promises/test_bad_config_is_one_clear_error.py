@@ -51,9 +51,6 @@ BAD_CONFIGS = {
     ),
     "no section": Bad(("steps=3",), ("steps: unknown key", "train.steps")),
     "value for a section": Bad(("train=3",), ("train: is a section", "train.steps=...")),
-    "not built yet": Bad(
-        ("train.reduction=invariant",), ("train.reduction", "not built yet", "use fast")
-    ),
     "heads not divisible": Bad(
         ("mesh.tensor=4",),
         ("mesh.tensor: 4 does not divide model.num_heads=2", "model.num_kv_heads=2", "1, 2"),
@@ -91,6 +88,11 @@ BAD_PARTS = {
         ("train.global_batch_size=22",),
         ("train.global_batch_size=22", "4 devices:", "try 20 or 24", "feasible: 1, 2, 11, 22"),
         (("JAX_NUM_CPU_DEVICES", "4"),),
+    ),
+    "devices that do not divide the virtual shards": Bad(
+        ("train.reduction=invariant",),
+        ("3 devices: mesh.data x mesh.fsdp = 3 does not divide", "feasible: 1, 2, 4, 8"),
+        (("JAX_NUM_CPU_DEVICES", "3"),),
     ),
     "mesh of other devices": Bad(
         ("mesh.data=3",),

@@ -75,15 +75,15 @@ MODEL = GptModel(num_layers=1, d_model=64, num_heads=2, compute_dtype="float32")
 CLIP_NORM = 1.0
 
 
-def rows() -> dict[str, np.ndarray]:
+def rows(num: int = ROWS, length: int = LENGTH, vocab: int = VOCAB) -> dict[str, np.ndarray]:
     """Returns one batch of random tokens."""
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, vocab, (num, length + 1), dtype=np.int32)
     return {
         "tokens_BT": tokens[:, :-1],
         "targets_BT": tokens[:, 1:],
-        "segment_ids_BT": np.ones((ROWS, LENGTH), np.int32),
-        "positions_BT": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)),
-        "weights_BT": np.ones((ROWS, LENGTH), np.float32),
+        "segment_ids_BT": np.ones((num, length), np.int32),
+        "positions_BT": np.tile(np.arange(length, dtype=np.int32), (num, 1)),
+        "weights_BT": np.ones((num, length), np.float32),
     }
 
 

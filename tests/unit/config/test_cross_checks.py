@@ -137,8 +137,28 @@ LATER = "{after_step: 5, factor: 0.1}, {after_step: 5, factor: 0.2}"
             "model.kind: gpt reads tokens; images need vit or custom (docs/models.md)",
         ),
         (
-            ["train.reduction=invariant"],
-            "train.reduction: invariant is not built yet; use fast",
+            ["train.reduction=invariant", "train.virtual_shards=6"],
+            "train.virtual_shards: must be a power of two, such as 8 (got 6)",
+        ),
+        (
+            ["train.reduction=invariant", "train.global_batch_size=20"],
+            "train.global_batch_size: 20 is not divisible by train.virtual_shards * "
+            "train.microbatches = 8 * 1; try 16 or 24",
+        ),
+        (
+            ["train.reduction=invariant", "mesh.tensor=2"],
+            "mesh.tensor: must be 1 with train.reduction=invariant: a split matrix product adds in "
+            "another order. Use mesh.fsdp and mesh.data",
+        ),
+        (
+            ["train.reduction=invariant", "mesh.fsdp=2", "optimizer.kind=muon"],
+            "mesh.fsdp: must be 1 with train.reduction=invariant and optimizer.kind=muon, which "
+            "adds over whole arrays; or use adamw, lion or sgd",
+        ),
+        (
+            ["train.virtual_shards=16"],
+            "train.virtual_shards: has no effect with train.reduction=fast; set invariant, or "
+            "leave it out",
         ),
         (
             ["evaluation.every_steps=5", "data.heldout_fraction=0"],
@@ -230,9 +250,9 @@ def test_a_possible_combination_is_accepted(write: Write, overrides: list[str]):
 
 def test_all_impossible_combinations_are_reported_at_once_with_their_lines(write: Write):
     path = write(
-        MINIMAL + "  microbatches: 5\n  reduction: invariant\nmodel: {kind: gpt, d_model: 9}"
+        MINIMAL + "  microbatches: 5\n  virtual_shards: 16\nmodel: {kind: gpt, d_model: 9}"
     )
     with pytest.raises(ConfigError) as caught:
         load(path)
     places = [line.partition(": ")[0] for line in str(caught.value).split("\n")]
-    assert places == ["x.yaml:6", "x.yaml:5", "x.yaml:7"]
+    assert places == ["x.yaml:5", "x.yaml:6", "x.yaml:7"]

@@ -59,6 +59,25 @@ def test_every_plan_computes_the_whole_global_batch_within_its_bounds() -> None:
         assert fewer == [], "there was a plan with fewer microbatches"
 
 
+@pytest.mark.parametrize("bound", [None, 1, 2, 5])
+def test_with_the_invariant_reduction_a_device_computes_the_same_shapes_on_any_mesh(
+    bound: int | None,
+) -> None:
+    section = train(48, bound=bound).model_copy(update={"reduction": "invariant"})
+    counts = mesh_plan.feasible(MeshSection(), section, MLP, limit=64)
+    assert counts == (1, 2, 4, 8)
+    found = [mesh_plan.plan(MeshSection(), section, MLP, num_devices=n) for n in counts]
+    shapes = {(plan.virtual_shards, plan.microbatches, plan.rows_per_device) for plan in found}
+    assert shapes == {(8, {None: 1, 1: 6, 2: 3, 5: 2}[bound], {None: 6, 1: 1, 2: 2, 5: 3}[bound])}
+    for count, plan in zip(counts, found, strict=True):
+        assert plan.num_turns * plan.rows_per_device * count == 48
+        rows = [row for part in plan.parts(48) for row in range(*part.rows.indices(48))]
+        assert sorted(rows) == list(range(48))
+        assert len({part.folds for part in plan.parts(48)}) == len(plan.parts(48))
+    with pytest.raises(ConfigError, match=r"must be 1 with train\.reduction"):
+        mesh_plan.plan(MeshSection(tensor=2), section, MLP, num_devices=2)
+
+
 def test_every_row_is_computed_once_and_by_the_device_that_holds_it() -> None:
     for section, plan in {(s.global_batch_size, p): (s, p) for s, p in plans()}.values():
         batch, shards = section.global_batch_size, plan.batch_shards

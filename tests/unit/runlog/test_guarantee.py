@@ -2,7 +2,13 @@
 
 import pytest
 
-from jaxres.runlog.guarantee import BITWISE, guarantee_level, xla_flags
+from jaxres.runlog.guarantee import (
+    BITWISE,
+    BITWISE_ANYWHERE,
+    guarantee_level,
+    is_at_least,
+    xla_flags,
+)
 from jaxres.runlog.records import Record, Start
 
 SAME = {
@@ -62,6 +68,22 @@ def test_with_other_devices_the_source_of_the_model_is_compared():
     assert changed.startswith("none: devices")
     assert "model code m1 -> m2" in changed
     assert level(SAME, SAME | {"model code": "m2"}) == BITWISE, "such as another comment"
+
+
+def test_with_the_invariant_reduction_the_topology_changes_nothing():
+    one = SAME | {"reduction": "invariant", "mesh": "data=1", "devices": "1 x cpu cpu"}
+    many = one | {"mesh": "data=4", "devices": "4 x cpu cpu on 2 hosts", "program": "p2"}
+    assert level(one, many, one) == BITWISE_ANYWHERE
+    assert is_at_least(level(one, many), "bitwise")
+    changed = level(one, many | {"model code": "m2"})
+    assert changed == "none: model code m1 -> m2 since step 20 (attempt 2)"
+    moved = level(one, many | {"devices": "4 x gpu H100"})
+    assert moved == "statistical: devices cpu cpu -> gpu H100 since step 20 (attempt 2)"
+    gpu = {"xla_flags": "--xla_gpu_deterministic_ops=true", "executable": "e1"}
+    gpus = [each | gpu | {"devices": f"{n} x gpu H100"} for n, each in ((1, one), (4, many))]
+    assert level(gpus[0], gpus[0]) == BITWISE
+    other = gpus[1] | {"executable": "e2"}
+    assert level(gpus[0], other).startswith("statistical: executable e1 -> e2"), "not proven there"
 
 
 def test_code_that_is_not_recorded_is_unknown():
