@@ -45,6 +45,7 @@ WALL_CLOCK_MAY = {
     "jaxres/telemetry/alert_sender.py:TargetSender._record": "stamps a line",
     "jaxres/telemetry/alert_sender.py:TargetSender._deliver_next": "an hour, over processes",
     "jaxres/supervisor/preemption.py:_upcoming": "time until a time stamp of the server",
+    "jaxres/supervisor/preemption_watcher.py:PreemptionWatcher.__enter__": "time until a deadline",
     "jaxres/supervisor/preemption_watcher.py:PreemptionWatcher._dated": "now, for dated notices",
     "jaxres/data/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
     "jaxres/engine/executable.py:sources": "whether code is younger than the process that runs it",

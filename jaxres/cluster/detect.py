@@ -1,7 +1,8 @@
 """Detects this process's host id, the number of hosts and the coordinator's address.
 
-They come from the command line, else from JAXRES_* variables, else from the scheduler. Two sources
-must not contradict each other: four tasks that all claim to be host 0 are a common mistake.
+They come from the command line, else from JAXRES_* variables, else from the variables of what has
+started this process (`PLACES`). Two sources must not contradict each other: four tasks that all
+claim to be host 0 are a common mistake.
 """
 
 from __future__ import annotations
@@ -32,6 +33,61 @@ VARIABLES = {
     NUM_HOSTS: "JAXRES_NUM_HOSTS",
     HOST_ID: "JAXRES_HOST_ID",
 }
+
+
+@dataclass(frozen=True)
+class Place:
+    """What starts the processes of a job, and the variables in which it tells them their rank."""
+
+    name: str
+    host_id: str
+    num_hosts: str = VARIABLES[NUM_HOSTS]
+    coordinator: tuple[str, ...] = (VARIABLES[COORDINATOR],)
+    per_machine: str = ""
+    """Variable with the number of processes on this machine, of which there may be only one."""
+    example: str = ""
+    """Command that starts one process on every machine."""
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The variables that the place sets itself."""
+        names = (self.host_id, self.num_hosts, *self.coordinator)
+        return tuple(name for name in names if name not in VARIABLES.values())
+
+
+SLURM = Place(
+    "Slurm (`srun`, a step of several tasks)",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+)
+OPEN_MPI = Place(
+    "Open MPI (`mpirun`)",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    per_machine="OMPI_COMM_WORLD_LOCAL_SIZE",
+    example="mpirun --map-by ppr:1:node",
+)
+HYDRA = Place(
+    "MPICH, Intel MPI (`mpiexec`)",
+    "PMI_RANK",
+    "PMI_SIZE",
+    per_machine="MPI_LOCALNRANKS",
+    example="mpiexec -ppn 1",
+)
+TORCHRUN = Place(
+    "torchrun, and what sets the same variables",
+    "RANK",
+    "WORLD_SIZE",
+    ("MASTER_ADDR", "MASTER_PORT"),
+    per_machine="LOCAL_WORLD_SIZE",
+    example="torchrun --nproc-per-node=1 --no-python",
+)
+PMIX = Place("PMIx (`prterun`)", "PMIX_RANK")
+KUBERNETES = Place("Kubernetes (JobSet, Indexed Job)", "JOB_COMPLETION_INDEX")
+PLACES = (OPEN_MPI, HYDRA, TORCHRUN, SLURM, PMIX, KUBERNETES)
+"""The innermost first: mpirun starts its processes through srun, not the other way round."""
+MPI = (OPEN_MPI, HYDRA)
 SLURM_PORTS = range(61440, 65536)
 """Ports above the ephemeral ones; JAX derives its port from the job id in the same way."""
 SLURM_NO_REAL_STEP = 0xFFFFFFF0
@@ -77,7 +133,7 @@ def detect_cluster(
 
     Args:
       flags: those of `split_flags`.
-      environment: JAXRES_* and the variables of Slurm or of an indexed Kubernetes job.
+      environment: JAXRES_* and the variables of `PLACES`.
 
     Raises:
       UsageError: the values are incomplete, invalid or contradictory.
@@ -94,7 +150,9 @@ def detect_cluster(
     if NUM_HOSTS in claims and claims[NUM_HOSTS].value == 1:
         _check_host(claims.get(HOST_ID, _Claimed(0, "default")), claims[NUM_HOSTS])
         return ALONE, None  # Explicitly one host: each task of a Slurm step may be a separate run.
-    claims = _with_scheduler(claims, environment)
+    claims = _with_places(claims, environment)
+    if len(claims) < len(VARIABLES):
+        _refuse_half_set(environment)
     if not claims:
         return ALONE, None
     _require_all(claims)
@@ -109,26 +167,106 @@ def _merge_claims(
     for flag in first.keys() & second.keys():
         claim, other = first[flag], second[flag]
         if claim.value != other.value:
+            unset = "SLURM_STEP_ID" if other.source.startswith("SLURM") else other.source
             raise UsageError(
                 f"{claim.source} is {claim.value}, but {other.source} is {other.value}: omit one "
-                f"of them. With srun, omit {NUM_HOSTS} and {HOST_ID}, or unset SLURM_STEP_ID if "
-                f"this process is not a task of that step; {NUM_HOSTS} 1 starts a separate run."
+                f"of them. With srun, mpirun or torchrun, omit {NUM_HOSTS} and {HOST_ID}, or unset "
+                f"{unset} if this process is not a task of that job; {NUM_HOSTS} 1 starts a "
+                "separate run."
             )
     return {**second, **first}
 
 
-def _with_scheduler(
+def _with_places(
     claims: Mapping[str, _Claimed], environment: Mapping[str, str]
 ) -> dict[str, _Claimed]:
-    slurm = _slurm(environment)
-    if COORDINATOR in claims:
-        slurm.pop(COORDINATOR, None)  # Derived, so an explicit address takes precedence.
-    claims = _merge_claims(claims, slurm)
-    index = environment.get("JOB_COMPLETION_INDEX", "")
-    if index and not slurm and claims:  # An index alone means nothing: a sweep has one too.
-        source = "JOB_COMPLETION_INDEX"
-        claims = _merge_claims(claims, {HOST_ID: _Claimed(_parse(HOST_ID, index, source), source)})
-    return claims
+    """Returns the claims with those of the place that has started this process."""
+    found = {place: own for place in PLACES if (own := _claims_of(place, environment))}
+    first = next(iter(found), None)
+    for place, own in found.items():
+        ranks = {flag: claim for flag, claim in own.items() if flag != COORDINATOR}
+        if place is SLURM and first in MPI and not _agree(claims, ranks):
+            continue  # These are the ranks of mpirun's own daemons.
+        claims = _merge_claims(claims, ranks)
+        if COORDINATOR in own:  # Derived, so an explicit address takes precedence.
+            claims = {COORDINATOR: own[COORDINATOR], **claims}
+    for place in () if found else (PMIX, KUBERNETES):
+        text = environment.get(place.host_id, "")
+        if text and claims:  # An index alone means nothing: a sweep has one too.
+            index = _Claimed(_parse(HOST_ID, text, place.host_id), place.host_id)
+            claims = _merge_claims(claims, {HOST_ID: index})
+    return dict(claims)
+
+
+def _agree(claims: Mapping[str, _Claimed], others: Mapping[str, _Claimed]) -> bool:
+    return all(claims[flag].value == others[flag].value for flag in claims.keys() & others.keys())
+
+
+def _claims_of(place: Place, environment: Mapping[str, str]) -> dict[str, _Claimed]:
+    """Returns the values of a place that sets a rank and a number; {} if it starts one process."""
+    if place is SLURM:
+        return _slurm(environment)
+    names = place.own
+    if place.num_hosts not in names or not all(environment.get(name) for name in names):
+        return {}
+    host = _Claimed(_parse(HOST_ID, environment[place.host_id], place.host_id), place.host_id)
+    text = environment[place.num_hosts]
+    hosts = _Claimed(_parse(NUM_HOSTS, text, place.num_hosts), place.num_hosts)
+    if hosts.value == 1:
+        return {}
+    many = environment.get(place.per_machine, "")
+    if many.isdecimal() and int(many) > 1:
+        raise UsageError(
+            f"{place.per_machine}={many}: several processes are started on this machine, but one "
+            f"process of jaxres uses all its devices. Start one on each machine, as `"
+            f"{place.example}` does. Several on one machine: `python -m jaxres.launch local`"
+        )
+    claims = {HOST_ID: host, NUM_HOSTS: hosts}
+    return claims | ({COORDINATOR: _master(environment)} if place is TORCHRUN else {})
+
+
+def _master(environment: Mapping[str, str]) -> _Claimed:
+    """Returns MASTER_ADDR with a port: torchrun itself listens at MASTER_PORT."""
+    host, text = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    host = f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
+    address = parse_address(f"{host}:{text}", "MASTER_ADDR:MASTER_PORT")
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        step = 1 if address.port < 65535 else -1
+        address = Address(address.host, address.port + step)
+    return _Claimed(address, "MASTER_ADDR")
+
+
+def _refuse_half_set(environment: Mapping[str, str]) -> None:
+    """Raises UsageError if a place has set only some of its variables."""
+    for place in (OPEN_MPI, HYDRA, TORCHRUN, SLURM):
+        given = [name for name in place.own if environment.get(name)]
+        if place is SLURM:
+            marks = [name for name in given if name.startswith("SLURM_STEP")]
+            step = environment.get("SLURM_STEP_ID", "")
+            is_task = bool(marks) and not (step.isdecimal() and int(step) >= SLURM_NO_REAL_STEP)
+        else:
+            ranks = [name for name in given if name in (place.host_id, place.num_hosts)]
+            is_task = bool(ranks) and len(given) >= len(place.own) // 2
+        missing = [name for name in place.own if name not in given]
+        if not (is_task and missing) or environment.get(place.num_hosts) == "1":
+            continue
+        raise UsageError(
+            f"{place.name} has set {', '.join(given)}, but not {', '.join(missing)}: a process of "
+            "several needs all of them. Pass them on, for example into the container; or give "
+            f"{COORDINATOR}, {NUM_HOSTS} and {HOST_ID}; or unset them. {NUM_HOSTS} 1 starts a "
+            "separate run."
+        )
+
+
+def table() -> str:
+    """Returns the table of places in docs/many-hosts.md."""
+    rows = ["| started by | host id | number of hosts | address of host 0 |", "|---|---|---|---|"]
+    flags = [f"`{flag}`, `{VARIABLES[flag]}`" for flag in (HOST_ID, NUM_HOSTS, COORDINATOR)]
+    rows.append(f"| by hand | {' | '.join(flags)} |")
+    for place in PLACES:
+        address = ", ".join(f"`{name}`" for name in place.coordinator)
+        rows.append(f"| {place.name} | `{place.host_id}` | `{place.num_hosts}` | {address} |")
+    return "\n".join(rows)
 
 
 def _require_all(claims: Mapping[str, _Claimed]) -> None:

@@ -42,7 +42,7 @@ from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
-from jaxres.supervisor import signals
+from jaxres.supervisor import signals, time_limit
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 from jaxres.supervisor.run_config import parse_target, recorded_root, resolve_run
@@ -243,13 +243,23 @@ def _job(options: _Options, *, env: Mapping[str, str]) -> int:
         is_first = True
         while True:
             records = run_log.read_records(run_dir.log)
-            history = slurm_job.outcomes(journal.read(), records)
+            entries = journal.read()
+            history = slurm_job.outcomes(entries, records)
             left_out = {host.identity.name for host in faulty_hosts.read(run_dir, records)}
             allocation = Allocation(
-                nodes, counts, _seconds_left(job), frozenset(left_out | _down(nodes))
+                nodes,
+                counts,
+                _seconds_left(job),
+                frozenset(left_out | _down(nodes)),
+                options.job.signal_seconds,
             )
             decision = slurm_job.decide(
-                history, allocation, config, is_first=is_first, seed=secrets.randbits(32)
+                history,
+                allocation,
+                config,
+                is_first=is_first,
+                seed=secrets.randbits(32),
+                idle_jobs=slurm_job.idle_jobs(entries, records),
             )
             if isinstance(decision, End):
                 journal.append(Final(decision.exit))
@@ -352,20 +362,7 @@ def _state(job: str, columns: str = "%T") -> str | None:
 
 def _seconds_left(job: str) -> float | None:
     """Returns the time until the job's limit; None: it has none."""
-    return parse_time_left(_state(job, "%L") or "")
-
-
-def parse_time_left(text: str) -> float | None:
-    """Returns Slurm's time left in seconds; None: no limit, or unknown.
-
-    >>> parse_time_left("1-02:03:04"), parse_time_left("9:05"), parse_time_left("UNLIMITED")
-    (93784.0, 545.0, None)
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(86400 * days + 3600 * hours + 60 * minutes + seconds)
+    return time_limit.parse_time_left(_state(job, "%L") or "")
 
 
 def _down(nodes: Sequence[str]) -> set[str]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, in_force
 from jaxres.storage.codec import TaggedCodec
@@ -20,6 +21,8 @@ from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp, Res
 
 LEAST_SECONDS = 120.0
 """Less time than this before the job's limit is not worth another attempt in the same job."""
+EARLY_SECONDS = 60.0
+"""Slurm may send a job's signal so much earlier than asked."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,26 @@ def outcomes(
     return tuple(found)
 
 
+def idle_jobs(journal: Sequence[Entry], records: Sequence[Record]) -> int:
+    """Returns in how many of the newest jobs no attempt of the run has begun.
+
+    Such a job has had too few usable nodes, or srun has failed before the first process started.
+    """
+    attempts = {r.attempt for r in in_force(records) if isinstance(r.body, Claim)}
+    count = 0
+    for entry in journal:
+        match entry:
+            case Submitted():
+                count += 1
+            case Begun() if entry.attempt + 1 in attempts:
+                count = 0
+            case Final():
+                count = 0
+            case _:
+                pass
+    return count
+
+
 def _outcome(begun: Begun, ended: Ended | None, records: Sequence[Record]) -> AttemptOutcome[str]:
     """Returns the outcome of one start, by the run log if it has an attempt of it."""
     own = [r for r in in_force(records) if r.attempt == begun.attempt + 1]
@@ -145,6 +168,13 @@ class Allocation:
     """Time until the job's limit; None: it has none."""
     left_out: frozenset[str] = frozenset()
     """Nodes whose hardware has failed, which are excluded by hand, or which are down."""
+    signal_seconds: float = 0.0
+    """How long before the limit Slurm sends the signal, which it sends only once."""
+
+    @property
+    def least_seconds(self) -> float:
+        """Time until the limit that another attempt needs; the signal has still to come."""
+        return max(LEAST_SECONDS, self.signal_seconds + EARLY_SECONDS)
 
 
 def decide(
@@ -154,6 +184,7 @@ def decide(
     *,
     is_first: bool,
     seed: int,
+    idle_jobs: int = 0,
 ) -> Train | Resubmit | End:
     """Decides what the job does next.
 
@@ -163,7 +194,24 @@ def decide(
       config: limits of restarts.
       is_first: whether this job has not trained yet.
       seed: seed of the jitter of the backoff.
+      idle_jobs: number of the newest jobs in which no attempt has begun (`idle_jobs`).
     """
+    decision = _by_restart_policy(history, allocation, config, is_first=is_first, seed=seed)
+    limit = config.restart.max_attempts_without_commit
+    if isinstance(decision, Resubmit) and idle_jobs >= limit:
+        many = f"no attempt has begun in {idle_jobs} jobs in a row"
+        return End(ExitCode.NO_PROGRESS, f"{many}; {decision.reason}")
+    return decision
+
+
+def _by_restart_policy(
+    history: Sequence[AttemptOutcome[str]],
+    allocation: Allocation,
+    config: RunConfig,
+    *,
+    is_first: bool,
+    seed: int,
+) -> Train | Resubmit | End:
     seconds, reason = 0.0, "the first attempt"
     if history:
         unnamed = [replace(outcome, culprit=None) for outcome in history]
@@ -177,7 +225,7 @@ def decide(
     usable = tuple(node for node in allocation.nodes if node not in without)
     exclude = tuple(sorted(without))
     left = allocation.seconds_left
-    if not is_first and left is not None and left < LEAST_SECONDS + seconds:
+    if not is_first and left is not None and left < allocation.least_seconds + seconds:
         return Resubmit(exclude, seconds, f"the job's time limit is {left:.0f} s away; {reason}")
     fitting = [count for count in allocation.counts if count <= len(usable)]
     if not fitting:

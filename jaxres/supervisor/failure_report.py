@@ -65,7 +65,8 @@ def supervision_started(
         budget=decision.reason,
         excluded_slots=tuple(sorted(excluded)),
         num_hosts=policy.num_hosts,
-        policy=policy.restart.model_dump() | policy.launch.model_dump(),
+        policy=policy.restart.model_dump(mode="json")
+        | policy.launch.model_dump(mode="json", exclude={"gce"}),  # Its capacity is no limit here.
     )
     message = (
         f"the previous supervisor exited without a record (killed?); resuming ({decision.reason})"

@@ -1,5 +1,7 @@
 """Parses preemption notices of a GCE VM, and decides what to do in the remaining time. Pure.
 
+The time limit of a job (time_limit.py) is such a notice too.
+
 Unrecognised metadata values are ignored. `preempted` TRUE stays in force until the VM
 stops, a maintenance until the metadata server reports none.
 """
@@ -28,6 +30,8 @@ EVENT_SECONDS = 3600.0
 """Longest time from a maintenance-event to the stop that it announces."""
 UNKNOWN_WRITE_SECONDS = 300.0
 """Assumed duration of a save, for a distant deadline, while none has been timings."""
+UNKNOWN_WRITE_SHARE = 0.1
+"""The same for a time limit is at most this share of the whole time, so that a short job trains."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class PreemptionNotice:
     """When the notice was received, on the monotonic clock."""
     deadline: float | None
     """When the VM stops, on the monotonic clock; None: unknown."""
+    is_time_limit: bool = False
+    """Whether it is the job's time limit, known from the start: training on gains all the time."""
 
     def seconds_left(self, now: float) -> float | None:
         """Returns the seconds until the deadline; None: unknown."""
@@ -219,9 +225,13 @@ def decide(
     if (writing := timings.writing_seconds) is not None:
         rest, write = max(0.0, (write or 0.0) - writing), max(write or 0.0, writing)
     assert notice.deadline is not None
+    given = notice.deadline - notice.received_at
     assumed = UNKNOWN_WRITE_SECONDS if write is None else write
+    if write is None and notice.is_time_limit:
+        assumed = min(assumed, given * UNKNOWN_WRITE_SHARE)
     needed = timings.drain_seconds + rest + assumed
-    if notice.deadline - notice.received_at > NEAR_SECONDS and usable > needed + assumed:
+    is_distant = notice.is_time_limit or given > NEAR_SECONDS
+    if is_distant and usable > needed + assumed:
         return Decision("continue", f"{left:.0f} s are left, a save takes about {assumed:.3g} s")
     if write is None:
         if usable > timings.drain_seconds:

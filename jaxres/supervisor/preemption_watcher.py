@@ -1,4 +1,4 @@
-"""Polls the GCE metadata server for preemption notices of this machine.
+"""Polls the GCE metadata server for preemption notices of this machine, and reads the time limit.
 
 One thread per key runs a long poll, because the server delays each response until the key changes.
 The threads only pass values to the supervisor, through a queue and a pipe that wakes it. On a
@@ -15,7 +15,7 @@ from jaxres.config.schema_operations import PreemptionSection
 from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived, PreemptionWatchStarted
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor import gce_metadata, preemption, signals
+from jaxres.supervisor import gce_metadata, preemption, signals, time_limit
 from jaxres.supervisor.gce_metadata import Response, Server
 from jaxres.supervisor.preemption import ActiveNotices, MetadataValue, NoEvent, PreemptionNotice
 
@@ -59,6 +59,8 @@ class PreemptionWatcher:
             self.server = gce_metadata.detect(env, product=product)
         self._threads = WatcherThreads[MetadataValue | Noted]()
         self._active: ActiveNotices = {}
+        self._env = env
+        self._first_events: list[Event] = []
         self._is_first = self._is_early = True
 
     def __enter__(self) -> PreemptionWatcher:
@@ -66,7 +68,20 @@ class PreemptionWatcher:
             for key in preemption.KEYS:
                 name = key.partition("/")[2].partition("?")[0]
                 self._threads.start(name, partial(self._watch, self.server, key))
+        match time_limit.find(self._env, wall=self._clock.wall()):
+            case time_limit.TimeLimit(seconds, source):
+                self._apply_time_limit(seconds, source)
+            case time_limit.Unknown(reason):
+                self._first_events.append(Noted(reason))
+            case None:
+                pass
         return self
+
+    def _apply_time_limit(self, seconds: float, source: str) -> None:
+        now, description = self._clock.monotonic(), "this job reaches its time limit"
+        notice = PreemptionNotice(source, description, now, now + seconds, is_time_limit=True)
+        self._active = preemption.apply(self._active, source, notice)
+        self._first_events.append(PreemptionNoticeReceived(source, description, seconds))
 
     def __exit__(self, *_: object) -> None:
         self._threads.close(seconds=0.0)  # A thread may be in a long poll.
@@ -83,6 +98,7 @@ class PreemptionWatcher:
         if self._is_first:
             self._is_first = False
             events.append(PreemptionWatchStarted(self._address(), self._reason()))
+            events += self._first_events
         for value in self._threads.take():
             events += self._events_of(value)
         return events

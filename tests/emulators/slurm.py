@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
 READY_SECONDS = 60.0
@@ -42,7 +43,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=20
+KillWait=60
 MinJobAge=300
 SchedulerParameters=requeue_delay=1,sched_interval=2,bf_interval=2
 JobAcctGatherType=jobacct_gather/none
@@ -107,6 +108,19 @@ class SlurmCluster:
     def jobs(self) -> list[str]:
         """Returns the numbers of the jobs that wait or run."""
         return self.call("squeue", "--noheader", "--format=%i").split()
+
+    def start_waiting(self) -> None:
+        """Starts the jobs that wait for their begin time, a few seconds from now.
+
+        Slurm delays a job that it has put back in the queue by two minutes. It may not begin in the
+        second in which its last start was ended: a node refuses the credential, and the job fails.
+        """
+        for row in self.call("squeue", "--noheader", "--format=%i %t %S %r").splitlines():
+            job, state, begin, reason = row.split(maxsplit=3)
+            if (state, reason) != ("PD", "BeginTime") or begin == "N/A":
+                continue
+            if datetime.fromisoformat(begin) - datetime.now() > timedelta(seconds=30):
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def log(self) -> str:
         """Returns the end of the controller's log."""

@@ -5,6 +5,7 @@ A Slurm cluster of this machine (tests/emulators/slurm.py) with three nodes; a r
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import time_limit
 from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
 from tests.promises.trainer import (
@@ -38,8 +40,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
 ]
-PACE = "0.02"
-"""Four steps a second: half of them for each host."""
+PACE = "0.001"
+HELD = "row:240:gate"
+"""Each attempt waits after 20 steps: a host reads 12 rows a step."""
 
 
 @dataclass
@@ -70,7 +73,17 @@ class Job:
         self.wait(lambda: run_history(self.run_dir).step >= step, f"commit of step {step}")
 
     def wait_end(self) -> None:
-        self.wait(lambda: not self.cluster.jobs(), "end of all jobs")
+        def has_ended() -> bool:
+            self.cluster.start_waiting()
+            return not self.cluster.jobs()
+
+        self.wait(has_ended, "end of all jobs")
+
+    def shorten(self, number: str) -> None:
+        """Sets the time limit of a running job to 90 to 150 s from now: Slurm counts in minutes."""
+        since = self.cluster.call("squeue", "--noheader", f"--jobs={number}", "--format=%M")
+        minutes = math.ceil(((time_limit.parse_time_left(since) or 0.0) + 90) / 60)
+        self.cluster.call("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
 
     def printed(self) -> str:
         paths = sorted(Path(str(self.run_dir.root)).glob("slurm/job-*.txt"))
@@ -107,9 +120,10 @@ def job(cluster: SlurmCluster, tmp_path: Path, caches: Path) -> Iterator[Job]:
 
 
 def test_a_killed_worker_and_a_lost_node_cost_no_committed_step(
-    job: Job, fault_free_pair: RunDir
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
-    job.submit("--nodes", "2", "--partition", "closed,main", PACE=PACE)
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", "2", "--partition", "closed,main", **held)
     job.wait_commit(10)
     first = job.journal(Submitted)[0].job
     os.kill(job.workers()[-1], signal.SIGKILL)
@@ -120,6 +134,7 @@ def test_a_killed_worker_and_a_lost_node_cost_no_committed_step(
     job.wait_commit(known + 1)
     lost = job.journal(Begun)[-1].nodes[1]
     job.cluster.kill_node(lost)
+    gate.touch()
     try:
         job.wait_end()
     finally:
@@ -134,9 +149,14 @@ def test_a_killed_worker_and_a_lost_node_cost_no_committed_step(
 
 
 def test_a_job_saves_before_its_time_limit_and_goes_on_in_the_next_one(
-    job: Job, fault_free_pair: RunDir
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
-    job.submit("--nodes", "2", "--time", "1", "--signal-seconds", "25", PACE="0.05")
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", "2", "--time", "60", "--signal-seconds", "150", **held)
+    job.wait_commit(10)
+    job.shorten(job.journal(Submitted)[0].job)
+    job.wait(lambda: "SIGTERM: saving after the current step" in job.printed(), "the signal")
+    gate.touch()
     job.wait(lambda: len(job.journal(Submitted)) >= 2, "a second job")
     job.wait(lambda: len(starts(job.run_dir)) >= 2, "a second start")
     first, second = run_history(job.run_dir).starts[:2]
@@ -151,12 +171,15 @@ def test_a_job_saves_before_its_time_limit_and_goes_on_in_the_next_one(
 
 
 def test_a_cancelled_job_saves_stays_ended_and_can_be_continued(
-    job: Job, fault_free_pair: RunDir
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
-    job.submit("--nodes", "2", PACE=PACE)
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", "2", **held)
     job.wait_commit(10)
     (first,) = [entry.job for entry in job.journal(Submitted)]
     job.cluster.call("scancel", first)
+    job.wait(lambda: "SIGTERM: saving after the current step" in job.printed(), "the signal")
+    gate.touch()
     job.wait_end()
     assert job.cluster.state(first) == "CANCELLED"
     saved = run_history(job.run_dir).step
@@ -170,7 +193,7 @@ def test_a_cancelled_job_saves_stays_ended_and_can_be_continued(
 def test_a_node_whose_hardware_fails_is_excluded_from_the_next_job(
     job: Job, fault_free_pair: RunDir
 ) -> None:
-    job.submit("--nodes", "2", PACE="0.002", FAULT="trace:1:unhealthy_node", BAD_NODE="n2")
+    job.submit("--nodes", "2", PACE=PACE, FAULT="trace:1:unhealthy_node", BAD_NODE="n2")
     job.wait_end()
     first, second = job.journal(Begun)
     assert (first.nodes, second.nodes) == (("n1", "n2"), ("n1", "n3"))

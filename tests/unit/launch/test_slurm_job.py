@@ -106,6 +106,38 @@ def test_a_job_near_its_limit_is_submitted_again(left, kind):
     assert isinstance(decide(outcome(ExitCode.PREEMPTED, after=9), allocation=allocation), kind)
 
 
+@pytest.mark.parametrize(("left", "kind"), [(340.0, Resubmit), (380.0, Train)])
+def test_no_attempt_begins_in_a_job_whose_signal_has_been_sent(left, kind):
+    allocation = Allocation(NODES[:2], (2,), seconds_left=left, signal_seconds=300)
+    assert isinstance(decide(outcome(ExitCode.PREEMPTED, after=9), allocation=allocation), kind)
+
+
+def test_jobs_that_begin_no_attempt_are_submitted_again_within_a_budget():
+    few = Allocation(NODES[:2], (2,), left_out=frozenset({"n2"}))
+    limit = CONFIG.restart.max_attempts_without_commit
+
+    def decision(idle):
+        return slurm_job.decide((), few, CONFIG, is_first=True, seed=1, idle_jobs=idle)
+
+    assert isinstance(decision(limit - 1), Resubmit)
+    end = decision(limit)
+    assert isinstance(end, End)
+    assert end.exit == ExitCode.NO_PROGRESS
+    assert f"no attempt has begun in {limit} jobs in a row" in end.reason
+    assert "1 of the job's nodes are usable, 2 are needed" in end.reason
+
+
+def test_a_job_that_has_begun_an_attempt_resets_the_budget_of_those_that_have_not():
+    nodes, log = ("n1", "n2"), records((1, CLAIM))
+    trained = [Submitted("1"), Begun(0, 0, nodes), Ended(75)]
+    idle = [Submitted("2"), Submitted("3"), Begun(1, 0, nodes), Ended(1)]
+    assert slurm_job.idle_jobs([], log) == 0
+    assert slurm_job.idle_jobs(trained, log) == 0
+    assert slurm_job.idle_jobs([*trained, *idle], log) == 2
+    assert slurm_job.idle_jobs([*idle, *trained], log) == 0
+    assert slurm_job.idle_jobs([*trained, *idle, Final(84), Submitted("4")], log) == 1
+
+
 def test_a_short_job_trains_at_least_once():
     allocation = Allocation(NODES[:2], (2,), seconds_left=50.0)
     assert isinstance(decide(allocation=allocation, is_first=True), Train)

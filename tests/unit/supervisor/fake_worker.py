@@ -7,6 +7,7 @@ SCRIPT is JSON; a key that is absent means that nothing of that kind happens:
   enters: phase that it enters when they are finished
   end: [code, after_steps], announced by a message; `silent`: without the message
   saves: [seconds, saving]: how long a save has taken, and whether another one is in flight
+  saves_after: number of steps before these saves (default: none)
   on_stop: [code, seconds]: how it ends, and after how long, when a stop is requested
   on_loss: "abort" or "word": how it ends when a peer is gone or stopped
   lingers: seconds between its exit message and its end
@@ -39,14 +40,10 @@ class FakeWorker:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
         self.write("pid", os.getpid())
         self.send_status("phase_entered", phase="train")
-        if "saves" in self.script:
-            seconds, saving = self.script["saves"]
-            self.send_status("save_started", step=1)
-            self.send_status("save_ended", step=1, seconds=seconds)
-            if saving:
-                self.send_status("save_started", step=2)
         step = 0
         while True:
+            if "saves" in self.script and step == self.script.get("saves_after", 0):
+                self.send_saves(*self.script.pop("saves"))
             if step < self.script.get("steps", 1e9):
                 step += 1
                 self.send_status("step_finished", step=step, seconds=0.02)
@@ -70,6 +67,12 @@ class FakeWorker:
                     self.leave(79, "a peer is gone")
                 os.abort()
             time.sleep(0.02)
+
+    def send_saves(self, seconds, saving):
+        self.send_status("save_started", step=1)
+        self.send_status("save_ended", step=1, seconds=seconds)
+        if saving:
+            self.send_status("save_started", step=2)
 
     def note(self, number, frame):
         self.requested.add(number)

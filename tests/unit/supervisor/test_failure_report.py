@@ -1,13 +1,18 @@
 """Promises of the words after giving up: a remedy for the cause, and the end of the right log."""
 
+import json
 import signal
 
 import pytest
 
 from jaxres.exit_codes import ExitCode
+from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.events import EVENTS
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.failure_report import failure_text
+from jaxres.supervisor.failure_report import failure_text, supervision_started
+from jaxres.supervisor.restart_policy import Restart, RestartHistory, RestartPolicy
+from tests.unit.launch.gce_config import config
 
 
 @pytest.fixture
@@ -55,3 +60,13 @@ def test_a_missing_log_is_not_mentioned(run_dir):
 @pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.FENCED])
 def test_a_message_with_a_remedy_gets_no_second_one(run_dir, code):
     assert failure_text(run_dir, 3, AttemptResult(code, "why", committed=False), code=code) == ""
+
+
+def test_the_start_of_a_supervisor_is_an_event_also_with_a_job_on_vms_in_its_config():
+    loaded = config(launch={"max_hours": 3.0}, package="/code")
+    policy = RestartPolicy(loaded.restart, loaded.launch, num_hosts=(1, 2), began=0.0, seed=1)
+    history, first = run_log.fold([]), Restart(0.0, frozenset(), "")
+    event, _ = supervision_started(history, policy, RestartHistory(), first)
+    written = json.loads(json.dumps(EVENTS.encode(event)))
+    assert written["policy"]["max_hours"] == 3.0
+    assert "gce" not in written["policy"]

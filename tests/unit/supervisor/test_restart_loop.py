@@ -147,6 +147,16 @@ def test_a_near_preemption_ends_a_restart_delay_and_a_distant_one_does_not(run):
     assert ended.reason.startswith("this VM is being preempted between two attempts")
 
 
+@pytest.mark.parametrize(("deadline", "begins"), [("+5", False), ("+3600", True)])
+def test_no_attempt_begins_right_before_the_time_limit_of_the_job(run, deadline, begins):
+    env = {"JAXRES_DEADLINE": deadline}
+    with PreemptionWatcher(
+        PreemptionSection(), env=env, clock=run.clock, product=""
+    ) as run.preemption_watcher:
+        ended = restart_loop._wait_backoff(run, 0.0 if begins else 60.0)
+    assert (None if ended is None else ended.code) == (None if begins else ExitCode.PREEMPTED)
+
+
 def test_other_signals_do_not_end_a_restart_delay(run):
     run.signal(signal.SIGUSR1)
     run.signal(signal.SIGUSR2)

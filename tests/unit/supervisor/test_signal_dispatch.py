@@ -79,6 +79,29 @@ def test_a_sigterm_with_a_known_deadline_starts_no_save_that_cannot_finish(start
     assert "no time for another save" in supervisor.printed()
 
 
+@pytest.mark.parametrize(("seconds", "order"), [(40.0, signal.SIGTERM), (80.0, LEAVE)])
+def test_a_time_limit_causes_a_save_only_if_it_can_finish_before_it(tmp_path, seconds, order):
+    with supervisors(tmp_path) as start:
+        env = {"JAXRES_DEADLINE": "+60", "PREEMPTION": '{"metadata": "off"}'}
+        saves = {"saves": [seconds, False], "saves_after": 2}
+        supervisor = start(LEAVES | saves, env=env)
+        ended, _ = supervisor.ended()
+        assert (ended["code"], ended["requested"]) == (75, 75)
+        assert ended["reason"].startswith("this job reaches its time limit (JAXRES_DEADLINE)")
+        assert (supervisor.signalled(signal.SIGTERM), supervisor.signalled(LEAVE)) == (
+            ([0], []) if order == signal.SIGTERM else ([], [0])
+        )
+
+
+def test_a_distant_time_limit_does_not_stop_the_run(tmp_path):
+    with supervisors(tmp_path) as start:
+        env = {"JAXRES_DEADLINE": "+3600", "PREEMPTION": '{"metadata": "off"}'}
+        supervisor = start(LEAVES | {"saves": [0.1, False], "end": [0, 60]}, env=env)
+        ended, _ = supervisor.ended()
+        assert (ended["code"], ended["requested"]) == (0, None)
+        assert "notice: this job reaches its time limit, in 36" in supervisor.printed()
+
+
 def test_a_distant_deadline_does_not_stop_the_run_and_is_printed_once(start, metadata):
     metadata.announce(seconds=3600)
     supervisor = start(LEAVES | {"saves": [0.1, False], "end": [0, 60]})
