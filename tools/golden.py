@@ -1,11 +1,13 @@
-"""Writes the golden files: resolved configs of configs/, tables in docs/; `--check` compares only.
+"""Writes the golden files: resolved configs, tables in docs/, manifests; `--check` compares only.
 
 Their diff shows what a change does to every run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import sys
 from pathlib import Path
 
@@ -13,6 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxres import config, exit_codes, faults  # noqa: E402
+from jaxres.launch import k8s  # noqa: E402
+
+K8S_EXAMPLE = (
+    *("quickstart", "run.dir=gs://my-bucket/runs/first", "--image", "my-registry/jaxres:1"),
+    *("--nodes", "4", "--gpus-per-node", "8", "--service-account", "trainer", "--print"),
+)
 
 
 def golden_files() -> dict[Path, str]:
@@ -25,7 +33,20 @@ def golden_files() -> dict[Path, str]:
         loaded = config.load(path)
         text = f"# trajectory digest: {config.digest(loaded.config)}\n"
         files[ROOT / "tests" / "golden" / path.name] = text + config.dump_yaml(loaded.config)
+    for kind in ("jobset", "job"):
+        files[ROOT / "examples" / "k8s" / f"{kind}.yaml"] = _manifest("--kind", kind)
     return files
+
+
+def _manifest(*flags: str) -> str:
+    """Returns what `launch k8s` prints, without the ConfigMap."""
+    command = [*K8S_EXAMPLE, *flags]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        k8s.main(command, env={})
+    text = (
+        f"# Printed by `python -m jaxres.launch k8s {' '.join(command)}`,\n# after a ConfigMap.\n"
+    )
+    return text + printed.getvalue().partition("---\n")[2]
 
 
 def main(arguments: list[str]) -> int:

@@ -52,10 +52,18 @@ class _OpenAttempt:
     step_before: int
 
 
-def load_history(records: Sequence[Record], *, forgotten: Container[str] = ()) -> RestartHistory:
+def load_history(
+    records: Sequence[Record],
+    *,
+    forgotten: Container[str] = (),
+    supervised_only: bool = True,
+) -> RestartHistory:
     """Returns the outcomes of earlier supervisors; none of their attempts may still run.
 
-    `forgotten`: nonces of the claims of attempts whose faults are forgotten.
+    Args:
+      records: the run log.
+      forgotten: nonces of the claims of attempts whose faults are forgotten.
+      supervised_only: whether attempts that were not started by a restart loop are left out.
     """
     outcomes: list[AttemptOutcome[int]] = []
     attempt: _OpenAttempt | None = None
@@ -64,7 +72,7 @@ def load_history(records: Sequence[Record], *, forgotten: Container[str] = ()) -
         match record.body:
             case Claim():
                 outcomes += _killed_outcome(attempt, step)
-                is_supervised = record.body.slots is not None
+                is_supervised = record.body.slots is not None or not supervised_only
                 attempt, was_killed = None, is_supervised
                 if is_supervised:
                     attempt = _OpenAttempt(record.body, step)

@@ -210,7 +210,7 @@ COMMANDS = [
     Row("train c.yaml", USAGE, "JAXRES_COORDINATOR=a:b", env={"JAXRES_COORDINATOR": "a:b"}),
     Row("train c.yaml --num-hosts 3", USAGE, "omit one", env={"JAXRES_NUM_HOSTS": "2"}),
     Row(f"train c.yaml {JOB} localhost:7", USAGE, "JAXRES_SECRET", env={"JAXRES_SECRET": "x"}),
-    Row("launch", USAGE, "local, gce or slurm (got nothing"),
+    Row("launch", USAGE, "local, gce, slurm or k8s (got nothing"),
     Row("launch foo c.yaml", USAGE, "got foo"),
     Row("launch local", USAGE, "got nothing"),
     Row("launch local c.yaml", USAGE, "--hosts: how many workers?"),

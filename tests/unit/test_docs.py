@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
@@ -21,9 +22,10 @@ from jaxres.cli import data as data_command
 from jaxres.cluster import detect
 from jaxres.config.schema_model import CustomModel
 from jaxres.faults import UsageError
-from jaxres.launch import gce, local, slurm
+from jaxres.launch import gce, k8s, local, slurm
 from jaxres.models import custom
 from jaxres.supervisor.run_config import parse_target
+from tests.emulators import kubernetes
 from tests.unit.checkpoint import families
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +101,8 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
         _check_local(words[2:], tmp_path)
     elif words[:2] == ["launch", "slurm"]:
         _check_slurm(words[2:], tmp_path)
+    elif words[:2] == ["launch", "k8s"]:
+        _check_k8s(words[2:])
     elif words[:2] == ["launch", "gce"]:
         _check_gce(words[2:], tmp_path, monkeypatch)
     elif words[0] == "doctor":
@@ -169,6 +173,20 @@ def _check_slurm(words, tmp_path):
             slurm.main(words, env={})
     else:
         _check_target(list(slurm._parse(words).arguments), tmp_path)
+
+
+def _check_k8s(words):
+    """Prints the manifest, as far as the shell's redirection."""
+    words = words[: words.index(">")] if ">" in words else words
+    assert "--print" in words
+    for manifest in yaml.safe_load_all(_printed(lambda: k8s.main(words, env={}))):
+        kubernetes.check(manifest)
+
+
+def _printed(command):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert command() == 0
+    return out.getvalue()
 
 
 def _check_target(words, tmp_path):

@@ -1,0 +1,405 @@
+"""`launch k8s`: prints or submits the manifest of a run on Kubernetes; and the process of its pods.
+
+The manifest (k8s_manifest.py) tells Kubernetes after which exit codes it starts the hosts again.
+Before each restart the pods' process reads the run log and applies the budgets of `launch local`,
+which depend on committed steps; then it becomes `python -m jaxres.train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from jaxres import config as configs
+from jaxres import faults
+from jaxres.clock import Clock, SystemClock
+from jaxres.config import RunConfig
+from jaxres.config.argparser import Parser
+from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
+from jaxres.launch import k8s_manifest
+from jaxres.launch.k8s_manifest import ClusterOptions, Kind, Manifest
+from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
+from jaxres.storage.path import RunPath, is_remote
+from jaxres.supervisor import restart_policy, signals
+from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
+from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
+from jaxres.supervisor.run_config import find_run_dir, parse_target, resolve_run
+
+COMMAND = "python -m jaxres.launch k8s"
+USAGE = """\
+usage: python -m jaxres.launch k8s CONFIG.yaml [section.field=value ...] --image IMAGE
+           --print|--submit [--nodes N] [--gpus-per-node G] [--kind jobset|job]
+           [--namespace NAME] [--name NAME]
+           [--claim NAME:/path ...] [--service-account NAME] [--shm-size SIZE] [--queue NAME]
+           [--topology LABEL] [--exclude-node NODE ...] [--grace-seconds S] [--max-restarts N]
+
+Prints the manifest of a job that trains with one pod a node (kubectl apply -f -), or submits it.
+Kubernetes starts the hosts again after a preemption or a failure, until the last step is committed
+(0), or an attempt ends with what can't be retried (76, 78, 81, 85), or a budget of restarts without
+a new commit is used up (84). The pods read the config from a ConfigMap.
+--image: image with jaxres (Dockerfile); run.dir=...: in a bucket, or on a claim.
+--kind: jobset (default; needs JobSet 0.10.1 or newer), or job: a plain indexed Job, in which lost
+    pods are replaced one by one, and failures without a new commit are not counted.
+--claim: PersistentVolumeClaim and where it is mounted; may be repeated.
+--service-account: service account that may use the bucket.
+--shm-size: size of /dev/shm, such as 64Gi (up to the memory of the pod).
+--queue: local queue of Kueue. --topology: node label whose value all pods share, such as
+    cloud.google.com/gke-nodepool. --exclude-node: node that gets no pod.
+--grace-seconds: time from SIGTERM to SIGKILL (preemption.sigterm_seconds, else by measured saves).
+--max-restarts: most restarts for failures (100).
+"""
+CALL_SECONDS = 60.0
+
+
+def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Runs `launch k8s`; returns the exit code."""
+    if arguments[:1] == ["pod"]:
+        return _pod(arguments[1:], env=env, clock=SystemClock())
+    command = _parse(arguments)
+    objects, options = _render(command)
+    if command.is_submitted:
+        return _submit(objects, options, env=env)
+    sys.stdout.write(k8s_manifest.to_yaml(objects))
+    return ExitCode.DONE
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Parsed command line."""
+
+    target: RunPath
+    overrides: tuple[str, ...]
+    flags: argparse.Namespace
+    is_submitted: bool
+
+
+def _parse(arguments: Sequence[str]) -> _Command:
+    parser = Parser(prog=COMMAND, usage=USAGE, add_help=False)
+    parser.add_argument("--image", default="")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=0)
+    parser.add_argument("--kind", choices=get_args(Kind), default="jobset")
+    parser.add_argument("--namespace", default="default")
+    parser.add_argument("--name", default="")
+    parser.add_argument("--claim", action="append", default=[])
+    parser.add_argument("--service-account", default="")
+    parser.add_argument("--shm-size", default="")
+    parser.add_argument("--queue", default="")
+    parser.add_argument("--topology", default="")
+    parser.add_argument("--exclude-node", action="append", default=[])
+    parser.add_argument("--grace-seconds", type=int)
+    parser.add_argument("--max-restarts", type=int, default=k8s_manifest.MAX_RESTARTS)
+    parser.add_argument("--print", action="store_true")
+    parser.add_argument("--submit", action="store_true")
+    given, others = parser.parse_known_args(list(arguments))
+    target, overrides = parse_target(others, command=COMMAND)
+    if given.print == given.submit:
+        raise UsageError(f"give --print or --submit (usage: `{COMMAND} --help`)")
+    if not given.image:
+        raise UsageError(f"--image: which image has jaxres? (usage: `{COMMAND} --help`)")
+    for flag, least in (("nodes", 1), ("gpus_per_node", 0), ("max_restarts", 0)):
+        if getattr(given, flag) < least:
+            raise UsageError(f"--{flag.replace('_', '-')}: expected at least {least}")
+    if given.kind == "job" and given.topology:
+        raise UsageError("--topology: a plain Job has no such rule; use --kind jobset")
+    return _Command(target, tuple(overrides), given, given.submit)
+
+
+def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
+    """Returns the objects of the run, and the options that they were made with."""
+    if is_remote(command.target) or Path(command.target).is_dir():
+        raise UsageError(
+            f"{command.target}: give the config file of the run, with the same overrides; its pods "
+            "resume the run"
+        )
+    given = command.flags
+    loaded = configs.load(command.target, command.overrides)
+    run_dir = find_run_dir(loaded)
+    claims = tuple(_parse_claim(text) for text in given.claim)
+    _require_shared(loaded.config, run_dir.root, claims)
+    options = ClusterOptions(
+        image=given.image,
+        nodes=given.nodes,
+        gpus_per_node=given.gpus_per_node,
+        kind=given.kind,
+        namespace=given.namespace,
+        name=_checked_name(given.name or k8s_manifest.object_name(run_dir.root)),
+        queue=given.queue,
+        topology=given.topology,
+        service_account=given.service_account,
+        claims=claims,
+        shared_memory=given.shm_size,
+        excluded_nodes=tuple(given.exclude_node),
+        grace_seconds=grace_seconds(
+            loaded.config, longest_save_seconds(run_dir), asked=given.grace_seconds
+        ),
+        max_restarts=given.max_restarts,
+    )
+    return k8s_manifest.manifests(loaded.config, run_dir.root, options), options
+
+
+def _parse_claim(text: str) -> tuple[str, str]:
+    name, colon, path = text.partition(":")
+    if not (name and colon and path.startswith("/")):
+        raise UsageError(f"--claim {text}: expected the claim and its folder, as data:/data")
+    return name, path.rstrip("/") or "/"
+
+
+def _checked_name(name: str) -> str:
+    if not re.fullmatch("[a-z]([a-z0-9-]{0,46}[a-z0-9])?", name):
+        raise UsageError(
+            f"--name {name}: expected up to 48 lower-case letters, digits and hyphens, the first "
+            "of them a letter"
+        )
+    return name
+
+
+def _require_shared(config: RunConfig, root: RunPath, claims: Sequence[tuple[str, str]]) -> None:
+    """Refuses a run directory that would be lost with its pod.
+
+    Raises:
+      ConfigError: it is neither in a bucket nor on a claim.
+    """
+    if is_remote(root):
+        return
+    folders = [Path(path) for _, path in claims]
+    if config.run.dir is None or not any(Path(root).is_relative_to(path) for path in folders):
+        raise ConfigError(
+            f"run.dir={config.run.dir}: it would be lost with its pod. Give a bucket "
+            "(run.dir=gs://BUCKET/run), or a folder of a claim (--claim data:/data "
+            "run.dir=/data/run)"
+        )
+
+
+def longest_save_seconds(run_dir: RunDir) -> float | None:
+    """Returns the longest save of the run's newest attempt; None: none is known here.
+
+    A bucket is not asked: the manifest is printed without a network.
+    """
+    if run_dir.is_remote:
+        return None
+    attempt = run_log.fold(run_log.read_records(run_dir.log)).attempt
+    events = read_events(run_dir.events(attempt, 0)) if attempt else []
+    seconds = [row.get("seconds") for row in events if row["event"] == "save_committed"]
+    return max((float(text) for text in seconds if text is not None), default=None)
+
+
+def grace_seconds(config: RunConfig, save_seconds: float | None, *, asked: int | None) -> int:
+    """Returns the time from SIGTERM to SIGKILL: never less than a measured save needs.
+
+    Args:
+      config: preemption.sigterm_seconds is used if nothing is asked for.
+      save_seconds: the longest measured save; None: unknown.
+      asked: --grace-seconds.
+
+    Raises:
+      ConfigError: what was asked for is too short for the save.
+    """
+    needed = k8s_manifest.needed_grace_seconds(config, save_seconds)
+    configured = config.preemption.sigterm_seconds
+    if asked is None and configured is not None:
+        asked = round(configured)
+    if asked is None:
+        return needed
+    if asked < 1 or (save_seconds is not None and asked < needed):
+        measured = "" if save_seconds is None else f" (a save took {save_seconds:.0f} s)"
+        raise ConfigError(
+            f"{asked} s from SIGTERM to SIGKILL are too few to save{measured}: give at least "
+            f"--grace-seconds {needed}"
+        )
+    return asked
+
+
+# The process of a pod.
+
+
+def _pod(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> int:
+    """Waits or ends as the restart policy decides; else becomes `python -m jaxres.train`."""
+    restarts = _num_restarts(env)
+    if restarts:
+        with faults.refusals(at_start=False):  # The pods before this one have had access.
+            loaded, run_dir = resolve_run(*parse_target(arguments, command=f"{COMMAND} pod"))
+            records = run_log.read_records(run_dir.log)
+        decision = after_restart(records, loaded.config, restarts=restarts)
+        if isinstance(decision, GiveUp):
+            print_message(f"{decision.reason} ({exit_name(decision.exit)})")
+            return decision.exit
+        if decision is not None:
+            print_message(f"restart {restarts}: {decision.reason}")
+            clock.sleep(decision.after_seconds)
+    return _become_supervisor(arguments, {**env, RESTART_VARIABLE: "1" if restarts else "0"})
+
+
+def _become_supervisor(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Becomes `python -m jaxres.train` in this process: a signal from now on waits for it."""
+    signals.block()
+    os.execve(sys.executable, [sys.executable, "-m", "jaxres.train", *arguments], env)
+
+
+def _num_restarts(env: Mapping[str, str]) -> int:
+    text = env.get(k8s_manifest.RESTARTS, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def after_restart(
+    records: Sequence[Record], config: RunConfig, *, restarts: int
+) -> Restart | GiveUp | None:
+    """Decides what a restarted pod does; None: no attempt has ended yet. Pure.
+
+    All pods of the job decide alike, so that none waits for another that has ended.
+
+    Args:
+      records: the run log; no attempt runs.
+      config: limits of restarts.
+      restarts: how often Kubernetes has restarted the JobSet; what ended before it began does not
+        count, because an operator has submitted it since.
+    """
+    history = restart_policy.load_history(records, supervised_only=False).outcomes[-restarts:]
+    if not history:
+        return None
+    unlimited = config.launch.model_copy(update={"max_hours": None})
+    policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=restarts)
+    return restart_policy.decide(history, 0.0, policy)
+
+
+# Submission.
+
+
+def _submit(objects: Sequence[Manifest], options: ClusterOptions, *, env: Mapping[str, str]) -> int:
+    """Creates the objects: the job first, which refuses a second job of the run."""
+    try:
+        import kubernetes
+    except ImportError as error:
+        raise ConfigError(
+            "the Kubernetes client is not installed. Run `pip install -e '.[k8s]'` in the "
+            "checkout of jaxres, or print the manifest: --print | kubectl apply -f -"
+        ) from error
+    where = env.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    try:
+        if env.get("KUBECONFIG") or Path(where).exists():
+            kubernetes.config.load_kube_config(config_file=where)
+        else:
+            kubernetes.config.load_incluster_config()
+    except kubernetes.config.ConfigException as error:
+        raise ConfigError(f"{where}: no cluster is configured: {error}") from error
+    *others, job = objects
+    with kubernetes.client.ApiClient() as client:
+        api = _Api(kubernetes, client, options)
+        api.create_job(job)
+        for manifest in others:
+            api.create_or_replace(manifest)
+    kind = job["kind"].lower()
+    where = f"-n {options.namespace}"
+    sys.stdout.write(
+        f"{kind} {options.name} is submitted\n"
+        f"its state: kubectl get {kind} {options.name} {where}\n"
+        f"its output: kubectl logs -f {where} -l {_selector(options)}\n"
+        f"save and end: kubectl delete {kind} {options.name} {where}\n"
+    )
+    return ExitCode.DONE
+
+
+def _selector(options: ClusterOptions) -> str:
+    jobset = f"jobset.sigs.k8s.io/jobset-name={options.name}"
+    return jobset if options.kind == "jobset" else f"batch.kubernetes.io/job-name={options.name}"
+
+
+@dataclass(frozen=True)
+class _Api:
+    """Calls of the Kubernetes API, with typed errors."""
+
+    library: Any
+    """The module `kubernetes`."""
+    client: Any
+    options: ClusterOptions
+
+    def create_job(self, job: Manifest) -> None:
+        """Creates the JobSet or Job."""
+        space = self.options.namespace
+        if job["kind"] == "JobSet":
+            group = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION)
+            custom = self.library.client.CustomObjectsApi(self.client)
+            plural = k8s_manifest.JOBSET_PLURAL
+            self._call(
+                lambda: custom.create_namespaced_custom_object(
+                    *group,
+                    space,
+                    plural,
+                    job,
+                    field_validation="Strict",
+                    _request_timeout=CALL_SECONDS,
+                )
+            )
+        else:
+            batch = self.library.client.BatchV1Api(self.client)
+            self._call(
+                lambda: batch.create_namespaced_job(
+                    space, job, field_validation="Strict", _request_timeout=CALL_SECONDS
+                )
+            )
+
+    def create_or_replace(self, manifest: Manifest) -> None:
+        """Creates a ConfigMap or a Service, over that of an earlier job of the run."""
+        core = self.library.client.CoreV1Api(self.client)
+        kind = {"ConfigMap": "config_map", "Service": "service"}[manifest["kind"]]
+        space, name = self.options.namespace, self.options.name
+        limit = {"_request_timeout": CALL_SECONDS}
+        try:
+            create = getattr(core, f"create_namespaced_{kind}")
+            self._call(lambda: create(space, manifest, **limit))
+        except Fenced:
+            if kind == "config_map":
+                self._call(
+                    lambda: core.replace_namespaced_config_map(name, space, manifest, **limit)
+                )
+
+    def _call(self, request: Callable[[], Any]) -> None:
+        try:
+            request()
+        except self.library.client.ApiException as error:
+            raise self._typed(error) from error
+        except OSError as error:
+            raise StorageUnavailable(f"the Kubernetes API does not answer: {error}") from error
+        except self._unanswered() as error:
+            raise StorageUnavailable(f"the Kubernetes API does not answer: {error}") from error
+
+    def _unanswered(self) -> type[Exception]:
+        from urllib3.exceptions import HTTPError
+
+        return HTTPError
+
+    def _typed(self, error: Any) -> Exception:
+        name, said = self.options.name, error.reason
+        with suppress(ValueError, AttributeError, TypeError):
+            said = _message(error.body)
+        if error.status == 409:
+            return Fenced(
+                f"{name}: there is a job of this run already. If it has ended: kubectl delete "
+                f"{self.options.kind} {name} -n {self.options.namespace}; then submit again"
+            )
+        if error.status == 404 and self.options.kind == "jobset":
+            return ConfigError(
+                f"the cluster has no JobSet {k8s_manifest.JOBSET_VERSION}: install JobSet 0.10.1 "
+                "or newer (jobset.sigs.k8s.io), or give --kind job"
+            )
+        if error.status >= 500 or error.status == 429:
+            return StorageUnavailable(f"the Kubernetes API: {error.status} {said}")
+        return ConfigError(f"{name}: the Kubernetes API refuses it: {error.status} {said}")
+
+
+def _message(body: Any) -> str:
+    """Returns the message of an answer that refuses a request."""
+    return str(json.loads(body)["message"])
