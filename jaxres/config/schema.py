@@ -24,6 +24,7 @@ from jaxres.config.schema_operations import (
     LaunchSection,
     MemorySection,
     PreemptionSection,
+    PrometheusSection,
     ReplicaSection,
     RestartSection,
     ScrubSection,
@@ -187,6 +188,8 @@ class TelemetrySection(Section):
     In a bucket the files are updated every minute and at the end."""
     trackers: tuple[TrackerSection, ...] = free(())
     """Experiment trackers that get the metrics, as in [{kind: wandb, project: mine}]."""
+    prometheus: PrometheusSection | None = free(None)
+    """Exporter of metrics for Prometheus, in each supervisor; null: none."""
     sample_prompt: str = free("def ")
     """Prompt of the text sample at the end of the run."""
     sample_tokens: NonNegativeInt = free(0)
