@@ -56,9 +56,7 @@ class LiveTimeline:
         self.activity = Activity.START_UP
 
     def on_attempt_ended(self, *, announced: bool, now: float) -> None:
-        """The workers are gone. Without a reported end, the time since their last sign was lost."""
-        if not announced:
-            self.activity = Activity.DETECTION
+        """The workers are gone; without a reported end, training since the last step was lost."""
         self._end_interval(now)
         self._decide(Activity.UNKNOWN if announced else Activity.DETECTION)
         self.activity = Activity.DOWN

@@ -73,7 +73,7 @@ def test_a_message_is_in_the_pipe_when_the_method_returns(pipe):
         writer.on_event(PhaseChanged("train"))
         assert drain(pipe[0]) == [PhaseEntered("train")]
         writer.on_step(finished(1))
-        assert drain(pipe[0]) == [StepFinished(1, 0.5)]
+        assert drain(pipe[0]) == [StepFinished(1, 0.5, 1.0, 1, False)]
         writer.on_event(Noted("no progress"))
         assert drain(pipe[0]) == []
         writer.on_exit(ExitMessage(75, "asked", True))
