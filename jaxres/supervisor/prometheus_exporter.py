@@ -129,7 +129,7 @@ class _Collector:
             yield family
 
 
-class _Handler(WSGIRequestHandler):
+class _ScrapeRequest(WSGIRequestHandler):
     timeout = CLIENT_SECONDS
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -162,7 +162,7 @@ def _serve(address: str, collector: _Collector) -> _Server:
     host = host.removeprefix("[").removesuffix("]")
     family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
     server_type = _ServerV6 if family == socket.AF_INET6 else _Server
-    server = server_type((host, int(port)), _Handler)
+    server = server_type((host, int(port)), _ScrapeRequest)
     server.set_app(client.make_wsgi_app(registry))
     return server
 

@@ -70,7 +70,7 @@ def test_a_taken_address_is_a_warning_and_the_next_attempt_tries_again(tmp_path,
 
 
 def test_a_silent_client_is_dropped_and_the_next_one_is_served(tmp_path, address, monkeypatch):
-    monkeypatch.setattr(prometheus_exporter._Handler, "timeout", 0.05)
+    monkeypatch.setattr(prometheus_exporter._ScrapeRequest, "timeout", 0.05)
     host, _, port = address.partition(":")
     with exporter(tmp_path, address) as served:
         served.ensure_started(host=0, health=None)
