@@ -248,6 +248,72 @@ def test_a_stalled_run_is_an_alert_that_ends_with_the_next_step_and_a_dead_worke
     assert trainer.wait_exit() == 76, trainer.printed()
 
 
+def scraped(address: str) -> dict[str, float]:
+    """Returns each series that an exporter serves, or nothing if none answers."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return {}
+    series = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in series}
+
+
+@pytest.mark.slow
+def test_each_supervisor_of_a_job_serves_its_own_host_and_a_new_one_knows_the_kill_before(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    addresses = [free_address(), free_address()]
+    gate = tmp_path / "gate"
+    env = {"FAULT": f"row:{GATE_ROW}:gate", "GATE": str(gate)}
+
+    def start() -> list[TrainingProcess]:
+        at = free_address()
+        return [
+            workspace.start_host(
+                "job",
+                f"telemetry.prometheus.address={address}",
+                host=host,
+                hosts=2,
+                at=at,
+                config=FAULTY,
+                env=env,
+            )
+            for host, address in enumerate(addresses)
+        ]
+
+    def step_of(host: int) -> float:
+        return scraped(addresses[host]).get(f'jaxres_step{{host="{host}",run="job"}}', 0.0)
+
+    trainers = start()
+    for host, trainer in enumerate(trainers):
+        trainer.wait(lambda host=host: step_of(host) >= 5, what=f"steps in the metrics of {host}")
+    newest = max(trainers[0].steps())
+    for trainer in trainers:
+        trainer.kill()
+    for trainer in trainers:
+        trainer.wait_exit()
+
+    again = start()
+    killed = 'jaxres_restarts_total{cause="killed",host="%d",run="job"}'
+    replayed = 'jaxres_goodput_seconds_total{class="replayed",host="%d",run="job"}'
+    for host, trainer in enumerate(again):
+        trainer.wait(lambda host=host: step_of(host) >= 1, what=f"metrics of {host}")
+        assert scraped(addresses[host])[killed % host] == 1
+    gate.touch()
+    for host, trainer in enumerate(again):
+        found: dict[str, float] = {}
+        trainer.wait(
+            lambda host=host, found=found: (
+                found.update(scraped(addresses[host])) or found.get(replayed % host, 0.0) > 0
+            ),
+            what="a replay",
+        )
+    assert newest > 0
+    for trainer in again:
+        assert trainer.wait_exit() == 0, trainer.printed()
+
+
 @pytest.mark.slow
 def test_a_run_whose_address_is_taken_trains_to_its_end(workspace: Workspace) -> None:
     address = free_address()
