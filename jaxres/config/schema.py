@@ -178,7 +178,7 @@ class EvaluationSection(Section):
 
 
 class TelemetrySection(Section):
-    """Console output, TensorBoard and the text sample."""
+    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
 
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
@@ -267,7 +267,7 @@ class RunConfig(Section):
     hooks: tuple[HookSection, ...] = free(())
     """Functions of yours that look at the run, as in [{target: my:look, every_steps: 100}]."""
     telemetry: TelemetrySection = TelemetrySection()
-    """Console output, TensorBoard and the text sample."""
+    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
     deadlines: DeadlinesSection = DeadlinesSection()
     """Longest time without progress in each phase, after which the attempt ends as hung (80)."""
     hosts: HostsSection = HostsSection()

@@ -288,28 +288,23 @@ def test_each_supervisor_of_a_job_serves_its_own_host_and_a_new_one_knows_the_ki
     trainers = start()
     for host, trainer in enumerate(trainers):
         trainer.wait(lambda host=host: step_of(host) >= 5, what=f"steps in the metrics of {host}")
-    newest = max(trainers[0].steps())
     for trainer in trainers:
         trainer.kill()
     for trainer in trainers:
         trainer.wait_exit()
 
-    again = start()
-    killed = 'jaxres_restarts_total{cause="killed",host="%d",run="job"}'
-    replayed = 'jaxres_goodput_seconds_total{class="replayed",host="%d",run="job"}'
+    again = start()  # It is held at the gate too, so that it can't end before it is scraped.
     for host, trainer in enumerate(again):
-        trainer.wait(lambda host=host: step_of(host) >= 1, what=f"metrics of {host}")
-        assert scraped(addresses[host])[killed % host] == 1
-    gate.touch()
-    for host, trainer in enumerate(again):
-        found: dict[str, float] = {}
+        labels = f'host="{host}",run="job"'
+        replayed = f'jaxres_goodput_seconds_total{{class="replayed",{labels}}}'
         trainer.wait(
-            lambda host=host, found=found: (
-                found.update(scraped(addresses[host])) or found.get(replayed % host, 0.0) > 0
-            ),
+            lambda host=host, name=replayed: scraped(addresses[host]).get(name, 0.0) > 0,
             what="a replay",
         )
-    assert newest > 0
+        found = scraped(addresses[host])
+        assert found[f'jaxres_restarts_total{{cause="killed",{labels}}}'] == 1
+        assert found[f"jaxres_attempt{{{labels}}}"] == 2
+    gate.touch()
     for trainer in again:
         assert trainer.wait_exit() == 0, trainer.printed()
 
