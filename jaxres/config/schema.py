@@ -24,6 +24,7 @@ from jaxres.config.schema_operations import (
     LaunchSection,
     MemorySection,
     PreemptionSection,
+    PrometheusSection,
     ReplicaSection,
     RestartSection,
     ScrubSection,
@@ -183,7 +184,7 @@ class EvaluationSection(Section):
 
 
 class TelemetrySection(Section):
-    """Console output, TensorBoard and the text sample."""
+    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
 
     log_every_seconds: PositiveFloat = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
@@ -193,6 +194,8 @@ class TelemetrySection(Section):
     In a bucket the files are updated every minute and at the end."""
     trackers: tuple[TrackerSection, ...] = free(())
     """Experiment trackers that get the metrics, as in [{kind: wandb, project: mine}]."""
+    prometheus: PrometheusSection | None = free(None)
+    """Exporter of metrics for Prometheus, in each supervisor; null: none."""
     sample_prompt: str = free("def ")
     """Prompt of the text sample at the end of the run."""
     sample_tokens: NonNegativeInt = free(0)
@@ -270,7 +273,7 @@ class RunConfig(Section):
     hooks: tuple[HookSection, ...] = free(())
     """Functions of yours that look at the run, as in [{target: my:look, every_steps: 100}]."""
     telemetry: TelemetrySection = TelemetrySection()
-    """Console output, TensorBoard and the text sample."""
+    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
     deadlines: DeadlinesSection = DeadlinesSection()
     """Longest time without progress in each phase, after which the attempt ends as hung (80)."""
     hosts: HostsSection = HostsSection()

@@ -128,6 +128,20 @@ class MlflowTracker(Section):
 TrackerSection = Annotated[WandbTracker | MlflowTracker, Field(discriminator="kind")]
 
 
+def _listening(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError("must be HOST:PORT, as 127.0.0.1:19400, 0.0.0.0:19400 or [::1]:19400")
+    return text
+
+
+class PrometheusSection(Section):
+    """Exporter of metrics for Prometheus in each supervisor (docs/metrics.md)."""
+
+    address: Annotated[str, AfterValidator(_listening)] = free("127.0.0.1:19400")
+    """Address HOST:PORT on which /metrics is served to everyone who can connect."""
+
+
 class PreemptionSection(Section):
     """Sources of preemption notices, and the time that each leaves."""
 

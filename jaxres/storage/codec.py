@@ -156,6 +156,8 @@ def _required(kind: type[Any]) -> frozenset[str]:
 
 def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
     """Converts a parsed JSON value to the declared type of a field."""
+    if type(value) in _SCALARS.get(hint, ()):  # Most fields, also those of each step's message.
+        return value
 
     def item(item_hint: Any, element: Any) -> Any:
         return _value(item_hint, element, name=name, ignore_unknown=ignore_unknown)

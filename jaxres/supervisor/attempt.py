@@ -16,6 +16,7 @@ from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption import SaveTimings
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink, RemoteHost
+from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.supervisor.worker_process import Worker
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import News
@@ -51,6 +52,8 @@ class RunningAttempt:
     """Watches the GPUs of this host; None: nothing does."""
     on_news: Callable[[News], None] = ignore_news
     """Called when the saves of host 0 begin to fail, and when they recover."""
+    run_metrics: RunMetrics | None = None
+    """Receives what is exported for monitoring; None: nothing is."""
     stop_requested: ExitCode | None = None
     """Exit code of the stop that was requested; None: no stop was requested."""
     stop_reason: str = ""

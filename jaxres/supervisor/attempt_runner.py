@@ -36,7 +36,7 @@ from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, RunHistory, RunLog
+from jaxres.runlog.run_log import Claim, Record, RunHistory, RunLog
 from jaxres.runlog.supervisor_events import (
     CheckpointDamageFound,
     ReplicaBehind,
@@ -59,9 +59,11 @@ from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.proc_stat import read_proc_stat
+from jaxres.supervisor.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.tracker_processes import TrackerProcesses
@@ -104,6 +106,8 @@ class ClaimedAttempt:
     """Watches for preemption notices of this machine; None: nothing does."""
     health_watcher: HealthWatcher | None = None
     """Watches the GPUs of this machine; None: nothing does."""
+    run_metrics: RunMetrics | None = None
+    """Receives what is exported for monitoring; None: nothing is."""
 
 
 def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:
@@ -151,12 +155,10 @@ def run_attempt(
     """Claims an attempt, runs it and records its result; returns the exit code.
 
     Args:
-      target: a config file or a run directory.
-      overrides: `section.field=value` arguments.
+      target, overrides: a config file or a run directory; `section.field=value` arguments.
       run: runs the claimed attempt to its end.
       is_complete: returns whether there is nothing left to train, and prints so.
-      env: the attempt's environment.
-      rendezvous: the rendezvous of the job's hosts, before anything is claimed.
+      env, rendezvous: the attempt's environment; how its hosts connect before it is claimed.
       threads: number of CPU threads of this process if it trains itself (--inline); None: the
         workers are processes of their own, and get the run's number.
       hold_signals: from now on keeps the signals for `run`, so that the result is recorded.
@@ -179,6 +181,7 @@ def run_attempt(
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
         scrub = stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock))
+        exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         hold_signals()
         given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
@@ -186,6 +189,7 @@ def run_attempt(
         opened = dataclasses.replace(
             opened, preemption_watcher=preemption_watcher, health_watcher=health_watcher
         )
+        opened = opened if threads is not None else _export(exporter, opened, records)
         trackers.ensure_started(opened.claim.attempt)
         replica.ensure_started(_print_event)
         scrub.ensure_started(_print_event)
@@ -197,6 +201,15 @@ def run_attempt(
     if ended.is_printed:
         print_result(ended, run_dir, opened.claim)
     return ended.code
+
+
+def _export(
+    exporter: PrometheusExporter, opened: ClaimedAttempt, records: Sequence[Record]
+) -> ClaimedAttempt:
+    """Returns the attempt with the metrics that are served from now on, if any are."""
+    exporter.on_history(records)
+    exporter.ensure_started(host=opened.hosts[0], health=opened.health_watcher)
+    return dataclasses.replace(opened, run_metrics=exporter.metrics)
 
 
 def _print_event(event: Event) -> None:
@@ -327,6 +340,7 @@ def run_local_workers(
         fork_server=fork_server,
         preemption_watcher=opened.preemption_watcher,
         health_watcher=opened.health_watcher,
+        run_metrics=opened.run_metrics,
     )
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)

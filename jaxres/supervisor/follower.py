@@ -33,6 +33,7 @@ from jaxres.supervisor.attempt_runner import (
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.worker_group import as_follower
@@ -66,11 +67,14 @@ def follow(
         joined = as_follower(
             config, run_dir, member, address, secret=secret, identity=identity, clock=clock
         )
+        exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
         attempt_number, peers = stack.enter_context(joined)
         signals.block()
         records = run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
         delete_unused_memory(run_dir, config)
+        exporter.on_history([record for record in records if record.attempt < claim.attempt])
+        exporter.ensure_started(host=member.host, health=health_watcher)
         command = worker_command(run_dir, claim, member, env=env)
         ended = supervise(
             {member.host: command},
@@ -85,6 +89,7 @@ def follow(
             peers=peers,
             preemption_watcher=preemption_watcher,
             health_watcher=health_watcher,
+            run_metrics=exporter.metrics,
         )
     report_fault(run_dir, claim, ended, host=member.host, clock=clock)
     upload_artifacts(run_dir, claim.attempt)

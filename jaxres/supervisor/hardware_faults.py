@@ -106,6 +106,8 @@ def _announce(running: RunningAttempt, finding: Finding) -> None:
         number=running.num_hardware_faults,
     )
     running.event_log.emit(event)
+    if running.run_metrics is not None:
+        running.run_metrics.on_fault(event)
     print_message(f"hardware: {finding}; {WHAT_FOLLOWS[finding.action]}")
     watcher = running.health_watcher
     if finding.action == "warn" and watcher is not None and watcher.on_fault is not None:

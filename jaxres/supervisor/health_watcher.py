@@ -120,6 +120,14 @@ class HealthWatcher:
         process = self._process
         return {process.pid} if process is not None and process.poll() is None else set()
 
+    def gpu_values(self) -> Mapping[str, Mapping[str, int]]:
+        """Returns label of each GPU -> its newest readings; may be called from any thread."""
+        return {gpu: state.last for gpu, state in self._states.copy().items()}
+
+    def host_reading(self) -> HostReading | None:
+        """Returns the newest reading of the host, if there is one; from any thread."""
+        return next(iter(list(self._host)[-1:]), None)
+
     def poll(self) -> list[HealthWatchStarted | Finding]:
         """Returns what was found since the last call."""
         if self._section is not None:

@@ -50,6 +50,7 @@ from jaxres.supervisor.failure_report import failure_text
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.replica_process import ReplicaProcess
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
@@ -99,6 +100,8 @@ class LoopState:
     """Replicates the committed steps, over all attempts."""
     scrub: ScrubProcess
     """Verifies committed steps in the background, over all attempts."""
+    exporter: PrometheusExporter
+    """Serves metrics, over all attempts."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -129,10 +132,9 @@ def run_restart_loop(
     """Runs attempts until the run ends; returns the exit code.
 
     Args:
-      config, run_dir: of every attempt; no live process holds the run directory.
+      config, run_dir, env, clock: of all attempts; no live process holds the run directory.
       policy, run_attempt: when to restart, and what runs a claimed attempt (`_run_claimed`).
       unconfirmed: path of the last step if it is committed and does not count yet.
-      env, clock: the environment of all attempts, and the supervisor's clock.
       alerts: receive the events of the loop; entered once the run lock is held.
     """
     with contextlib.ExitStack() as stack:
@@ -166,6 +168,7 @@ def run_restart_loop(
             trackers=trackers,
             replica=replica,
             scrub=stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock)),
+            exporter=stack.enter_context(PrometheusExporter(config, run_dir, clock=clock)),
             fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
@@ -289,7 +292,9 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
 
 def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
     """Runs one attempt, after what earlier ones have left behind is killed."""
-    _refresh_history(run, run_log.read_records(run.run_dir.log, known=run.last_seq))
+    records = run_log.read_records(run.run_dir.log, known=run.last_seq)
+    _refresh_history(run, records)
+    run.exporter.on_history(records)
     _kill_leftovers(run, run.run_history.claims)
     newest, steps = run.run_history.newest, run.config.train.steps
     # It was verified when this command began, or when it was saved.
@@ -317,7 +322,10 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
         known=run.last_seq,
     )
     opened = dataclasses.replace(
-        opened, preemption_watcher=run.preemption_watcher, health_watcher=run.health_watcher
+        opened,
+        preemption_watcher=run.preemption_watcher,
+        health_watcher=run.health_watcher,
+        run_metrics=run.exporter.metrics,
     )
     run.claim, run.last_seq = opened.claim, opened.last_seq
     run.run_history = dataclasses.replace(
@@ -326,6 +334,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
     run.trackers.ensure_started(opened.claim.attempt)
     run.replica.ensure_started(run.emit)
     run.scrub.ensure_started(run.emit)
+    run.exporter.ensure_started(host=opened.hosts[0], health=run.health_watcher)
     ended = attempt_runner.consume_stop_file(run.run_dir, opened.claim)
     if ended is None:
         deadline = restart_policy.deadline(run.policy)

@@ -33,6 +33,7 @@ from jaxres.supervisor.remote_hosts import LEADER, FollowerLinks, LeaderLink, Re
 from jaxres.supervisor.root_cause import HostStatus, WorkerExit
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.supervisor.watchdog import LEAVE_SECONDS, limit_seconds, overdue_seconds
 from jaxres.supervisor.worker_process import Worker, kill_process_groups, spawn_worker, wait_for
 from jaxres.telemetry.heartbeat import News
@@ -62,14 +63,14 @@ def supervise(
     fork_server: ForkServer | None = None,
     preemption_watcher: PreemptionWatcher | None = None,
     health_watcher: HealthWatcher | None = None,
+    run_metrics: RunMetrics | None = None,
 ) -> AttemptResult:
     """Runs the workers until they have all exited; returns the result of the attempt.
 
     Args:
       commands: argv of the workers here by host, to which `--status-fd N` is appended.
       run_dir: the run directory, whose request files are handled.
-      attempt: the attempt that the workers belong to.
-      last_seq: sequence number of the attempt's claim in the run log.
+      attempt, last_seq: the workers' attempt, and the number of its claim in the run log.
       limits: the deadlines by phase.
       run_lock: its heartbeat is written meanwhile; None: the supervisor of host 0 holds the lock.
       clock: the supervisor's clock.
@@ -80,7 +81,7 @@ def supervise(
       deadline: when the workers are asked to save and stop, on the clock.
       on_news: called with what host 0 reports for the alerts: failing saves, a slow host.
       fork_server: forks the workers, and is started once training runs; None: no forks.
-      preemption_watcher, health_watcher: watch this machine; None: nothing does.
+      preemption_watcher, health_watcher, run_metrics: watch this machine, export; None: off.
     """
     with contextlib.ExitStack() as stack:
         path = run_dir.host_supervisor_events(attempt, min(commands))
@@ -90,7 +91,7 @@ def supervise(
         running = RunningAttempt(
             *(run_dir, attempt, limits, clock, [], others, deadline),
             *(num_hosts, preemption_watcher, event_log, fork_server, env),
-            *(health_watcher, on_news),
+            *(health_watcher, on_news, run_metrics),
         )
         try:
             _spawn_workers(running, commands, is_alone=num_hosts == 1)
@@ -122,6 +123,9 @@ def _spawn_workers(
             fork=None if running.fork_server is None else running.fork_server.fork,
         )
         running.workers.append(worker)
+    if running.run_metrics is not None:
+        running.workers[0].on_message = running.run_metrics.on_status
+        running.run_metrics.on_attempt_started(running.number)
 
 
 def _run_dir_watcher(running: RunningAttempt, owner: RunLock, *, last_seq: int) -> RunDirWatcher:
@@ -152,6 +156,8 @@ def _connect_links(
 
 def _send_exit(running: RunningAttempt, ended: AttemptResult) -> None:
     """Sends this supervisor's result to the others, so that none of them waits for it."""
+    if running.run_metrics is not None:
+        running.run_metrics.on_attempt_ended(announced=ended.announced)
     if running.links is not None:
         running.links.send_exit(ended, step=running.step)
 

@@ -9,7 +9,7 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from jaxres.telemetry.heartbeat import (
     SavesFailing,
     SavesRecovered,
     SpeedChanged,
+    StatusMessage,
     decode,
     result_of_exit_message,
 )
@@ -118,6 +119,8 @@ class Worker:
     exit_message: ExitMessage | None = None
     """The exit message of the worker; None: it has sent none."""
     end: WorkerExit | None = None
+    on_message: Callable[[StatusMessage], None] | None = None
+    """Called with each message, first of all."""
     _partial_line: bytes = b""
     _is_pipe_closed: bool = False
     """Whether the worker has closed its end of the pipe."""
@@ -183,6 +186,8 @@ class Worker:
             *lines, self._partial_line = (self._partial_line + data).split(b"\n")
             for line in lines:
                 message = decode(line)
+                if self.on_message is not None:
+                    self.on_message(message)
                 self.progress = self.progress.on_status(message, now=now)
                 self.save_times = self.save_times.on_status(message, now=now)
                 if isinstance(message, ExitMessage):

@@ -15,11 +15,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.event_log import finite_or_none
 from jaxres.runlog.events import (
+    BadRecordsSkipped,
+    CorruptionDetected,
     Event,
+    GuardWarned,
     PartCommitted,
     PerformanceEvent,
     PhaseChanged,
+    RolledBack,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
@@ -28,6 +33,7 @@ from jaxres.runlog.events import (
     ThroughputDropped,
     ThroughputRecovered,
     TrainingStarted,
+    UpdateSkipped,
 )
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.codec import TaggedCodec
@@ -47,6 +53,12 @@ class StepFinished:
 
     step: int
     seconds: float
+    loss: float | None = None
+    """None: unknown, or not finite."""
+    tokens: int = 0
+    """Tokens consumed since the first step."""
+    skipped: bool = False
+    """Whether the update was masked."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +118,23 @@ class SpeedChanged:
     """Number that separates messages of one kind in one attempt."""
 
 
+@dataclass(frozen=True)
+class GuardActed:
+    """A guard of host 0 has acted on what it saw in a step."""
+
+    step: int
+    verdict: Literal["update_skipped", "warned", "rolled_back", "records_skipped", "corruption"]
+
+
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
 SaveHealth = SavesFailing | SavesRecovered
 News = SaveHealth | SpeedChanged
 """What an operator is alerted of."""
-StatusMessage = PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News
+StatusMessage = (
+    PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News | GuardActed
+)
 MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
     "message",
     {
@@ -124,6 +146,7 @@ MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
         "saves_failing": SavesFailing,
         "saves_recovered": SavesRecovered,
         "speed_changed": SpeedChanged,
+        "guard_acted": GuardActed,
     },
 )
 """Wire name of each message."""
@@ -160,7 +183,7 @@ class StatusWriter:
         self._thread.join(timeout=CLOSE_SECONDS)
 
     def on_event(self, event: Event) -> None:
-        """Sends phase changes, the progress of saves, and whether saves fail.
+        """Sends phase changes, the progress of saves, whether saves fail, and acts of guards.
 
         The pipe works also when the disk is full.
         """
@@ -185,7 +208,8 @@ class StatusWriter:
                 if message is not None:
                     self._send(message)
             case _:
-                pass
+                if (acted := _guard_message(event)) is not None:
+                    self._send(acted)
 
     def _send_health(self, health: SaveHealth) -> None:
         if self._last_health is not type(health):
@@ -194,7 +218,8 @@ class StatusWriter:
 
     def on_step(self, line: MetricsLine) -> None:
         """Sends a completed step."""
-        self._send(StepFinished(line.step, line.step_seconds))
+        loss = finite_or_none(line.loss)
+        self._send(StepFinished(line.step, line.step_seconds, loss, line.tokens, line.skipped))
 
     def on_exit(self, message: ExitMessage) -> None:
         """Sends the exit message; it is no event, because a full disk must not lose it."""
@@ -229,6 +254,22 @@ class StatusWriter:
             with self._changed:
                 while self._waiting and self._is_written(self._waiting[0]):
                     self._waiting.popleft()
+
+
+def _guard_message(event: Event) -> GuardActed | None:
+    match event:
+        case UpdateSkipped(step=step):
+            return GuardActed(step, "update_skipped")
+        case GuardWarned(step=step):
+            return GuardActed(step, "warned")
+        case RolledBack(onset=step):
+            return GuardActed(step, "rolled_back")
+        case BadRecordsSkipped(step=step):
+            return GuardActed(step, "records_skipped")
+        case CorruptionDetected(step=step):
+            return GuardActed(step, "corruption")
+        case _:
+            return None
 
 
 def _speed_message(event: PerformanceEvent, *, committed: int) -> SpeedChanged | None:

@@ -152,7 +152,7 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
         "command line (train.microbatches=1.0): train.microbatches: must be a whole number "
         "(got 1.0)",
         "command line (telemetry.sample_tokns=3): telemetry.sample_tokns: unknown key; did you "
-        "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, trackers, "
+        "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, trackers, prometheus, "
         "sample_prompt, sample_tokens)",
         "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
         "init_from, lora, optimizer, train, mesh, checkpoint, guards, evaluation, hooks, "

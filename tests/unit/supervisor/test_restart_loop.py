@@ -74,6 +74,7 @@ def run(tmp_path, monkeypatch):
             trackers=None,  # type: ignore[arg-type]
             replica=None,  # type: ignore[arg-type]
             scrub=None,  # type: ignore[arg-type]
+            exporter=None,  # type: ignore[arg-type]
             fork_server=None,
             env={},
             run_history=run_log.fold([]),

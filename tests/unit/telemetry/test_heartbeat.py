@@ -1,5 +1,6 @@
 """Heartbeat pipe: phases are never lost, steps may be dropped, no line is truncated."""
 
+import dataclasses
 import json
 import os
 import select
@@ -8,9 +9,13 @@ import threading
 import pytest
 
 from jaxres.runlog.events import (
+    BadRecordsSkipped,
+    CorruptionDetected,
+    GuardWarned,
     Noted,
     PartCommitted,
     PhaseChanged,
+    RolledBack,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
@@ -19,11 +24,13 @@ from jaxres.runlog.events import (
     ThroughputDropped,
     ThroughputRecovered,
     TrainingStarted,
+    UpdateSkipped,
 )
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.telemetry import heartbeat
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
+    GuardActed,
     PhaseEntered,
     SaveBegun,
     SaveEnded,
@@ -73,7 +80,7 @@ def test_a_message_is_in_the_pipe_when_the_method_returns(pipe):
         writer.on_event(PhaseChanged("train"))
         assert drain(pipe[0]) == [PhaseEntered("train")]
         writer.on_step(finished(1))
-        assert drain(pipe[0]) == [StepFinished(1, 0.5)]
+        assert drain(pipe[0]) == [StepFinished(1, 0.5, 1.0, 1, False)]
         writer.on_event(Noted("no progress"))
         assert drain(pipe[0]) == []
         writer.on_exit(ExitMessage(75, "asked", True))
@@ -211,3 +218,25 @@ def test_the_last_message_waits_for_a_supervisor_that_does_not_read(pipe):
         assert select.select([pipe[0]], [], [], 10)[0]
         received += drain(pipe[0])
     thread.join()
+
+
+def test_each_act_of_a_guard_is_a_message_that_names_it(pipe):
+    with StatusWriter(pipe[1]) as writer:
+        writer.on_event(UpdateSkipped(1, 1.0, 1.0, 9.0, (), 0, ()))
+        writer.on_event(GuardWarned(2, "slow"))
+        writer.on_event(RolledBack(3, 0, (0, 1), "spike"))
+        writer.on_event(BadRecordsSkipped(((0, 1),), 4, "bad"))
+        writer.on_event(CorruptionDetected(5, (0,), (0,), "bits"))
+    assert drain(pipe[0]) == [
+        GuardActed(1, "update_skipped"),
+        GuardActed(2, "warned"),
+        GuardActed(3, "rolled_back"),
+        GuardActed(4, "records_skipped"),
+        GuardActed(5, "corruption"),
+    ]
+
+
+def test_a_loss_that_json_has_no_number_for_is_sent_as_unknown(pipe):
+    with StatusWriter(pipe[1]) as writer:
+        writer.on_step(dataclasses.replace(finished(1), loss=float("nan")))
+    assert drain(pipe[0]) == [StepFinished(1, 0.5, None, 1)]

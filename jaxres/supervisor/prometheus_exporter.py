@@ -1,0 +1,183 @@
+"""Serves the metrics of a supervisor to Prometheus, over HTTP, with prometheus-client.
+
+The server is a thread of the supervisor, so it answers while workers die and between attempts. It
+reads what the supervisor has in memory: a scrape touches no storage and no worker. It answers one
+request at a time, and drops a client that is silent for CLIENT_SECONDS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from jaxres.clock import Clock
+from jaxres.config import RunConfig
+from jaxres.faults import ConfigError, RunError
+from jaxres.runlog.event_log import read_json_lines_since
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
+from jaxres.storage.path import is_remote
+from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.health_watcher import HealthWatcher
+from jaxres.supervisor.run_metrics import LABELS, METRICS, RunMetrics, Sample
+
+PACKAGE = "prometheus_client"
+CLIENT_SECONDS = 5.0
+CLOSE_SECONDS = 1.0
+POLL_SECONDS = 0.1
+"""Interval at which the server sees that it is to end."""
+TAIL_BYTES = 65536
+"""Size of the end of a metrics file in which its newest step is."""
+
+
+class PrometheusExporter:
+    """Serves /metrics from the first attempt on until closed; a context manager.
+
+    Without `telemetry.prometheus` it does nothing. A taken address is a warning, and is tried again
+    with each attempt.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: RunDir, *, clock: Clock) -> None:
+        """Checks that the package is installed; serves nothing yet.
+
+        Raises:
+          ConfigError: it is not installed.
+        """
+        self._section = config.telemetry.prometheus
+        self._run_dir = run_dir
+        self._server: _Server | None = None
+        self._is_refused = self._has_history = False
+        self.metrics: RunMetrics | None = None
+        """What is served; None: the exporter is off."""
+        if self._section is None:
+            return
+        if importlib.util.find_spec(PACKAGE) is None:
+            raise ConfigError(
+                "telemetry.prometheus: the package prometheus-client is not installed. Run `pip "
+                "install -e '.[prometheus]'` in the checkout of jaxres, or remove the section."
+            )
+        self.metrics = RunMetrics(config, clock=clock)
+
+    def __enter__(self) -> PrometheusExporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            closing = spawn_thread("prometheus-end", self._server.shutdown, daemon=True)
+            closing.join(CLOSE_SECONDS)  # It may be serving a slow client.
+            self._server.server_close()
+
+    def on_history(self, records: Sequence[Record]) -> None:
+        """Takes over what earlier attempts have done; `records` are the run log before the next."""
+        if self.metrics is not None:
+            reached = 0 if self._has_history else _reached(self._run_dir, records)
+            self.metrics.on_history(records, reached=reached)
+            self._has_history = True
+
+    def ensure_started(self, *, host: int, health: HealthWatcher | None) -> None:
+        """Starts the server unless it runs.
+
+        Args:
+          host: the job's first host on this machine.
+          health: the source of the machine's readings; None: there is none.
+        """
+        if self._section is None or self._server is not None:
+            return
+        assert self.metrics is not None
+        self.metrics.health = health
+        address = self._section.address
+        labels = (self._run_dir.root.absolute().name, str(host))
+        try:
+            server = _serve(address, _Collector(self.metrics, labels))
+        except OSError as error:
+            if not self._is_refused:
+                print_message(
+                    f"telemetry.prometheus: no metrics are served at {address}: {error.strerror}; "
+                    "training continues, the next attempt tries again"
+                )
+            self._is_refused = True
+            return
+        self._server = server
+        spawn_thread("prometheus", lambda: server.serve_forever(POLL_SECONDS), daemon=True)
+
+
+class _Collector:
+    """Collects the present values for each scrape, in the form of prometheus-client."""
+
+    def __init__(self, metrics: RunMetrics, labels: tuple[str, ...]) -> None:
+        self._metrics, self._labels = metrics, labels
+
+    def collect(self) -> Iterator[Any]:
+        """Yields each metric that has a value, with all of its samples."""
+        core = importlib.import_module(f"{PACKAGE}.core")
+        families = {"gauge": core.GaugeMetricFamily, "counter": core.CounterMetricFamily}
+        by_metric: dict[str, list[Sample]] = {}
+        for sample in self._metrics.samples():
+            by_metric.setdefault(sample.metric, []).append(sample)
+        for name, samples in by_metric.items():
+            metric = METRICS[name]
+            family = families[metric.kind](name, metric.help, labels=[*LABELS, *metric.labels])
+            for sample in samples:
+                family.add_metric([*self._labels, *sample.labels], float(sample.value))
+            yield family
+
+
+class _ScrapeRequest(WSGIRequestHandler):
+    timeout = CLIENT_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing: a scrape is no news."""
+
+
+class _Server(WSGIServer):
+    def server_bind(self) -> None:
+        """Binds without looking up a name, as http.server does, which may take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Drops a request that has failed: the client is gone, as a rule."""
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _serve(address: str, collector: _Collector) -> _Server:
+    """Returns a bound server of the metrics; raises OSError."""
+    client = importlib.import_module(PACKAGE)
+    registry = client.CollectorRegistry()
+    registry.register(collector)
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+    server_type = _ServerV6 if family == socket.AF_INET6 else _Server
+    server = server_type((host, int(port)), _ScrapeRequest)
+    server.set_app(client.make_wsgi_app(registry))
+    return server
+
+
+def _reached(run_dir: RunDir, records: Sequence[Record]) -> int:
+    """Returns the newest step of the newest attempt in the records; 0: unknown.
+
+    Only on a disk: a metrics file in a bucket would have to be read as a whole.
+    """
+    attempt = max((record.attempt for record in records), default=0)
+    path = run_dir.metrics(attempt)
+    if attempt == 0 or is_remote(path):
+        return 0
+    with contextlib.suppress(OSError, RunError):
+        size = os.stat(path).st_size
+        rows, _ = read_json_lines_since(path, max(0, size - TAIL_BYTES))
+        return max((row["step"] for row in rows if isinstance(row.get("step"), int)), default=0)
+    return 0

@@ -1,0 +1,324 @@
+"""Metrics of a run as its supervisor knows them, for monitoring systems: names, and values.
+
+The supervisor's loop passes on what it receives and does; a thread that serves the metrics reads
+them at any time. Names and units follow Prometheus' conventions
+(https://prometheus.io/docs/practices/naming); docs/metrics.md lists them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxres.clock import Clock
+from jaxres.config import RunConfig, digest
+from jaxres.exit_codes import ROWS, SIGNAL_BASE, RestartRule, exit_row
+from jaxres.goodput.intervals import BY_LAUNCHER
+from jaxres.goodput.live_timeline import LiveTimeline
+from jaxres.runlog import run_log
+from jaxres.runlog.attempt_history import KILLED
+from jaxres.runlog.run_log import AttemptEnded, Claim, Record
+from jaxres.runlog.supervisor_events import HardwareFaultFound
+from jaxres.supervisor.health import ECC
+from jaxres.supervisor.health_watcher import HealthWatcher
+from jaxres.supervisor.nvml import BAD_REASONS
+from jaxres.telemetry.heartbeat import (
+    ExitMessage,
+    GuardActed,
+    PhaseEntered,
+    SaveEnded,
+    SpeedChanged,
+    StatusMessage,
+    StepFinished,
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: its name, with the unit, and what it is."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    help: str
+    labels: tuple[str, ...] = ()
+    """Labels besides LABELS."""
+
+
+LABELS = ("run", "host")
+"""Labels of every metric: name of the run directory; first host of the job on this machine."""
+METRICS = {
+    metric.name: metric
+    for metric in (
+        Metric("jaxres_run_info", "gauge", "1; facts of the run", ("version", "trajectory")),
+        Metric("jaxres_supervisor_start_time_seconds", "gauge", "Start of the supervisor (epoch)"),
+        Metric("jaxres_attempt", "gauge", "Number of the newest attempt"),
+        Metric("jaxres_phase", "gauge", "1; phase of the worker, or down", ("phase",)),
+        Metric("jaxres_step", "gauge", "Newest finished step"),
+        Metric("jaxres_target_step", "gauge", "Last step of the run (train.steps)"),
+        Metric("jaxres_steps_total", "counter", "Finished steps, those trained again included"),
+        Metric("jaxres_skipped_steps_total", "counter", "Finished steps whose update was masked"),
+        Metric("jaxres_last_step_timestamp_seconds", "gauge", "End of the newest step (epoch)"),
+        Metric("jaxres_loss", "gauge", "Loss of the newest step; NaN: not finite"),
+        Metric("jaxres_tokens", "gauge", "Tokens consumed up to the newest step"),
+        Metric("jaxres_step_seconds", "gauge", "Mean duration of the last 50 steps"),
+        Metric("jaxres_tokens_per_second", "gauge", "Tokens per second in the last 50 steps"),
+        Metric(
+            "jaxres_goodput_seconds_total", "counter", "Time by class, as in `report`", ("class",)
+        ),
+        Metric("jaxres_save_seconds", "gauge", "Newest committed save, from start to commit"),
+        Metric("jaxres_failed_saves_total", "counter", "Saves that storage has refused"),
+        Metric("jaxres_last_commit_step", "gauge", "Newest committed step"),
+        Metric("jaxres_last_commit_timestamp_seconds", "gauge", "Time of that commit (epoch)"),
+        Metric("jaxres_restarts_total", "counter", "Ended attempts before this one", ("cause",)),
+        Metric("jaxres_guard_verdicts_total", "counter", "Acts of the guards", ("verdict",)),
+        Metric("jaxres_hardware_faults_total", "counter", "Faults of this machine", ("kind",)),
+        Metric("jaxres_gpu_temperature_celsius", "gauge", "Temperature", ("gpu",)),
+        Metric("jaxres_gpu_power_watts", "gauge", "Power", ("gpu",)),
+        Metric(
+            "jaxres_gpu_ecc_uncorrected_errors_total",
+            "counter",
+            "Uncorrectable memory errors since the driver was loaded",
+            ("gpu",),
+        ),
+        Metric("jaxres_gpu_clocks_slowed", "gauge", "1: by heat, power or a fault", ("gpu",)),
+        Metric("jaxres_disk_free_bytes", "gauge", "Free space for the run's local files"),
+        Metric("jaxres_memory_available_bytes", "gauge", "Memory that the host has left"),
+        Metric("jaxres_spend_dollars_total", "counter", "Price of this host since the start"),
+    )
+}
+"""Name -> metric."""
+WINDOW_STEPS = 50
+CAUSES = (
+    *(row.name.lower() for row in ROWS if row.restart is not RestartRule.NEVER),
+    *("signal", KILLED),
+)
+"""Causes of restarts, known ones: each is exported from the start, so that `increase` sees it."""
+VERDICTS: tuple[str, ...] = (
+    *("update_skipped", "warned", "rolled_back", "records_skipped", "corruption"),
+    *("straggler", "throughput_dropped"),
+)
+FAULTS = (
+    *("lost", "xid", "ecc", "row_remap", "thermal", "link", "silent", "other_xid", "unreadable"),
+    *("host_memory", "disk", "clock", "network"),
+)
+"""Kinds of faults of the health guard (docs/hardware.md)."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A value of a metric."""
+
+    metric: str
+    value: float
+    labels: tuple[str, ...] = ()
+    """Values of the metric's labels."""
+
+
+class RunMetrics:
+    """The metrics of one supervisor; its loop updates them, any thread may read them."""
+
+    def __init__(self, config: RunConfig, *, clock: Clock) -> None:
+        """Begins now."""
+        self._lock = threading.Lock()
+        self._clock = clock
+        self.health: HealthWatcher | None = None
+        """Source of the machine's readings; None: there is none."""
+        self._trajectory = digest(config)
+        self._price = _dollars_per_host_hour(config)
+        self._began, self._began_wall = clock.monotonic(), _epoch(clock)
+        self._timeline = LiveTimeline(since=self._began)
+        self._phase = "down"
+        self._attempt = 0
+        self._step: StepFinished | None = None
+        self._step_at = 0.0
+        self._tokens_per_step = 0.0
+        self._durations = deque[float](maxlen=WINDOW_STEPS)
+        self._commit: tuple[int, float] | None = None
+        """Newest committed step, and when it was committed."""
+        self._save_seconds: float | None = None
+        self._counts = Counter[tuple[str, tuple[str, ...]]]()
+        """Name and labels of a counter -> its value."""
+        for name, kinds in (
+            ("jaxres_guard_verdicts_total", VERDICTS),
+            ("jaxres_hardware_faults_total", FAULTS),
+            ("jaxres_restarts_total", CAUSES),
+        ):
+            self._counts.update({(name, (kind,)): 0 for kind in kinds})
+        for name in ("steps", "skipped_steps", "failed_saves"):
+            self._counts[f"jaxres_{name}_total", ()] = 0
+        self._target = config.train.steps
+
+    def on_history(self, records: Sequence[Record], *, reached: int = 0) -> None:
+        """Takes over what earlier attempts have done, before another attempt starts.
+
+        Args:
+          records: the run log up to the end of the newest of them.
+          reached: highest step that they are known to have finished.
+        """
+        causes = restart_causes(records)
+        commits = run_log.fold(records).commits
+        with self._lock:
+            for cause, count in causes.items():
+                self._counts["jaxres_restarts_total", (cause,)] = count
+            if commits:
+                newest = max(commits, key=lambda record: record.time)
+                committed = run_log.fold(records).step
+                self._commit = committed, newest.time
+            self._timeline.reached = max(self._timeline.reached, reached)
+
+    def on_attempt_started(self, attempt: int) -> None:
+        """Workers of an attempt start."""
+        with self._lock:
+            self._attempt, self._phase = attempt, "start"
+            self._durations.clear()
+            self._tokens_per_step = 0.0
+            self._timeline.on_attempt_started(now=self._clock.monotonic())
+
+    def on_attempt_ended(self, *, announced: bool) -> None:
+        """The workers are gone; `announced`: one has reported its end."""
+        with self._lock:
+            self._phase = "down"
+            self._timeline.on_attempt_ended(announced=announced, now=self._clock.monotonic())
+
+    def on_fault(self, fault: HardwareFaultFound) -> None:
+        """The health guard has found a fault of this machine."""
+        with self._lock:
+            self._counts["jaxres_hardware_faults_total", (fault.kind,)] += 1
+
+    def on_status(self, message: StatusMessage) -> None:
+        """The worker has sent a message."""
+        now = self._clock.monotonic()
+        with self._lock:
+            match message:
+                case StepFinished():
+                    self._on_step(message, now=now)
+                case PhaseEntered(phase):
+                    self._phase = phase
+                    self._timeline.on_phase(phase, now=now)
+                case SaveEnded(step, seconds):
+                    if seconds is None:
+                        self._counts["jaxres_failed_saves_total", ()] += 1
+                    else:
+                        self._commit = step, _epoch(self._clock)
+                        self._save_seconds = seconds
+                case GuardActed(verdict=verdict):
+                    self._counts["jaxres_guard_verdicts_total", (verdict,)] += 1
+                case SpeedChanged(kind="straggler" | "throughput_dropped" as verdict):
+                    self._counts["jaxres_guard_verdicts_total", (verdict,)] += 1
+                case ExitMessage():
+                    self._timeline.on_exit_announced(now=now)
+                case _:
+                    pass
+
+    def _on_step(self, message: StepFinished, *, now: float) -> None:
+        before = self._step
+        if before is not None and message.step > before.step:
+            tokens, steps = message.tokens - before.tokens, message.step - before.step
+            self._tokens_per_step = tokens / steps
+        self._step, self._step_at = message, _epoch(self._clock)
+        self._durations.append(message.seconds)
+        self._counts["jaxres_steps_total", ()] += 1
+        if message.skipped:
+            self._counts["jaxres_skipped_steps_total", ()] += 1
+        self._timeline.on_step(message.step, skipped=message.skipped, now=now)
+
+    def samples(self) -> list[Sample]:
+        """Returns the present values; a metric that is not known yet has none."""
+        with self._lock:
+            found = [*self._of_run(), *self._of_steps(), *self._of_time()]
+            found += [Sample(name, value, kind) for (name, kind), value in self._counts.items()]
+        return [*found, *_of_machine(self.health)]
+
+    def _of_run(self) -> Iterator[Sample]:
+        version = importlib.metadata.version("jaxres")
+        yield Sample("jaxres_run_info", 1, (version, self._trajectory))
+        yield Sample("jaxres_supervisor_start_time_seconds", self._began_wall)
+        yield Sample("jaxres_target_step", self._target)
+        yield Sample("jaxres_attempt", self._attempt)
+        yield Sample("jaxres_phase", 1, (self._phase,))
+        if self._commit is not None:
+            step, at = self._commit
+            yield Sample("jaxres_last_commit_step", step)
+            yield Sample("jaxres_last_commit_timestamp_seconds", at)
+        if self._save_seconds is not None:
+            yield Sample("jaxres_save_seconds", self._save_seconds)
+
+    def _of_steps(self) -> Iterator[Sample]:
+        if (newest := self._step) is None:
+            return
+        yield Sample("jaxres_step", newest.step)
+        yield Sample("jaxres_last_step_timestamp_seconds", self._step_at)
+        yield Sample("jaxres_loss", math.nan if newest.loss is None else newest.loss)
+        yield Sample("jaxres_tokens", newest.tokens)
+        if total := sum(self._durations):
+            mean = total / len(self._durations)
+            yield Sample("jaxres_step_seconds", mean)
+            if self._tokens_per_step:
+                yield Sample("jaxres_tokens_per_second", self._tokens_per_step / mean)
+
+    def _of_time(self) -> Iterator[Sample]:
+        now = self._clock.monotonic()
+        for activity, seconds in self._timeline.seconds(now=now).items():
+            if activity not in BY_LAUNCHER:
+                yield Sample("jaxres_goodput_seconds_total", seconds, (activity.value,))
+        if self._price is not None:
+            dollars = (now - self._began) / 3600 * self._price
+            yield Sample("jaxres_spend_dollars_total", dollars)
+
+
+def _of_machine(health: HealthWatcher | None) -> Iterator[Sample]:
+    """Yields the newest readings of the machine."""
+    if health is None:
+        return
+    for gpu, values in health.gpu_values().items():
+        if (degrees := values.get("temperature_C")) is not None:
+            yield Sample("jaxres_gpu_temperature_celsius", degrees, (gpu,))
+        if (milliwatts := values.get("power_mW")) is not None:
+            yield Sample("jaxres_gpu_power_watts", milliwatts / 1000, (gpu,))
+        if (errors := values.get(ECC)) is not None:
+            yield Sample("jaxres_gpu_ecc_uncorrected_errors_total", errors, (gpu,))
+        if (reasons := values.get("clocks_event_reasons")) is not None:
+            yield Sample("jaxres_gpu_clocks_slowed", bool(reasons & BAD_REASONS), (gpu,))
+    if (host := health.host_reading()) is not None:
+        yield Sample("jaxres_memory_available_bytes", host.left_bytes)
+        if host.disk_free_bytes is not None:
+            yield Sample("jaxres_disk_free_bytes", host.disk_free_bytes)
+
+
+def restart_causes(records: Iterable[Record]) -> Mapping[str, int]:
+    """Returns how often attempts have ended, by cause: the name of the exit code, signal, killed.
+
+    Args:
+      records: the run log up to the end of its newest attempt.
+    """
+    causes: dict[int, str] = {}
+    for record in records:
+        match record.body:
+            case Claim(attempt=attempt):
+                causes[attempt] = KILLED
+            case AttemptEnded(exit=code):
+                causes[record.attempt] = "signal" if code > SIGNAL_BASE else _name(code)
+            case _:
+                pass
+    return Counter(causes.values())
+
+
+def _name(code: int) -> str:
+    return exit_row(code).name.lower()
+
+
+def _dollars_per_host_hour(config: RunConfig) -> float | None:
+    """Returns the price of a host, if the config has one price."""
+    options = config.launch.gce.capacity_options if config.launch.gce else ()
+    prices = {option.dollars_per_hour for option in options}
+    return prices.pop() if len(prices) == 1 else None
+
+
+def _epoch(clock: Clock) -> float:
+    """Returns the time that is exported: the age is computed by who reads it, with its clock."""
+    return clock.wall()

@@ -1,0 +1,109 @@
+"""The HTTP server of the metrics: it answers, ends no run, and drops clients that are silent."""
+
+import json
+import socket
+import urllib.request
+
+import pytest
+
+from jaxres.clock import SystemClock
+from jaxres.config import RunConfig
+from jaxres.faults import ConfigError
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import Record
+from jaxres.supervisor import prometheus_exporter
+from jaxres.supervisor.prometheus_exporter import PrometheusExporter
+from jaxres.telemetry.heartbeat import StepFinished
+from tests.unit.runlog.example_records import CLAIM
+
+SOURCE = {"kind": "text", "path": "x"}
+
+
+def config(address):
+    telemetry = {} if address is None else {"prometheus": {"address": address}}
+    sections = {"data": {"source": SOURCE}, "train": {"steps": 9}, "telemetry": telemetry}
+    return RunConfig.model_validate(sections)
+
+
+def exporter(tmp_path, address):
+    return PrometheusExporter(config(address), RunDir(tmp_path / "my-run"), clock=SystemClock())
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def scraped(address):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
+        return response.read().decode()
+
+
+def test_the_metrics_are_served_with_the_names_of_run_and_host(tmp_path, address):
+    with exporter(tmp_path, address) as served:
+        served.metrics.on_status(StepFinished(7, 0.5, 2.0, 100))
+        served.ensure_started(host=3, health=None)
+        served.ensure_started(host=3, health=None)
+        text = scraped(address)
+        assert 'jaxres_step{host="3",run="my-run"} 7.0' in text
+        assert "# TYPE jaxres_steps_total counter" in text
+    with pytest.raises(OSError):
+        scraped(address)
+
+
+def test_a_taken_address_is_a_warning_and_the_next_attempt_tries_again(tmp_path, address, capsys):
+    host, _, port = address.partition(":")
+    with socket.socket() as taken, exporter(tmp_path, address) as served:
+        taken.bind((host, int(port)))
+        taken.listen()
+        served.ensure_started(host=0, health=None)
+        served.ensure_started(host=0, health=None)
+        printed = capsys.readouterr().err
+        assert printed.count("no metrics are served at") == 1
+        assert address in printed
+        assert "training continues" in printed
+        taken.close()
+        served.ensure_started(host=0, health=None)
+        assert "jaxres_run_info" in scraped(address)
+
+
+def test_a_silent_client_is_dropped_and_the_next_one_is_served(tmp_path, address, monkeypatch):
+    monkeypatch.setattr(prometheus_exporter._ScrapeRequest, "timeout", 0.05)
+    host, _, port = address.partition(":")
+    with exporter(tmp_path, address) as served:
+        served.ensure_started(host=0, health=None)
+        with socket.create_connection((host, int(port))):
+            assert "jaxres_run_info" in scraped(address)
+
+
+def test_without_the_section_there_are_no_metrics_and_no_server(tmp_path):
+    with exporter(tmp_path, None) as off:
+        off.on_history([])
+        off.ensure_started(host=0, health=None)
+        assert off.metrics is None
+
+
+def test_a_missing_package_is_a_config_error_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(prometheus_exporter, "PACKAGE", "no_such_package")
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[prometheus\]'"):
+        exporter(tmp_path, "127.0.0.1:1")
+    assert exporter(tmp_path, None).metrics is None
+
+
+def test_steps_before_a_kill_of_the_supervisor_are_known_from_the_end_of_the_metrics(tmp_path):
+    with exporter(tmp_path, "127.0.0.1:1") as served:
+        run_dir = RunDir(tmp_path / "my-run")
+        run_dir.attempt(1).mkdir(parents=True)
+        lines = [json.dumps({"step": step, "filler": "x" * 90}) for step in range(1, 2000)]
+        run_dir.metrics(1).write_text("\n".join(lines) + '\n{"step": 99999')
+        assert run_dir.metrics(1).stat().st_size > prometheus_exporter.TAIL_BYTES
+        served.on_history([Record(1, 1, 0.0, CLAIM)])
+        assert served.metrics._timeline.reached == 1999
+
+
+@pytest.mark.parametrize("text", ["9400", ":9400", "localhost", "localhost:0", "h:65536", "h:x"])
+def test_an_address_without_host_or_port_is_refused(text):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        config(text)
