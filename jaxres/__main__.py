@@ -70,6 +70,9 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
+  resume-check CONFIG.yaml [section.field=value ...]    a short unbroken run against broken ones, in
+      [--steps N] [--breaks K] [--repeat R] [--seed S]  a folder of their own: equal bit for bit?
+      [--topology HxD ...] [--to FOLDER] [--keep] [--json]
 
 CONFIG.yaml may be the name of a built-in config, such as quickstart.
 `jaxres train --help` lists every config field, `jaxres --version` the versions.
@@ -80,7 +83,7 @@ TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
 VERBS = (
     *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "branch"),
-    *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor"),
+    *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor", "resume-check"),
 )
 
 
@@ -188,6 +191,10 @@ def _run(args: Sequence[str]) -> int:
         from jaxres.cli import doctor
 
         return doctor.main(args[1:], env=os.environ)
+    if verb == "resume-check":
+        from jaxres.cli import resume_check
+
+        return resume_check.main(args[1:], env=os.environ)
     if verb == "data":
         from jaxres.cli import data
 

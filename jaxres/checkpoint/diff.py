@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,10 @@ class Difference:
     """Number of blocks of the content digest's grid that differ."""
     of_blocks: int
     """Number of all blocks."""
+    first_block: tuple[int, ...]
+    """Index, in that grid, of the block that holds the first differing element."""
+    first_bits: tuple[str, str]
+    """Bits of the first differing element on both sides, in hex, most significant byte first."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +101,33 @@ def compare(a: np.ndarray, b: np.ndarray) -> Difference | None:
     count = int(np.count_nonzero(unequal))
     if count == 0:
         return None
-    first = np.unravel_index(int(np.argmax(unequal)), a.shape)
+    first = tuple(int(i) for i in np.unravel_index(int(np.argmax(unequal)), a.shape))
     largest, nonfinite = _largest(a[unequal], b[unequal])
     blocks, of_blocks = _blocks(unequal, itemsize=a.dtype.itemsize)
     return Difference(
         elements=count,
         of_elements=a.size,
-        first=tuple(int(i) for i in first),
+        first=first,
         largest=largest,
         nonfinite=nonfinite,
         blocks=blocks,
         of_blocks=of_blocks,
+        first_block=_block_of(first, a),
+        first_bits=(_bits(a, first), _bits(b, first)),
     )
+
+
+def _block_of(index: tuple[int, ...], array: np.ndarray) -> tuple[int, ...]:
+    """Returns the block of the digest's grid that holds an element."""
+    grid = block_grid(array.shape, array.dtype.itemsize)
+    sizes = (size // n for size, n in zip(array.shape, grid, strict=True))
+    return tuple(i // size for i, size in zip(index, sizes, strict=True))
+
+
+def _bits(array: np.ndarray, index: tuple[int, ...]) -> str:
+    """Returns the bits of one element in hex, most significant byte first."""
+    element = array[index].tobytes()
+    return (element[::-1] if sys.byteorder == "little" else element).hex()
 
 
 def _unequal_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxres import config as configs
 from jaxres import data, faults
+from jaxres.cli import resume_results
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser
@@ -164,6 +165,7 @@ class Doctor:
             yield from _guarded("step", self._step)
         yield from self._run_dir()
         yield from _guarded("notices", self._notices)
+        yield from self._resume_check()
         if self._hardware is not None:
             yield from _guarded("hardware", self._test_hardware)
 
@@ -330,6 +332,10 @@ class Doctor:
         else:
             detail = f"{answer.why}. A run polls it; until it responds, only signals are handled"
             yield Check("warn", "notices", detail)
+
+    def _resume_check(self) -> Checks:
+        found = resume_results.read(self._config)
+        yield Check("pass" if found.is_good else "warn", "resume", found.text)
 
     def _test_hardware(self) -> Checks:
         import socket

@@ -29,7 +29,7 @@ from jaxres.checkpoint import (
 )
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import prune as prune_cli
-from jaxres.cli import report, run_health, status
+from jaxres.cli import report, resume_results, run_health, status
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
 from jaxres.config.schema_operations import GenericTarget
@@ -255,6 +255,10 @@ def desired_state_names() -> Any:
     return written(desired_state.encode_state(example(desired_state.DesiredState)))
 
 
+def resume_check_names() -> dict[str, Any]:
+    return written(json.dumps(example(resume_results.CheckResult).fields()))
+
+
 def launch_event_names() -> list[str]:
     return list(get_args(launch_events.LaunchEventKind))
 
@@ -302,6 +306,7 @@ def names() -> dict[str, Any]:
         "checkpoints list --json": list_names,
         "checkpoints diff --json": diff_names,
         "checkpoints prune --json": prune_names,
+        "resume-check --json": resume_check_names,
         "run directory: paths": lambda: paths_of(paths.RunDir(Path("RUN"))),
         "launch: paths": lambda: paths_of(LaunchPaths(GcsPath("BUCKET", "RUN"))),
         "step directory: paths": lambda: [

@@ -49,7 +49,8 @@ def test_a_valid_run_passes_and_nothing_is_written(run_doctor, tmp_path: Path) -
     code, out, err = run_doctor("mesh.fsdp=2")
     assert (code, err) == (0, "")
     names = ("config", "data", "mesh", "batch", "state", "memory", "step", "run.dir", "notices")
-    assert lines(out) == [("pass", name) for name in names]
+    assert lines(out) == [*(("pass", name) for name in names), ("warn", "resume")]
+    assert "a resume of this config was never tested here: run `jaxres resume-check` with it" in out
     assert "8 x cpu: data=4 fsdp=2 tensor=1" in out
     assert "24 rows = 1 (microbatches) x 3 (rows a device at once) x 8 (batch shards)" in out
     assert "params/embedding" in out
@@ -67,6 +68,7 @@ def test_failed_checks_are_named_and_the_others_still_run(run_doctor, tmp_path: 
         ("fail", "mesh"),
         ("pass", "run.dir"),
         ("pass", "notices"),
+        ("warn", "resume"),
     ]
     assert "feasible: 1, 2, 4, 5, 10, 20 devices" in out
 

@@ -1,0 +1,183 @@
+"""Results of `jaxres resume-check`, kept for each config in data.cache_dir/resume-checks.
+
+A result belongs to a trajectory, and says with which versions and devices it was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxres import config as configs
+from jaxres.config import RunConfig
+from jaxres.storage import files
+from jaxres.supervisor.worker_group import versions
+
+FOLDER = "resume-checks"
+DRIVER = "nvidia driver"
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+BITWISE = "bitwise"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The first element that differs between the states of two runs after a step."""
+
+    step: int
+    array: str
+    block: tuple[int, ...]
+    """Index of its block in the grid of the content digest."""
+    element: tuple[int, ...]
+    """Index of the element in the array."""
+    bits: tuple[str, str]
+    """Its bits in the unbroken and in the other run, in hex."""
+    num_arrays: int
+    """Number of arrays that differ there."""
+
+    def __str__(self) -> str:
+        """Returns the line to print."""
+        block, element = (",".join(map(str, index)) for index in (self.block, self.element))
+        return (
+            f"state after step {self.step}: {self.array}, block [{block}], element [{element}]: "
+            f"bits {self.bits[0]} unbroken, {self.bits[1]} here ({self.num_arrays} arrays differ)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstDifference:
+    """The first difference from the unbroken run."""
+
+    run: str
+    step: int
+    what: str
+    """The field of the step, `state` or `missing`."""
+    unbroken: Any
+    broken: Any
+    attempt: int | None
+    """Attempt that has computed the step; None: it is about a state."""
+    place: Place | None
+    """None: no committed state of both runs differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakResult:
+    """One planned break, and what the run log has of it."""
+
+    kind: str
+    step: int
+    attempt: int | None
+    """The attempt that it ended; None, as in the next fields: it did not happen."""
+    exit: int | None
+    resumed_at: int | None
+    """Step from which the next attempt trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One run, compared with the unbroken one."""
+
+    name: str
+    equal: bool
+    exit: int
+    topology: str | None
+    """Topology on which it was resumed; None: the same."""
+    breaks: tuple[BreakResult, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """Result of a check of a config: what `--json` prints, and what is kept."""
+
+    format: int = FORMAT
+    config: str
+    """Name of the config."""
+    trajectory: str
+    """Its trajectory digest."""
+    guarantee: str
+    """bitwise, different, or not tested: on the same topology."""
+    summary: str
+    cause: str
+    topologies: Mapping[str, str]
+    """Other topology -> bitwise, statistical (equal samples), different or not tested."""
+    first_difference: FirstDifference | None
+    runs: tuple[RunResult, ...]
+    versions: Mapping[str, str]
+    devices: str
+    steps: int
+    seed: int
+    overridden: tuple[str, ...]
+    """Free keys that the check has set."""
+    seconds: float
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that are written."""
+        return dataclasses.asdict(self)
+
+
+def versions_here() -> dict[str, str]:
+    """Returns the versions of the libraries and, if there is one, of the driver."""
+    try:
+        text = DRIVER_FILE.read_text(errors="replace")
+    except OSError:
+        return versions()
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return versions() | ({DRIVER: found[0]} if found else {})
+
+
+def path_of(config: RunConfig) -> Path:
+    """Returns the file of a config's result."""
+    folder = config.data.cache_dir.expanduser() / FOLDER
+    return folder / f"{configs.digest(config)[:16]}.json"
+
+
+def store(config: RunConfig, result: CheckResult) -> Path:
+    """Writes the result of a config over an earlier one; returns its file.
+
+    Raises:
+      StorageRefused, StorageUnavailable: the cache folder can't be written.
+    """
+    path = path_of(config)
+    files.make_dir(path.parent)
+    files.replace(path, json.dumps(result.fields(), indent=1).encode() + b"\n")
+    return path
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is known about a config."""
+
+    is_good: bool
+    """Whether a check has found it bitwise, with the same versions."""
+    text: str
+
+
+def read(config: RunConfig) -> Found:
+    """Returns what the newest check of a config has found."""
+    command = "run `jaxres resume-check` with it"
+    try:
+        result = json.loads(path_of(config).read_bytes())
+        before, level, summary = result["versions"], result["guarantee"], result["summary"]
+        changed = _changes(before, versions_here())
+    except FileNotFoundError:
+        return Found(False, f"a resume of this config was never tested here: {command}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Found(False, f"{path_of(config)} can't be read ({error!r}): {command}")
+    if level != BITWISE:
+        return Found(False, f"{summary} ({path_of(config)}). After a change {command}")
+    if changed:
+        return Found(False, f"tested with other versions ({', '.join(changed)}): {command}")
+    return Found(True, str(summary))
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]

@@ -1,0 +1,304 @@
+"""Runs of `jaxres resume-check`: real processes of `launch local`, broken by real signals.
+
+The hook of `train/break_hook.py` holds the worker after a planned step, so that the break is there
+on any machine, however fast its steps are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxres import config as configs
+from jaxres.checkpoint import manifest as manifests
+from jaxres.clock import Clock
+from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog import attempt_history, metrics, run_log
+from jaxres.runlog.guarantee import PROGRAM
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import Start
+from jaxres.runlog.resume_verdict import AttemptFacts, Break, RunFacts
+from jaxres.storage import memory_folder
+from jaxres.supervisor import proc_stat
+from jaxres.supervisor.processes import kill_me_with_parent
+from jaxres.train import break_hook
+
+POLL_SECONDS = 0.02
+LIMIT_SECONDS = 6 * 3600.0
+"""Longest wait for a run or a step. The run's own deadlines end a hung one much earlier."""
+HANG_SECONDS = 5.0
+"""deadlines.hook_seconds of a run that is broken by a hang: the supervisor finds it after these."""
+COMMIT_SECONDS = 30.0
+"""Longest wait for the first commit before the first break."""
+SHOWN_ROWS = 8
+MESSAGE_LINES = 12
+"""Most lines of a failed run's output that are shown."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Workers of a run on this machine, and virtual CPU devices of each; None: as JAX decides."""
+
+    hosts: int = 1
+    devices_per_host: int | None = None
+
+    def __str__(self) -> str:
+        """Returns it as the command line has it."""
+        per_host = "" if self.devices_per_host is None else f"x{self.devices_per_host}"
+        return f"{self.hosts}{per_host}"
+
+    def arguments(self) -> list[str]:
+        """Returns the flags of `launch local`."""
+        flags = ["--hosts", str(self.hosts)]
+        if self.devices_per_host is not None:
+            flags += ["--devices-per-host", str(self.devices_per_host)]
+        return flags
+
+
+HERE = Topology()
+
+
+def shortened(config: RunConfig, *, steps: int, save_every: int, breaks: int) -> list[str]:
+    """Returns the overrides of a check: free keys only, so that the trajectory is the config's.
+
+    What the run would send elsewhere is off: alerts, trackers, the replica, hooks of the user.
+    """
+    horizon = configs.horizon_steps(config)
+    schedule = [] if horizon is None else [f"optimizer.schedule.horizon_steps={horizon}"]
+    evaluation = []
+    if config.evaluation.every_steps:
+        evaluation = [f"evaluation.every_steps={save_every}", "evaluation.batches=1"]
+    hook = f"{{target: '{break_hook.TARGET}', every_steps: 1, timeout_seconds: 86400}}"
+    return [
+        f"train.steps={steps}",
+        *schedule,
+        *evaluation,
+        f"checkpoint.when={{kind: steps, every_steps: {save_every}}}",
+        "checkpoint.busy=wait",
+        f"checkpoint.keep.last={2 + steps}",
+        "checkpoint.replica=null",
+        "checkpoint.scrub=null",
+        f"hooks=[{hook}]",
+        "alerts.targets=[]",
+        "telemetry.trackers=[]",
+        "telemetry.tensorboard=false",
+        "telemetry.sample_tokens=0",
+        "run.must_exist=false",
+        "run.guarantee=any",
+        "preemption.sigterm_seconds=null",
+        f"restart.max_attempts_without_commit={5 + breaks}",
+        "restart.backoff_seconds=0",
+        "restart.jitter=0",
+        "launch.max_hours=null",
+        "launch.max_restarts_per_1000_steps=null",
+    ]
+
+
+@dataclass
+class Runner:
+    """Starts runs in a folder, each with a run directory of its own."""
+
+    config: Path
+    overrides: Sequence[str]
+    """Those of the user and of the check."""
+    folder: Path
+    save_every: int
+    """Steps between two saves."""
+    env: Mapping[str, str]
+    clock: Clock
+    process: subprocess.Popen[bytes] | None = None
+    """The command that runs now."""
+
+    def run_dir(self, name: str) -> RunDir:
+        """Returns the run directory of a run."""
+        return RunDir(self.folder / name)
+
+    def unbroken(self, name: str) -> RunFacts:
+        """Runs without a break."""
+        self._start(name, HERE, hang=False)
+        return self._observe(name, self._wait_exit())
+
+    def broken(self, name: str, breaks: Sequence[Break], *, then: Topology = HERE) -> RunFacts:
+        """Runs, breaks the run at each step and resumes it, on another topology if one is given."""
+        root = self.run_dir(name).root
+        assert isinstance(root, Path)
+        self._plan(root, breaks, 0)
+        code = self._run_broken(name, root, breaks, then)
+        return self._observe(name, code, breaks=breaks, topology="" if then == HERE else str(then))
+
+    def _run_broken(self, name: str, root: Path, breaks: Sequence[Break], then: Topology) -> int:
+        kinds = [planned.kind for planned in breaks]
+        self._start(name, HERE, hang=_has_hang(kinds))
+        for number, planned in enumerate(breaks):
+            held = break_hook.reached(root, number=number)
+            if not self._wait(held.exists):
+                break  # It has ended by itself.
+            if number == 0 and planned.step > self.save_every:  # Hooks precede a step's save.
+                self._wait_commit(name)
+            if planned.kind == "notice":
+                self._send_notice(name, root, number)
+                code = self._wait_exit()
+                if code != ExitCode.PREEMPTED:
+                    return code
+                self._plan(root, breaks, number + 1)
+                self._start(name, then, hang=_has_hang(kinds[number + 1 :]))
+                continue
+            self._plan(root, breaks, number + 1)  # Before the worker is resumed.
+            stop = signal.SIGKILL if planned.kind == "kill" else signal.SIGSTOP
+            self._signal_worker(int(held.read_text()), stop)
+            break_hook.release(root, number=number)  # Other hosts hold too.
+        return self._wait_exit()
+
+    def _signal_worker(self, pid: int, stop: signal.Signals) -> None:
+        """Signals a worker, unless it has ended: another process may have its pid by now."""
+        assert self.process is not None
+        with contextlib.suppress(OSError):  # The run log says how the attempt ended.
+            if proc_stat.read_proc_stat(pid).parent == self.process.pid:
+                os.kill(pid, stop)
+
+    def _plan(self, root: Path, breaks: Sequence[Break], number: int) -> None:
+        if number < len(breaks):
+            break_hook.plan_next(root, number=number, step=breaks[number].step)
+
+    def _wait_commit(self, name: str) -> None:
+        """Waits a while for the first commit: a resume at step 0 would prove little."""
+        log, deadline = self.run_dir(name).log, self.clock.monotonic() + COMMIT_SECONDS
+        while (
+            self.clock.monotonic() < deadline and not run_log.fold(run_log.read_records(log)).step
+        ):
+            self.clock.sleep(10 * POLL_SECONDS)
+
+    def _send_notice(self, name: str, root: Path, number: int) -> None:
+        """Sends SIGTERM to the supervisor, and ends the hold when it has passed it on."""
+        assert self.process is not None
+        output = self._output(name)
+        before = output.stat().st_size
+        self.process.send_signal(signal.SIGTERM)
+
+        def is_passed_on() -> bool:
+            return b"SIGTERM" in output.read_bytes()[before:]
+
+        self._wait(is_passed_on)
+        self.clock.sleep(10 * POLL_SECONDS)  # The worker's thread takes the signal at once.
+        break_hook.release(root, number=number)
+
+    def _output(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
+
+    def _start(self, name: str, topology: Topology, *, hang: bool) -> None:
+        command = [sys.executable, "-m", "jaxres.launch", "local", str(self.config)]
+        command += [*self.overrides, f"run.dir={self.run_dir(name).root}", *topology.arguments()]
+        if hang:
+            command.append(f"deadlines.hook_seconds={HANG_SECONDS:g}")
+        with self._output(name).open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(self.env),
+                process_group=0,
+                preexec_fn=functools.partial(kill_me_with_parent, os.getpid(), signal.SIGTERM),
+            )
+
+    def _wait(self, condition: Callable[[], bool]) -> bool:
+        """Waits for a condition; returns whether it holds. False: the command has ended."""
+        assert self.process is not None
+        deadline = self.clock.monotonic() + LIMIT_SECONDS
+        while self.clock.monotonic() < deadline:
+            has_ended = self.process.poll() is not None
+            if condition():
+                return True
+            if has_ended:
+                return False
+            self.clock.sleep(POLL_SECONDS)
+        self.stop()
+        return False
+
+    def _wait_exit(self) -> int:
+        self._wait(lambda: False)
+        assert self.process is not None
+        code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+    def rows_differ(self) -> bool:
+        """Returns whether two processes read other rows at the first positions of the data set."""
+        command = [sys.executable, "-m", "jaxres", "data", "show", str(self.config)]
+        command += [*self.overrides, "--rows", str(SHOWN_ROWS)]
+        shown = [
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=self.env)
+            for _ in range(2)
+        ]
+        return [s.returncode for s in shown] == [0, 0] and shown[0].stdout != shown[1].stdout
+
+    def stop(self) -> None:
+        """Kills the command that runs, if one does; its workers end with it."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    def _observe(self, name: str, code: int, **planned: Any) -> RunFacts:
+        run_dir = self.run_dir(name)
+        memory_folder.delete(run_dir.root)
+        printed = self._output(name).read_text(errors="replace").strip().splitlines()
+        message = "" if code == ExitCode.DONE else "\n".join(printed[-MESSAGE_LINES:])
+        return observe(run_dir, name=name, exit=code, message=message, **planned)
+
+
+def _has_hang(kinds: Sequence[str]) -> bool:
+    """Returns whether the next command meets a hang; a notice ends the command."""
+    until = kinds.index("notice") if "notice" in kinds else len(kinds)
+    return "hang" in kinds[:until]
+
+
+def observe(
+    run_dir: RunDir,
+    *,
+    name: str,
+    exit: int,
+    message: str = "",
+    breaks: Sequence[Break] = (),
+    topology: str = "",
+) -> RunFacts:
+    """Reads what a run has done: all steps of all attempts, digests, and ends."""
+    records = run_log.read_records(run_dir.log)
+    history = run_log.fold(records)
+    programs = {
+        r.attempt: r.body.computation.get(PROGRAM, "") for r in records if isinstance(r.body, Start)
+    }
+    rows = [
+        row
+        for attempt in range(1, history.attempt + 1)
+        for row in metrics.read_attempt(run_dir, attempt)
+    ]
+    return RunFacts(
+        name=name,
+        exit=exit,
+        rows=tuple(rows),
+        digests={
+            commit.step: manifests.read(run_dir.root / commit.path, commit).digest
+            for commit in history.committed
+        },
+        attempts=tuple(
+            AttemptFacts(
+                found.attempt,
+                found.exit,
+                found.start_step,
+                found.finished_step,
+                programs.get(found.attempt, ""),
+            )
+            for found in attempt_history.read(run_dir, is_alive=False)
+        ),
+        breaks=tuple(breaks),
+        message=message,
+        topology=topology,
+    )

@@ -1,0 +1,84 @@
+"""Hook of `jaxres resume-check`: holds a run after a step until the check has broken it there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Protocol
+
+from jaxres.clock import SystemClock
+
+TARGET = "jaxres.train.break_hook:hold"
+POLL_SECONDS = 0.02
+HOLD_SECONDS = 3600.0
+"""Longest hold. The supervisor's deadline of hooks ends it earlier."""
+
+
+class Context(Protocol):
+    """The part of a hook's context that the hold needs."""
+
+    @property
+    def step(self) -> int:
+        """The step after which the hook is called."""
+        ...
+
+    @property
+    def run_dir(self) -> object:
+        """The run directory."""
+        ...
+
+    @property
+    def host(self) -> int:
+        """Number of this host."""
+        ...
+
+
+def folder_of(run_dir: Path) -> Path:
+    """Returns the folder beside a run directory by which check and hook communicate."""
+    return run_dir.with_name(f"{run_dir.name}.breaks")
+
+
+def plan_next(run_dir: Path, *, number: int, step: int) -> None:
+    """Makes every host hold after a step; the hold has a number, and happens once."""
+    folder = folder_of(run_dir)
+    folder.mkdir(exist_ok=True)
+    new = folder / "plan.new"
+    new.write_text(json.dumps({"number": number, "step": step}))
+    new.replace(folder / "plan.json")
+
+
+def reached(run_dir: Path, *, number: int, host: int = 0) -> Path:
+    """Returns the file with the pid of a host's worker that holds."""
+    return folder_of(run_dir) / f"reached-{number}-{host}"
+
+
+def release(run_dir: Path, *, number: int) -> None:
+    """Ends a hold on all hosts that are still there."""
+    _released(run_dir, number=number).touch()
+
+
+def _released(run_dir: Path, *, number: int) -> Path:
+    return folder_of(run_dir) / f"released-{number}"
+
+
+def hold(context: Context) -> None:
+    """Holds if a hold is planned after this step; a hook, called after each step on each host."""
+    run_dir = context.run_dir
+    assert isinstance(run_dir, Path), run_dir
+    try:
+        plan = json.loads((folder_of(run_dir) / "plan.json").read_text())
+    except FileNotFoundError:  # This run is not broken.
+        return
+    number = plan["number"]
+    mine = reached(run_dir, number=number, host=context.host)
+    if context.step != plan["step"] or mine.exists():
+        return
+    new = mine.with_name(f"{mine.name}.new")
+    new.write_text(str(os.getpid()))
+    new.replace(mine)
+    released, clock = _released(run_dir, number=number), SystemClock()
+    for _ in range(int(HOLD_SECONDS / POLL_SECONDS)):
+        if released.exists():
+            return
+        clock.sleep(POLL_SECONDS)
