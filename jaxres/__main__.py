@@ -70,6 +70,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
+  plan [CONFIG.yaml] [--gpus N] [--from RUN_DIR] ...    failures, save interval, goodput and cost of
+      [--json]                                          a job, of each measure (docs/planning.md)
 
 CONFIG.yaml may be the name of a built-in config, such as quickstart.
 `jaxres train --help` lists every config field, `jaxres --version` the versions.
@@ -81,6 +83,7 @@ TRACEBACK = "JAXRES_TRACEBACK"
 VERBS = (
     *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "branch"),
     *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor"),
+    "plan",
 )
 
 
@@ -188,6 +191,10 @@ def _run(args: Sequence[str]) -> int:
         from jaxres.cli import doctor
 
         return doctor.main(args[1:], env=os.environ)
+    if verb == "plan":
+        from jaxres.cli import plan
+
+        return plan.main(args[1:])
     if verb == "data":
         from jaxres.cli import data
 
