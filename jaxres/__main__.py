@@ -73,6 +73,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   resume-check CONFIG.yaml [section.field=value ...]    a short unbroken run against broken ones, in
       [--steps N] [--breaks K] [--repeat R] [--seed S]  a folder of their own: equal bit for bit?
       [--topology HxD ...] [--to FOLDER] [--keep] [--json]
+  plan [CONFIG.yaml] [--gpus N] [--from RUN_DIR] ...    failures, save interval, goodput and cost of
+      [--json]                                          a job, of each measure (docs/planning.md)
 
 CONFIG.yaml may be the name of a built-in config, such as quickstart.
 `jaxres train --help` lists every config field, `jaxres --version` the versions.
@@ -84,6 +86,7 @@ TRACEBACK = "JAXRES_TRACEBACK"
 VERBS = (
     *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "branch"),
     *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor", "resume-check"),
+    "plan",
 )
 
 
@@ -195,6 +198,9 @@ def _run(args: Sequence[str]) -> int:
         from jaxres.cli import resume_check
 
         return resume_check.main(args[1:], env=os.environ)
+    if verb == "plan":
+        from jaxres.cli import plan
+        return plan.main(args[1:])
     if verb == "data":
         from jaxres.cli import data
 

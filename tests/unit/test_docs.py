@@ -17,6 +17,7 @@ from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import inference
 from jaxres.cli import branch, doctor, replay, resume_check, runs, sweep
+from jaxres.cli import branch, doctor, plan, replay, runs, sweep
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import data as data_command
 from jaxres.cluster import detect
@@ -111,6 +112,9 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
     elif words[0] == "resume-check":
         options = resume_check._parse(words[1:])
         configs.load(options.config, options.overrides)
+    elif words[0] == "plan":
+        options = plan._parse(words[1:])
+        plan._config(options.words)
     elif words[0] == "data":
         _check_target(data_command._parser().parse_known_args(words[1:])[1], tmp_path)
     elif words[0] == "sweep":

@@ -28,6 +28,7 @@ from jaxres.checkpoint import (
     tensorstore_reader,
 )
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli import plan, report, run_health, status
 from jaxres.cli import prune as prune_cli
 from jaxres.cli import report, resume_results, run_health, status
 from jaxres.clock import SystemClock
@@ -40,6 +41,7 @@ from jaxres.goodput.intervals import Activity, Interval
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.launch import desired_state, lease, observed_state
 from jaxres.launch.paths import LaunchPaths
+from jaxres.plan.measured import Measured
 from jaxres.runlog import (
     attempt_history,
     launch_events,
@@ -263,6 +265,13 @@ def launch_event_names() -> list[str]:
     return list(get_args(launch_events.LaunchEventKind))
 
 
+def plan_names() -> Any:
+    words = ["--gpus=8", "--state-gib=1", "--spot-rate=1", "--replications=2"]
+    inputs = plan.read_inputs(plan._parse(words))
+    found = plan.compute(dataclasses.replace(inputs, measured=example(Measured)))
+    return shape(json.loads(json.dumps(found)))
+
+
 def names() -> dict[str, Any]:
     """Returns all names, by the file or message that has them."""
     producers: Mapping[str, Callable[[], Any]] = {
@@ -303,6 +312,7 @@ def names() -> dict[str, Any]:
         "report --json": lambda: written(
             report.as_json_text(RunTimeline((example(Interval),)), example(summary.Summary))
         ),
+        "plan --json": plan_names,
         "checkpoints list --json": list_names,
         "checkpoints diff --json": diff_names,
         "checkpoints prune --json": prune_names,

@@ -1,0 +1,1 @@
+"""What a fleet's failures will cost, and what each measure against them saves; no jax."""

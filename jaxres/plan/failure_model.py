@@ -1,0 +1,108 @@
+"""How often a fleet fails: rates of its components, survival, number of failures. Pure.
+
+Failures are independent and exponentially distributed, so rates add up, and the number of failures
+in a time has a Poisson distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+DAY_HOURS = 24.0
+Per = Literal["gpu", "host", "job"]
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of the fleet that fails, and how often."""
+
+    name: str
+    per: Per
+    """What has one of it: each GPU, each host, or the whole job."""
+    mtbf_hours: float
+    """Mean hours between failures of one of it."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The machines of a job."""
+
+    num_gpus: int
+    gpus_per_host: int
+    components: tuple[Component, ...]
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts, the last one maybe with fewer GPUs."""
+        return -(-self.num_gpus // self.gpus_per_host)
+
+    def count(self, per: Per) -> int:
+        """Returns how many of a component the fleet has."""
+        return {"gpu": self.num_gpus, "host": self.num_hosts, "job": 1}[per]
+
+    def failures_per_hour(self) -> float:
+        """Returns the rate of failures that interrupt the job: any one does."""
+        return sum(self.count(part.per) / part.mtbf_hours for part in self.components)
+
+    def mtbf_hours(self) -> float:
+        """Returns the mean hours between failures of the fleet; inf without components.
+
+        >>> year = Component("gpu", "gpu", 50_000.0)
+        >>> Fleet(1_000, 8, (year,)).mtbf_hours()
+        50.0
+        """
+        rate = self.failures_per_hour()
+        return 1 / rate if rate else math.inf
+
+
+def survival(failures_per_hour: float, *, hours: float) -> float:
+    """Returns the probability that no failure happens in a time.
+
+    >>> hours = mtbf_of_daily_survival(0.999)
+    >>> round(survival(1000 / hours, hours=24), 3), round(0.999**1000, 3)
+    (0.368, 0.368)
+    """
+    return math.exp(-failures_per_hour * hours)
+
+
+def mtbf_of_daily_survival(share: float) -> float:
+    """Returns the MTBF in hours of a part that survives a day with this probability."""
+    return -DAY_HOURS / math.log(share)
+
+
+def observed_mtbf_hours(failures: int, *, hours: float) -> float:
+    """Returns the mean hours between failures that were observed.
+
+    >>> round(observed_mtbf_hours(419, hours=54 * 24), 1)
+    3.1
+    """
+    return hours / failures
+
+
+def poisson_quantile(mean: float, share: float) -> int:
+    """Returns the smallest number of events whose cumulative probability reaches a share.
+
+    >>> poisson_quantile(3.7, 0.05), poisson_quantile(3.7, 0.95)
+    (1, 7)
+    """
+    number, total = 0, math.exp(-mean)
+    log_term = -mean
+    while total < share and number < mean + 20 * math.sqrt(mean) + 20:
+        number += 1
+        log_term += math.log(mean / number)
+        total += math.exp(log_term)
+    return number
+
+
+def poisson_share(mean: float, *, below: int) -> float:
+    """Returns the probability of fewer events than a number.
+
+    >>> round(poisson_share(1.0, below=1), 3)
+    0.368
+    """
+    if mean == 0:
+        return 1.0 if below else 0.0
+    terms = (math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(below))
+    return min(1.0, sum(terms))

@@ -1,0 +1,170 @@
+"""`jaxres plan`: text, JSON, sources of values, refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxres import __main__ as jaxres_command
+from jaxres.cli import plan
+from jaxres.faults import UsageError
+from jaxres.plan.assumptions import ASSUMPTIONS
+from tests.unit.plan.test_measured import crashed_run
+
+ROOT = Path(__file__).parents[3]
+SMALL = ("--gpus", "64", "--state-gib", "100", "--replications", "50")
+
+
+def planned(capsys, *words: str):
+    assert jaxres_command.main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_text_is_one_screen_and_has_what_was_asked_for(capsys):
+    words = ("--spot-rate", "0.5", "--notice-seconds", "120", "--memory", "neighbor")
+    assert jaxres_command.main(["plan", *SMALL, *words, "--spares", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 35
+    assert max(map(len, lines)) <= 110
+    text = "\n".join(lines)
+    for part in (
+        *("64 GPUs on 8 hosts for 30 days", "Young", "Daly", "goodput", "p5", "p95"),
+        *("without async saves", "without spares", "storage:", "by hand", "total", "notice"),
+    ):
+        assert part in text
+
+
+def test_flags_are_used_as_given_and_only_the_rest_is_assumed(capsys):
+    found = planned(
+        capsys,
+        *SMALL,
+        *("--hours", "100", "--mtbf-hours", "640", "--write-mb-per-s", "100"),
+        *("--stall-seconds", "3", "--gpu-hour-price", "4", "--storage-price", "1"),
+    )
+    assert found["failures"]["mtbf_hours"] == pytest.approx(10.0)
+    assert found["failures"]["expected"] == pytest.approx(10.0)
+    assert found["saves"]["write_seconds"] == pytest.approx(100 * 2**30 / 8 / 1e8)
+    assert found["saves"]["stall_seconds"] == 3.0
+    assert found["measures"][0]["dollars"] == pytest.approx(64 * 100 * 4)
+    assumed = {one["flag"] for one in found["assumed"]}
+    assert assumed.isdisjoint({"--stall-seconds", "--gpu-hour-price", "--write-mb-per-s"})
+    assert {"--boot-seconds", "--host-share"} <= assumed
+
+
+def test_the_bill_of_the_text_and_the_json_is_the_sum_of_its_lines(capsys):
+    for bill in planned(capsys, *SMALL)["insurance"].values():
+        assert bill["total"] == pytest.approx(sum(line["dollars"] for line in bill["lines"]))
+
+
+def test_components_and_survival_of_a_day_are_other_ways_to_say_how_often_it_fails(capsys):
+    found = planned(capsys, *SMALL, "--component", "gpu=64000/gpu", "--component", "nic=8000/host")
+    assert found["failures"]["mtbf_hours"] == pytest.approx(1 / (64 / 64000 + 8 / 8000))
+    found = planned(capsys, "--gpus", "1000", "--state-gib", "1", "--daily-survival", "0.999")
+    assert round(found["failures"]["survival_day"], 3) == 0.368
+
+
+def test_a_config_gives_the_state_the_hosts_the_prices_and_the_notice(tmp_path, capsys):
+    config = tmp_path / "job.yaml"
+    option = "zones: [us-central1-a], machine_type: a3-highgpu-8g"
+    config.write_text(
+        f"""\
+base: {ROOT / "configs/llama-8b.yaml"}
+run: {{dir: gs://bucket/runs/first}}
+launch:
+  gce:
+    project: project
+    num_hosts: 4
+    image: projects/p/global/images/family/f
+    runtime: {{kind: container, image: i}}
+    capacity_options:
+      - {{kind: spot, {option}, dollars_per_hour: 24.0}}
+      - {{kind: standard, {option}, dollars_per_hour: 80.0}}
+"""
+    )
+    found = planned(capsys, str(config), "--spot-rate", "0.1", "checkpoint.keep.daily=3")
+    assert (found["fleet"]["num_gpus"], found["fleet"]["num_hosts"]) == (32, 4)
+    assert found["fleet"]["state_bytes"] == pytest.approx(8.03e9 * 12, rel=0.01)
+    assert found["prices"]["spot"] == 3.0
+    assert found["prices"]["on_demand"] == 10.0
+    assert found["saves"]["largest_state_at_notice_bytes"] == pytest.approx(115 * 4e9)
+
+
+def test_a_run_gives_what_it_has_measured(tmp_path, capsys, monkeypatch):
+    run = crashed_run()
+    from jaxres.goodput import summary
+    from jaxres.plan import measured
+    from tests.unit.goodput.test_run_timeline import fold
+
+    timeline = fold(run)
+    events = [event for own in run.events.values() for event in own]
+    own = measured.of_run(timeline, summary.summarize(timeline), events)
+    monkeypatch.setattr(plan, "_measured", lambda run_dir: own)
+    found = planned(capsys, "--from", str(tmp_path), "--gpus-per-host", "4")
+    assert found["fleet"]["num_gpus"] == 4
+    assert found["saves"]["write_seconds"] == 30.0
+    assert found["saves"]["stall_seconds"] == 2.0
+    assert own.start_seconds is not None
+    kinds = {kind["name"]: kind["restart_seconds"] for kind in found["interruptions"]}
+    assert kinds["process"] == pytest.approx(10 + own.start_seconds + 20)
+    assert found["measured"]["failures"] == 2
+    mtbf = own.mtbf_hours(expected=50_677 / 4)
+    assert found["failures"]["mtbf_hours"] == pytest.approx(mtbf, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--gpus"),
+        (["--gpus", "8"], "--state-gib"),
+        (["--gpus", "0", "--state-gib", "1"], "--gpus 0"),
+        ([*SMALL, "--component", "gpu=soon/gpu"], "NAME=HOURS"),
+        ([*SMALL, "--host-share", "1.5"], "from 0 to 1"),
+        ([*SMALL, "train.steps=3"], "checkpoint.keep"),
+        ([*SMALL, "--days", "nan"], "--days"),
+        ([*SMALL, "--spares", "-1"], "--spares"),
+        ([*SMALL, "a.yaml", "b.yaml"], "more than one config"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_remedy(words, message, capsys):
+    assert plan.main(words) == 64
+    assert message in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
+    assert plan.main(["--from", str(tmp_path)]) == 64
+    assert "no run here" in capsys.readouterr().err
+
+
+def test_extreme_jobs_have_a_plan(capsys):
+    for words in (
+        ["--gpus", "1", "--state-gib", "0.001", "--mtbf-hours", "1e12"],
+        ["--gpus", "1000000", "--state-gib", "1e6", "--mtbf-hours", "1000", "--hours", "1"],
+        [*SMALL, "--spot-rate", "1000", "--hours", "2"],
+        [*SMALL, "--stall-seconds", "0", "--detect-seconds", "0", "--boot-seconds", "0"],
+    ):
+        assert 0 <= planned(capsys, *words, "--replications", "5")["goodput"]["mean"] <= 1
+
+
+def test_each_assumption_has_its_source_in_the_docs():
+    text = (ROOT / "docs/planning.md").read_text()
+    for one in ASSUMPTIONS:
+        assert f"| `{one.flag}` | {one.value:,.10g} {one.unit} | {one.source} |" in text
+
+
+def test_the_command_imports_no_jax():
+    code = (
+        "import sys; from jaxres.__main__ import main; "
+        f"code = main({['plan', *SMALL]!r}); "
+        "sys.exit(code or ('jax' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_flag_is_refused():
+    with pytest.raises(UsageError):
+        plan._parse(["--gpu", "8"])
