@@ -25,6 +25,7 @@ WALL_CLOCK_MAY = {
     "jaxres/telemetry/tensorboard.py:TensorBoard._put": "stamps a point",
     "jaxres/telemetry/console_log.py:_TimedLines.write": "stamps a line",
     "jaxres/supervisor/run_metrics.py:_epoch": "stamps what is exported",
+    "jaxres/telemetry/recorded_incidents.py:IncidentRecorder.send": "stamps an incident",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
     "jaxres/supervisor/run_lock.py:liveness": "for output; a claim compares heartbeats",
     "jaxres/supervisor/host_health.py:_clock_offset": "finds that the clock was set",

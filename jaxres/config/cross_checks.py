@@ -442,6 +442,11 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
         safe = ("https://", "http://127.0.0.1")
         if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
             yield Problem(f"{key}.url", "must begin with https:// (the key is sent to it)")
+    if config.alerts.spend_dollars is not None:
+        options = () if config.launch.gce is None else config.launch.gce.capacity_options
+        if not options or any(option.dollars_per_hour is None for option in options):
+            text = "needs launch.gce.capacity_options with prices"
+            yield Problem("alerts.spend_dollars", text)
 
 
 def _gce(config: RunConfig) -> Iterator[Problem]:

@@ -29,6 +29,8 @@ KINDS = (
     *("replica_behind", "replica_caught_up", "hardware_fault"),
     "checkpoint_damaged",
     *("straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"),
+    *("vm_lost", "no_capacity", "capacity_found", "spend_exceeded", "attempt_failed"),
+    *("masked_steps", "masked_steps_recovered"),
 )
 """Kinds of incidents."""
 NOT_A_NAME = "not_a_variable"
@@ -66,7 +68,7 @@ class PagerdutyTarget(Section):
     """Name of the environment variable that holds the integration (routing) key."""
     url: str = free("https://events.pagerduty.com/v2/enqueue")
     """Address of the Events API v2."""
-    kinds: tuple[str, ...] | None = free(("gave_up", "commits_stalled"))
+    kinds: tuple[str, ...] | None = free(("gave_up", "attempt_failed", "commits_stalled"))
     """Kinds of incidents that page; null: all. `commits_resumed` and `finished` always resolve."""
 
 
@@ -90,6 +92,12 @@ class AlertsSection(Section):
     """Webhooks, as in [{kind: slack, url_env: SLACK_URL}]."""
     no_commit_minutes: PositiveFloat | None = free(120.0)
     """Minutes without a new committed step after which an alert is sent; null: never."""
+    masked_steps: PositiveInt | None = free(10)
+    """Masked steps within guards.skip_window_steps beyond which an alert is sent; null: never."""
+    no_capacity_minutes: PositiveFloat | None = free(60.0)
+    """Minutes for which VMs of `launch gce` are lacking before an alert is sent; null: never."""
+    spend_dollars: PositiveFloat | None = free(None)
+    """Dollars spent by `launch gce` beyond which an alert is sent; null: never."""
     max_per_hour: PositiveInt = free(30)
     """Most messages per hour and target; the next message has the number of omitted ones."""
 

@@ -18,11 +18,18 @@ from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
-from jaxres.launch import instance_spec, reconcile, step_line, transition_events
+from jaxres.launch import (
+    instance_spec,
+    job_conditions,
+    reconcile,
+    step_line,
+    transition_events,
+)
 from jaxres.launch.boot_observer import BootObserver
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
 from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
+from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
 from jaxres.launch.observed_state import (
     AgentReport,
@@ -69,6 +76,7 @@ class Controller:
     clock: Clock
     console: Callable[[str], None]
     """Writes a line to the console."""
+    alerts: JobAlerts | None = None
     boottime: Callable[[], float] = boot_seconds
     """Seconds of a clock that keeps running in suspend: VMs cost money then, too."""
     _observer: StateObserver = field(default_factory=StateObserver)
@@ -132,6 +140,8 @@ class Controller:
             self._cleanup_after_loss()
             raise
         assert desired.end is not None, desired
+        if self.alerts is not None:
+            self.alerts.close()  # It sends only while the lease is held.
         self._cleanup(desired)
         return desired.end
 
@@ -157,6 +167,7 @@ class Controller:
             for message in following.messages:
                 self.console(message)
             self._print_step(desired, observed)
+            self._update_alerts(desired)
             self._report_availability("the bucket", True)
         except StorageUnavailable as error:
             self._observer.bucket_unavailable()
@@ -164,6 +175,11 @@ class Controller:
             return None
         self._apply(desired, observed)
         return desired
+
+    def _update_alerts(self, desired: DesiredState) -> None:
+        if self.alerts is not None:
+            with self._count_wait():
+                self.alerts.update(desired)
 
     def _store_events(self, desired: DesiredState) -> int:
         """Writes events of the desired state to an object of their own, once there are enough.
@@ -235,8 +251,7 @@ class Controller:
         any_ended = any(
             r is not None and (r.attempt, r.state) == (desired.attempt, "ended") for r in reports
         )
-        since = now - self._observed_at
-        self._observed_at = now
+        since, self._observed_at = now - self._observed_at, now
         self._observer.update_progress(
             self._log,
             desired.attempt,
@@ -245,6 +260,8 @@ class Controller:
             since=since,
             heartbeat=self._heartbeat(desired),
         )
+        lacks_vms = job_conditions.lacks_vms(desired)
+        self._observer.update_waits(self._log.step, lacks_vms=lacks_vms, since=since)
         wanted = {vm.name: vm.created for vm in (*desired.vms, *desired.deleting)}
         creation, not_found = None, frozenset[str]()
         boots = self._boots.observe(
@@ -576,4 +593,6 @@ def new_state(
         num_events=after.num_events,
         events=after.events,
         spending=after.spending,
+        conditions=tuple(c for c in after.conditions if c.kind == job_conditions.SPEND),
+        alert_starts=after.alert_starts,
     )

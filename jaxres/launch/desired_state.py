@@ -128,6 +128,26 @@ class Replacements:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """A condition of a job that has an event at its begin, and may have one at its end."""
+
+    kind: str
+    """Kind of the event at its begin."""
+    value: float = 0.0
+    """Of stalled commits: the newest committed step. Of the spending: the bound in dollars."""
+
+
+@dataclass(frozen=True)
+class AlertStart:
+    """From which event on a target receives alerts: those before are older than the target."""
+
+    target: str
+    """Name of the target, as in `alerts.jsonl`."""
+    event: int
+    """Number of the first event."""
+
+
+@dataclass(frozen=True)
 class DesiredState:
     """Everything that the launcher remembers of a job."""
 
@@ -195,6 +215,10 @@ class DesiredState:
     """Number of events so far; see jaxres/runlog/launch_events.py."""
     events: tuple[LaunchEvent, ...] = ()
     """The newest events, until they are in `launch/events`."""
+    conditions: tuple[Condition, ...] = ()
+    """Conditions in force; see job_conditions.py."""
+    alert_starts: tuple[AlertStart, ...] = ()
+    """For every target of alerts: its first event."""
 
     def with_outcome(self, outcome: AttemptOutcome[str]) -> DesiredState:
         """Returns the state with one more outcome in the history."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -21,7 +19,6 @@ from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import (
     ConfigError,
-    Fenced,
     PreemptedError,
     StoppedError,
     StorageUnavailable,
@@ -35,7 +32,9 @@ from jaxres.launch import (
     draining,
     gce_status,
     instance_spec,
+    job_alerts,
     job_config,
+    lease_wait,
     orphaned_vms,
     preflight,
     reconcile,
@@ -44,6 +43,7 @@ from jaxres.launch import (
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.gce_api import Compute
+from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
 from jaxres.launch.log_follower import LogFollower
 from jaxres.launch.observed_state import VmStatus
@@ -53,6 +53,8 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, RunPath, is_remote
 from jaxres.supervisor.run_config import parse_target, resolve_run
+from jaxres.telemetry import alert_sender
+from jaxres.telemetry.alert_sender import ResolvedTarget
 from jaxres.train import completion
 
 if TYPE_CHECKING:
@@ -237,15 +239,18 @@ def _up(
     may_be_led = bool(record.damage)
     if desired is None or desired.phase == "ended":
         if not record.damage and completion.is_complete(RunDir(run), config):
+            job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
             return ExitCode.DONE
+        alert_sender.resolve(config.alerts, env=env)
         for warning in preflight.check(_gce(config), compute, run):
             print_line(warning)
         code_package.list_files(_gce(config).package)  # Errors appear before the lease is taken.
         may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
     else:  # VMs exist already.
         may_be_led = True
-    lease = _lease(paths, config)
-    _acquire(lease, run, clock, waits=waits, desired=desired, may_be_led=may_be_led)
+    lease = lease_wait.new_lease(paths, config, print_line)
+    find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
+    find(waits=waits, desired=desired, may_be_led=may_be_led)
     with _released_on_error(lease):
         desired = record.read_valid()
         _set_aside_damaged(record)
@@ -259,13 +264,25 @@ def _up(
         else:
             config = job_config.adopt(config, desired, paths, print_line)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
+        targets = alert_sender.resolve(config.alerts, env=env)
+        desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
-    return _run_controller(Controller(paths, config, compute, lease, record, clock, print_line))
+    return _run_controller(_controller(paths, config, compute, lease, record, clock, targets))
 
 
-def _lease(paths: LaunchPaths, config: RunConfig) -> Lease:
-    seconds = _gce(config).lease_seconds
-    return Lease(paths.lease, holder=_holder(), seconds=seconds, console=print_line)
+def _controller(
+    paths: LaunchPaths,
+    config: RunConfig,
+    compute: Compute,
+    lease: Lease,
+    record: StateObject,
+    clock: Clock,
+    targets: Sequence[ResolvedTarget],
+) -> Controller:
+    """Returns the controller of a job whose desired state was written, with its alerts."""
+    assert record.desired is not None, paths
+    alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
+    return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
 
 
 def _set_aside_damaged(record: StateObject) -> None:
@@ -291,7 +308,8 @@ def _run_controller(
     """Controls a job to its end, or until a signal makes this launcher exit, or `until` is true."""
     run = running.paths.run
     try:
-        with _released_on_error(running.lease), faults.refusals(at_start=False):
+        alerts = running.alerts or contextlib.nullcontext()
+        with _released_on_error(running.lease), faults.refusals(at_start=False), alerts:
             end = running.run(until=until)
     except (StoppedError, PreemptedError) as left:
         print_line(
@@ -309,43 +327,6 @@ def _run_controller(
 def _exit_of_signal(left: StoppedError | PreemptedError) -> int:
     """Returns the exit code of a launcher that a signal has ended."""
     return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
-
-
-def _holder() -> str:
-    return f"{socket.gethostname()} (pid {os.getpid()})"
-
-
-def _acquire(
-    lease: Lease,
-    run: GcsPath,
-    clock: Clock,
-    *,
-    waits: bool,
-    desired: DesiredState | None,
-    may_be_led: bool,
-) -> None:
-    """Takes the lease as soon as its holder no longer renews it.
-
-    Raises:
-      Fenced: another launcher holds and renews it.
-    """
-    epoch = 0 if desired is None else desired.epoch
-    first = None
-    while not lease.acquire(after_epoch=epoch, may_be_led=may_be_led):
-        if lease.other_generation is None:
-            continue
-        if first is None:
-            first = lease.other_generation
-            print_line(
-                f"{lease.other} holds the launcher lease; checking for up to "
-                f"{lease.wait_seconds:.0f} s whether it is still active"
-            )
-        elif lease.other_generation != first and not waits:
-            raise Fenced(
-                f"{run}: {lease.other} holds the lease of this run. Let that launcher continue, "
-                "stop it (training continues), or wait for its end with --standby."
-            )
-        clock.sleep(WATCH_SECONDS)
 
 
 def _upload_job(
@@ -385,7 +366,7 @@ def _request_end(
     config = job_config.any_config(paths, desired, given)
     if desired is None or desired.phase == "ended":
         return _end_orphans(verb, paths, record, config, env=env, clock=clock)
-    lease = _lease(paths, config)
+    lease = lease_wait.new_lease(paths, config, print_line)
     gcs_objects.write(paths.stop if verb == "stop" else paths.down, b"", over=None)
     print_line(f"{run}: end requested; waiting until no VM is left")
     while (desired := record.read_valid()) is not None and desired.phase != "ended":
@@ -399,8 +380,9 @@ def _request_end(
                     "no launcher holds the lease of this run; this one takes it and ends the job"
                 )
                 record.write(desired, epoch=lease.epoch, held=lease.held)
+            targets = job_alerts.resolve_if_set(config, env)
             code = _run_controller(
-                Controller(paths, config, compute, lease, record, clock, print_line)
+                _controller(paths, config, compute, lease, record, clock, targets)
             )
             return ExitCode.DONE if code == ExitCode.STOPPED else code
     lease.release()
@@ -432,8 +414,9 @@ def _end_orphans(
         )
     print_line(f"{run}: {record.damage or _no_owner(desired)}; VMs with its label: {len(vms)}")
     gcs_objects.write(paths.stop if verb == "stop" else paths.down, b"", over=None)
-    lease = _lease(paths, config)
-    _acquire(lease, run, clock, waits=True, desired=desired, may_be_led=desired is None)
+    lease = lease_wait.new_lease(paths, config, print_line)
+    find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
+    find(waits=True, desired=desired, may_be_led=desired is None)
     with _released_on_error(lease):
         if (current := record.read_valid()) is None or current.phase == "ended":
             _set_aside_damaged(record)
@@ -551,7 +534,11 @@ def _await_drain(
     paths: LaunchPaths, config: RunConfig, vm: str, *, env: Mapping[str, str], clock: Clock
 ) -> int:
     """Waits until a VM is replaced; takes the lease for that time if no launcher holds it."""
-    run, record, lease = paths.run, StateObject(paths.desired_state), _lease(paths, config)
+    run, record, lease = (
+        paths.run,
+        StateObject(paths.desired_state),
+        lease_wait.new_lease(paths, config, print_line),
+    )
     is_done = functools.partial(draining.is_done, vm=vm)
     print_line(f"{vm}: drain requested; waiting until it is replaced")
     while (desired := record.read_valid()) is None or not is_done(desired):
@@ -568,8 +555,9 @@ def _await_drain(
                 raise UsageError(f"{run}: no job of `launch gce` is here any more")
             print_line("no launcher holds the lease of this run; this one takes it for the drain")
             record.write(desired, epoch=lease.epoch, held=lease.held)
+        targets = job_alerts.resolve_if_set(config, env)
         code = _run_controller(
-            Controller(paths, config, compute, lease, record, clock, print_line), until=is_done
+            _controller(paths, config, compute, lease, record, clock, targets), until=is_done
         )
         if code != ExitCode.DONE or record.desired is None or record.desired.phase == "ended":
             return code

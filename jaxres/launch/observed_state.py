@@ -183,6 +183,11 @@ class ObservedState:
     run_quiet_seconds: float = math.inf
     """Seconds since the running attempt last showed a sign of life: a new committed step, or a
     heartbeat of the supervisor that holds the run lock; inf: none yet, or a process has exited."""
+    since_commit_seconds: float = 0.0
+    """Seconds without a new committed step, in all phases, since this controller began."""
+    lacking_seconds: float = 0.0
+    """Seconds for which VMs of the job have been lacking since this controller began; 0: all are
+    created."""
     first_reports: Mapping[str, float] = field(default_factory=dict[str, float])
     """When this controller first saw a report of an agent, in seconds since the epoch, by name."""
     since_create_seconds: float = 0.0
@@ -214,6 +219,10 @@ class StateObserver:
     _run_quiet_seconds: float = math.inf
     _heartbeat: int | None = None
     """Generation of the run's heartbeat as read last."""
+    _since_commit_seconds: float = 0.0
+    _lacking_seconds: float = 0.0
+    _committed: int = 0
+    """Newest committed step when `update_waits` was last called."""
 
     def silent_since(self, seconds: float) -> set[str]:
         """Returns the VMs whose agents have not reported for so many seconds."""
@@ -320,6 +329,20 @@ class StateObserver:
             )
         self._log, self._attempt = log, attempt
 
+    def update_waits(self, step: int, *, lacks_vms: bool, since: float) -> None:
+        """Records how long the job has waited for a commit, and for VMs.
+
+        Args:
+          step: newest committed step.
+          lacks_vms: whether a VM of the job is not created.
+          since: seconds since the last observation.
+        """
+        since = min(MAX_GAP_SECONDS, since)
+        is_new = step != self._committed
+        self._since_commit_seconds = 0.0 if is_new else self._since_commit_seconds + since
+        self._lacking_seconds = self._lacking_seconds + since if lacks_vms else 0.0
+        self._committed = step
+
     def snapshot(
         self,
         *,
@@ -344,6 +367,8 @@ class StateObserver:
             ended_seconds=self._ended_seconds,
             events=self._events,
             run_quiet_seconds=self._run_quiet_seconds,
+            since_commit_seconds=self._since_commit_seconds,
+            lacking_seconds=self._lacking_seconds,
             first_reports={
                 name: wall - ((self._bucket_at or at) - at)
                 for name, at in self._first_reports.items()

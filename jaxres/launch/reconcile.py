@@ -14,6 +14,7 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch import (
     capacity_options,
     draining,
+    job_conditions,
     lost_vms,
     provisioning,
     replacement_budget,
@@ -39,6 +40,8 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     assert gce is not None, config
     found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
     found = transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
+    spent = dollars(found.desired, gce, now=observed.now)
+    found = job_conditions.note(found, observed, config, dollars=spent)
     return draining.note(spending.note_attempt(desired, found, now=observed.now), observed)
 
 

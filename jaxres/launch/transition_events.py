@@ -6,7 +6,7 @@ decision is, whichever launcher is killed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +26,24 @@ def record(before: DesiredState, found: Transition, observed: ObservedState) -> 
         return found
     new = [*_ends(before, found, observed), *_requests(before, after, observed)]
     new += _starts(before, after, observed)
+    return replace(found, desired=with_events(after, new, observed))
+
+
+Fields = tuple[LaunchEventKind, dict[str, Any]]
+
+
+def with_events(
+    desired: DesiredState, new: Sequence[Fields], observed: ObservedState
+) -> DesiredState:
+    """Returns the state with new events, each a kind with the fields that differ."""
     if not new:
-        return found
-    first = before.num_events
+        return desired
+    common = {"attempt": desired.attempt, "time": observed.now, "step": observed.log.step}
+    first = desired.num_events
     events = tuple(
-        LaunchEvent(first + n, kind, attempt=after.attempt, **{"time": observed.now, **fields})
-        for n, (kind, fields) in enumerate(new)
+        LaunchEvent(first + n, kind, **{**common, **fields}) for n, (kind, fields) in enumerate(new)
     )
-    total = first + len(events)
-    after = replace(after, events=(*before.events, *events), num_events=total)
-    return replace(found, desired=after)
+    return replace(desired, events=(*desired.events, *events), num_events=first + len(events))
 
 
 def to_store(desired: DesiredState) -> tuple[LaunchEvent, ...]:
@@ -54,26 +62,29 @@ def without_stored(desired: DesiredState, *, before: int) -> DesiredState:
     return desired if len(kept) == len(desired.events) else replace(desired, events=kept)
 
 
-Fields = tuple[LaunchEventKind, dict[str, Any]]
-
-
 def _ends(before: DesiredState, found: Transition, observed: ObservedState) -> Iterator[Fields]:
-    """Yields the end of an attempt, losses of VMs, and the end of the job."""
+    """Yields the end of an attempt, losses of VMs, and the decision and the end of the job."""
     after, now = found.desired, observed.now
     silent = [observed.silent.get(name, 0.0) for name in found.losses]
     if before.phase == "running" and after.phase != "running":
         ended = observed.ended_seconds or 0.0
         outcome = after.history[-1] if after.history != before.history else None
-        fields = {"since": now - max(ended, *silent, 0.0)}
+        fields: dict[str, Any] = {"since": now - max(ended, *silent, 0.0)}
+        fields["is_last"] = after.end is not None
         if outcome is not None:
             fields |= {"cause": str(int(outcome.code)), "reason": outcome.reason[:MAX_REASON]}
         yield "attempt_ended", fields
     for name, kind in found.losses.items():
         since = now - observed.silent.get(name, 0.0)
         yield "vm_lost", {"vms": (name,), "cause": kind, "since": since}
-    if after.phase == "ended" and before.phase != "ended" and after.end is not None:
-        end = after.end
-        yield "job_ended", {"cause": str(int(end.exit)), "reason": end.reason[:MAX_REASON]}
+    end = after.end
+    if end is None:
+        return
+    fields = {"cause": str(int(end.exit)), "reason": end.reason[:MAX_REASON]}
+    if before.end is None or before.end.exit != end.exit:
+        yield "job_ending", fields
+    if after.phase == "ended" and before.phase != "ended":
+        yield "job_ended", fields
 
 
 def _requests(

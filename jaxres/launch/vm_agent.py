@@ -42,6 +42,7 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, is_remote, parse_path
 from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor import attempt_alerts
 from jaxres.supervisor.attempt_runner import MIN_DEVICES, PLATFORM, RESTART_VARIABLE
 from jaxres.supervisor.preemption import PreemptionNotice
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
@@ -252,14 +253,15 @@ class Agent:
         arguments = self._arguments(desired, host, config)
         output = self._folder / f"output-{desired.attempt:04d}.txt"
         self._attempt_file.write_text(f"{desired.attempt}\n")
-        restart = "1" if desired.history else "0"
+        given = {RESTART_VARIABLE: "1" if desired.history else "0"}
+        given[attempt_alerts.VARIABLE] = attempt_alerts.RECORDED  # The launcher sends them.
         with output.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jaxres.train", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=self._training_env({**env, RESTART_VARIABLE: restart}, config, desired),
+                env=self._training_env({**env, **given}, config, desired),
                 start_new_session=True,
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )

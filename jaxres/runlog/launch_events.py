@@ -25,7 +25,13 @@ LaunchEventKind = Literal[
     "request_failed",
     "vms_created",
     "agent_reported",
+    "job_ending",
     "job_ended",
+    "commits_stalled",
+    "commits_resumed",
+    "no_capacity",
+    "capacity_found",
+    "spend_exceeded",
 ]
 
 
@@ -50,11 +56,35 @@ class LaunchEvent:
     """The cause, for the operator."""
     since: float | None = None
     """Of a loss and of the end of an attempt: the last sign of life, in seconds since the epoch."""
+    step: int = 0
+    """Newest committed step then."""
+    is_last: bool = False
+    """Whether no other attempt follows the one that has ended."""
 
 
 def encode(events: Iterable[LaunchEvent]) -> bytes:
     """Returns events as JSON lines."""
     return b"".join(json.dumps(codec.encode(event)).encode() + b"\n" for event in events)
+
+
+def read_stored(run_dir: RunDir, *, job: str, first: int) -> list[LaunchEvent]:
+    """Reads the events of a job from a number on that are no longer in its desired state.
+
+    Raises:
+      StorageUnavailable: some can't be read.
+    """
+    found: dict[tuple[str, int], LaunchEvent] = {}
+    folder = run_dir.launch_events
+    begins: list[tuple[int, str]] = []
+    for name in files.list_names(folder):
+        of, _, number = name.removesuffix(".jsonl").rpartition("-")
+        if of == job and number.isdecimal():
+            begins.append((int(number), name))
+    needed_from = max((number for number, _ in begins if number <= first), default=0)
+    for _, name in (one for one in sorted(begins) if one[0] >= needed_from):
+        for fields in json_objects(files.read(folder / name) or b""):
+            _add(found, job, fields)
+    return sorted((e for e in found.values() if e.number >= first), key=lambda e: e.number)
 
 
 def read(run_dir: RunDir) -> list[LaunchEvent]:

@@ -148,6 +148,10 @@ class RunDir:
         """The folder of one attempt's local files."""
         return self.local / "attempts" / f"{attempt:04d}"
 
+    def incidents(self, attempt: int) -> RunPath:
+        """Folder of the incidents of supervisors that send no alerts, one file a host."""
+        return self.attempt(attempt) / "incidents"
+
     def metrics(self, attempt: int) -> RunPath:
         """Metrics lines, one per step, written by host 0."""
         return self.attempt(attempt) / "metrics.jsonl"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import platform
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxres import config as configs
 from jaxres import faults
@@ -46,6 +47,7 @@ from jaxres.storage import files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
+    attempt_alerts,
     host_exclusion,
     processes,
     replica_process,
@@ -54,6 +56,7 @@ from jaxres.supervisor import (
     tracker_processes,
 )
 from jaxres.supervisor.attempt import ignore_news, print_message
+from jaxres.supervisor.attempt_alerts import AttemptAlerts
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.supervisor.health_watcher import HealthWatcher
@@ -68,7 +71,7 @@ from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
-from jaxres.telemetry import stdio
+from jaxres.telemetry import alert_sender, stdio
 from jaxres.telemetry.heartbeat import News
 
 WORKER_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -108,6 +111,8 @@ class ClaimedAttempt:
     """Watches the GPUs of this machine; None: nothing does."""
     run_metrics: RunMetrics | None = None
     """Receives what is exported for monitoring; None: nothing is."""
+    on_news: Callable[[News], None] = ignore_news
+    """Called with what host 0 reports for the alerts."""
 
 
 def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:
@@ -169,32 +174,32 @@ def run_attempt(
         tracker_processes.send_rest(config, run_dir, env=env)
         replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
+    targets = attempt_alerts.resolve(config, env, is_inline=threads is not None)
+    env = alert_sender.scrub_secrets(config.alerts, env)
     records, clock = run_log.read_records(run_dir.log), SystemClock()
     host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
-        watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
-        preemption_watcher = stack.enter_context(watcher) if threads is None else None
-        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
-        health_watcher = stack.enter_context(health) if threads is None else None
+        watchers = _watch_machine(stack, config, run_dir, env, clock) if threads is None else {}
         job = stack.enter_context(rendezvous(config, run_dir))
         trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
         replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
         scrub = stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock))
         exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
+        opening = attempt_alerts.open_alerts(targets, config, run_dir, job.num_hosts, clock)
+        alerts = stack.enter_context(opening)
         hold_signals()
         given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
         log, opened = claim_attempt(config, run_dir, **given, known=len(records), threads=threads)
-        opened = dataclasses.replace(
-            opened, preemption_watcher=preemption_watcher, health_watcher=health_watcher
-        )
         opened = opened if threads is not None else _export(exporter, opened, records)
+        opened = _with_alerts(dataclasses.replace(opened, **watchers), alerts, records)
         trackers.ensure_started(opened.claim.attempt)
-        replica.ensure_started(_print_event)
-        scrub.ensure_started(_print_event)
+        replica.ensure_started(emit := functools.partial(_on_event, alerts))
+        scrub.ensure_started(emit)
         ended = _run_claimed(opened, job, run, is_inline=threads is not None)
         record_stop_with_timeout(log, ended, opened, run_lock=run_lock)
+        alerts.on_end(ended, opened.claim)
         trackers.on_run_ended(ended.code)
         replica.on_run_ended(ended.code)
         delete_memory_at_end(run_dir, opened.config, ended)
@@ -212,8 +217,32 @@ def _export(
     return dataclasses.replace(opened, run_metrics=exporter.metrics)
 
 
-def _print_event(event: Event) -> None:
-    """Prints damage, and that the replica is behind or has caught up: nothing else shows it."""
+def _watch_machine(
+    stack: contextlib.ExitStack,
+    config: RunConfig,
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> dict[str, Any]:
+    """Starts the watchers of this machine; returns them by their names in `ClaimedAttempt`."""
+    preemption = PreemptionWatcher(config.preemption, env=env, clock=clock)
+    health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
+    return {
+        "preemption_watcher": stack.enter_context(preemption),
+        "health_watcher": stack.enter_context(health),
+    }
+def _with_alerts(
+    opened: ClaimedAttempt, alerts: AttemptAlerts, records: Sequence[run_log.Record]
+    """Returns the attempt with its alerts, which have begun; `records` were before its claim."""
+    alerts.on_claim(records, opened.claim)
+    if opened.health_watcher is not None:
+        opened.health_watcher.on_fault = alerts.on_fault
+    return dataclasses.replace(
+        opened, on_news=functools.partial(alerts.on_news, opened.claim.attempt)
+    )
+def _on_event(alerts: AttemptAlerts, event: Event) -> None:
+    """Sends alerts of damage, and of a replica that is behind or has caught up, and prints them."""
+    alerts.on_event(event)
     if isinstance(event, ReplicaBehind):
         print_message(f"ALARM: {event.reason}; training continues")
     elif isinstance(event, ReplicaCaughtUp):
@@ -305,7 +334,7 @@ def run_local_workers(
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
     deadline: float = math.inf,
-    on_news: Callable[[News], None] = ignore_news,
+    on_news: Callable[[News], None] | None = None,
     fork_server: ForkServer | None = None,
 ) -> AttemptResult:
     """Runs the attempt's workers as processes of this machine, one per host of this supervisor.
@@ -316,10 +345,11 @@ def run_local_workers(
       advise: returns the message for a worker that the kernel has killed because memory ran out.
       wakeup: the read end of `signals.wakeup_fd`, if the caller has opened one.
       deadline: when the workers are asked to save and stop, on the attempt's clock.
-      on_news: called with what host 0 reports for the alerts: failing saves, a slow host.
+      on_news: called with what host 0 reports for the alerts; None: what `opened` has for it.
       fork_server: forks the workers; None: all are fresh processes.
     """
     claim = opened.claim
+    secretless = alert_sender.scrub_secrets(opened.config.alerts, env)
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
         {h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
@@ -330,13 +360,13 @@ def run_local_workers(
         run_lock=opened.run_lock,
         clock=opened.clock,
         env=processes.tag_env(
-            {**WORKER_VARIABLES, **env, "NPROC": str(claim.threads)}, opened.run_dir, claim
+            {**WORKER_VARIABLES, **secretless, "NPROC": str(claim.threads)}, opened.run_dir, claim
         ),
         num_hosts=claim.num_hosts,
         peers=opened.peers,
         wakeup=wakeup,
         deadline=deadline,
-        on_news=on_news,
+        on_news=opened.on_news if on_news is None else on_news,
         fork_server=fork_server,
         preemption_watcher=opened.preemption_watcher,
         health_watcher=opened.health_watcher,

@@ -19,7 +19,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import write_with_timeout
-from jaxres.supervisor import host_exclusion, signals
+from jaxres.supervisor import attempt_alerts, host_exclusion, signals
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import (
     RECORD_SECONDS,
@@ -37,6 +37,7 @@ from jaxres.supervisor.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.worker_group import as_follower
+from jaxres.telemetry.alert_sender import scrub_secrets
 
 
 def follow(
@@ -69,6 +70,8 @@ def follow(
         )
         exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
         attempt_number, peers = stack.enter_context(joined)
+        recording = attempt_alerts.recording(config, run_dir, host=member.host, clock=clock)
+        health.on_fault = stack.enter_context(recording).on_fault
         signals.block()
         records = run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
@@ -84,7 +87,7 @@ def follow(
             limits=config.deadlines,
             run_lock=None,
             clock=clock,
-            env={**env, "NPROC": str(claim.threads)},
+            env={**scrub_secrets(config.alerts, env), "NPROC": str(claim.threads)},
             num_hosts=member.num_hosts,
             peers=peers,
             preemption_watcher=preemption_watcher,

@@ -61,8 +61,6 @@ from jaxres.supervisor.watchdog import LEAVE_SECONDS
 from jaxres.telemetry import stdio
 from jaxres.telemetry.alert_monitors import SaveMonitor
 from jaxres.telemetry.alert_sender import Alerts
-from jaxres.telemetry.heartbeat import News, SpeedChanged
-from jaxres.telemetry.incidents import of_speed
 
 TICK_SECONDS = 0.25
 MIN_TICK_SECONDS = 0.02
@@ -214,14 +212,6 @@ def _without_faulty_slots(
     return dataclasses.replace(policy, faulty_slots=frozenset(faulty))
 
 
-def _on_news(run: LoopState, attempt: int, news: News) -> None:
-    """Alerts of what host 0's worker reports."""
-    if isinstance(news, SpeedChanged):
-        run.save_monitor.send(of_speed(news, run=run.save_monitor.run, attempt=attempt))
-    else:
-        run.save_monitor.on_save_health(news, attempt=attempt)
-
-
 def _alert_fault(run: LoopState, alerts: Alerts, event: HardwareFaultFound) -> None:
     alerts.on_event(dataclasses.replace(event, step=max(event.step, run.run_history.step)))
 
@@ -343,7 +333,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
             env=run.env,
             wakeup=run.wakeup,
             deadline=deadline,
-            on_news=partial(_on_news, run, opened.claim.attempt),
+            on_news=partial(run.save_monitor.on_news, attempt=opened.claim.attempt),
             fork_server=run.fork_server,
         )
     attempt_runner.record_stop_with_timeout(log, ended, opened, run_lock=run.run_lock)

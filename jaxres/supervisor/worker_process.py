@@ -23,9 +23,6 @@ from jaxres.supervisor.watchdog import ProgressTracker, SaveTimes
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
     News,
-    SavesFailing,
-    SavesRecovered,
-    SpeedChanged,
     StatusMessage,
     decode,
     result_of_exit_message,
@@ -192,7 +189,7 @@ class Worker:
                 self.save_times = self.save_times.on_status(message, now=now)
                 if isinstance(message, ExitMessage):
                     self.exit_message = message
-                elif isinstance(message, SavesFailing | SavesRecovered | SpeedChanged):
+                elif isinstance(message, News):
                     self.news.append(message)
 
     def _translate(self, status: int, now: float) -> WorkerExit:

@@ -55,6 +55,8 @@ class Ledger:
             return
         key, time = line["key"], line["time"]
         if line["state"] == "queued":
+            if key in self.known:  # Queued again by a process that had lost the run meanwhile.
+                return
             known = {f.name for f in dataclasses.fields(Incident)}
             fields = {name: value for name, value in line["incident"].items() if name in known}
             self.known.add(key)

@@ -13,8 +13,14 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record
 from jaxres.storage.threads import make_thread
-from jaxres.telemetry.heartbeat import SaveHealth, SavesFailing
-from jaxres.telemetry.incidents import Incident, Kind
+from jaxres.telemetry.heartbeat import (
+    News,
+    SaveHealth,
+    SavesFailing,
+    SpeedChanged,
+    TrainingReport,
+)
+from jaxres.telemetry.incidents import Incident, Kind, of_speed, of_training
 
 CHECK_SECONDS = 30.0
 """Interval between two polls of the run log."""
@@ -119,6 +125,16 @@ class SaveMonitor:
     num_failures: int = 0
     """Number of series of failed saves so far, the present one included: the incident's seq."""
     is_failing: bool = False
+
+    def on_news(self, news: News, *, attempt: int) -> None:
+        """Sends the incident that a message from host 0's worker causes, if any."""
+        match news:
+            case SpeedChanged():
+                self.send(of_speed(news, run=self.run, attempt=attempt))
+            case TrainingReport():
+                self.send(of_training(news, run=self.run, attempt=attempt))
+            case _:
+                self.on_save_health(news, attempt=attempt)
 
     def on_save_health(self, health: SaveHealth, *, attempt: int) -> None:
         """Handles a message from host 0's worker; sends an incident if the state has changed."""

@@ -1,9 +1,9 @@
 """Sends incidents to webhooks from background threads, so that alerts never delay training.
 
 Each target has its own thread and bounded queue, so a dead target delays no other. The thread
-records queued and delivered incidents in `RUN_DIR/alerts.jsonl`. A supervisor that follows a killed
-one therefore repeats and loses no incident. The exception: after a kill between a target's response
-and the line that records it, the incident is sent twice, with the same key.
+records queued and delivered incidents in `RUN_DIR/alerts.jsonl`. A supervisor or launcher that
+follows a killed one therefore repeats and loses no incident. The exception: after a kill between a
+target's response and the line that records it, the incident is sent twice, with the same key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
@@ -25,6 +25,7 @@ from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
 from jaxres.storage.line_writer import LineWriter, open_line_writer
+from jaxres.storage.path import is_remote
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import alert_delivery_log, incidents, webhook
 from jaxres.telemetry.alert_delivery_log import Ledger
@@ -38,6 +39,8 @@ MAX_WAITING = 100
 RETRY_SECONDS = 1.0
 """First wait before a retry; each wait is twice the previous one, up to LONGEST_RETRY_SECONDS."""
 LONGEST_RETRY_SECONDS = 60.0
+OPEN_RETRY_SECONDS = 5.0
+"""Time until a delivery log in a bucket that does not answer is read again."""
 GIVE_UP_SECONDS = 3600.0
 """Age at which an undelivered incident is dropped."""
 CLOSE_SECONDS = 3.0
@@ -55,12 +58,17 @@ class ResolvedTarget:
     @property
     def name(self) -> str:
         """Name of the target in messages and in `alerts.jsonl`."""
-        return f"{self.config.kind}:{variable(self.config)}"
+        return target_name(self.config)
 
     @property
     def url(self) -> str:
         """URL of the webhook; secret except for PagerDuty."""
         return self.config.url if isinstance(self.config, PagerdutyTarget) else self.secret
+
+
+def target_name(target: AlertTarget) -> str:
+    """Returns the name of a target in messages and in `alerts.jsonl`."""
+    return f"{target.kind}:{variable(target)}"
 
 
 def resolve(section: AlertsSection, *, env: Mapping[str, str]) -> tuple[ResolvedTarget, ...]:
@@ -109,6 +117,8 @@ class Alerts:
         clock: Clock,
         report: Callable[[str], None],
         retry_seconds: float = RETRY_SECONDS,
+        nonce: str | None = None,
+        may_send: Callable[[], bool] = lambda: True,
     ) -> None:
         """Prepares the threads.
 
@@ -119,6 +129,8 @@ class Alerts:
           clock: for retries and time stamps.
           report: prints delivery failures on the terminal.
           retry_seconds: first wait before a retry.
+          nonce: what the ids of incidents begin with; None: the nonce of the run's first claim.
+          may_send: whether this process still owns the run; asked before every request.
         """
         self._run_dir = run_dir
         self._clock = clock
@@ -135,6 +147,8 @@ class Alerts:
                 clock=clock,
                 report=report,
                 retry_seconds=retry_seconds,
+                nonce=nonce,
+                may_send=may_send,
             )
             for target in targets
         ]
@@ -156,10 +170,23 @@ class Alerts:
             if left := sender.join(max(0.0, deadline - self._clock.monotonic())):
                 self._print(f"alerts: {left} incidents were not delivered to {sender.name}")
 
-    def send(self, incident: Incident) -> None:
-        """Queues an incident for every target without waiting; an incident is sent only once."""
+    def send(
+        self,
+        incident: Incident,
+        *,
+        time: float | None = None,
+        targets: Container[str] | None = None,
+    ) -> None:
+        """Queues an incident for the targets without waiting; an incident is sent only once.
+
+        Args:
+          incident: what happened.
+          time: when it happened, in seconds since the epoch; None: now.
+          targets: names of the targets that receive it; None: all.
+        """
         for sender in self._senders:
-            sender.take(incident)
+            if targets is None or sender.name in targets:
+                sender.take(incident, time=time)
 
     def on_event(self, event: object) -> None:
         """Sends the incident that a supervisor event causes, if any."""
@@ -183,12 +210,15 @@ class TargetSender:
         clock: Clock,
         report: Callable[[str], None],
         retry_seconds: float,
+        nonce: str | None,
+        may_send: Callable[[], bool],
     ) -> None:
         self.name = target.name
         self._target = target
         self._run_dir = run_dir
         self._path = run_dir.alerts
-        self._nonce_read: str | None = None
+        self._nonce_read = nonce
+        self._may_send = may_send
         self._max_per_hour = max_per_hour
         self._clock = clock
         self._print = report
@@ -210,12 +240,12 @@ class TargetSender:
         """Starts the thread."""
         self._thread.start()
 
-    def take(self, incident: Incident) -> None:
+    def take(self, incident: Incident, *, time: float | None = None) -> None:
         """Queues an incident for the thread without waiting."""
         if not incidents.is_wanted(self._target.config, incident.kind):
             return
         try:
-            self._queue.put_nowait((incident, self._clock.wall()))
+            self._queue.put_nowait((incident, self._clock.wall() if time is None else time))
         except queue.Full:
             self._num_lost += 1
 
@@ -233,7 +263,9 @@ class TargetSender:
 
     def _run(self) -> None:
         try:
-            self._open()
+            while not self._open():
+                if self._closing.wait(OPEN_RETRY_SECONDS):
+                    return
             while not self._closing.is_set():
                 self._take_all(wait_seconds=self._idle_seconds())
                 self._deliver_due()
@@ -246,17 +278,24 @@ class TargetSender:
             if self._lines is not None:
                 self._lines.close()
 
-    def _open(self) -> None:
-        """Reads the delivery log; if that fails, alerts are still sent but may be repeated."""
+    def _open(self) -> bool:
+        """Reads the delivery log; False: it has to be tried again.
+
+        A bucket that does not answer is waited for. A file that can't be used is left out: alerts
+        are sent, but may be repeated.
+        """
         try:
             self._ledger = alert_delivery_log.fold(self.name, read_json_lines(self._path))
             self._lines = open_line_writer(
                 self._path, max_waiting=MAX_QUEUED, on_overflow="drop oldest"
             )
         except (RunError, OSError):
+            if is_remote(self._path):
+                return False
             self._print(f"alerts: {self._path} can't be used; earlier alerts may be repeated")
         now = self._clock.monotonic()
         self._taken_at = dict.fromkeys(self._ledger.waiting, now)
+        return True
 
     def _record(
         self,
@@ -325,6 +364,9 @@ class TargetSender:
 
     def _deliver_next(self) -> bool:
         """Sends the oldest incident; returns False if it has to be retried later."""
+        if not self._may_send():
+            self._next_try = self._clock.monotonic() + RETRY_SECONDS
+            return False
         key, oldest = next(iter(self._ledger.waiting.items()))
         kind, now = oldest.incident.kind, self._clock.wall()
         if not self._ledger.is_allowed(kind, now=now, max_per_hour=self._max_per_hour):
@@ -344,6 +386,9 @@ class TargetSender:
                 return self._failed(key, result)
         self._failures = 0
         self._record(key, "delivered")
+        if self._lines is not None and is_remote(self._path):  # A file has the line already.
+            with contextlib.suppress(RunError, OSError):  # Then it is written later, in order.
+                self._lines.flush()
         return True
 
     def _failed(self, key: str, result: webhook.PostResult) -> bool:

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxres.runlog.attempt_result import AttemptResult
@@ -126,11 +126,18 @@ class GuardActed:
     verdict: Literal["update_skipped", "warned", "rolled_back", "records_skipped", "corruption"]
 
 
+class TrainingReport:
+    """Training was rolled back, or masks many steps, or masks few steps again."""
+    kind: Literal["rollback", "masked_steps", "masked_steps_recovered"]
+    """Newest committed step."""
+    reason: str
+    number: int
+    """Number that separates messages of one kind in one attempt."""
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
 SaveHealth = SavesFailing | SavesRecovered
-News = SaveHealth | SpeedChanged
+News = SaveHealth | SpeedChanged | TrainingReport
 """What an operator is alerted of."""
 StatusMessage = (
     PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News | GuardActed
@@ -147,9 +154,54 @@ MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
         "saves_recovered": SavesRecovered,
         "speed_changed": SpeedChanged,
         "guard_acted": GuardActed,
+        "training_report": TrainingReport,
     },
 )
 """Wire name of each message."""
+
+
+@dataclass
+class MaskedSteps:
+    """Detects that more steps than usual are masked, and that few are again. Pure.
+
+    A step that is part of finding the loss scale is not given to it.
+    """
+
+    limit: int | None
+    """Most masked steps in a window; None: any number."""
+    window_steps: int
+    steps: list[int] = field(default_factory=list[int])
+    """Masked steps within the window."""
+    num_series: int = 0
+    """Number of times that the limit was exceeded, the present one included."""
+    is_exceeded: bool = False
+
+    @property
+    def reason(self) -> str:
+        """The number of masked steps, for the operator."""
+        return f"{len(self.steps)} of the last {self.window_steps} steps were masked"
+
+    def add(self, step: int) -> None:
+        """Adds a masked step, before or after `check` is called for it."""
+        self.steps.append(step)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the steps above one from which training is computed again."""
+        self.steps = [known for known in self.steps if known <= step]
+
+    def check(self, step: int) -> Literal["masked_steps", "masked_steps_recovered"] | None:
+        """Returns the kind of report to send after a finished step, once per change."""
+        self.steps = [known for known in self.steps if known > step - self.window_steps]
+        if self.limit is None:
+            return None
+        if not self.is_exceeded and len(self.steps) > self.limit:
+            self.is_exceeded = True
+            self.num_series += 1
+            return "masked_steps"
+        if self.is_exceeded and 2 * len(self.steps) <= self.limit:
+            self.is_exceeded = False
+            return "masked_steps_recovered"
+        return None
 
 
 class StatusWriter:
@@ -161,8 +213,16 @@ class StatusWriter:
     steps it keeps only the newest.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, masked: MaskedSteps | None = None) -> None:
+        """Prepares the thread.
+
+        Args:
+          descriptor: the write end of the pipe.
+          masked: detects that many steps are masked; None: nothing does.
+        """
         self._descriptor = descriptor
+        self._masked = MaskedSteps(None, window_steps=1) if masked is None else masked
+        self._num_rollbacks = 0
         self._waiting: deque[StatusMessage] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -207,6 +267,14 @@ class StatusWriter:
                 message = _speed_message(event, committed=self._committed)
                 if message is not None:
                     self._send(message)
+            case RolledBack(onset=onset, target=target, reason=reason):
+                self._committed = target
+                self._masked.rewind(target)
+                self._num_rollbacks += 1
+                text = f"step {onset}: {reason}"
+                self._send(TrainingReport("rollback", target, text, self._num_rollbacks))
+            case UpdateSkipped(step=step, overflowed_scale=None):
+                self._masked.add(step)
             case _:
                 if (acted := _guard_message(event)) is not None:
                     self._send(acted)
@@ -220,6 +288,9 @@ class StatusWriter:
         """Sends a completed step."""
         loss = finite_or_none(line.loss)
         self._send(StepFinished(line.step, line.step_seconds, loss, line.tokens, line.skipped))
+        if (kind := self._masked.check(line.step)) is not None:
+            reason = self._masked.reason if kind == "masked_steps" else ""
+            self._send(TrainingReport(kind, self._committed, reason, self._masked.num_series))
 
     def on_exit(self, message: ExitMessage) -> None:
         """Sends the exit message; it is no event, because a full disk must not lose it."""

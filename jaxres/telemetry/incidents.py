@@ -1,15 +1,21 @@
-"""Incidents of a supervised run, and the request body for each kind of webhook. Pure."""
+"""Incidents of a run, and the request body for each kind of webhook. Pure.
+
+Every alert is decided here: from an event of a supervisor or of the launcher of `launch gce`, from
+the result of an attempt, or from a report of a worker.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
-from jaxres.exit_codes import ExitCode, exit_name, exit_row
+from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
+from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
     CheckpointDamageFound,
@@ -21,7 +27,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
-from jaxres.telemetry.heartbeat import SpeedChanged
+from jaxres.telemetry.heartbeat import SpeedChanged, TrainingReport
 
 Kind = Literal[
     "restarted",
@@ -42,8 +48,15 @@ Kind = Literal[
     "straggler_recovered",
     "throughput_dropped",
     "throughput_recovered",
+    "vm_lost",
+    "no_capacity",
+    "capacity_found",
+    "spend_exceeded",
+    "attempt_failed",
+    "masked_steps",
+    "masked_steps_recovered",
 ]
-ALWAYS_SENT = ("gave_up", "finished")
+ALWAYS_SENT = ("gave_up", "attempt_failed", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
 HEADLINES: Mapping[str, str] = {
     "restarted": "failed and is being restarted",
@@ -64,9 +77,18 @@ HEADLINES: Mapping[str, str] = {
     "straggler_recovered": "waits for a slow host no longer",
     "throughput_dropped": "is slower than usual",
     "throughput_recovered": "is as fast as usual again",
+    "vm_lost": "has lost VMs between two attempts",
+    "no_capacity": "gets no VMs for too long",
+    "capacity_found": "has all its VMs again",
+    "spend_exceeded": "has cost more than its bound",
+    "attempt_failed": "has failed: its supervisor does not restart it",
+    "masked_steps": "masks many steps",
+    "masked_steps_recovered": "masks few steps again",
 }
 SEVERITIES: Mapping[str, str] = {
     "gave_up": "critical",
+    "attempt_failed": "error",
+    "no_capacity": "error",
     "commits_stalled": "error",
     "saves_failing": "error",
     "replica_behind": "error",
@@ -77,6 +99,9 @@ SEVERITIES: Mapping[str, str] = {
     "rollback": "warning",
     "straggler": "warning",
     "throughput_dropped": "warning",
+    "vm_lost": "warning",
+    "spend_exceeded": "warning",
+    "masked_steps": "warning",
     "preempted": "info",
 }
 """PagerDuty severity by kind."""
@@ -86,6 +111,8 @@ RESOLVES: Mapping[str, tuple[str, ...]] = {
     "replica_caught_up": ("replica_behind",),
     "straggler_recovered": ("straggler",),
     "throughput_recovered": ("throughput_dropped",),
+    "capacity_found": ("no_capacity",),
+    "masked_steps_recovered": ("masked_steps",),
     "finished": tuple(SEVERITIES),
 }
 """Kinds that resolve open incidents of other kinds."""
@@ -115,7 +142,11 @@ class Incident:
 
 
 def key(incident: Incident, *, nonce: str) -> str:
-    """Returns the permanent id of an incident; `nonce` is that of the run's first claim."""
+    """Returns the permanent id of an incident.
+
+    `nonce` is that of the run's first claim. For a job on VMs it is the job's id, since such a job
+    has incidents before its first claim.
+    """
     return f"{nonce}-{incident.attempt}-{incident.kind}-{incident.seq}"
 
 
@@ -306,6 +337,115 @@ def _of_hardware(event: HardwareFaultFound, *, run: str) -> Incident | None:
         reason=f"{event.device}: {event.reason}",
         next="training continues: docs/hardware.md",
         seq=event.number,
+    )
+
+
+def of_attempt(result: AttemptResult, *, run: str, attempt: int, step: int) -> Incident | None:
+    """Returns the incident of an attempt after which its supervisor exits; None: a wanted end."""
+    row = exit_row(result.code)
+    kind: Kind
+    if result.code in (ExitCode.STOPPED, ExitCode.FENCED):
+        return None
+    if result.code == ExitCode.DONE:
+        kind, what_next = "finished", ""
+    elif result.code == ExitCode.PREEMPTED:
+        kind, what_next = "preempted", "the supervisor has exited; start it again"
+    elif row.restart is RestartRule.NEVER:
+        kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
+    else:
+        kind, what_next = "attempt_failed", "the same command resumes the run"
+    return Incident(
+        kind=kind,
+        run=run,
+        attempt=attempt,
+        step=step,
+        host=result.culprit,
+        code=result.code,
+        reason=result.reason,
+        next=what_next,
+    )
+
+
+def of_killed_supervisor(*, run: str, attempt: int, step: int) -> Incident:
+    """Returns the incident of a supervisor that has left no record of its end."""
+    return Incident(kind="supervisor_restarted", run=run, attempt=attempt, step=step)
+
+
+def of_launch_events(
+    events: Sequence[LaunchEvent], *, run: str
+) -> list[tuple[LaunchEvent, Incident]]:
+    """Returns the incidents that events of a job on VMs cause, each with its event.
+
+    The events of one decision of a launcher have one time. VMs that are lost with the end of an
+    attempt are part of that incident.
+
+    Args:
+      events: events in order; all events of a decision, or none.
+      run: name of the run.
+    """
+    ends = {event.time for event in events if event.kind == "attempt_ended"}
+    found: dict[tuple[str, float], tuple[LaunchEvent, Incident]] = {}
+    for event in events:
+        if event.kind == "vm_lost" and event.time in ends:
+            continue
+        before = found.get((event.kind, event.time))
+        if event.kind == "vm_lost" and before is not None:
+            reason = f"{before[1].reason}; {_losses(event)}"
+            found[event.kind, event.time] = before[0], replace(before[1], reason=reason)
+        elif (incident := _of_launch_event(event, run=run)) is not None:
+            found[event.kind, event.time] = event, incident
+    return list(found.values())
+
+
+def _losses(event: LaunchEvent) -> str:
+    return f"{', '.join(event.vms)}: {event.cause}"
+
+
+def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
+    kind: Kind
+    code = int(event.cause) if event.cause.isdecimal() else None
+    reason, what_next = event.reason, ""
+    match event.kind:
+        case "attempt_ended" if not event.is_last:
+            kind = "preempted" if code == ExitCode.PREEMPTED else "restarted"
+            what_next = f"attempt {event.attempt + 1} from step {event.step}"
+        case "vm_lost":
+            kind, reason, what_next = "vm_lost", _losses(event), "other VMs are requested"
+        case "job_ending" if code == ExitCode.DONE:
+            kind = "finished"
+        case "job_ending" if code != ExitCode.STOPPED:
+            kind, what_next = "gave_up", "an operator must act: launch gce status RUN"
+        case "commits_stalled" | "commits_resumed" | "no_capacity" | "capacity_found":
+            kind = event.kind
+        case "spend_exceeded":
+            kind, what_next = "spend_exceeded", "training continues"
+        case _:
+            return None
+    if event.kind == "no_capacity":
+        what_next = "VMs are requested again and again"
+    return Incident(
+        kind=kind,
+        run=run,
+        attempt=event.attempt,
+        step=event.step,
+        code=code,
+        reason=reason,
+        next=what_next,
+        seq=event.number,
+    )
+
+
+def of_training(news: TrainingReport, *, run: str, attempt: int) -> Incident:
+    """Returns the incident that a worker's report of a rollback or of masked steps causes."""
+    begins = news.kind in SEVERITIES
+    return Incident(
+        kind=news.kind,
+        run=run,
+        attempt=attempt,
+        step=news.step,
+        reason=news.reason,
+        next="training continues: docs/guards.md" if begins else "",
+        seq=news.number,
     )
 
 

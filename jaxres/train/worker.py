@@ -43,7 +43,7 @@ from jaxres.supervisor.processes import kill_me_with_parent, name_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.console import Console
 from jaxres.telemetry.console_log import ConsoleLog
-from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
+from jaxres.telemetry.heartbeat import MaskedSteps, StatusWriter, exit_message, write_now
 from jaxres.telemetry.observers import Observers
 from jaxres.train.context import AttemptContext
 from jaxres.train.stop_requests import StopRequests, worker_signals
@@ -204,7 +204,9 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     log = RunLog.of_attempt(run_dir.log, records, attempt=options.attempt, clock=SystemClock())
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded, ()).config
-    with worker_signals() as requests, StatusWriter(options.status_fd) as status_writer:
+    limit, window = config.alerts.masked_steps, config.guards.skip_window_steps
+    writer = StatusWriter(options.status_fd, masked=MaskedSteps(limit, window_steps=window))
+    with worker_signals() as requests, writer as status_writer:
         try:
             result = run_worker(
                 config,

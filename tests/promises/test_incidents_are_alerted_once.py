@@ -45,3 +45,32 @@ def test_a_missing_variable_is_a_config_error(workspace: Workspace) -> None:
     trainer = workspace.launch("run", TARGETS, hosts=1, config=FAULTY, restart=True)
     trainer.assert_fails(ExitCode.CONFIG, "variable HOOK is not set", "variable DEAD is not set")
     assert not trainer.run_dir.log.exists()
+
+
+@pytest.mark.slow
+def test_plain_training_sends_its_own_alerts_over_a_killed_worker_and_a_killed_supervisor(
+    workspace: Workspace,
+) -> None:
+    with served() as hook:
+        arguments = ("alerts.targets=[{kind: generic, url_env: HOOK}]",)
+        env = {**PACED, "HOOK": hook.url}
+        first = workspace.start("run", *arguments, config=FAULTY, env=env)
+        first.wait_commit(10)
+        worker = first.worker()
+        assert worker is not None
+        assert SECRET.encode() not in Path(f"/proc/{worker}/environ").read_bytes()
+        os.kill(worker, signal.SIGKILL)
+        assert first.wait_exit() == 137, first.printed()
+        second = workspace.start("run", *arguments, config=FAULTY, env=env)
+        second.wait_commit(30)
+        second.process.kill()
+        second.wait_exit()
+        third = workspace.start("run", *arguments, config=FAULTY, env=env)
+        assert third.wait_exit() == 0, third.printed()
+        assert [(body["kind"], body["attempt"], body["code"]) for body in hook.accepted] == [
+            ("attempt_failed", 1, 137),
+            ("supervisor_restarted", 2, None),
+            ("finished", 3, 0),
+        ]
+    files = [path for path in third.run_dir.root.rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

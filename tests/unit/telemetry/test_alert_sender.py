@@ -35,7 +35,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
-from jaxres.telemetry import webhook
+from jaxres.telemetry import alert_delivery_log, webhook
 from jaxres.telemetry.alert_sender import CLOSE_SECONDS, Alerts, resolve, scrub_secrets
 from jaxres.telemetry.incidents import Incident, Kind
 from tests.unit.runlog.example_records import CLAIM
@@ -165,6 +165,21 @@ def test_only_the_configured_kinds_are_sent(tmp_path):
         sender.send(incident("gave_up"))
         hook.wait(lambda: len(hook.accepted) == 1)
     assert [body["kind"] for body in hook.received] == ["gave_up"]
+
+
+def test_an_incident_is_sent_to_the_named_targets_only(tmp_path):
+    with served() as one, served() as other:
+        with alerts(tmp_path, one, other) as sender:
+            sender.send(incident(), targets={"generic:HOOK_1"})
+            other.wait(lambda: len(other.accepted) == 1)
+        assert one.received == []
+
+
+def test_an_incident_that_a_late_process_queues_again_is_not_sent_again():
+    queued = {"time": 1.0, "target": "t", "key": "k", "state": "queued"}
+    queued["incident"] = {"kind": "restarted", "run": "r", "attempt": 1, "step": 4}
+    done = {"time": 2.0, "target": "t", "key": "k", "state": "delivered"}
+    assert not alert_delivery_log.fold("t", [queued, done, queued]).waiting
 
 
 SENDER = """

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
-from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.config.schema_operations import (
+    KINDS,
+    AlertTarget,
+    GenericTarget,
+    PagerdutyTarget,
+    SlackTarget,
+)
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.supervisor_events import HardwareFaultFound
-from jaxres.telemetry import alert_delivery_log
+from jaxres.telemetry import alert_delivery_log, incidents
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitStall
+from jaxres.telemetry.heartbeat import MaskedSteps
 from jaxres.telemetry.incidents import Incident, Kind, key, messages, of_event
 
 FAILURE = Incident(
@@ -177,3 +186,77 @@ def test_a_fault_of_the_hardware_after_which_training_continues_is_an_incident()
     assert key(found, nonce="n") == "n-2-hardware_fault-4"
     (body,) = bodies(SlackTarget(url_env="A"), found)
     assert body["text"].startswith("tiny trains on hardware with a fault (attempt 2, step 40")
+
+
+def event(number: int, kind: str, *, time: float = 1.0, **fields: Any) -> LaunchEvent:
+    return LaunchEvent(number, kind, time, attempt=3, step=40, **fields)
+
+
+def of_events(*events: LaunchEvent) -> list[tuple[str, int]]:
+    return [(one.kind, one.seq) for _, one in incidents.of_launch_events(events, run="r")]
+
+
+def test_the_launchers_events_that_are_incidents_and_those_that_are_none():
+    assert of_events(
+        event(0, "vms_requested", time=0.0),
+        event(1, "vms_created", time=1.0),
+        event(2, "attempt_started", time=2.0),
+        event(3, "attempt_ended", time=3.0, cause="75"),
+        event(4, "attempt_ended", time=4.0, cause="137"),
+        event(5, "commits_stalled", time=5.0),
+        event(6, "commits_resumed", time=6.0),
+        event(7, "no_capacity", time=7.0),
+        event(8, "capacity_found", time=8.0),
+        event(9, "spend_exceeded", time=9.0),
+        event(10, "attempt_ended", time=10.0, cause="0", is_last=True),
+        event(11, "job_ending", time=10.0, cause="0"),
+        event(12, "job_ended", time=11.0, cause="0"),
+        event(13, "of a newer version", time=12.0),
+    ) == [
+        ("preempted", 3),
+        ("restarted", 4),
+        ("commits_stalled", 5),
+        ("commits_resumed", 6),
+        ("no_capacity", 7),
+        ("capacity_found", 8),
+        ("spend_exceeded", 9),
+        ("finished", 11),
+    ]
+    assert of_events(event(0, "job_ending", cause="84", reason="5 attempts")) == [("gave_up", 0)]
+    assert of_events(event(0, "job_ending", cause="76")) == [], "an operator has ended it"
+
+
+def test_vms_that_are_lost_with_an_attempt_are_one_incident_with_its_end():
+    ended = event(0, "attempt_ended", cause="75", reason="vm-1: it was preempted")
+    lost = [event(n, "vm_lost", vms=(f"vm-{n}",), cause="preempted") for n in (1, 2)]
+    assert of_events(ended, *lost) == [("preempted", 0)]
+    ((_, found),) = incidents.of_launch_events(lost, run="r")
+    assert (found.kind, found.seq) == ("vm_lost", 1)
+    assert found.reason == "vm-1: preempted; vm-2: preempted"
+    later = event(3, "vm_lost", time=2.0, vms=("vm-3",), cause="silent")
+    assert of_events(ended, *lost, later) == [("preempted", 0), ("vm_lost", 3)]
+
+
+def test_each_kind_has_a_headline_and_either_a_severity_or_what_it_resolves():
+    kinds = set(get_args(incidents.Kind))
+    assert kinds == set(KINDS) == set(incidents.HEADLINES)
+    assert kinds == set(incidents.SEVERITIES) ^ set(incidents.RESOLVES)
+
+
+def test_the_table_in_the_docs_has_each_kind():
+    text = (Path(__file__).parents[3] / "docs" / "alerts.md").read_text()
+    rows = [line.split("|")[1].strip(" *") for line in text.splitlines() if line.startswith("| ")]
+    assert sorted(rows[1:]) == sorted(KINDS)
+
+
+def test_masked_steps_are_reported_once_for_a_series():
+    masked, reports = MaskedSteps(2, window_steps=10), {}
+    for step in range(1, 40):
+        if step in (3, 4, 5, 6, 30):
+            masked.add(step)
+        if (kind := masked.check(step)) is not None:
+            reports[step] = kind
+    assert reports == {5: "masked_steps", 15: "masked_steps_recovered"}
+    masked.add(41)
+    masked.rewind(40)
+    assert masked.steps == [30], "it is computed again"
