@@ -200,6 +200,7 @@ def _run(args: Sequence[str]) -> int:
         return resume_check.main(args[1:], env=os.environ)
     if verb == "plan":
         from jaxres.cli import plan
+
         return plan.main(args[1:])
     if verb == "data":
         from jaxres.cli import data

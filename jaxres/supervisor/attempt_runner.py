@@ -231,8 +231,11 @@ def _watch_machine(
         "preemption_watcher": stack.enter_context(preemption),
         "health_watcher": stack.enter_context(health),
     }
+
+
 def _with_alerts(
     opened: ClaimedAttempt, alerts: AttemptAlerts, records: Sequence[run_log.Record]
+) -> ClaimedAttempt:
     """Returns the attempt with its alerts, which have begun; `records` were before its claim."""
     alerts.on_claim(records, opened.claim)
     if opened.health_watcher is not None:
@@ -240,6 +243,8 @@ def _with_alerts(
     return dataclasses.replace(
         opened, on_news=functools.partial(alerts.on_news, opened.claim.attempt)
     )
+
+
 def _on_event(alerts: AttemptAlerts, event: Event) -> None:
     """Sends alerts of damage, and of a replica that is behind or has caught up, and prints them."""
     alerts.on_event(event)

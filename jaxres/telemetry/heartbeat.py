@@ -126,13 +126,18 @@ class GuardActed:
     verdict: Literal["update_skipped", "warned", "rolled_back", "records_skipped", "corruption"]
 
 
+@dataclass(frozen=True)
 class TrainingReport:
     """Training was rolled back, or masks many steps, or masks few steps again."""
+
     kind: Literal["rollback", "masked_steps", "masked_steps_recovered"]
+    step: int
     """Newest committed step."""
     reason: str
     number: int
     """Number that separates messages of one kind in one attempt."""
+
+
 CLOSE_SECONDS = 3600.0
 FULL_SECONDS = 1.0
 
@@ -247,6 +252,8 @@ class StatusWriter:
 
         The pipe works also when the disk is full.
         """
+        if (acted := _guard_message(event)) is not None:
+            self._send(acted)
         match event:
             case PhaseChanged(phase):
                 self._send(PhaseEntered(phase))
@@ -276,8 +283,7 @@ class StatusWriter:
             case UpdateSkipped(step=step, overflowed_scale=None):
                 self._masked.add(step)
             case _:
-                if (acted := _guard_message(event)) is not None:
-                    self._send(acted)
+                pass
 
     def _send_health(self, health: SaveHealth) -> None:
         if self._last_health is not type(health):

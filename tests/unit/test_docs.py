@@ -16,8 +16,7 @@ import yaml
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import inference
-from jaxres.cli import branch, doctor, replay, resume_check, runs, sweep
-from jaxres.cli import branch, doctor, plan, replay, runs, sweep
+from jaxres.cli import branch, doctor, plan, replay, resume_check, runs, sweep
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import data as data_command
 from jaxres.cluster import detect

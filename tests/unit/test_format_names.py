@@ -28,9 +28,8 @@ from jaxres.checkpoint import (
     tensorstore_reader,
 )
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.cli import plan, report, run_health, status
+from jaxres.cli import plan, report, resume_results, run_health, status
 from jaxres.cli import prune as prune_cli
-from jaxres.cli import report, resume_results, run_health, status
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
 from jaxres.config.schema_operations import GenericTarget
