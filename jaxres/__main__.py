@@ -30,8 +30,9 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       --watch: checks for 3 s (in a bucket 15 s) that it is alive, whatever its time stamps
   history RUN_DIR [--json]                              the metrics of every step, over all attempts
   history RUN_DIR --attempts [--json]                   why each attempt ended, and its progress
-  report RUN_DIR [--json]                               where the time went (goodput), and what each
-                                                        interruption has cost
+  report RUN_DIR [--out FILE.html] [--json]             where the time went (goodput), and what each
+      [--compare RUN_DIR]                               interruption has cost; in a page with
+                                                        charts, next to another run
   hosts RUN_DIR [--json]                                hosts that the run leaves out, since their
       [--forget HOST | --exclude HOST [--reason TEXT]]  hardware has failed, and slow ones
   runs [FOLDER] [--tag TAG] [--json]                    a line for each run in a folder

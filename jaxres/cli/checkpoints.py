@@ -12,7 +12,6 @@ from typing import Any
 from jaxres import faults
 from jaxres.cli import history as history_cli
 from jaxres.cli import hosts as hosts_cli
-from jaxres.cli import report as report_cli
 from jaxres.cli import status
 from jaxres.clock import SystemClock
 from jaxres.config.argparser import Parser, path_argument
@@ -49,7 +48,10 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     history = verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
-    verb(verbs, "report").add_argument("--json", action="store_true")
+    report = verb(verbs, "report")
+    report.add_argument("--out", type=path_argument, metavar="FILE.html")
+    report.add_argument("--compare", type=path_argument, metavar="RUN_DIR")
+    report.add_argument("--json", action="store_true")
     hosts = verb(verbs, "hosts")
     change = hosts.add_mutually_exclusive_group()
     change.add_argument("--forget", metavar="HOST")
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
                 show = history_cli.attempts_text if options.attempts else history_cli.steps_text
                 text = show(run_dir, history, as_json=options.json)
             case "report", _:
-                text = report_cli.text(run_dir, history, as_json=options.json)
+                text = _report(run_dir, options)
             case "hosts", _:
                 text = _hosts(run_dir, history, options)
             case _, "list":
@@ -220,6 +222,15 @@ def _hosts(run_dir: RunDir, history: RunHistory, options: Any) -> str:
     if options.reason is not None:
         raise UsageError("--reason is that of --exclude HOST, which is missing")
     return hosts_cli.listed(run_dir, history, as_json=options.json)
+
+
+def _report(run_dir: RunDir, options: Any) -> str:
+    from jaxres.cli import report
+
+    compare = None if options.compare is None else RunDir(options.compare)
+    if compare is not None:
+        _read_history(compare)
+    return report.text(run_dir, as_json=options.json, out=options.out, compare=compare)
 
 
 def _list(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
+from jaxres.cli.runs import differences
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
@@ -15,47 +17,121 @@ from jaxres.goodput import run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import AFTER_THE_END, RunTimeline
 from jaxres.goodput.summary import Incident, Summary
-from jaxres.runlog import launch_events, metrics, run_log
+from jaxres.report import comparison
+from jaxres.report.contents import Contents, Sources, collect
+from jaxres.report.page import run_page
+from jaxres.runlog import launch_events, metrics_columns, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, RunHistory
+from jaxres.runlog.run_log import Claim
+from jaxres.storage import files
+from jaxres.storage.path import RunPath
 from jaxres.supervisor import run_config, run_lock
 
 
-def text(run_dir: RunDir, _: RunHistory, *, as_json: bool) -> str:
-    """Returns the report: text, or one JSON object."""
-    timeline = read(run_dir)
-    found = summary.summarize(timeline, dollars_per_host_hour=_price(run_dir))
-    return as_json_text(timeline, found) if as_json else as_text(run_dir, found)
+@dataclass(frozen=True)
+class _Run:
+    """What was read of a run, and what follows from it."""
+
+    run_dir: RunDir
+    sources: Sources
+    timeline: RunTimeline
+    summary: Summary
+
+
+def text(
+    run_dir: RunDir, *, as_json: bool, out: RunPath | None = None, compare: RunDir | None = None
+) -> str:
+    """Returns the report: text, or one JSON object for each run.
+
+    Args:
+      run_dir: the run.
+      as_json: whether to return JSON.
+      out: file to which the HTML page is written.
+      compare: another run; the text, and the page, then have both.
+    """
+    runs = [_read_all(one) for one in (run_dir, compare) if one is not None]
+    if as_json:
+        texts = [as_json_text(run.timeline, run.summary) for run in runs]
+    else:
+        texts = [as_text(run.run_dir, run.summary) for run in runs]
+    if out is None and compare is None:
+        return texts[0]
+    contents = [collect(run.sources, run.timeline, run.summary) for run in runs]
+    if compare is not None and not as_json:
+        texts.append(comparison.difference_text(*contents) + "\n")
+    if out is not None:
+        page = _page(runs, contents).encode()
+        files.replace(out, page)
+        if not as_json:
+            texts.append(f"{out}: {len(page):,} bytes, open it in a browser\n")
+    return "".join(texts)
+
+
+def _page(runs: Sequence[_Run], contents: Sequence[Contents]) -> str:
+    if len(contents) == 1:
+        return run_page(contents[0])
+    configs = [config for run in runs if (config := _config(run.run_dir)) is not None]
+    found = differences(configs) if len(configs) == len(runs) else None
+    return comparison.comparison_page(*contents, config_differences=found)
+
+
+def _read_all(run_dir: RunDir) -> _Run:
+    config = _config(run_dir)
+    sources = _sources(run_dir, name=None if config is None else config.run.name)
+    timeline = _timeline(run_dir, sources)
+    found = summary.summarize(timeline, dollars_per_host_hour=_price(config))
+    return _Run(run_dir, sources, timeline, found)
 
 
 def read(run_dir: RunDir) -> RunTimeline:
     """Reads log, events and metrics of a run and returns its timeline."""
+    return _timeline(run_dir, _sources(run_dir, name=None))
+
+
+def _sources(run_dir: RunDir, *, name: str | None) -> Sources:
     records = run_log.in_force(run_log.read_records(run_dir.log))
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
-    ends = [e for e in read_events(run_dir.supervisor_events) if e["event"] in AFTER_THE_END]
-    return run_timeline.fold(
-        records,
+    return Sources(
+        root=str(run_dir.root),
+        name=name,
+        records=records,
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
-        supervisor_events={
-            n: read_events(run_dir.host_supervisor_events(n, 0))
-            + [event for event in ends if event.get("attempt") == n]
-            for n in numbers
-        },
-        lines={n: metrics.read_attempt(run_dir, n) for n in numbers},
-        is_alive=run_lock.liveness(run_dir, clock=SystemClock()) != "gone",
+        lines={n: metrics_columns.read_attempt(run_dir, n) for n in numbers},
         launch_events=launch_events.read(run_dir),
+        is_alive=run_lock.liveness(run_dir, clock=SystemClock()) != "gone",
     )
 
 
-def _price(run_dir: RunDir) -> float | None:
-    """Returns the dollars of a host and hour, if the config has one price."""
+def _timeline(run_dir: RunDir, sources: Sources) -> RunTimeline:
+    ends = [e for e in read_events(run_dir.supervisor_events) if e["event"] in AFTER_THE_END]
+    return run_timeline.fold(
+        sources.records,
+        events=sources.events,
+        supervisor_events={
+            n: read_events(run_dir.host_supervisor_events(n, 0))
+            + [event for event in ends if event.get("attempt") == n]
+            for n in sources.events
+        },
+        lines=sources.lines,
+        is_alive=sources.is_alive,
+        launch_events=sources.launch_events,
+    )
+
+
+def _config(run_dir: RunDir) -> RunConfig | None:
+    """Returns the newest config; None: it can't be read, and the report goes without it."""
     try:
-        config: RunConfig = run_config.newest_config(run_dir)
+        return run_config.newest_config(run_dir)
     except ConfigError:
         return None
-    options = config.launch.gce.capacity_options if config.launch.gce else ()
-    prices = {option.dollars_per_hour for option in options}
+
+
+def _price(config: RunConfig | None) -> float | None:
+    """Returns the dollars of a host and hour, if the config has one price."""
+    if config is None or config.launch.gce is None:
+        return None
+    prices = {option.dollars_per_hour for option in config.launch.gce.capacity_options}
     return prices.pop() if len(prices) == 1 else None
 
 

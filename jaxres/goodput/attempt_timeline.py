@@ -14,7 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.goodput.intervals import Activity, Interval, merged
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxres.goodput.intervals import ACTIVITIES, DATA, PAUSES, TRAIN, Activity, Interval, merged
 from jaxres.runlog.events import (
     EVENTS,
     Evaluated,
@@ -23,25 +26,16 @@ from jaxres.runlog.events import (
     SaveStarted,
     TrainingStarted,
 )
-from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.metrics_columns import MetricsColumns
 
 PHASE_CHANGED, RUN_ENDED = EVENTS.tag(PhaseChanged), EVENTS.tag(RunEnded)
 TRAINING_STARTED = EVENTS.tag(TrainingStarted)
 AFTER_STEP = (EVENTS.tag(SaveStarted), EVENTS.tag(Evaluated))
 """Events of a pause; their `step` is the last one before it."""
-PAUSES = ("save", "evaluate")
-"""Their phases."""
-TRAIN, DATA = "train", "wait for data"
-ACTIVITIES: Mapping[str, Activity] = {
-    **dict.fromkeys(("import", "join", "data", "build", "init"), Activity.START_UP),
-    "compile": Activity.COMPILE,
-    **dict.fromkeys(("restore", "rollback"), Activity.RESTORE),
-    **dict.fromkeys(("evaluate", "sample"), Activity.EVALUATION),
-    **dict.fromkeys(("save", "settle"), Activity.SAVE_STALL),
-    "hook": Activity.HOOK,
-    DATA: Activity.DATA_WAIT,
-}
-"""Phase -> class of its time; that of TRAIN is decided by the steps."""
+NOT_LOST = -1
+"""Of a step that the run still has."""
+STEPS_AT_ONCE = 1024
+"""Steps that are tried first in a stretch; the number doubles while they fit."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +64,9 @@ class _Phase:
 def fold(
     attempt: int,
     events: Sequence[Mapping[str, Any]],
-    lines: Sequence[MetricsLine],
+    lines: MetricsColumns,
     *,
-    lost_to: Mapping[tuple[int, int], int],
+    lost_to: NDArray[np.int64],
 ) -> AttemptTimeline:
     """Returns the intervals of an attempt that has at least one event.
 
@@ -80,10 +74,10 @@ def fold(
       attempt: its number.
       events: those of host 0 that have a monotonic time, in order.
       lines: the metrics of the steps, in the order of their completion.
-      lost_to: segment and step of each lost step -> see `Interval.lost_to`.
+      lost_to: of each line `Interval.lost_to`, or NOT_LOST.
     """
     phases, has_ended = _phases(events)
-    waiting = deque(lines)
+    placing = _Steps(lines, lost_to)
     intervals: list[Interval] = []
     for stretch, through in _stretches(phases, events):
         if stretch[0].name not in (TRAIN, DATA):
@@ -91,12 +85,12 @@ def fold(
             intervals.append(Interval(activity, stretch[0].start, stretch[0].end, attempt))
             continue
         is_last = stretch[-1] is phases[-1] and not has_ended
-        steps = _place(waiting, stretch, through=through, is_last=is_last)
-        intervals += _of_stretch(attempt, stretch, steps, lost_to=lost_to)
-    if waiting and not has_ended:  # Their events are lost.
-        at = phases[-1].end
-        steps = _place(waiting, [_Phase(TRAIN, at, at)], through=None, is_last=True)
-        intervals += _of_stretch(attempt, [_Phase(TRAIN, at, at)], steps, lost_to=lost_to)
+        runs = placing.place(stretch, through=through, is_last=is_last)
+        intervals += _of_stretch(attempt, stretch, runs)
+    if placing.num_placed < len(lines) and not has_ended:  # Their events are lost.
+        stretch = [_Phase(TRAIN, phases[-1].end, phases[-1].end)]
+        runs = placing.place(stretch, through=None, is_last=True)
+        intervals += _of_stretch(attempt, stretch, runs)
     starts = [e["monotonic"] for e in events if e.get("event") == TRAINING_STARTED]
     return AttemptTimeline(merged(intervals), starts, has_ended)
 
@@ -145,52 +139,83 @@ def _stretches(
         yield stretch, None
 
 
-def _place(
-    waiting: deque[MetricsLine], stretch: Sequence[_Phase], *, through: int | None, is_last: bool
-) -> list[tuple[float, float, MetricsLine]]:
-    """Takes the steps of a stretch from those that wait; returns them with start and end.
+@dataclass
+class _Steps:
+    """The steps of an attempt in the order of their completion, and how many have a place."""
 
-    Args:
-      waiting: steps that have no place yet.
-      stretch: the stretch.
-      through: its last step; None: as many as fit.
-      is_last: whether the stretch has no known end, so that it takes all of them.
-    """
-    at, end = stretch[0].start, stretch[-1].end
-    steps: list[tuple[float, float, MetricsLine]] = []
-    while waiting:
-        line = waiting[0]
-        seconds = max(0.0, line.step_seconds)
-        if not is_last and (
-            at + seconds / 2 > end or (through is not None and line.step > through)
-        ):
-            break
-        stop = at + seconds if is_last else min(at + seconds, end)
-        steps.append((at, stop, waiting.popleft()))
-        at = stop
-    return steps
+    lines: MetricsColumns
+    lost_to: NDArray[np.int64]
+    num_placed: int = 0
+
+    def place(self, stretch: Sequence[_Phase], *, through: int | None, is_last: bool) -> list[_Run]:
+        """Places the next steps into a stretch, one after the other.
+
+        Args:
+          stretch: the stretch.
+          through: its last step; None: as many as fit.
+          is_last: whether the stretch has no known end, so that it takes all of them.
+        """
+        at, end = stretch[0].start, stretch[-1].end
+        runs: list[_Run] = []
+        count = STEPS_AT_ONCE
+        while self.num_placed < len(self.lines):
+            first, last = self.num_placed, min(self.num_placed + count, len(self.lines))
+            seconds = np.maximum(0.0, self.lines.step_seconds[first:last])
+            times = np.cumsum(np.append(at, seconds))
+            if not is_last:
+                times = np.minimum(times, end)
+                is_beyond = times[:-1] + seconds / 2 > end
+                if through is not None:
+                    is_beyond |= self.lines.step[first:last] > through
+                last = first + int(np.argmax(is_beyond)) if is_beyond.any() else last
+            runs += self._runs(first, last, times)
+            is_full = last - first < len(seconds)
+            at, self.num_placed, count = float(times[last - first]), last, count * 2
+            if is_full:
+                break
+        return runs
+
+    def _runs(self, first: int, last: int, times: NDArray[np.float64]) -> Iterator[_Run]:
+        """Yields successive steps of one class as one; `times` has the begin of each step."""
+        if first == last:
+            return
+        lost, skipped = self.lost_to[first:last], self.lines.skipped[first:last]
+        is_first = np.append(True, (lost[1:] != lost[:-1]) | (skipped[1:] != skipped[:-1]))
+        begins = np.flatnonzero(is_first)
+        for begin, stop in zip(begins, [*begins[1:], last - first], strict=True):
+            to = int(lost[begin])
+            activity = Activity.PRODUCTIVE
+            if to != NOT_LOST:
+                activity = Activity.REPLAYED
+            elif skipped[begin]:
+                activity = Activity.SKIPPED
+            lost_to = None if to == NOT_LOST else to
+            yield _Run(activity, lost_to, float(times[begin]), float(times[stop]))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Successive steps of one class."""
+
+    activity: Activity
+    lost_to: int | None
+    start: float
+    end: float
 
 
 def _of_stretch(
-    attempt: int,
-    stretch: Sequence[_Phase],
-    steps: Sequence[tuple[float, float, MetricsLine]],
-    *,
-    lost_to: Mapping[tuple[int, int], int],
+    attempt: int, stretch: Sequence[_Phase], runs: Sequence[_Run]
 ) -> Iterator[Interval]:
     """Yields the intervals of a stretch: waits for data, between them steps, the rest unknown."""
     waits = deque((p.start, p.end) for p in stretch if p.name == DATA)
-    at, end = stretch[0].start, max(stretch[-1].end, *(s[1] for s in steps[-1:]), stretch[0].start)
-    for start, stop, line in [*steps, (end, end, None)]:
-        yield from _with_waits(Interval(Activity.UNKNOWN, at, start, attempt), waits)
-        if line is not None:
-            activity, lost = Activity.PRODUCTIVE, lost_to.get((line.seq, line.step))
-            if lost is not None:
-                activity = Activity.REPLAYED
-            elif line.skipped:
-                activity = Activity.SKIPPED
-            yield from _with_waits(Interval(activity, start, stop, attempt, lost), waits)
-        at = stop
+    at, end = stretch[0].start, max(stretch[-1].end, *(r.end for r in runs[-1:]), stretch[0].start)
+    for run in runs:
+        yield from _with_waits(Interval(Activity.UNKNOWN, at, run.start, attempt), waits)
+        yield from _with_waits(
+            Interval(run.activity, run.start, run.end, attempt, run.lost_to), waits
+        )
+        at = run.end
+    yield from _with_waits(Interval(Activity.UNKNOWN, at, end, attempt), waits)
 
 
 def _with_waits(interval: Interval, waits: deque[tuple[float, float]]) -> Iterator[Interval]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 
@@ -43,6 +43,20 @@ SETUP = (Activity.START_UP, Activity.COMPILE, Activity.RESTORE)
 """What an attempt does before it trains."""
 BY_LAUNCHER = (Activity.CAPACITY_WAIT, Activity.VM_BOOT)
 """What only the launcher of `launch gce` records: without its events these seconds are in DOWN."""
+
+PAUSES = ("save", "evaluate")
+"""Phases during which training pauses."""
+TRAIN, DATA = "train", "wait for data"
+ACTIVITIES: Mapping[str, Activity] = {
+    **dict.fromkeys(("import", "join", "data", "build", "init"), Activity.START_UP),
+    "compile": Activity.COMPILE,
+    **dict.fromkeys(("restore", "rollback"), Activity.RESTORE),
+    **dict.fromkeys(("evaluate", "sample"), Activity.EVALUATION),
+    **dict.fromkeys(("save", "settle"), Activity.SAVE_STALL),
+    "hook": Activity.HOOK,
+    DATA: Activity.DATA_WAIT,
+}
+"""Phase -> class of its time; that of TRAIN is decided by the steps."""
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxres.exit_codes import exit_row
 from jaxres.goodput import attempt_timeline, launch_gap
+from jaxres.goodput.attempt_timeline import NOT_LOST
 from jaxres.goodput.intervals import Activity, Interval, merged
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import KILLED, RUNNING
 from jaxres.runlog.events import EVENTS
 from jaxres.runlog.launch_events import LaunchEvent
-from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.metrics_columns import MetricsColumns, concatenate, of_lines
 from jaxres.runlog.records import AttemptEnded, Claim, Record, Start, SupervisorEnded
 from jaxres.runlog.run_log import start_of
 from jaxres.runlog.supervisor_events import AttemptRestarted, GaveUp, SupervisionEnded
@@ -29,6 +33,8 @@ from jaxres.runlog.supervisor_events import AttemptRestarted, GaveUp, Supervisio
 Events = Sequence[Mapping[str, Any]]
 AFTER_THE_END = tuple(map(EVENTS.tag, (AttemptRestarted, GaveUp, SupervisionEnded)))
 """Events of a restart loop that follow the end record of an attempt."""
+NO_LINES, NONE_LOST = of_lines([]), np.zeros(0, np.int64)
+"""The metrics of an attempt that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,7 @@ def fold(
     *,
     events: Mapping[int, Events],
     supervisor_events: Mapping[int, Events],
-    lines: Mapping[int, Sequence[MetricsLine]],
+    lines: Mapping[int, MetricsColumns],
     is_alive: bool,
     launch_events: Sequence[LaunchEvent] = (),
 ) -> RunTimeline:
@@ -90,7 +96,11 @@ def fold(
       launch_events: events of the launcher of `launch gce`.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
-    lost_to = lost_steps(records, [line for own in lines.values() for line in own], is_alive)
+    reached = None if is_alive else run_log.fold(records).step
+    joined = concatenate(list(lines.values()))
+    lost = lost_steps(records, joined, reached)
+    ends = np.cumsum([len(own) for own in lines.values()])
+    lost_to = dict(zip(lines, np.split(lost, ends[:-1]), strict=False))
     axis = _Axis()
     intervals: list[Interval] = []
     attempts: list[AttemptTime] = []
@@ -100,15 +110,14 @@ def fold(
         bound = _next_event(claims[index:], events, supervisor_events)
         own = [record for record in records if record.attempt == number]
         is_running = is_alive and index == len(claims) - 1
-        placed = axis.place(source, own, lines.get(number, ()), lost_to, bound=bound)
+        of_attempt = lines.get(number, NO_LINES)
+        placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)
         summary = _attempt(claim, own, placed, attempts, is_running=is_running)
         if attempts:
             intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
         attempts.append(summary)
-    counts: dict[int, int] = {}
-    for to in lost_to.values():
-        counts[to] = counts.get(to, 0) + 1
+    counts = _num_steps(joined, lost)
     began = claims[0].time if claims else 0.0
     is_known = bool(launch_events)
     return RunTimeline(tuple(merged(intervals)), tuple(attempts), counts, began, is_known)
@@ -132,30 +141,38 @@ def _gap(
 
 
 def lost_steps(
-    records: Sequence[Record], lines: Sequence[MetricsLine], is_alive: bool
-) -> dict[tuple[int, int], int]:
-    """Returns segment and step of each lost step, and the start record that went back behind it.
+    records: Sequence[Record], lines: MetricsColumns, next_start: int | None
+) -> NDArray[np.int64]:
+    """Returns of each line the number of the start record that went back behind it, or NOT_LOST.
 
-    A run that has no live owner goes on at its newest committed step: 0 stands for that start.
+    `next_start`: the step at which a run that has no live owner goes on, its newest committed one;
+    0 stands for that start. None: its owner is alive.
     """
     starts = [record for record in records if isinstance(record.body, Start)]
-    committed = run_log.fold(records).step
-    of_segment: dict[int, list[int]] = {}
-    for line in lines:
-        of_segment.setdefault(line.seq, []).append(line.step)
-    lost: dict[tuple[int, int], int] = {}
+    lost = np.full(len(lines), NOT_LOST, np.int64)
+    segments = lines.by_segment()
     later: list[tuple[int, int]] = []
     """Number and step of later starts, newest first, but for those that an earlier one covers."""
     for record in reversed(starts):
-        for step in of_segment.get(record.seq, ()):
-            to = next((seq for seq, back in reversed(later) if back < step), None)
-            if to is None and not is_alive and step > committed:
-                to = 0
-            if to is not None:
-                lost[record.seq, step] = to
-        own = start_of(record).step
-        later = [(seq, back) for seq, back in later if back < own] + [(record.seq, own)]
+        if record.seq in segments:
+            steps = lines.step[segments[record.seq]]
+            to = np.full(len(steps), NOT_LOST, np.int64)
+            for seq, back in reversed(later):
+                to[(to == NOT_LOST) & (steps > back)] = seq
+            if next_start is not None:
+                to[(to == NOT_LOST) & (steps > next_start)] = 0
+            lost[segments[record.seq]] = to
+        step = start_of(record).step
+        later = [(seq, back) for seq, back in later if back < step] + [(record.seq, step)]
     return lost
+
+
+def _num_steps(lines: MetricsColumns, lost_to: NDArray[np.int64]) -> dict[int, int]:
+    """Returns how many steps each start record has lost; a line that is there twice counts once."""
+    is_lost = lost_to != NOT_LOST
+    steps = np.stack([lost_to[is_lost], lines.seq[is_lost], lines.step[is_lost]])
+    seqs, counts = np.unique(np.unique(steps, axis=1)[0], return_counts=True)
+    return dict(zip(seqs.tolist(), counts.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -221,8 +238,8 @@ class _Axis:
         self,
         source: _Source,
         records: Sequence[Record],
-        lines: Sequence[MetricsLine],
-        lost_to: Mapping[tuple[int, int], int],
+        lines: MetricsColumns,
+        lost_to: NDArray[np.int64],
         *,
         bound: float,
     ) -> _Placed:

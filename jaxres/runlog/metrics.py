@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
-from jaxres.runlog.event_log import finite_or_none, read_json_lines, read_json_lines_since
+from jaxres.runlog.event_log import finite_or_none, json_objects, read_json_lines_since
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, start_of
-from jaxres.storage.line_writer import open_line_writer
+from jaxres.storage.line_writer import open_line_writer, read_lines
 from jaxres.storage.path import RunPath
 
 MAX_WAITING = 100_000
@@ -119,7 +119,12 @@ def read_history(run_dir: RunDir, history: RunHistory) -> list[MetricsLine]:
 
 def read_attempt(run_dir: RunDir, attempt: int) -> list[MetricsLine]:
     """Reads the metrics of an attempt; a line that is no metrics line is left out."""
-    lines = map(_decoded, read_json_lines(run_dir.metrics(attempt)))
+    return parse(read_lines(run_dir.metrics(attempt)))
+
+
+def parse(data: bytes) -> list[MetricsLine]:
+    """Returns the metrics lines of a file's content; a line that is none is left out."""
+    lines = map(_decoded, json_objects(data))
     return [line for line in lines if line is not None]
 
 

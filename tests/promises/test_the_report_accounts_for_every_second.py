@@ -11,6 +11,7 @@ import pytest
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, PATIENCE_SECONDS, ROOT, Workspace, starts
+from tests.unit.report.parsed_page import parse
 
 
 def report(run_dir: RunDir, *flags: str) -> str:
@@ -47,3 +48,26 @@ def test_a_killed_run_is_accounted_to_the_second(workspace: Workspace, killed: R
     assert by_activity["down"] == pytest.approx(incident["down_seconds"])
     assert incident["setup_seconds"]["restore"] > 0
     assert f"    {len(lost)} step" in report(run_dir)
+
+
+@pytest.mark.slow
+def test_the_page_of_a_killed_run_has_one_incident_and_marks_the_replayed_steps(
+    workspace: Workspace, killed: RunDir
+) -> None:
+    run_dir = workspace.copy(killed, "page")
+    reached = metrics.read_attempt(run_dir, 1)[-1].step
+    workspace.finish("page", *MLP)
+    restored = starts(run_dir)[-1]
+    assert 0 < restored < reached, "the run was killed before its first commit, or at one"
+
+    file = workspace.root / "report.html"
+    printed = report(run_dir, "--out", str(file))
+    assert "1 incident;" in printed
+    page = parse(file.read_text())
+    marks = page.of_class("path", "restart")
+    assert len(marks) == 2, "one incident, in the charts of loss and gradient norm"
+    titles = page.titles()
+    wanted = f"attempt 1: killed after step {reached}, resumed at step {restored}"
+    assert titles.count(wanted) == 2
+    assert titles.count(f"lost: steps {restored + 1} to {reached}") == 2
+    assert len(page.of_class("path", "rollback")) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from jaxres.goodput import summary
 from jaxres.runlog.paths import RunDir
 from tests.unit.goodput.simulated_run import SimulatedRun
 from tests.unit.goodput.test_run_timeline import fold
+from tests.unit.report.parsed_page import parse
 
 
 @pytest.fixture
@@ -51,11 +53,9 @@ def test_the_text_has_each_class_and_what_each_incident_has_cost(crashed: Simula
     )
 
 
-def test_the_command_reads_a_run_directory(
-    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run_dir = RunDir(tmp_path)
-    run_dir.log.mkdir()
+def write(crashed: SimulatedRun, folder: Path) -> None:
+    run_dir = RunDir(folder)
+    run_dir.log.mkdir(parents=True)
     for record in crashed.records:
         (run_dir.log / f"{record.seq:08d}.json").write_bytes(record.encode())
     for attempt, events in crashed.events.items():
@@ -67,9 +67,44 @@ def test_the_command_reads_a_run_directory(
         }
         for path, rows in files.items():
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_command_reads_a_run_directory(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(crashed, tmp_path)
     assert checkpoints_cli.main(["report", str(tmp_path), "--json"], usage="usage: x") == 0
     found = json.loads(capsys.readouterr().out)
     wanted = summary.summarize(fold(crashed))
     assert found["by_activity"] == pytest.approx(dict(wanted.by_activity))
     assert found["dollars"] is None, "no config, so no price"
     assert sum(i["end"] - i["start"] for i in found["intervals"]) == pytest.approx(wanted.seconds)
+
+
+def test_the_page_is_written_beside_the_text_and_two_runs_are_compared(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(crashed, tmp_path / "a")
+    crashed.lines[2][0] = dataclasses.replace(crashed.lines[2][0], loss=2.0)
+    write(crashed, tmp_path / "b")
+    file = tmp_path / "report.html"
+    arguments = ["report", str(tmp_path / "a"), "--out", str(file)]
+    assert checkpoints_cli.main(arguments, usage="usage: x") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{tmp_path / 'a'}: 2 attempts, 1 incident; ")
+    assert printed.endswith(f"{file}: {file.stat().st_size:,} bytes, open it in a browser\n")
+    parse(file.read_text())
+    arguments += ["--compare", str(tmp_path / "b")]
+    assert checkpoints_cli.main(arguments, usage="usage: x") == 0
+    assert "The losses differ first at step 3.\n" in capsys.readouterr().out
+    assert "Two runs" in file.read_text()
+    parse(file.read_text())
+
+
+def test_a_run_to_compare_with_that_is_none_is_a_wrong_argument(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(crashed, tmp_path / "a")
+    arguments = ["report", str(tmp_path / "a"), "--compare", str(tmp_path / "b")]
+    assert checkpoints_cli.main(arguments, usage="usage: x") == 64
+    assert "no run here" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from jaxres.goodput import launch_gap, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.runlog.launch_events import LaunchEvent
+from jaxres.runlog.metrics_columns import of_lines
 from tests.unit.goodput.simulated_run import SimulatedRun
 from tests.unit.goodput.test_run_timeline import check_whole
 
@@ -90,7 +91,7 @@ def test_the_parts_of_a_gap_belong_to_the_incident_and_sum_up_to_the_run() -> No
         run.records,
         events=run.events,
         supervisor_events=run.supervisor_events,
-        lines=run.lines,
+        lines={n: of_lines(own) for n, own in run.lines.items()},
         is_alive=False,
         launch_events=moved,
     )

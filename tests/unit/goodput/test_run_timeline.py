@@ -11,7 +11,7 @@ import pytest
 from jaxres.goodput import attempt_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.runlog import metrics, run_log
+from jaxres.runlog import metrics, metrics_columns, run_log
 from jaxres.runlog.records import Rollback
 from jaxres.runlog.supervisor_events import AttemptRestarted
 from tests.unit.goodput.simulated_run import Killed, SimulatedRun, random_run
@@ -25,7 +25,7 @@ def fold(run: SimulatedRun, *, is_alive: bool = False) -> RunTimeline:
         run.records,
         events=run.events,
         supervisor_events=run.supervisor_events,
-        lines=run.lines,
+        lines={n: metrics_columns.of_lines(own) for n, own in run.lines.items()},
         is_alive=is_alive,
     )
 
