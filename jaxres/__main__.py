@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -89,6 +90,11 @@ VERBS = (
     *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor", "resume-check"),
     "plan",
 )
+OWN_MODULE = {
+    **dict.fromkeys(("data", "evaluate", "plan", "replay", "sample"), False),
+    **dict.fromkeys(("branch", "doctor", "resume-check", "sweep"), True),
+}
+"""Commands that are a module of jaxres/cli of that name; whether it takes the environment."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,46 +173,13 @@ def _run(args: Sequence[str]) -> int:
     from jaxres.storage import gcs_client
 
     os.environ.update(gcs_client.library_environment(os.environ))
-    if verb == "replay":
-        from jaxres.cli import replay
-
-        return replay.main(args[1:])
     if verb in ("runs", "compare"):
         from jaxres.cli import runs
 
         return runs.main(args)
-    if verb == "sweep":
-        from jaxres.cli import sweep
-
-        return sweep.main(args[1:], env=os.environ)
-    if verb == "sample":
-        from jaxres.cli import sample
-
-        return sample.main(args[1:])
-    if verb == "evaluate":
-        from jaxres.cli import evaluate
-
-        return evaluate.main(args[1:])
-    if verb == "branch":
-        from jaxres.cli import branch
-
-        return branch.main(args[1:], env=os.environ)
-    if verb == "doctor":
-        from jaxres.cli import doctor
-
-        return doctor.main(args[1:], env=os.environ)
-    if verb == "resume-check":
-        from jaxres.cli import resume_check
-
-        return resume_check.main(args[1:], env=os.environ)
-    if verb == "plan":
-        from jaxres.cli import plan
-
-        return plan.main(args[1:])
-    if verb == "data":
-        from jaxres.cli import data
-
-        return data.main(args[1:])
+    if verb in OWN_MODULE:
+        command = importlib.import_module(f"jaxres.cli.{verb.replace('-', '_')}")
+        return command.main(args[1:], **({"env": os.environ} if OWN_MODULE[verb] else {}))
     from jaxres.cli import checkpoints as checkpoints_cli
 
     return checkpoints_cli.main(args, usage=USAGE, env=os.environ)

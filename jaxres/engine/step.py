@@ -168,11 +168,7 @@ def make_train_step(
         measured, grads, bad_B = _mean_loss_and_gradient(
             model, trainable, state, batch, step_key, microbatches, sources, reduction
         )
-        loss = measured.loss
-        if reduction is None:
-            squares_G = optimizer.square_norms(grads)
-        else:
-            squares_G = reduction.on_whole_arrays(optimizer.square_norms, grads)
+        loss, squares_G = measured.loss, _square_norms(grads, reduction)
         grad_norm = jnp.sqrt(jnp.sum(squares_G))
         band = _band(state.norms, grad_norm, spikes, clip_norm)
         applied = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & band.is_usual
@@ -197,6 +193,12 @@ def make_train_step(
         return new, _vector(numbers, squares_G, flags_B, facts=facts)
 
     return train_step
+
+
+def _square_norms(grads: Params, reduction: InvariantReduction | None) -> Float[Array, " G"]:
+    if reduction is None:
+        return optimizer.square_norms(grads)
+    return reduction.on_whole_arrays(optimizer.square_norms, grads)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxres.goodput.attempt_timeline import ACTIVITIES, TRAIN
-from jaxres.goodput.intervals import Activity
+from jaxres.goodput.intervals import ACTIVITIES, TRAIN, Activity
 
 
 @dataclass

@@ -78,9 +78,8 @@ def follow(
         delete_unused_memory(run_dir, config)
         exporter.on_history([record for record in records if record.attempt < claim.attempt])
         exporter.ensure_started(host=member.host, health=health_watcher)
-        command = worker_command(run_dir, claim, member, env=env)
         ended = supervise(
-            {member.host: command},
+            {member.host: worker_command(run_dir, claim, member, env=env)},
             run_dir=run_dir,
             attempt=claim.attempt,
             last_seq=len(records),

@@ -271,6 +271,11 @@ def plan_names() -> Any:
     return shape(json.loads(json.dumps(found)))
 
 
+def report_names() -> Any:
+    timeline = RunTimeline((example(Interval),))
+    return written(report.as_json_text(timeline, example(summary.Summary)))
+
+
 def names() -> dict[str, Any]:
     """Returns all names, by the file or message that has them."""
     producers: Mapping[str, Callable[[], Any]] = {
@@ -308,9 +313,7 @@ def names() -> dict[str, Any]:
         "history --attempts --json": lambda: written(
             attempt_history.as_json([example(attempt_history.AttemptSummary)])
         ),
-        "report --json": lambda: written(
-            report.as_json_text(RunTimeline((example(Interval),)), example(summary.Summary))
-        ),
+        "report --json": report_names,
         "plan --json": plan_names,
         "checkpoints list --json": list_names,
         "checkpoints diff --json": diff_names,
