@@ -31,7 +31,7 @@ from jaxres.cli.resume_runs import HANG_SECONDS, Runner, Topology, shortened
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
-from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.runlog import resume_verdict, run_log
 from jaxres.runlog.paths import RunDir
@@ -169,7 +169,7 @@ class Check:
             sys.stderr.write(f"{reference.message}\n")
             text = f"the unbroken run ended with {exit_name(reference.exit)}, see above\n"
             sys.stderr.write(f"jaxres resume-check: {text}")
-            is_input = reference.exit in (ExitCode.CONFIG, ExitCode.USAGE)
+            is_input = exit_row(reference.exit).severity is Severity.CONFIG
             return ExitCode.CONFIG if is_input else DIFFERENT
         self._say(_row(UNBROKEN, "-", "-", _size_text(reference)))
         compared = [self._broken(reference, f"broken-{n + 1}", n) for n in range(options.repeat)]

@@ -384,8 +384,8 @@ def encode(message: StatusMessage) -> bytes:
 def decode(line: bytes) -> StatusMessage:
     """Returns the message of a line.
 
-    >>> decode(encode(StepFinished(7, 0.5)))
-    StepFinished(step=7, seconds=0.5)
+    >>> decode(encode(StepFinished(7, 0.5, loss=2.5, tokens=96)))
+    StepFinished(step=7, seconds=0.5, loss=2.5, tokens=96, skipped=False)
     """
     return MESSAGES.decode(json.loads(line))
 

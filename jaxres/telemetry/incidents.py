@@ -344,16 +344,19 @@ def of_attempt(result: AttemptResult, *, run: str, attempt: int, step: int) -> I
     """Returns the incident of an attempt after which its supervisor exits; None: a wanted end."""
     row = exit_row(result.code)
     kind: Kind
-    if result.code in (ExitCode.STOPPED, ExitCode.FENCED):
-        return None
-    if result.code == ExitCode.DONE:
-        kind, what_next = "finished", ""
-    elif result.code == ExitCode.PREEMPTED:
-        kind, what_next = "preempted", "the supervisor has exited; start it again"
-    elif row.restart is RestartRule.NEVER:
-        kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
-    else:
-        kind, what_next = "attempt_failed", "the same command resumes the run"
+    match result.code:
+        case ExitCode.STOPPED:
+            return None
+        case ExitCode.FENCED:
+            return None  # The run goes on in another attempt, which reports its own end.
+        case ExitCode.DONE:
+            kind, what_next = "finished", ""
+        case ExitCode.PREEMPTED:
+            kind, what_next = "preempted", "the supervisor has exited; start it again"
+        case _ if row.restart is RestartRule.NEVER:
+            kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
+        case _:
+            kind, what_next = "attempt_failed", "the same command resumes the run"
     return Incident(
         kind=kind,
         run=run,

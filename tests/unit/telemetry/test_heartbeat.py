@@ -227,7 +227,8 @@ def test_each_act_of_a_guard_is_a_message_that_names_it(pipe):
         writer.on_event(RolledBack(3, 0, (0, 1), "spike"))
         writer.on_event(BadRecordsSkipped(((0, 1),), 4, "bad"))
         writer.on_event(CorruptionDetected(5, (0,), (0,), "bits"))
-    assert drain(pipe[0]) == [
+    acted = [message for message in drain(pipe[0]) if isinstance(message, GuardActed)]
+    assert acted == [
         GuardActed(1, "update_skipped"),
         GuardActed(2, "warned"),
         GuardActed(3, "rolled_back"),
