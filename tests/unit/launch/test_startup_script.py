@@ -182,7 +182,7 @@ def start(tmp_path: Path, runtime: Any, programs: dict[str, str], **env: str) ->
     """Starts the whole script, with these programs in the place of real ones."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    # As the real one it reads its input: else what writes it may get SIGPIPE, and the script retries.
+    # It reads its input as the real one does: else its writer may get SIGPIPE, and it is retried.
     digest = "#!/bin/bash\ncat > /dev/null\n"
     programs = {"curl": CURL, "sha256sum": digest, "sleep": "#!/bin/bash\n", **programs}
     for name, text in programs.items():
