@@ -151,9 +151,9 @@ LATER = "{after_step: 5, factor: 0.1}, {after_step: 5, factor: 0.2}"
             "another order. Use mesh.fsdp and mesh.data",
         ),
         (
-            ["train.reduction=invariant", "mesh.fsdp=2", "optimizer.kind=muon"],
-            "mesh.fsdp: must be 1 with train.reduction=invariant and optimizer.kind=muon, which "
-            "adds over whole arrays; or use adamw, lion or sgd",
+            ["train.reduction=invariant", "optimizer.kind=muon"],
+            "optimizer.kind: muon adds over whole arrays, in an order that depends on the devices; "
+            "with train.reduction=invariant use adamw, lion or sgd",
         ),
         (
             ["train.virtual_shards=16"],

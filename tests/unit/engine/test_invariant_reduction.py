@@ -19,7 +19,6 @@ from jaxres.config.schema_optimizer import (
     AdamwOptimizer,
     CosineSchedule,
     LionOptimizer,
-    MuonOptimizer,
     Optimizer,
     SgdOptimizer,
 )
@@ -53,7 +52,6 @@ CASES: dict[str, dict[str, Any]] = {
         "tx": LionOptimizer(),
         "loss_scale": LossScaleSection(),
     },
-    "muon": {"tx": MuonOptimizer(), "meshes": {"data=4": {"data": 4}}},
 }
 
 
