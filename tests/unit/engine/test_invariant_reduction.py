@@ -40,8 +40,12 @@ MESHES = {
     "data=2 fsdp=4": {"data": 2, "fsdp": 4},
 }
 CASES: dict[str, dict[str, Any]] = {
-    "mlp": {"model": MlpModel(), "meshes": {"data=2 fsdp=4": {"data": 2, "fsdp": 4}}},
-    "dropout, microbatches, spikes": {"microbatches": 2, "spikes": SpikesSection()},
+    "mlp": {"model": MlpModel()},
+    "dropout, microbatches, spikes": {
+        "microbatches": 2,
+        "spikes": SpikesSection(),
+        "meshes": MESHES,
+    },
     "bfloat16, sgd, an average": {
         "model": GPT.model_copy(update={"compute_dtype": "bfloat16"}),
         "tx": SgdOptimizer(),
@@ -133,7 +137,7 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("case", slow_but(CASES, "mlp"))
 def test_state_and_metrics_have_the_same_bits_on_any_mesh(case: str) -> None:
     settings = dict(CASES[case])
-    meshes_to_compare = settings.pop("meshes", MESHES)
+    meshes_to_compare = settings.pop("meshes", {"data=2 fsdp=4": MESHES["data=2 fsdp=4"]})
     end, metrics, _ = trained({"data": 1}, **settings)
     for name, sizes in meshes_to_compare.items():
         found, values, arrays = trained(sizes, **settings)
