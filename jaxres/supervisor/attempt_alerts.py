@@ -52,7 +52,8 @@ class AttemptAlerts:
     send: Callable[[Incident], None]
     """Sends an incident, or records it."""
     ends_run: bool
-    """Whether the start and the end of the attempt are incidents; else the launcher has them."""
+    """Whether the start and the end of the attempt are incidents; else the launcher has them, or
+    there is no target, and a storage that hangs is not asked once more."""
     saves: SaveMonitor
     run_dir: RunDir
     follow_hosts: Callable[[int], None] | None = None
@@ -163,7 +164,8 @@ def sending(
         has_others = bool(targets) and num_hosts > 1
         try:
             yield AttemptAlerts(
-                *(run, 0, alerts.send, True, monitor, run_dir), follow if has_others else None
+                *(run, 0, alerts.send, bool(targets), monitor, run_dir),
+                follow if has_others else None,
             )
         finally:
             over.set()

@@ -99,7 +99,9 @@ class Vm:
         self.wait(self.main_pid, of="main process")
         killed = self.main_pid()
         assert self.systemd.run("kill", "-KILL", str(killed)).returncode == 0
-        self.wait(lambda: self.is_up() and self.main_pid() != killed, of="restart by systemd")
+        self.wait(
+            lambda: self.main_pid() not in (0, killed) and self.is_up(), of="restart by systemd"
+        )
 
     def train(self) -> None:
         """Lets the agent start the first attempt, as the controller does."""
