@@ -85,16 +85,15 @@ CONFIG.yaml may be the name of a built-in config, such as quickstart.
 
 TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
-VERBS = (
-    *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "branch"),
-    *("sweep", "sample", "evaluate", "checkpoints", "data", "replay", "doctor", "resume-check"),
-    "plan",
-)
 OWN_MODULE = {
     **dict.fromkeys(("data", "evaluate", "plan", "replay", "sample"), False),
     **dict.fromkeys(("branch", "doctor", "resume-check", "sweep"), True),
 }
 """Commands that are a module of jaxres/cli of that name; whether it takes the environment."""
+VERBS = (
+    *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "checkpoints"),
+    *OWN_MODULE,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

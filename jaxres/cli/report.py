@@ -80,7 +80,8 @@ def _read_all(run_dir: RunDir) -> _Run:
     config = _config(run_dir)
     sources = _sources(run_dir, name=None if config is None else config.run.name)
     timeline = _timeline(run_dir, sources)
-    found = summary.summarize(timeline, dollars_per_host_hour=_price(config))
+    price = None if config is None else config.launch.dollars_per_host_hour
+    found = summary.summarize(timeline, dollars_per_host_hour=price)
     return _Run(run_dir, sources, timeline, found)
 
 
@@ -125,14 +126,6 @@ def _config(run_dir: RunDir) -> RunConfig | None:
         return run_config.newest_config(run_dir)
     except ConfigError:
         return None
-
-
-def _price(config: RunConfig | None) -> float | None:
-    """Returns the dollars of a host and hour, if the config has one price."""
-    if config is None or config.launch.gce is None:
-        return None
-    prices = {option.dollars_per_hour for option in config.launch.gce.capacity_options}
-    return prices.pop() if len(prices) == 1 else None
 
 
 def as_json_text(timeline: RunTimeline, found: Summary) -> str:

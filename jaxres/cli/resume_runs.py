@@ -7,7 +7,6 @@ on any machine, however fast its steps are.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from jaxres.runlog.records import Start
 from jaxres.runlog.resume_verdict import AttemptFacts, Break, RunFacts
 from jaxres.storage import memory_folder
 from jaxres.supervisor import proc_stat
-from jaxres.supervisor.processes import kill_me_with_parent
+from jaxres.supervisor.processes import start_command
 from jaxres.train import break_hook
 
 POLL_SECONDS = 0.02
@@ -199,16 +198,7 @@ class Runner:
         command += [*self.overrides, f"run.dir={self.run_dir(name).root}", *topology.arguments()]
         if hang:
             command.append(f"deadlines.hook_seconds={HANG_SECONDS:g}")
-        with self._output(name).open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=dict(self.env),
-                process_group=0,
-                preexec_fn=functools.partial(kill_me_with_parent, os.getpid(), signal.SIGTERM),
-            )
+        self.process = start_command(command, output=self._output(name), env=self.env)
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
         """Waits for a condition; returns whether it holds. False: the command has ended."""

@@ -7,10 +7,8 @@ with a sweep that was interrupted: runs that are done end at once, the others re
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import itertools
-import os
 import re
 import signal
 import subprocess
@@ -26,7 +24,7 @@ from jaxres.cli import runs
 from jaxres.clock import Clock, SystemClock
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
-from jaxres.supervisor.processes import kill_me_with_parent
+from jaxres.supervisor.processes import start_command
 
 POLL_SECONDS = 0.1
 MAX_NAME = 190
@@ -94,16 +92,8 @@ class Sweep:
         output = point.folder.with_name(f"{point.folder.name}.txt")
         _say(f"{point.name}: starts; its output is in {output}")
         command = [sys.executable, "-m", "jaxres.train", str(self.config), *point.overrides]
-        with output.open("ab") as file:
-            point.process = subprocess.Popen(
-                [*command, f"run.dir={point.folder}", f"run.name={point.name}"],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=dict(self.env),
-                process_group=0,
-                preexec_fn=functools.partial(kill_me_with_parent, os.getpid(), signal.SIGTERM),
-            )
+        command += [f"run.dir={point.folder}", f"run.name={point.name}"]
+        point.process = start_command(command, output=output, env=self.env)
         return point
 
 

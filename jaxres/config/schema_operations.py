@@ -271,6 +271,13 @@ class LaunchSection(Section):
     gce: GceSection | None = free(None)
     """Section of `launch gce`; null: the run uses no VMs."""
 
+    @property
+    def dollars_per_host_hour(self) -> float | None:
+        """The price of a VM in dollars per hour; None: none is given, or there are several."""
+        options = () if self.gce is None else self.gce.capacity_options
+        prices = {option.dollars_per_hour for option in options}
+        return prices.pop() if len(prices) == 1 else None
+
 
 class StepsWhen(Section):
     """Save policy: every so many steps."""

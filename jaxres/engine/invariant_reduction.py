@@ -26,6 +26,9 @@ from jaxres.engine.mesh import BATCH_AXES
 SMALL_ELEMENTS = 1 << 20
 """Arrays below this size cross the devices together, in one collective operation."""
 
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec(BATCH_AXES)
+"""Arrays that each device has as a whole; arrays whose rows are split over the devices."""
+
 SumsOf = Callable[[Any, Mapping[str, Array], Array], tuple[Any, Any]]
 """(given, rows, key) -> (tree of arrays to add, tree of arrays with a number for each row)."""
 
@@ -53,7 +56,7 @@ class InvariantReduction:
           batch: arrays of B rows, a multiple of `virtual_shards`.
           key: PRNG key of the step; that of a virtual shard is folded from it.
         """
-        here = self.virtual_shards // self._num_devices
+        here = self.virtual_shards // self.mesh.size
 
         def on_device(given: Any, batch: Mapping[str, Array], key: Array) -> tuple[Any, Any]:
             def one(shard: tuple[Array, Any]) -> tuple[Any, Any]:
@@ -66,35 +69,25 @@ class InvariantReduction:
             sums, by_row = _add_shards(one, (first + jnp.arange(here), rows), here)
             return self._add_over_devices(sums), by_row
 
-        split = PartitionSpec(BATCH_AXES)
-        return self._manual(on_device, (PartitionSpec(), split, PartitionSpec()), split)(
-            given, batch, key
-        )
+        return self._on_devices(on_device, (WHOLE, SPLIT, WHOLE), (WHOLE, SPLIT))(given, batch, key)
 
     def on_whole_arrays(self, function: Callable[[Any], Any], tree: Any) -> Any:
         """Returns `function(tree)`, which each device computes from the whole arrays."""
 
         def on_device(tree: Any) -> Any:
-            return (_fixed(function(_fixed(tree))), ())
+            return _fixed(function(_fixed(tree)))
 
-        return self._manual(on_device, (PartitionSpec(),), PartitionSpec())(tree)[0]
+        return self._on_devices(on_device, (WHOLE,), WHOLE)(tree)
 
-    @property
-    def _num_devices(self) -> int:
-        return self.mesh.size
-
-    def _manual(self, function: Callable[..., Any], given: Any, by_row: PartitionSpec) -> Any:
+    def _on_devices(self, function: Callable[..., Any], given: Any, returned: Any) -> Any:
+        """Returns the function as each device computes it; the specs say what it gets."""
         return jax.shard_map(
-            function,
-            mesh=self.mesh,
-            in_specs=given,
-            out_specs=(PartitionSpec(), by_row),
-            check_vma=False,
+            function, mesh=self.mesh, in_specs=given, out_specs=returned, check_vma=False
         )
 
     def _add_over_devices(self, sums: Any) -> Any:
         """Returns the sums of all devices, the same on each of them."""
-        if self._num_devices == 1:
+        if self.mesh.size == 1:
             return sums
         leaves, form = jax.tree.flatten(sums)
         together = self._added(
@@ -111,7 +104,7 @@ class InvariantReduction:
 
     def _added(self, own_N: Float[Array, " N"]) -> Float[Array, " N"]:
         """Each device adds the same part of all devices' arrays; then all collect the parts."""
-        devices = self._num_devices
+        devices = self.mesh.size
         padded = jnp.pad(own_N, (0, -own_N.size % devices))
         parts_D = lax.all_to_all(padded.reshape(devices, -1), BATCH_AXES, 0, 0)
         added = _tree_sum([parts_D[device] for device in range(devices)])

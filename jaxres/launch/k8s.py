@@ -302,12 +302,12 @@ def _submit(objects: Sequence[Manifest], options: ClusterOptions, *, env: Mappin
         for manifest in others:
             api.create_or_replace(manifest)
     kind = job["kind"].lower()
-    where = f"-n {options.namespace}"
+    space = f"-n {options.namespace}"
     sys.stdout.write(
         f"{kind} {options.name} is submitted\n"
-        f"its state: kubectl get {kind} {options.name} {where}\n"
-        f"its output: kubectl logs -f {where} -l {_selector(options)}\n"
-        f"save and end: kubectl delete {kind} {options.name} {where}\n"
+        f"its state: kubectl get {kind} {options.name} {space}\n"
+        f"its output: kubectl logs -f {space} -l {_selector(options)}\n"
+        f"save and end: kubectl delete {kind} {options.name} {space}\n"
     )
     return ExitCode.DONE
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxres.clock import Clock
@@ -36,6 +37,28 @@ def kill_me_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> Non
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(ExitCode.BUG)
+
+
+def start_command(
+    command: Sequence[str], *, output: Path, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a command in a process group of its own, which gets SIGTERM if this process dies.
+
+    Args:
+      command: its words.
+      output: file to which its output is appended.
+      env: its environment.
+    """
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            process_group=0,
+            preexec_fn=functools.partial(kill_me_with_parent, os.getpid(), signal.SIGTERM),
+        )
 
 
 def kill_session(process: subprocess.Popen[bytes], *, seconds: float | None = None) -> None:

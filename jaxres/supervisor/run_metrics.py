@@ -129,7 +129,7 @@ class RunMetrics:
         self.health: HealthWatcher | None = None
         """Source of the machine's readings; None: there is none."""
         self._trajectory = digest(config)
-        self._price = _dollars_per_host_hour(config)
+        self._price = config.launch.dollars_per_host_hour
         self._began, self._began_wall = clock.monotonic(), _epoch(clock)
         self._timeline = LiveTimeline(since=self._began)
         self._phase = "down"
@@ -160,15 +160,13 @@ class RunMetrics:
           records: the run log up to the end of the newest of them.
           reached: highest step that they are known to have finished.
         """
-        causes = restart_causes(records)
-        commits = run_log.fold(records).commits
+        causes, history = restart_causes(records), run_log.fold(records)
         with self._lock:
             for cause, count in causes.items():
                 self._counts["jaxres_restarts_total", (cause,)] = count
-            if commits:
-                newest = max(commits, key=lambda record: record.time)
-                committed = run_log.fold(records).step
-                self._commit = committed, newest.time
+            if history.commits:
+                newest = max(history.commits, key=lambda record: record.time)
+                self._commit = history.step, newest.time
             self._timeline.reached = max(self._timeline.reached, reached)
 
     def on_attempt_started(self, attempt: int) -> None:
@@ -310,13 +308,6 @@ def restart_causes(records: Iterable[Record]) -> Mapping[str, int]:
 
 def _name(code: int) -> str:
     return exit_row(code).name.lower()
-
-
-def _dollars_per_host_hour(config: RunConfig) -> float | None:
-    """Returns the price of a host, if the config has one price."""
-    options = config.launch.gce.capacity_options if config.launch.gce else ()
-    prices = {option.dollars_per_hour for option in options}
-    return prices.pop() if len(prices) == 1 else None
 
 
 def _epoch(clock: Clock) -> float:

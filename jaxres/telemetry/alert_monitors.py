@@ -20,7 +20,7 @@ from jaxres.telemetry.heartbeat import (
     SpeedChanged,
     TrainingReport,
 )
-from jaxres.telemetry.incidents import Incident, Kind, of_speed, of_training
+from jaxres.telemetry.incidents import Incident, Kind, of_training
 
 CHECK_SECONDS = 30.0
 """Interval between two polls of the run log."""
@@ -128,13 +128,10 @@ class SaveMonitor:
 
     def on_news(self, news: News, *, attempt: int) -> None:
         """Sends the incident that a message from host 0's worker causes, if any."""
-        match news:
-            case SpeedChanged():
-                self.send(of_speed(news, run=self.run, attempt=attempt))
-            case TrainingReport():
-                self.send(of_training(news, run=self.run, attempt=attempt))
-            case _:
-                self.on_save_health(news, attempt=attempt)
+        if isinstance(news, SpeedChanged | TrainingReport):
+            self.send(of_training(news, run=self.run, attempt=attempt))
+        else:
+            self.on_save_health(news, attempt=attempt)
 
     def on_save_health(self, health: SaveHealth, *, attempt: int) -> None:
         """Handles a message from host 0's worker; sends an incident if the state has changed."""

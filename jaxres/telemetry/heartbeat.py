@@ -11,7 +11,7 @@ import os
 import select
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.runlog.attempt_result import AttemptResult
@@ -38,6 +38,7 @@ from jaxres.runlog.events import (
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.codec import TaggedCodec
 from jaxres.storage.threads import make_thread
+from jaxres.telemetry.masked_steps import MaskedSteps
 
 
 @dataclass(frozen=True)
@@ -163,50 +164,6 @@ MESSAGES: TaggedCodec[StatusMessage] = TaggedCodec(
     },
 )
 """Wire name of each message."""
-
-
-@dataclass
-class MaskedSteps:
-    """Detects that more steps than usual are masked, and that few are again. Pure.
-
-    A step that is part of finding the loss scale is not given to it.
-    """
-
-    limit: int | None
-    """Most masked steps in a window; None: any number."""
-    window_steps: int
-    steps: list[int] = field(default_factory=list[int])
-    """Masked steps within the window."""
-    num_series: int = 0
-    """Number of times that the limit was exceeded, the present one included."""
-    is_exceeded: bool = False
-
-    @property
-    def reason(self) -> str:
-        """The number of masked steps, for the operator."""
-        return f"{len(self.steps)} of the last {self.window_steps} steps were masked"
-
-    def add(self, step: int) -> None:
-        """Adds a masked step, before or after `check` is called for it."""
-        self.steps.append(step)
-
-    def rewind(self, step: int) -> None:
-        """Forgets the steps above one from which training is computed again."""
-        self.steps = [known for known in self.steps if known <= step]
-
-    def check(self, step: int) -> Literal["masked_steps", "masked_steps_recovered"] | None:
-        """Returns the kind of report to send after a finished step, once per change."""
-        self.steps = [known for known in self.steps if known > step - self.window_steps]
-        if self.limit is None:
-            return None
-        if not self.is_exceeded and len(self.steps) > self.limit:
-            self.is_exceeded = True
-            self.num_series += 1
-            return "masked_steps"
-        if self.is_exceeded and 2 * len(self.steps) <= self.limit:
-            self.is_exceeded = False
-            return "masked_steps_recovered"
-        return None
 
 
 class StatusWriter:

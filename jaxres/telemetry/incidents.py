@@ -420,12 +420,11 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
             kind, what_next = "gave_up", "an operator must act: launch gce status RUN"
         case "commits_stalled" | "commits_resumed" | "no_capacity" | "capacity_found":
             kind = event.kind
+            what_next = "VMs are requested again and again" if kind == "no_capacity" else ""
         case "spend_exceeded":
             kind, what_next = "spend_exceeded", "training continues"
         case _:
             return None
-    if event.kind == "no_capacity":
-        what_next = "VMs are requested again and again"
     return Incident(
         kind=kind,
         run=run,
@@ -438,29 +437,15 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
     )
 
 
-def of_training(news: TrainingReport, *, run: str, attempt: int) -> Incident:
-    """Returns the incident that a worker's report of a rollback or of masked steps causes."""
+def of_training(news: TrainingReport | SpeedChanged, *, run: str, attempt: int) -> Incident:
+    """Returns the incident of a rollback, of masked steps or of a change of speed."""
     begins = news.kind in SEVERITIES
     return Incident(
         kind=news.kind,
         run=run,
         attempt=attempt,
         step=news.step,
-        reason=news.reason,
-        next="training continues: docs/guards.md" if begins else "",
-        seq=news.number,
-    )
-
-
-def of_speed(news: SpeedChanged, *, run: str, attempt: int) -> Incident:
-    """Returns the incident that a worker's report of a change of speed causes."""
-    begins = news.kind in SEVERITIES
-    return Incident(
-        kind=news.kind,
-        run=run,
-        attempt=attempt,
-        step=news.step,
-        host=news.host,
+        host=news.host if isinstance(news, SpeedChanged) else None,
         reason=news.reason,
         next="training continues: docs/guards.md" if begins else "",
         seq=news.number,

@@ -43,7 +43,8 @@ from jaxres.supervisor.processes import kill_me_with_parent, name_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.console import Console
 from jaxres.telemetry.console_log import ConsoleLog
-from jaxres.telemetry.heartbeat import MaskedSteps, StatusWriter, exit_message, write_now
+from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
+from jaxres.telemetry.masked_steps import MaskedSteps
 from jaxres.telemetry.observers import Observers
 from jaxres.train.context import AttemptContext
 from jaxres.train.stop_requests import StopRequests, worker_signals

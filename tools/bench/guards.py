@@ -75,9 +75,9 @@ MODEL = GptModel(num_layers=1, d_model=64, num_heads=2, compute_dtype="float32")
 CLIP_NORM = 1.0
 
 
-def rows(num: int = ROWS, length: int = LENGTH, vocab: int = VOCAB) -> dict[str, np.ndarray]:
+def rows(num: int = ROWS, length: int = LENGTH) -> dict[str, np.ndarray]:
     """Returns one batch of random tokens."""
-    tokens = np.random.default_rng(0).integers(0, vocab, (num, length + 1), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (num, length + 1), dtype=np.int32)
     return {
         "tokens_BT": tokens[:, :-1],
         "targets_BT": tokens[:, 1:],
@@ -128,24 +128,45 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), float(low), float(high)
 
 
+def compiled_step(
+    mesh: Any,
+    batch: dict[str, np.ndarray],
+    *,
+    model: GptModel = MODEL,
+    microbatches: int = 1,
+    spikes: Any = None,
+    reduction: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Returns a compiled step on a mesh, its first state, and the batch in its place."""
+    keep = meshes.pin_batch_dim(mesh) if reduction is None else lambda x: x
+    length = batch["tokens_BT"].shape[1]
+    built = models.build(
+        model, vocab_size=VOCAB, seq_len=length, platform=jax.default_backend(), keep_rows=keep
+    )
+    tx = optimizer.build(AdamwOptimizer(), axes=built.axes)
+    rate = schedules.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
+    step = steps.make_train_step(
+        built,
+        tx,
+        rate,
+        clip_norm=CLIP_NORM,
+        microbatches=microbatches,
+        spikes=spikes,
+        reduction=reduction,
+    )
+    bare = jax.eval_shape(lambda: states.init(built, tx, seed=0))
+    shardings = states.shardings(bare, built, mesh)
+    state = jax.jit(lambda: states.init(built, tx, seed=0), out_shardings=shardings)()
+    placed = meshes.place_batch(mesh, batch)
+    results = (shardings, meshes.replicated(mesh))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=results)
+    return jitted.lower(state, placed).compile(), state, placed
+
+
 def copies(num_devices: int, *, blocks: int, steps_a_block: int) -> int:
     """Measures the comparison of the copies; returns 1 if the ratio is above the limit."""
     mesh = meshes.build(MeshSection(), devices=jax.devices()[:num_devices])
-    keep = meshes.pin_batch_dim(mesh)
-    model = models.build(
-        MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend(), keep_rows=keep
-    )
-    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
-    rate = schedules.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
-    step = steps.make_train_step(
-        model, tx, rate, clip_norm=CLIP_NORM, microbatches=1, spikes=GuardsSection().spikes
-    )
-    bare = jax.eval_shape(lambda: states.init(model, tx, seed=0))
-    shardings = states.shardings(bare, model, mesh)
-    state = jax.jit(lambda: states.init(model, tx, seed=0), out_shardings=shardings)()
-    batch = meshes.place_batch(mesh, rows())
-    results = (shardings, meshes.replicated(mesh))
-    compiled = jax.jit(step, donate_argnums=0, out_shardings=results).lower(state, batch).compile()
+    compiled, state, batch = compiled_step(mesh, rows(), spikes=GuardsSection().spikes)
     fingerprints = jax.jit(replica_fingerprint.make(state, mesh)).lower(state).compile()
 
     def compared(state: Any, batch: Any) -> Any:

@@ -21,56 +21,24 @@ import guards  # tools/bench/guards.py
 import jax
 import numpy as np
 
-from jaxres import models
 from jaxres.config.schema import MeshSection
 from jaxres.config.schema_model import GptModel
-from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
 from jaxres.engine import mesh as meshes
-from jaxres.engine import optimizer
-from jaxres.engine import schedule as schedules
-from jaxres.engine import state as states
-from jaxres.engine import step as steps
 from jaxres.engine.invariant_reduction import InvariantReduction
 
 LIMIT = 1.10
-ROWS, LENGTH, VOCAB, SHARDS = 32, 64, 256, 8
+ROWS, LENGTH, SHARDS = 32, 64, 8
 MODEL = GptModel(num_layers=2, d_model=128, num_heads=4, compute_dtype="float32")
 MESHES = {"1 device": {"data": 1}, "data=2": {"data": 2}, "fsdp=2": {"data": 1, "fsdp": 2}}
 
 
-def compiled(mesh: Any, *, microbatches: int, reduction: InvariantReduction | None) -> Any:
-    """Returns a compiled step, its first state and a batch."""
-    keep = meshes.pin_batch_dim(mesh) if reduction is None else lambda x: x
-    model = models.build(
-        MODEL, vocab_size=VOCAB, seq_len=LENGTH, platform=jax.default_backend(), keep_rows=keep
-    )
-    tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
-    rate = schedules.learning_rate(CosineSchedule(), peak=3e-4, total_steps=10_000)
-    step = steps.make_train_step(
-        model,
-        tx,
-        rate,
-        clip_norm=1.0,
-        microbatches=microbatches,
-        spikes=None,
-        reduction=reduction,
-    )
-    bare = jax.eval_shape(lambda: states.init(model, tx, seed=0))
-    shardings = states.shardings(bare, model, mesh)
-    state = jax.jit(lambda: states.init(model, tx, seed=0), out_shardings=shardings)()
-    batch = meshes.place_batch(mesh, guards.rows(ROWS, LENGTH, VOCAB))
-    results = (shardings, meshes.replicated(mesh))
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=results)
-    return jitted.lower(state, batch).compile(), state, batch
-
-
 def ratios(mesh: Any, *, blocks: int, steps_a_block: int) -> tuple[list[float], list[float], float]:
     """Returns for each block the invariant step over the two fast ones; and its milliseconds."""
-    turns = SHARDS // mesh.size
+    batch = guards.rows(ROWS, LENGTH)
     sides = [
-        compiled(mesh, microbatches=1, reduction=InvariantReduction(mesh, SHARDS)),
-        compiled(mesh, microbatches=turns, reduction=None),
-        compiled(mesh, microbatches=1, reduction=None),
+        guards.compiled_step(mesh, batch, model=MODEL, reduction=InvariantReduction(mesh, SHARDS)),
+        guards.compiled_step(mesh, batch, model=MODEL, microbatches=SHARDS // mesh.size),
+        guards.compiled_step(mesh, batch, model=MODEL),
     ]
     now = [state for _, state, _ in sides]
     found = []

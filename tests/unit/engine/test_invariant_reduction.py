@@ -158,6 +158,21 @@ def test_without_it_another_mesh_has_other_bits() -> None:
     assert any(a.tobytes() != b.tobytes() for a, b in zip(one, four, strict=True))
 
 
+def plain_step(model: Model, reduction: InvariantReduction, *, microbatches: int) -> Any:
+    """Returns a step without clipping, and its first state."""
+    transform = optimizer.build(SgdOptimizer(), axes=model.axes)
+    function = step.make_train_step(
+        model,
+        transform,
+        lambda step: jnp.float32(0.1),
+        clip_norm=None,
+        microbatches=microbatches,
+        spikes=None,
+        reduction=reduction,
+    )
+    return function, state.init(model, transform, seed=0)
+
+
 def test_a_model_with_a_state_is_refused() -> None:
     """Its state goes from one part of the batch to the next, on one device after the other."""
     mesh = meshes.build(MeshSection(), devices=jax.devices()[:1])
@@ -167,17 +182,7 @@ def test_a_model_with_a_state_is_refused() -> None:
         init_state=lambda key: {"count": jnp.zeros(())},
         loss=lambda params, state, batch, key: (built.loss(params, batch, key), state),
     )
-    transform = optimizer.build(AdamwOptimizer(), axes=built.axes)
-    function = step.make_train_step(
-        stateful,
-        transform,
-        lambda step: jnp.float32(0.1),
-        clip_norm=None,
-        microbatches=1,
-        spikes=None,
-        reduction=InvariantReduction(mesh, SHARDS),
-    )
-    begin = state.init(stateful, transform, seed=0)
+    function, begin = plain_step(stateful, InvariantReduction(mesh, SHARDS), microbatches=1)
     with pytest.raises(ConfigError, match=r"invariant is impossible with a model"):
         jax.eval_shape(function, begin, batch(0))
 
@@ -206,17 +211,8 @@ def test_the_rows_of_a_plan_are_those_that_the_step_computes() -> None:
         logits=None,
         flops_per_token=1.0,
     )
-    transform = optimizer.build(SgdOptimizer(), axes=model.axes)
-    function = step.make_train_step(
-        model,
-        transform,
-        lambda step: jnp.float32(0.1),
-        clip_norm=None,
-        microbatches=plan.microbatches,
-        spikes=None,
-        reduction=InvariantReduction(mesh, 4),
-    )
-    begin = state.init(model, transform, seed=0)
+    reduction = InvariantReduction(mesh, 4)
+    function, begin = plain_step(model, reduction, microbatches=plan.microbatches)
     placed = meshes.place_batch(mesh, {"id_B": np.arange(B, dtype=np.float32)})
     jax.block_until_ready(jax.jit(function)(begin, placed))
     jax.effects_barrier()

@@ -17,8 +17,8 @@ from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.telemetry import alert_delivery_log, incidents
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitStall
-from jaxres.telemetry.heartbeat import MaskedSteps
 from jaxres.telemetry.incidents import Incident, Kind, key, messages, of_event
+from jaxres.telemetry.masked_steps import MaskedSteps
 
 FAILURE = Incident(
     kind="gave_up",
