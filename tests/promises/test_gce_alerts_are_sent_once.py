@@ -16,12 +16,12 @@ from jaxres.runlog.event_log import read_json_lines
 from tests.promises.cloud import Cloud
 from tests.promises.preloaded import Jumping
 from tests.promises.test_nonfinite_update_is_masked import ITEMS
-from tests.promises.trainer import ROOT
+from tests.promises.trainer import ROOT, run_history
 from tests.unit.telemetry.webhook_server import Hook, served
 
 TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}]"
-SLOWER = {"PACE": "0.02"}
-"""Two steps per second, because launchers also take time to start."""
+HELD_AFTER = 25
+"""No attempt makes more steps than these before the gate is open, however slow the machine is."""
 DEAD = [500] * 10_000
 MASKED = (
     "model.target=tests.promises.bad_models:poisoned",
@@ -52,7 +52,9 @@ def wait_delivered(cloud: Cloud, kind: str, hook: Hook, *, attempt: int) -> None
 def test_each_incident_is_delivered_once_over_a_killed_launcher_a_dead_server_and_a_clock_jump(
     cloud: Cloud, tmp_path: Path
 ) -> None:
-    config = cloud.config(env=SLOWER)
+    gate = tmp_path / "gate"
+    held = {"PACE": "0.02", "FAULT": f"row:{24 * HELD_AFTER}:gate", "GATE": str(gate)}
+    config = cloud.config(env=held)
     shutil.copy(ROOT / "tests/promises/bad_models.py", tmp_path / "package/tests/promises")
     clock = Jumping.built(tmp_path)
     with served() as hook:
@@ -61,7 +63,7 @@ def test_each_incident_is_delivered_once_over_a_killed_launcher_a_dead_server_an
         wait_delivered(cloud, "masked_steps", hook, attempt=1)
         cloud.gce.preempt(cloud.member(0), notice=False)
         wait_delivered(cloud, "preempted", hook, attempt=1)
-        cloud.wait_commit(20)
+        cloud.wait_commit(run_history(cloud.run_dir).step + 1)
         hook.statuses[:] = DEAD
         cloud.gce.preempt(cloud.member(0), notice=False)
         tried = {"kind": "preempted", "attempt": 2}
@@ -72,6 +74,7 @@ def test_each_incident_is_delivered_once_over_a_killed_launcher_a_dead_server_an
         assert first.wait_exit() == -signal.SIGKILL
         assert len(hook.accepted) == 2, "the server was not dead"
         hook.statuses.clear()
+        gate.touch()
         clock.jump(3600)
         second = up(cloud, config, hook, **clock.env)
         wait_delivered(cloud, "preempted", hook, attempt=2)
