@@ -49,6 +49,9 @@ def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -
     gce = config.launch.gce
     assert gce is not None, config
     desired = _without_gone(desired, observed, gce)
+    longest = restart_policy.longest_delay(config.restart)
+    if desired.not_before > observed.now + longest:  # The last launcher's clock was ahead.
+        desired = replace(desired, not_before=observed.now + longest)
     if desired.phase == "ended":
         return Transition(desired)
     if desired.phase == "ending":

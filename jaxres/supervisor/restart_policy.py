@@ -301,6 +301,12 @@ def _no_progress(last: AttemptOutcome[int], times: int) -> GiveUp:
     return GiveUp(ExitCode.NO_PROGRESS, f"{many}; the last: {last.reason}")
 
 
+def longest_delay(restart: RestartSection) -> float:
+    """Returns the longest wait before an attempt that `decide` gives, in seconds."""
+    longest = max(restart.max_backoff_seconds, restart.max_storage_backoff_seconds)
+    return longest * (1 + restart.jitter)
+
+
 def _backoff(times: int, first: float, longest: float, policy: RestartPolicy) -> float:
     """Returns the wait before the next attempt: exponential, bounded, with jitter."""
     seconds = min(longest, first * 2.0 ** min(max(times - 1, 0), 60))

@@ -414,6 +414,15 @@ def test_a_host_that_twice_does_not_begin_to_train_is_replaced() -> None:
     assert (second.names & set(NAMES), second.end) == ({NAMES[0]}, None)
 
 
+def test_a_launcher_whose_clock_is_behind_waits_no_longer_than_the_longest_delay() -> None:
+    before = replace(READY, not_before=NOW + 3600, attempt=3)
+    found = next_state(before, observed())
+    longest = CONFIG.restart.max_storage_backoff_seconds * (1 + CONFIG.restart.jitter)
+    assert (found.phase, found.not_before) == ("placing", NOW + longest), "waits for the old clock"
+    assert next_state(found, observed(now=NOW + longest - 1.0)).phase == "placing"
+    assert next_state(found, observed(now=NOW + longest)).phase == "running"
+
+
 def test_the_wait_between_commits_is_that_of_one_attempt() -> None:
     commit = Commit(step=1, path="", manifest="", bytes=0)
     records = [Record(n, attempt, at, commit) for n, attempt, at in WAITS]
