@@ -62,12 +62,16 @@ def content_path() -> Any:
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict types, finite numbers, no unknown keys."""
+    """Base of all sections: frozen, strict types, finite numbers, no unknown keys.
+
+    Validators are built at the first use (`defer_build`): one of the whole config, instead of one of
+    each section, its inner ones included.
+    """
 
     model_config = ConfigDict(
+        defer_build=True,
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from jaxres.config import yaml
+from jaxres.config import field_docs, yaml
 from jaxres.config.errors import show
 from jaxres.config.load import SECTION, SHORTHANDS
 from jaxres.config.schema import RunConfig, Section
@@ -75,7 +75,7 @@ def _ordered() -> Iterator[LeafField]:
 def _heading(leaf: LeafField, last: tuple[str, ...] | None) -> Iterator[str]:
     top = _top(leaf)
     if last is None or last[0] != top:
-        yield f"{top}: {RunConfig.model_fields[top].description}"
+        yield f"{top}: {field_docs.of_section(RunConfig)[top]}"
     for key, kind in leaf.under:
         yield f"  with {key}.kind={kind}{_choice(key, kind)}:"
 
@@ -94,7 +94,7 @@ def _line(leaf: LeafField) -> str:
     info = leaf.info
     default = "required" if info.is_required() else f"default {_default(info)}"
     mark = " (free)" if is_free(info) else ""
-    meaning = [line for line in (info.description or "").splitlines() if line.strip()]
+    meaning = [line for line in leaf.docstring.splitlines() if line.strip()]
     first = f"    {leaf.key}: {type_text(info)}; {default}{mark}"
     return "\n".join([first, *(f"        {line.strip()}" for line in meaning)])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from jaxres.config import field_docs
 from jaxres.config.schema import RunConfig, Section
 from jaxres.storage.path import GcsPath
 
@@ -135,6 +136,12 @@ class LeafField:
     section: type[Section]
     under: tuple[tuple[str, str], ...] = ()
     """Pairs (dotted key of the section, its kind), outermost first."""
+
+    @property
+    def docstring(self) -> str:
+        """What the value means; empty: its field has no docstring."""
+        name = self.key.rpartition(".")[2].removesuffix(ITEMS)
+        return field_docs.of_section(self.section).get(name, "")
 
 
 @functools.cache

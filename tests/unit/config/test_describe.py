@@ -11,7 +11,7 @@ def test_every_setting_of_every_kind_is_listed_with_its_meaning():
     text = describe()
     for leaf in iter_fields():
         assert f"    {leaf.key}: " in text
-        meaning = leaf.info.description
+        meaning = leaf.docstring
         assert meaning, f"{leaf.key} has no docstring"
         first = meaning.splitlines()[0]
         assert first.endswith((".", ")")), f"the first line of {leaf.key} is no sentence"
