@@ -64,8 +64,8 @@ def content_path() -> Any:
 class Section(BaseModel):
     """Base of all sections: frozen, strict types, finite numbers, no unknown keys.
 
-    Validators are built at the first use (`defer_build`): one of the whole config, instead of one of
-    each section, its inner ones included.
+    Validators are built at the first use (`defer_build`): one of the whole config, instead of one
+    of each section, its inner ones included.
     """
 
     model_config = ConfigDict(
