@@ -145,10 +145,8 @@ def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
     """A suspended or migrated machine: the supervisor itself was suspended."""
-    limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
-    trainer = workspace.start(
-        "run", *limits, "deadlines.start_seconds=20", config=FAULTY, env={"PACE": "0.004"}
-    )
+    limit = "deadlines.step_seconds=1"
+    trainer = workspace.start("run", limit, config=FAULTY, env={"PACE": "0.004"})
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP)
     time.sleep(10)
@@ -166,8 +164,7 @@ def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
 def test_suspended_supervisor_does_not_stop_the_worker(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    limits = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
-    trainer = workspace.start("run", *limits, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", "deadlines.step_seconds=1", config=FAULTY, env=PACED)
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP, target="supervisor")
     trainer.wait_step(60)
@@ -176,12 +173,7 @@ def test_suspended_supervisor_does_not_stop_the_worker(
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
-SHORT_STEPS = ("deadlines.step_seconds=1", "deadlines.compile_seconds=4")
-SLOW: dict[str, tuple[str, tuple[str, ...]]] = {
-    "compilation": ("trace:1:nap", ("deadlines.step_seconds=1",)),
-    "evaluation": ("heldout:3:nap", SHORT_STEPS),
-    "row": ("row:400:nap", SHORT_STEPS),
-}
+SLOW = {"compilation": "trace:1:nap", "evaluation": "heldout:3:nap", "row": "row:400:nap"}
 
 
 @pytest.mark.slow
@@ -190,7 +182,7 @@ def test_slow_phases_within_their_limits_raise_no_alarm(
     workspace: Workspace, fault_free: RunDir, what: str
 ) -> None:
     """The phase sleeps for five seconds: longer than the step limit, shorter than its own limit."""
-    fault, limits = SLOW[what]
-    trainer = workspace.start("run", *limits, config=FAULTY, env={"FAULT": fault})
+    limit = "deadlines.step_seconds=1"
+    trainer = workspace.start("run", limit, config=FAULTY, env={"FAULT": SLOW[what]})
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, fault_free)
