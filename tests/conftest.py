@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -42,6 +45,25 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if "not slow" in config.option.markexpr:
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Shares the rewriting of assertions among the workers of a run of all tests.
+
+    In a fresh checkout every worker would rewrite every test module, which takes as long as the
+    rest of the collection. Each first imports other modules than its neighbours, so that it finds
+    theirs rewritten. What can't be imported, the collection reports.
+    """
+    config = session.config
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    modules = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = int(worker["workerid"].removeprefix("gw"))
+    for module in modules[first :: worker["workercount"]]:
+        name = ".".join(module.relative_to(config.rootpath).with_suffix("").parts)
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -144,7 +144,7 @@ def test_extreme_jobs_have_a_plan(capsys):
         ["--gpus", "1", "--state-gib", "0.001", "--mtbf-hours", "1e12"],
         ["--gpus", "1000000", "--state-gib", "1e6", "--mtbf-hours", "1000", "--hours", "1"],
         [*SMALL, "--spot-rate", "1000", "--hours", "2"],
-        [*SMALL, "--stall-seconds", "0", "--detect-seconds", "0", "--boot-seconds", "0"],
+        [*SMALL, "--stall-seconds=0", "--detect-seconds=0", "--boot-seconds=0", "--hours", "24"],
     ):
         assert 0 <= planned(capsys, *words, "--replications", "5")["goodput"]["mean"] <= 1
 

@@ -47,7 +47,7 @@ def test_a_job_that_never_fails_pays_the_same_with_and_without_but_for_saves():
 
 
 def test_work_that_has_no_end_without_fault_tolerance_has_no_bill():
-    assert bills(job(num_gpus=100_000)).by_hand is None
+    assert bills(job(num_gpus=100_000, hours=1.0)).by_hand is None
 
 
 def test_each_measure_is_switched_off_or_on_alone():
