@@ -71,7 +71,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   data verify CONFIG.yaml|RUN_DIR                       reads every byte of the data; exit 1 if
       [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
-      [--devices N [--hosts H]]                         and what to do; also for N devices elsewhere
+      [--devices N [--hosts H]] [--all] [--json]        and what to do; also for N devices elsewhere
+      [--send-test-alert]                               (docs/checklist.md)
   resume-check CONFIG.yaml [section.field=value ...]    a short unbroken run against broken ones, in
       [--steps N] [--breaks K] [--repeat R] [--seed S]  a folder of their own: equal bit for bit?
       [--topology HxD ...] [--to FOLDER] [--keep] [--json]

@@ -43,6 +43,7 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/vm_commands.py:cordon": "stamps an exclusion",
     "jaxres/launch/vm_commands.py:request_drain": "stamps an exclusion",
     "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
+    "jaxres/telemetry/routing_check.py:send": "stamps a test message",
     "jaxres/telemetry/trackers.py:Mlflow.log": "stamps the points of a service",
     "jaxres/telemetry/alert_sender.py:TargetSender._record": "stamps a line",
     "jaxres/telemetry/alert_sender.py:TargetSender._deliver_next": "an hour, over processes",

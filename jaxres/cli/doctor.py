@@ -1,23 +1,27 @@
 """Pre-flight checks of a config and this machine; writes nothing.
 
 `jaxres doctor CONFIG.yaml [section.field=value ...]` checks the devices of this machine;
-`--devices N [--hosts H]` plans for N devices of other machines.
+`--devices N [--hosts H]` plans for N devices of other machines. After the checks follows the
+production checklist (`checklist.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxres import config as configs
 from jaxres import data, faults
-from jaxres.cli import resume_results
+from jaxres.cli import checklist, checklist_facts, resume_results
+from jaxres.cli.check import Check
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser
@@ -32,6 +36,7 @@ from jaxres.storage.path import is_remote
 from jaxres.supervisor import gce_metadata, preemption, processes
 from jaxres.supervisor.gce_metadata import Response
 from jaxres.supervisor.run_config import find_run_dir
+from jaxres.telemetry import alert_sender, routing_check
 from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import oom_advice
 
@@ -40,24 +45,11 @@ if TYPE_CHECKING:
 
 USAGE = (
     "jaxres doctor CONFIG.yaml [section.field=value ...] [--hardware quick|full] "
-    "[--devices N [--hosts H]]"
+    "[--devices N [--hosts H]] [--all] [--json] [--send-test-alert]"
 )
 
 MAX_DEVICES = 100_000
 """Largest number of devices to plan for; every number up to it is tried."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """Result of one check: its name, what was found and, unless it passed, what to do."""
-
-    status: Literal["pass", "warn", "fail"]
-    name: str
-    detail: str
-
-    def __str__(self) -> str:
-        """Returns the line to print."""
-        return f"{self.status}  {self.name:<8}  {self.detail}"
 
 
 Checks = Iterator[Check]
@@ -72,7 +64,6 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
         return error.exit_code
-    failed = 0
     doctor = Doctor(
         loaded,
         num_devices=options.devices,
@@ -80,11 +71,19 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         hardware=options.hardware,
         env=env,
     )
+    checks: list[Check] = []
     for check in doctor.checks():
-        sys.stdout.write(f"{check}\n")
-        sys.stdout.flush()
-        failed += check.status == "fail"
-    sys.stdout.write(doctor.table())
+        checks.append(check)
+        if not options.json:
+            sys.stdout.write(f"{check}\n")
+            sys.stdout.flush()
+    items = doctor.checklist(checks, sends_test_alert=options.send_test_alert)
+    if options.json:
+        sys.stdout.write(as_json(options.config, checks, items))
+    else:
+        sys.stdout.write(f"\n{checklist.text(items, all_items=options.all)}{doctor.table()}")
+    unprinted = [item for item in items if item.name not in checklist.COVERED]
+    failed = sum(check.status == "fail" for check in (*checks, *unprinted))
     if not failed:
         return ExitCode.DONE
     what = "1 check fails" if failed == 1 else f"{failed} checks fail"
@@ -94,6 +93,16 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     return ExitCode.CONFIG
 
 
+def as_json(config: Path, checks: Sequence[Check], items: Sequence[Check]) -> str:
+    """Returns what `--json` prints."""
+    found = {
+        "config": str(config),
+        "checks": [check.fields() for check in checks],
+        "checklist": [item.fields() for item in items],
+    }
+    return json.dumps(found, indent=1) + "\n"
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="jaxres doctor", usage=USAGE)
     parser.add_argument("config", type=Path, metavar="CONFIG")
@@ -101,6 +110,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hardware", choices=("quick", "full"))
     parser.add_argument("--devices", type=int)
     parser.add_argument("--hosts", type=int, default=None)
+    for flag in ("--all", "--json", "--send-test-alert"):
+        parser.add_argument(flag, action="store_true")
     options = parser.parse_intermixed_args(arguments)
     if options.hosts is not None and options.devices is None:
         parser.error("--hosts needs --devices")
@@ -168,6 +179,47 @@ class Doctor:
         yield from self._resume_check()
         if self._hardware is not None:
             yield from _guarded("hardware", self._test_hardware)
+
+    def checklist(self, checks: Sequence[Check], *, sends_test_alert: bool) -> list[Check]:
+        """Returns the items of the production checklist.
+
+        Args:
+          checks: the results of `checks`.
+          sends_test_alert: whether a test message is sent to each target of the alerts.
+        """
+        config, layout = self._config, self._layout
+        facts = checklist_facts.gather(
+            config,
+            find_run_dir(self._loaded),
+            env=self._env,
+            checks=worst(checks),
+            is_here=self._here,
+            platform=self._platform if self._here else "gpu",
+            num_devices=self._plan.num_devices if self._plan is not None else 1,
+            num_hosts=self._num_hosts,
+            state_bytes=None if layout is None else layout.global_bytes,
+            num_params=self._num_params(),
+            test_alerts=tuple(self._test_alerts()) if sends_test_alert else None,
+        )
+        return checklist.judge(config, facts)
+
+    def _num_params(self) -> int | None:
+        if self._shapes is None:
+            return None
+        import jax
+
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._shapes.params))
+
+    def _test_alerts(self) -> Iterator[tuple[str, bool, str]]:
+        """Sends the test messages, unless a target can't be used, which is an item's failure."""
+        try:
+            targets = alert_sender.resolve(self._config.alerts, env=self._env)
+        except ConfigError:
+            return
+        run = find_run_dir(self._loaded).root.absolute().name
+        yield from routing_check.send(
+            targets, run=run, nonce=secrets.token_hex(8), clock=SystemClock()
+        )
 
     def table(self) -> str:
         """Returns the table of arrays per device; empty if it is unknown."""
@@ -397,6 +449,18 @@ class Doctor:
         yield Check(
             "pass", "run.dir", f"{run_dir}: {planned} fit into the {format_bytes(free)} free there"
         )
+
+
+def worst(checks: Sequence[Check]) -> dict[str, Check]:
+    """Returns the checks by their names; of several of one name the worst."""
+    order = ("n/a", "pass", "warn", "fail")
+    found: dict[str, Check] = {}
+    for check in checks:
+        if check.name not in found or order.index(check.status) > order.index(
+            found[check.name].status
+        ):
+            found[check.name] = check
+    return found
 
 
 def _guarded(

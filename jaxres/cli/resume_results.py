@@ -163,7 +163,7 @@ def read(config: RunConfig) -> Found:
     try:
         result = json.loads(path_of(config).read_bytes())
         before, level, summary = result["versions"], result["guarantee"], result["summary"]
-        changed = _changes(before, versions_here())
+        changed = version_changes(before, versions_here())
     except FileNotFoundError:
         return Found(False, f"a resume of this config was never tested here: {command}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -175,7 +175,8 @@ def read(config: RunConfig) -> Found:
     return Found(True, str(summary))
 
 
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def version_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns the versions that differ, as in `jax 0.9 -> 0.10`."""
     return [
         f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
         for name in sorted({*before, *now})

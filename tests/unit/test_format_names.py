@@ -27,9 +27,18 @@ from jaxres.checkpoint import (
     retention,
     tensorstore_reader,
 )
+from jaxres.cli import (
+    chaos_results,
+    doctor,
+    plan,
+    report,
+    resume_results,
+    run_health,
+    status,
+)
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.cli import plan, report, resume_results, run_health, status
 from jaxres.cli import prune as prune_cli
+from jaxres.cli.check import Check
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
 from jaxres.config.schema_operations import GenericTarget
@@ -260,6 +269,17 @@ def resume_check_names() -> dict[str, Any]:
     return written(json.dumps(example(resume_results.CheckResult).fields()))
 
 
+def doctor_names() -> Any:
+    return written(doctor.as_json(Path("CONFIG"), [example(Check)], [example(Check)]))
+
+
+def chaos_names() -> Any:
+    return written(json.dumps(example(chaos_results.ChaosResult).fields()))
+
+
+DOCTOR = {"chaos result": chaos_names, "doctor --json": doctor_names}
+
+
 def launch_event_names() -> list[str]:
     return list(get_args(launch_events.LaunchEventKind))
 
@@ -319,6 +339,7 @@ def names() -> dict[str, Any]:
         "checkpoints diff --json": diff_names,
         "checkpoints prune --json": prune_names,
         "resume-check --json": resume_check_names,
+        **DOCTOR,
         "run directory: paths": lambda: paths_of(paths.RunDir(Path("RUN"))),
         "launch: paths": lambda: paths_of(LaunchPaths(GcsPath("BUCKET", "RUN"))),
         "step directory: paths": lambda: [

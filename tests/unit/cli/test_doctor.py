@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.cli import doctor
+from jaxres.cli.checklist import ITEMS
 from jaxres.train import preflight
 
 ROOT = Path(__file__).parents[3]
@@ -147,6 +149,24 @@ def test_an_unwritable_run_dir_fails(run_doctor) -> None:
     code, out, _ = run_doctor("run.dir=/proc/nowhere/run")
     assert code == 78
     assert ("fail", "run.dir") in lines(out)
+
+
+def test_json_has_all_checks_and_the_whole_checklist(run_doctor) -> None:
+    code, out, err = run_doctor("--devices", "8", "--json", "--send-test-alert")
+    found = json.loads(out)
+    assert [check["name"] for check in found["checks"]][:2] == ["config", "data"]
+    assert [item["name"] for item in found["checklist"]] == [item.name for item in ITEMS]
+    alerts = next(item for item in found["checklist"] if item["name"] == "alerts")
+    assert (code, alerts["status"]) == (78, "fail"), "a test message was asked for"
+    assert "1 check fails" in err
+
+
+def test_the_checklist_follows_the_checks(run_doctor) -> None:
+    _, out, _ = run_doctor("--devices", "8")
+    assert "\n\nproduction checklist: " in out
+    assert "warn  replica" not in out, "a small run is not asked for a replica"
+    _, out, _ = run_doctor("--devices", "16", "--hosts", "2", "train.global_batch_size=48")
+    assert "\nwarn  replica" in out
 
 
 @pytest.mark.parametrize(
