@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jaxres.chaos.schedule import PlannedRun
+from jaxres.chaos.verdict import Broken, ChaosFacts, Injection
 from jaxres.checkpoint import (
     block_digests,
     diff,
@@ -27,8 +29,8 @@ from jaxres.checkpoint import (
     retention,
     tensorstore_reader,
 )
+from jaxres.cli import chaos, plan, report, resume_results, run_health, status
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.cli import plan, report, resume_results, run_health, status
 from jaxres.cli import prune as prune_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
@@ -53,6 +55,7 @@ from jaxres.runlog import (
 )
 from jaxres.runlog.event_log import EventLog, read_events
 from jaxres.runlog.events import EVENTS, Event
+from jaxres.runlog.resume_verdict import RunFacts
 from jaxres.runlog.run_log import RunHistory
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock
@@ -260,6 +263,15 @@ def resume_check_names() -> dict[str, Any]:
     return written(json.dumps(example(resume_results.CheckResult).fields()))
 
 
+def chaos_names() -> dict[str, Any]:
+    facts = ChaosFacts(example(PlannedRun), example(RunFacts), (example(Injection),))
+    run = chaos.run_fields(facts, [example(Broken)])
+    result = chaos.ChaosResult(
+        config="x", trajectory="x", seed=0, hosts=1, seconds=0.5, held=False, runs=(run,)
+    )
+    return written(json.dumps(dataclasses.asdict(result)))
+
+
 def launch_event_names() -> list[str]:
     return list(get_args(launch_events.LaunchEventKind))
 
@@ -319,6 +331,7 @@ def names() -> dict[str, Any]:
         "checkpoints diff --json": diff_names,
         "checkpoints prune --json": prune_names,
         "resume-check --json": resume_check_names,
+        "chaos run --json": chaos_names,
         "run directory: paths": lambda: paths_of(paths.RunDir(Path("RUN"))),
         "launch: paths": lambda: paths_of(LaunchPaths(GcsPath("BUCKET", "RUN"))),
         "step directory: paths": lambda: [
