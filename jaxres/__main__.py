@@ -76,6 +76,10 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
   resume-check CONFIG.yaml [section.field=value ...]    a short unbroken run against broken ones, in
       [--steps N] [--breaks K] [--repeat R] [--seed S]  a folder of their own: equal bit for bit?
       [--topology HxD ...] [--to FOLDER] [--keep] [--json]
+  chaos list                                            faults that it can inject into a run
+  chaos run [CONFIG.yaml] [SCENARIO ...] [--seed S]     injects them into short runs of a config, in
+      [--faults N] [--minutes M] [--only A,B] ...       a folder of their own; exit 0: all promises
+      [--max-recovery-seconds R] [--json FILE]          held (docs/chaos.md)
   plan [CONFIG.yaml] [--gpus N] [--from RUN_DIR] ...    failures, save interval, goodput and cost of
       [--json]                                          a job, of each measure (docs/planning.md)
 
@@ -88,7 +92,7 @@ TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
 OWN_MODULE = {
     **dict.fromkeys(("data", "evaluate", "plan", "replay", "sample"), False),
-    **dict.fromkeys(("branch", "doctor", "resume-check", "sweep"), True),
+    **dict.fromkeys(("branch", "chaos", "doctor", "resume-check", "sweep"), True),
 }
 """Commands that are a module of jaxres/cli of that name; whether it takes the environment."""
 VERBS = (

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
+from jaxres.chaos.short_runs import HANG_SECONDS, Runner, Topology, shortened
 from jaxres.checkpoint import diff
 from jaxres.cli import resume_results
 from jaxres.cli.resume_results import (
@@ -27,7 +28,6 @@ from jaxres.cli.resume_results import (
     Place,
     RunResult,
 )
-from jaxres.cli.resume_runs import HANG_SECONDS, Runner, Topology, shortened
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     try:
         options = _parse(arguments)
         loaded = configs.load(options.config, options.overrides)
-        with _folder(options) as folder:
+        with run_folder(options, prefix="jaxres-resume-check-") as folder:
             check = Check(loaded, options, folder, env=env, clock=SystemClock())
             return check.run()
     except RunError as raised:
@@ -102,8 +102,8 @@ def _topology(text: str) -> Topology:
 
 
 @contextlib.contextmanager
-def _folder(options: argparse.Namespace) -> Any:
-    """Yields an empty folder for the runs; a temporary one is deleted, unless --keep."""
+def run_folder(options: argparse.Namespace, *, prefix: str) -> Any:
+    """Yields an empty folder for the runs (--to); a temporary one is deleted, unless --keep."""
     if options.to is not None:
         if "://" in options.to:
             raise UsageError(f"--to {options.to}: give a folder of a disk")
@@ -116,7 +116,7 @@ def _folder(options: argparse.Namespace) -> Any:
             raise ConfigError(f"--to {folder}: {error.strerror}. Give another folder.") from error
         yield folder
         return
-    folder = Path(tempfile.mkdtemp(prefix="jaxres-resume-check-"))
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
     finally:

@@ -16,7 +16,7 @@ import yaml
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import inference
-from jaxres.cli import branch, doctor, plan, replay, resume_check, runs, sweep
+from jaxres.cli import branch, chaos, doctor, plan, replay, resume_check, runs, sweep
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import data as data_command
 from jaxres.cluster import detect
@@ -107,6 +107,9 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
         _check_gce(words[2:], tmp_path, monkeypatch)
     elif words[0] == "doctor":
         options = doctor._parse(words[1:])
+        configs.load(options.config, options.overrides)
+    elif words[0] == "chaos":
+        options = chaos._parse(words[1:])
         configs.load(options.config, options.overrides)
     elif words[0] == "resume-check":
         options = resume_check._parse(words[1:])

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jaxres.chaos.schedule import PlannedRun
+from jaxres.chaos.verdict import Broken, ChaosFacts, Injection
 from jaxres.checkpoint import (
     block_digests,
     diff,
@@ -28,6 +30,7 @@ from jaxres.checkpoint import (
     tensorstore_reader,
 )
 from jaxres.cli import (
+    chaos,
     chaos_results,
     doctor,
     plan,
@@ -62,6 +65,7 @@ from jaxres.runlog import (
 )
 from jaxres.runlog.event_log import EventLog, read_events
 from jaxres.runlog.events import EVENTS, Event
+from jaxres.runlog.resume_verdict import RunFacts
 from jaxres.runlog.run_log import RunHistory
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock
@@ -273,15 +277,11 @@ def doctor_names() -> Any:
     return written(doctor.as_json(Path("CONFIG"), [example(Check)], [example(Check)]))
 
 
-def chaos_names() -> Any:
-    return written(json.dumps(example(chaos_results.ChaosResult).fields()))
-
-
-DOCTOR = {"chaos result": chaos_names, "doctor --json": doctor_names}
-
-
-def launch_event_names() -> list[str]:
-    return list(get_args(launch_events.LaunchEventKind))
+def chaos_names() -> dict[str, Any]:
+    facts = ChaosFacts(example(PlannedRun), example(RunFacts), (example(Injection),))
+    run = chaos.run_fields(facts, [example(Broken)])
+    result = dataclasses.replace(example(chaos_results.ChaosResult), runs=(run,))
+    return written(result.as_json())
 
 
 def plan_names() -> Any:
@@ -339,7 +339,8 @@ def names() -> dict[str, Any]:
         "checkpoints diff --json": diff_names,
         "checkpoints prune --json": prune_names,
         "resume-check --json": resume_check_names,
-        **DOCTOR,
+        "doctor --json": doctor_names,
+        "chaos run --json": chaos_names,
         "run directory: paths": lambda: paths_of(paths.RunDir(Path("RUN"))),
         "launch: paths": lambda: paths_of(LaunchPaths(GcsPath("BUCKET", "RUN"))),
         "step directory: paths": lambda: [

@@ -198,7 +198,8 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
             *("partition", "warn", "did not hold"),
             *([], {"chaos": ChaosFound({"partition": "failed"}, "1 of 3")}),
         ),
-        ("damage", "n/a", "not run: never", [], {"chaos": ChaosFound({}, "never")}),
+        ("damage", "warn", "not run: never", [], {"chaos": ChaosFound({}, "never")}),
+        ("partition", "n/a", "no scenario", [], {"chaos": ChaosFound({}, "never")}),
         ("budgets", "pass", "5 failures", [], {}),
         ("budgets", "warn", "limits the cost", ["run.dir=gs://one/run", gce(SPOT)], {}),
         (
@@ -314,11 +315,15 @@ def chaos(**kinds: Any) -> ChaosResult:
         config="tiny",
         trajectory="x",
         kinds=kinds,
-        scenarios={},
         summary="3 of 3 promises held",
         versions=resume_results.versions_here(),
         seed=0,
+        hosts=1,
+        steps=12,
+        save_every_steps=3,
         seconds=1.0,
+        held=True,
+        runs=(),
     )
 
 
@@ -338,6 +343,19 @@ def test_a_campaign_counts_for_its_trajectory_and_versions_only(tmp_path: Path) 
     for broken in ("[]", "{", '{"kinds": 3}'):
         path.write_text(broken)
         assert "can't be read" in chaos_results.read(config).text
+
+
+def test_a_kind_has_passed_if_all_promises_held_in_each_of_its_runs() -> None:
+    before = chaos_results.kinds_of([], {"node_kill": "failed", "corruption": "passed"})
+    assert list(before.values()) == ["failed", "not run", "passed"], "an earlier campaign is lost"
+    runs = [
+        (["node_kill", None], True),
+        (["corruption", "node_kill"], False),
+        (["corruption"], True),
+    ]
+    found = chaos_results.kinds_of(runs, before)
+    assert list(found.values()) == ["failed", "not run", "failed"], "the last run of a kind decides"
+    assert chaos_results.kinds_of(runs[:1], before)["node_kill"] == "passed"
 
 
 def test_the_file_system_of_a_path_is_that_of_its_innermost_mount(tmp_path: Path) -> None:

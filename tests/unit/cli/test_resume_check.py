@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
+from jaxres.chaos.short_runs import Topology, shortened
 from jaxres.cli import resume_check, resume_results
 from jaxres.cli.resume_results import CheckResult
-from jaxres.cli.resume_runs import Topology, shortened
 from jaxres.exit_codes import ExitCode
 from jaxres.train import break_hook
 

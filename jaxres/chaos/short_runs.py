@@ -1,7 +1,7 @@
-"""Runs of `jaxres resume-check`: real processes of `launch local`, broken by real signals.
+"""Short runs of a config: real processes of `launch local`, broken by real signals.
 
-The hook of `train/break_hook.py` holds the worker after a planned step, so that the break is there
-on any machine, however fast its steps are.
+`jaxres resume-check` and `jaxres chaos run` use them. The hook of `train/break_hook.py` holds the
+worker after a planned step, so that the break is there on any machine, however fast its steps are.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Runner:
         """Returns the run directory of a run."""
         return RunDir(self.folder / name)
 
-    def unbroken(self, name: str) -> RunFacts:
+    def unbroken(self, name: str, on: Topology = HERE) -> RunFacts:
         """Runs without a break."""
-        self._start(name, HERE, hang=False)
-        return self._observe(name, self._wait_exit())
+        self.start(name, on, hang=False)
+        return self.observe(name, self.wait_exit())
 
     def broken(self, name: str, breaks: Sequence[Break], *, then: Topology = HERE) -> RunFacts:
         """Runs, breaks the run at each step and resumes it, on another topology if one is given."""
@@ -132,37 +132,43 @@ class Runner:
         assert isinstance(root, Path)
         self._plan(root, breaks, 0)
         code = self._run_broken(name, root, breaks, then)
-        return self._observe(name, code, breaks=breaks, topology="" if then == HERE else str(then))
+        return self.observe(name, code, breaks=breaks, topology="" if then == HERE else str(then))
 
     def _run_broken(self, name: str, root: Path, breaks: Sequence[Break], then: Topology) -> int:
         kinds = [planned.kind for planned in breaks]
-        self._start(name, HERE, hang=_has_hang(kinds))
+        self.start(name, HERE, hang=_has_hang(kinds))
         for number, planned in enumerate(breaks):
             held = break_hook.reached(root, number=number)
-            if not self._wait(held.exists):
+            if not self.wait(held.exists):
                 break  # It has ended by itself.
             if number == 0 and planned.step > self.save_every:  # Hooks precede a step's save.
                 self._wait_commit(name)
             if planned.kind == "notice":
-                self._send_notice(name, root, number)
-                code = self._wait_exit()
+                self.send_notice(name, root, number)
+                code = self.wait_exit()
                 if code != ExitCode.PREEMPTED:
                     return code
                 self._plan(root, breaks, number + 1)
-                self._start(name, then, hang=_has_hang(kinds[number + 1 :]))
+                self.start(name, then, hang=_has_hang(kinds[number + 1 :]))
                 continue
             self._plan(root, breaks, number + 1)  # Before the worker is resumed.
             stop = signal.SIGKILL if planned.kind == "kill" else signal.SIGSTOP
-            self._signal_worker(int(held.read_text()), stop)
+            self.signal_worker(int(held.read_text()), stop)
             break_hook.release(root, number=number)  # Other hosts hold too.
-        return self._wait_exit()
+        return self.wait_exit()
 
-    def _signal_worker(self, pid: int, stop: signal.Signals) -> None:
-        """Signals a worker, unless it has ended: another process may have its pid by now."""
+    def signal_worker(self, pid: int, sent: signal.Signals) -> bool:
+        """Signals a worker, unless it has ended: another process may have its pid by now.
+
+        Returns:
+          Whether the signal was sent. The run log says how the attempt ended.
+        """
         assert self.process is not None
-        with contextlib.suppress(OSError):  # The run log says how the attempt ended.
+        with contextlib.suppress(OSError):
             if proc_stat.read_proc_stat(pid).parent == self.process.pid:
-                os.kill(pid, stop)
+                os.kill(pid, sent)
+                return True
+        return False
 
     def _plan(self, root: Path, breaks: Sequence[Break], number: int) -> None:
         if number < len(breaks):
@@ -176,31 +182,43 @@ class Runner:
         ):
             self.clock.sleep(10 * POLL_SECONDS)
 
-    def _send_notice(self, name: str, root: Path, number: int) -> None:
+    def send_notice(self, name: str, root: Path, number: int) -> None:
         """Sends SIGTERM to the supervisor, and ends the hold when it has passed it on."""
         assert self.process is not None
-        output = self._output(name)
+        output = self.output(name)
         before = output.stat().st_size
         self.process.send_signal(signal.SIGTERM)
 
         def is_passed_on() -> bool:
             return b"SIGTERM" in output.read_bytes()[before:]
 
-        self._wait(is_passed_on)
+        self.wait(is_passed_on)
         self.clock.sleep(10 * POLL_SECONDS)  # The worker's thread takes the signal at once.
         break_hook.release(root, number=number)
 
-    def _output(self, name: str) -> Path:
+    def output(self, name: str) -> Path:
+        """Returns the file with what the commands of a run have printed."""
         return self.folder / f"{name}.txt"
 
-    def _start(self, name: str, topology: Topology, *, hang: bool) -> None:
+    def start(
+        self, name: str, topology: Topology, *, hang: bool, extra: Sequence[str] = ()
+    ) -> None:
+        """Starts the command of a run, or starts it again.
+
+        Args:
+          name: of the run.
+          topology: workers, and devices of each.
+          hang: whether the supervisor will meet a hang, which it is to find soon.
+          extra: overrides of this run alone.
+        """
         command = [sys.executable, "-m", "jaxres.launch", "local", str(self.config)]
-        command += [*self.overrides, f"run.dir={self.run_dir(name).root}", *topology.arguments()]
+        command += [*self.overrides, *extra, f"run.dir={self.run_dir(name).root}"]
+        command += topology.arguments()
         if hang:
             command.append(f"deadlines.hook_seconds={HANG_SECONDS:g}")
-        self.process = start_command(command, output=self._output(name), env=self.env)
+        self.process = start_command(command, output=self.output(name), env=self.env)
 
-    def _wait(self, condition: Callable[[], bool]) -> bool:
+    def wait(self, condition: Callable[[], bool]) -> bool:
         """Waits for a condition; returns whether it holds. False: the command has ended."""
         assert self.process is not None
         deadline = self.clock.monotonic() + LIMIT_SECONDS
@@ -214,8 +232,14 @@ class Runner:
         self.stop()
         return False
 
-    def _wait_exit(self) -> int:
-        self._wait(lambda: False)
+    def is_running(self) -> bool:
+        """Returns whether the command has not ended."""
+        assert self.process is not None
+        return self.process.poll() is None
+
+    def wait_exit(self) -> int:
+        """Waits until the command ends; returns its exit code, or 128 + the signal's number."""
+        self.wait(lambda: False)
         assert self.process is not None
         code = self.process.wait()
         return code if code >= 0 else 128 - code
@@ -236,10 +260,11 @@ class Runner:
             self.process.kill()
             self.process.wait()
 
-    def _observe(self, name: str, code: int, **planned: Any) -> RunFacts:
+    def observe(self, name: str, code: int, **planned: Any) -> RunFacts:
+        """Reads what a run has done, and deletes what it has left in shared memory."""
         run_dir = self.run_dir(name)
         memory_folder.delete(run_dir.root)
-        printed = self._output(name).read_text(errors="replace").strip().splitlines()
+        printed = self.output(name).read_text(errors="replace").strip().splitlines()
         message = "" if code == ExitCode.DONE else "\n".join(printed[-MESSAGE_LINES:])
         return observe(run_dir, name=name, exit=code, message=message, **planned)
 

@@ -1,0 +1,97 @@
+"""Which faults are injected into which run, after which step, on which host. Pure.
+
+The schedule is a function of the seed, the scenarios, the length of the runs and the number of
+hosts alone, so that a seed replays it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxres.chaos.scenarios import BY_NAME
+
+STEPS = 12
+SAVE_EVERY = 3
+"""Steps of each run, and between two saves."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planned fault."""
+
+    scenario: str
+    step: int
+    """The step after which it is injected."""
+    host: int = 0
+    """The worker that gets the signal, where a worker does."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run and its faults, ascending by step."""
+
+    name: str
+    faults: tuple[Fault, ...]
+
+
+def plan(
+    names: Sequence[str], *, seed: int, faults: int, hosts: int = 1, steps: int = STEPS
+) -> tuple[PlannedRun, ...]:
+    """Returns runs with so many faults in all; every scenario once before one comes again.
+
+    Args:
+      names: scenarios.
+      seed: chooses order, pairs, steps and hosts.
+      faults: number of faults.
+      hosts: number of workers.
+      steps: number of steps of each run; a save is made every SAVE_EVERY steps.
+
+    >>> [[f.scenario for f in r.faults] for r in plan(["notice", "hang"], seed=0, faults=3)]
+    [['notice'], ['hang'], ['notice']]
+    """
+    chance, found, left = random.Random(f"chaos-{seed}"), list[PlannedRun](), faults
+    for group in _groups(names, chance):
+        if left <= 0:
+            break
+        chosen = group[:left]
+        left -= len(chosen)
+        name = f"run-{len(found) + 1}"
+        found.append(PlannedRun(name, _place(chosen, chance, steps=steps, hosts=hosts)))
+    return tuple(found)
+
+
+def _groups(names: Sequence[str], chance: random.Random) -> Iterator[list[str]]:
+    """Yields the scenarios of each run without an end: pairs, or one that is alone."""
+    while True:
+        order = sorted(names)
+        chance.shuffle(order)
+        waiting: list[str] = []
+        for name in order:
+            if BY_NAME[name].is_alone:
+                yield [name]
+                continue
+            waiting.append(name)
+            if len(waiting) == 2:
+                yield waiting
+                waiting = []
+        if waiting:
+            yield waiting
+
+
+def _place(
+    group: Sequence[str], chance: random.Random, *, steps: int, hosts: int
+) -> tuple[Fault, ...]:
+    """Returns the faults of a run, each in a part of its own, all after the first save."""
+    first, size = SAVE_EVERY + 1, steps - SAVE_EVERY - 1
+    placed: list[Fault] = []
+    for number, name in enumerate(group):
+        start, stop = (first + part * size // len(group) for part in (number, number + 1))
+        possible = range(start, stop)
+        if BY_NAME[name].at_save:
+            possible = [step for step in possible if step % SAVE_EVERY == 0]
+        host = chance.randrange(hosts)
+        host = 0 if BY_NAME[name].at_save else host  # Host 0 makes the commits.
+        placed.append(Fault(name, chance.choice(possible), host))
+    return tuple(placed)

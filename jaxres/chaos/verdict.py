@@ -1,0 +1,208 @@
+"""Which promises held in a run with injected faults, compared with a run without. Pure.
+
+A fault counts only if it was seen to happen, and if the run log has an attempt that ended by it and
+a later one that trained. A fault that did not happen is a failure, never a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxres.chaos.scenarios import BY_NAME
+from jaxres.chaos.schedule import Fault, PlannedRun
+from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.runlog import resume_verdict
+from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
+
+PROMISES = {
+    "injected": "each planned fault has happened",
+    "ends": "the run reaches its last step",
+    "same bits": "every step and every committed state is that of the run without faults",
+    "causes": "each attempt but the last was ended by an injected fault, by the run log",
+    "bounded loss": "no more steps are computed again than the scenario allows",
+    "damage found": "damaged steps, and no others, are recorded and never restored",
+    "recovery time": "the run trains again within --max-recovery-seconds",
+    "whole lines": "no line of a log is lost after a torn one",
+    "nothing left": "no process, temporary file, unfinished save or shared memory is left",
+}
+"""Name -> meaning of each promise that is checked in every run."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What was done, as it was seen from outside."""
+
+    fault: Fault
+    evidence: str = ""
+    """How it is known that the fault has happened; empty: it has not."""
+    problem: str = ""
+    """Why it has not happened."""
+    recovery_seconds: float | None = None
+    """From the fault to the first step that the run has finished since; None: unknown."""
+    damaged_step: int | None = None
+    """The step whose checkpoint was damaged."""
+
+
+@dataclass(frozen=True)
+class ChaosFacts:
+    """What is known about one run with faults."""
+
+    planned: PlannedRun
+    run: RunFacts
+    injections: tuple[Injection, ...]
+    """In the order of the planned faults; the later ones are missing if the run has ended."""
+    quarantined: frozenset[int] = frozenset()
+    """Steps that the run log records as damaged."""
+    merged_lines: tuple[str, ...] = ()
+    """Files in which a torn line was continued by another one."""
+    left: tuple[str, ...] = ()
+    """What the run has left behind."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A promise that did not hold."""
+
+    promise: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What followed a fault."""
+
+    injection: Injection
+    ended: AttemptFacts | None
+    """The attempt that it ended."""
+    resumed: AttemptFacts | None
+    """The next attempt, if it has trained."""
+
+    @property
+    def repeated(self) -> int | None:
+        """Steps that were finished before the fault and not kept; None: the run has not resumed."""
+        if self.resumed is None or self.resumed.start_step is None or self.ended is None:
+            return None
+        reached = max(self.injection.fault.step, self.ended.finished_step or 0)
+        return reached - self.resumed.start_step
+
+
+def outcomes(facts: ChaosFacts) -> tuple[Outcome, ...]:
+    """Returns each fault that has happened, with the attempts before and after it, in order."""
+    happened = [injection for injection in facts.injections if injection.evidence]
+    attempts = [*facts.run.attempts, *[None] * (len(happened) + 1)]
+    found: list[Outcome] = []
+    for number, injection in enumerate(happened):
+        resumed = attempts[number + 1]
+        is_training = resumed is not None and resumed.start_step is not None
+        found.append(Outcome(injection, attempts[number], resumed if is_training else None))
+    return tuple(found)
+
+
+def judge(
+    reference: RunFacts,
+    facts: ChaosFacts,
+    *,
+    save_every: int,
+    max_recovery_seconds: float | None = None,
+) -> tuple[Broken, ...]:
+    """Returns the promises that did not hold in a run, in the order of PROMISES.
+
+    Args:
+      reference: the run without faults.
+      facts: the run with faults.
+      save_every: steps between two saves.
+      max_recovery_seconds: limit of a recovery; None: there is none.
+    """
+    found = [
+        *_not_injected(facts),
+        *_differences(reference, facts),
+        *_causes(facts),
+        *_losses(facts, save_every),
+        *_damage(facts),
+        *_recoveries(facts, max_recovery_seconds),
+        *(Broken("whole lines", f"{name}: the next line is lost") for name in facts.merged_lines),
+        *(Broken("nothing left", what) for what in facts.left),
+    ]
+    order = {name: number for number, name in enumerate(PROMISES)}
+    return tuple(sorted(found, key=lambda broken: order[broken.promise]))
+
+
+def _not_injected(facts: ChaosFacts) -> Iterator[Broken]:
+    done = {one.fault: one for one in facts.injections}
+    for fault in facts.planned.faults:
+        one = done.get(fault)
+        if one is None or not one.evidence:
+            why = one.problem if one else "the run had ended before"
+            yield Broken("injected", f"{fault.scenario} after step {fault.step}: {why}")
+    if not facts.planned.faults:
+        yield Broken("injected", "no fault was planned")
+
+
+def _differences(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
+    run = facts.run
+    if run.exit != ExitCode.DONE:
+        yield Broken("ends", f"{exit_name(run.exit)}: {run.message}")
+    found = resume_verdict.compare(reference, run)
+    if (mismatch := found.mismatch) is not None:
+        cause = resume_verdict.cause_of_resume(found)
+        text = f"step {mismatch.step}, {mismatch.what}: {mismatch.a} without faults, {mismatch.b}"
+        yield Broken("same bits", f"{text} here; {cause}")
+
+
+def _causes(facts: ChaosFacts) -> Iterator[Broken]:
+    happened = outcomes(facts)
+    for one in happened:
+        name, ended = one.injection.fault.scenario, one.ended
+        if ended is None:
+            yield Broken("causes", f"{name}: the run log has no attempt that it ended")
+        elif ended.exit not in BY_NAME[name].ends:
+            yield Broken("causes", f"attempt {ended.attempt}: {_end(ended)} after {name}")
+        elif one.resumed is None:
+            yield Broken("causes", f"{name}: the next attempt has not trained")
+    for extra in facts.run.attempts[len(happened) + 1 :]:
+        yield Broken("causes", f"attempt {extra.attempt} was not caused by a fault")
+    if facts.run.attempts and facts.run.attempts[-1].exit != ExitCode.DONE:
+        yield Broken("causes", f"the last attempt: {_end(facts.run.attempts[-1])}")
+
+
+def _end(attempt: AttemptFacts) -> str:
+    return "no stop record" if attempt.exit is None else exit_name(attempt.exit)
+
+
+def _losses(facts: ChaosFacts, save_every: int) -> Iterator[Broken]:
+    for one in outcomes(facts):
+        name = one.injection.fault.scenario
+        allowed = BY_NAME[name].lost_intervals * save_every
+        if one.repeated is not None and one.repeated > allowed:
+            yield Broken("bounded loss", f"{name}: {one.repeated} steps again, at most {allowed}")
+
+
+def _damage(facts: ChaosFacts) -> Iterator[Broken]:
+    damaged: set[int] = set()
+    for one in outcomes(facts):
+        step, name = one.injection.damaged_step, one.injection.fault.scenario
+        if step is None:
+            continue
+        damaged.add(step)
+        if step not in facts.quarantined:
+            yield Broken("damage found", f"{name}: the log does not record that step {step} is")
+        start = None if one.resumed is None else one.resumed.start_step
+        if start is not None and start >= step:
+            yield Broken("damage found", f"{name}: step {start} was restored, damaged is {step}")
+    for step in sorted(facts.quarantined - damaged):
+        yield Broken("damage found", f"step {step} is recorded as damaged, and no fault was there")
+
+
+def _recoveries(facts: ChaosFacts, limit: float | None) -> Iterator[Broken]:
+    for one in outcomes(facts) if limit is not None else ():
+        seconds, name = one.injection.recovery_seconds, one.injection.fault.scenario
+        if seconds is None:
+            yield Broken("recovery time", f"{name}: the run has not trained since")
+        elif limit is not None and seconds > limit:
+            yield Broken("recovery time", f"{name}: {seconds:.1f} s, at most {limit:g}")
+
+
+def is_good(verdicts: Sequence[Sequence[Broken]]) -> bool:
+    """Returns whether there was a run and every promise held in each."""
+    return bool(verdicts) and not any(verdicts)

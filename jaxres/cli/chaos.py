@@ -1,0 +1,292 @@
+"""`jaxres chaos`: injects faults into short runs of a config; which promises held?
+
+The runs are real: `launch local` in a temporary folder, real signals, real damage. The run
+directory of the config is not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxres import config as configs
+from jaxres import faults
+from jaxres.chaos import verdict
+from jaxres.chaos.runs import FaultyRun
+from jaxres.chaos.scenarios import ALL, BY_NAME, ChecklistKind
+from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
+from jaxres.chaos.short_runs import Runner, Topology, shortened
+from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
+from jaxres.cli import chaos_results
+from jaxres.cli.chaos_results import ChaosResult
+from jaxres.cli.resume_check import run_folder
+from jaxres.cli.resume_results import versions_here
+from jaxres.clock import Clock, SystemClock
+from jaxres.config import Loaded
+from jaxres.config.argparser import Parser
+from jaxres.config.errors import did_you_mean
+from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
+from jaxres.faults import RunError, UsageError
+from jaxres.runlog.resume_verdict import RunFacts
+
+USAGE = (
+    "jaxres chaos list\n"
+    "       jaxres chaos run [CONFIG.yaml] [SCENARIO ...] [section.field=value ...] "
+    "[--only SCENARIO,...] [--seed S] [--faults N] [--minutes M] [--hosts H] "
+    "[--max-recovery-seconds R] [--json FILE] [--to FOLDER] [--keep]"
+)
+BROKEN = 1
+"""Exit code if a promise did not hold, or if a fault did not happen."""
+ORACLE = "oracle"
+"""Name of the run without faults."""
+DEFAULT_CONFIG = "quickstart"
+MAX_FAULTS, MAX_HOSTS = 10_000, 64
+
+
+def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
+    """Runs the command; returns 0 if all promises held, 1 if not, 64 or 78 for bad input."""
+    try:
+        options = _parse(arguments)
+        if options.verb == "list":
+            sys.stdout.write(_list())
+            return ExitCode.DONE
+        loaded = configs.load(options.config, options.overrides)
+        with run_folder(options, prefix="jaxres-chaos-") as folder:
+            return Chaos(loaded, options, folder, env=env, clock=SystemClock()).run()
+    except RunError as raised:
+        error = faults.by_phase(raised, at_start=True)
+        sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
+        return error.exit_code
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(prog="jaxres chaos", usage=USAGE)
+    parser.add_argument("verb", choices=("list", "run"))
+    parser.add_argument("words", nargs="*", metavar="[CONFIG] [SCENARIO ...] [key=value ...]")
+    parser.add_argument("--only", metavar="SCENARIO,...")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--max-recovery-seconds", type=float)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--to", metavar="FOLDER")
+    parser.add_argument("--keep", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    for name, least, most in (
+        ("seed", 0, 2**63),
+        ("faults", 1, MAX_FAULTS),
+        ("hosts", 1, MAX_HOSTS),
+    ):
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:
+            parser.error(f"--{name} {value}: expected {least} to {most:,}")
+    for name in ("minutes", "max_recovery_seconds"):
+        value = getattr(options, name)
+        if value is not None and not (0 < value < math.inf):
+            parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if options.minutes is not None and options.faults is not None:
+        parser.error("--minutes and --faults: give one of them")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: its folder does not exist")
+    _sort_words(options)
+    return options
+
+
+def _sort_words(options: argparse.Namespace) -> None:
+    """Sorts the words into the config, its overrides and scenarios.
+
+    Raises:
+      UsageError: a word is none of these.
+    """
+    options.overrides = [word for word in options.words if "=" in word]
+    names = [word for word in options.words if word in BY_NAME]
+    others = [w for w in options.words if w not in (*options.overrides, *names)]
+    if len(others) > 1 or (options.verb == "list" and options.words):
+        hint = did_you_mean(others[-1], list(BY_NAME)) if others else ""
+        raise UsageError(
+            f"{(others or options.words)[-1]!r}: not a scenario{hint}; `jaxres chaos list`"
+        )
+    for name in (options.only or "").split(",") if options.only is not None else ():
+        if name not in BY_NAME:
+            hint = did_you_mean(name, list(BY_NAME))
+            raise UsageError(f"--only {name!r}: no such scenario{hint}; see `jaxres chaos list`")
+        names.append(name)
+    options.config = Path(others[0] if others else DEFAULT_CONFIG)
+    options.scenarios = tuple(dict.fromkeys(names)) or tuple(BY_NAME)
+    if any(word.startswith("run.dir=") for word in options.overrides):
+        raise UsageError("run.dir: the runs have directories of their own; --to chooses where")
+
+
+def _list() -> str:
+    """Returns a line for each scenario."""
+    width = max(len(one.name) for one in ALL) + 2
+    return "".join(f"{one.name:<{width}}{one.injects}: {one.promise}\n" for one in ALL)
+
+
+class Chaos:
+    """The runs of one command, their verdicts and its output."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        options: argparse.Namespace,
+        folder: Path,
+        *,
+        env: Mapping[str, str],
+        clock: Clock,
+    ) -> None:
+        self._loaded, self._options, self._clock = loaded, options, clock
+        extra = shortened(loaded.config, steps=STEPS, save_every=SAVE_EVERY, breaks=len(ALL))
+        self._overrides = [*options.overrides, *extra]
+        short = configs.load(options.config, self._overrides).config
+        assert configs.digest(short) == configs.digest(loaded.config), "free keys only"
+        self._runner = Runner(options.config, self._overrides, folder, SAVE_EVERY, env, clock)
+        self._topology = Topology(options.hosts)
+        self._started = clock.monotonic()
+
+    def run(self) -> int:
+        """Runs everything and prints the result; returns the exit code."""
+        try:
+            return self._run()
+        finally:
+            self._runner.stop()
+
+    def _run(self) -> int:
+        options = self._options
+        count = len(options.scenarios) if options.faults is None else options.faults
+        count = MAX_FAULTS if options.minutes is not None else count
+        runs = plan(options.scenarios, seed=options.seed, faults=count, hosts=options.hosts)
+        _say(
+            f"{self._loaded.name}: seed {options.seed}, {STEPS} steps a run, a save every "
+            f"{SAVE_EVERY}, {self._topology} worker(s); runs in {self._runner.folder}"
+        )
+        _say(_row("run", "fault", "after", "resumed at", "again", "recovery"))
+        reference = self._runner.unbroken(ORACLE, self._topology)
+        if reference.exit != ExitCode.DONE:
+            text = f"the run without faults ended with {exit_name(reference.exit)}, see above"
+            sys.stderr.write(f"{reference.message}\njaxres chaos: {text}\n")
+            is_input = exit_row(reference.exit).severity is Severity.CONFIG
+            return ExitCode.CONFIG if is_input else BROKEN
+        _say(_row(ORACLE, "-", "-", "-", "-", "-"))
+        judged: list[tuple[ChaosFacts, tuple[Broken, ...]]] = []
+        for planned in runs:
+            if judged and self._is_time_over():
+                break
+            judged.append(self._judge(reference, planned))
+        return self._report(judged)
+
+    def _is_time_over(self) -> bool:
+        minutes = self._options.minutes
+        return minutes is not None and self._clock.monotonic() - self._started > 60 * minutes
+
+    def _judge(
+        self, reference: RunFacts, planned: PlannedRun
+    ) -> tuple[ChaosFacts, tuple[Broken, ...]]:
+        facts = FaultyRun(self._runner, planned, self._topology).execute()
+        limit = self._options.max_recovery_seconds
+        broken = verdict.judge(reference, facts, save_every=SAVE_EVERY, max_recovery_seconds=limit)
+        _say("\n".join([*_table_rows(facts), *(f"  {b.promise}: {b.text}" for b in broken)]))
+        return facts, broken
+
+    def _report(self, judged: Sequence[tuple[ChaosFacts, tuple[Broken, ...]]]) -> int:
+        options = self._options
+        happened = [one for facts, _ in judged for one in verdict.outcomes(facts)]
+        broken = sorted({b.promise for _, found in judged for b in found})
+        is_good = verdict.is_good([found for _, found in judged])
+        seconds = round(self._clock.monotonic() - self._started, 1)
+        summary = "all promises held" if is_good else f"broken: {', '.join(broken)}"
+        _say(f"\n{len(happened)} fault(s) in {len(judged)} run(s), {seconds} s: {summary}")
+        for one in happened:
+            if one.injection.fault.scenario == "region-loss":
+                _say(f"region-loss: RPO {one.repeated} steps, RTO {_seconds(one)}")
+        if not is_good and not (options.keep or options.to):
+            _say("to keep the runs: --to FOLDER")
+        before = chaos_results.read(self._loaded.config).kinds
+        result = ChaosResult(
+            config=self._loaded.name,
+            trajectory=configs.digest(self._loaded.config),
+            versions=versions_here(),
+            seed=options.seed,
+            hosts=options.hosts,
+            steps=STEPS,
+            save_every_steps=SAVE_EVERY,
+            seconds=seconds,
+            held=is_good,
+            summary=f"{len(happened)} fault(s), {summary}",
+            kinds=chaos_results.kinds_of(map(_kinds, judged), before),
+            runs=tuple(run_fields(facts, found) for facts, found in judged),
+        )
+        path = chaos_results.store(self._loaded.config, result)
+        _say(f"kept for `jaxres doctor` in {path}")
+        if options.json is not None:
+            options.json.write_text(result.as_json())
+        return ExitCode.DONE if is_good else BROKEN
+
+
+def _kinds(
+    judged: tuple[ChaosFacts, tuple[Broken, ...]],
+) -> tuple[list[ChecklistKind | None], bool]:
+    facts, broken = judged
+    kinds = [BY_NAME[fault.scenario].checklist_kind for fault in facts.planned.faults]
+    return kinds, not broken
+
+
+def run_fields(facts: ChaosFacts, broken: Sequence[Broken]) -> dict[str, Any]:
+    """Returns what `--json` has of a run."""
+    followed = {one.injection.fault: one for one in verdict.outcomes(facts)}
+    injections = {one.fault: one for one in facts.injections}
+    return {
+        "name": facts.planned.name,
+        "exit": facts.run.exit,
+        "faults": [
+            {
+                **dataclasses.asdict(fault),
+                "evidence": injections[fault].evidence if fault in injections else "",
+                "recovery_seconds": one.injection.recovery_seconds if one else None,
+                "resumed_at": one.resumed.start_step if one and one.resumed else None,
+                "repeated_steps": one.repeated if one else None,
+            }
+            for fault in facts.planned.faults
+            for one in (followed.get(fault),)
+        ],
+        "broken": [dataclasses.asdict(one) for one in broken],
+    }
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _table_rows(facts: ChaosFacts) -> list[str]:
+    """Returns a row for each planned fault of a run."""
+    followed = {one.injection.fault: one for one in verdict.outcomes(facts)}
+    rows: list[str] = []
+    for number, fault in enumerate(facts.planned.faults):
+        name = "" if number else facts.planned.name
+        cells = [name, fault.scenario, f"step {fault.step}"]
+        one = followed.get(fault)
+        if one is None:
+            rows.append(_row(*cells, "not injected", "-", "-"))
+            continue
+        start = "not resumed" if one.resumed is None else f"step {one.resumed.start_step}"
+        again = "-" if one.repeated is None else str(one.repeated)
+        rows.append(_row(*cells, start, again, _seconds(one)))
+    return rows
+
+
+def _seconds(one: Outcome) -> str:
+    seconds = one.injection.recovery_seconds
+    return "-" if seconds is None else f"{seconds:.1f} s"
+
+
+def _row(*cells: str) -> str:
+    widths = (10, 18, 10, 14, 7, 0)
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -1,0 +1,33 @@
+"""Torn lines and what a run leaves behind, as `jaxres chaos` sees them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxres.chaos import damage, leftovers
+
+
+def test_a_line_that_continues_a_torn_one_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert damage.tear_last_line(path) is None
+    path.write_bytes(b'{"a": 1}\n')
+    end = damage.tear_last_line(path)
+    assert end is not None
+    assert path.read_bytes() == b'{"a": 1}\n{"a"'
+    assert not damage.is_merged(path, end)
+    for added, is_merged in ((b'\n{"b": 2}\n', False), (b'{"b": 2}\n', True)):
+        path.write_bytes(b'{"a": 1}\n{"a"' + added)
+        assert damage.is_merged(path, end) == is_merged
+
+
+def test_a_process_of_the_run_is_found_and_that_of_another_is_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "input()", f"run.dir={tmp_path / 'run-1'}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            assert leftovers.processes(tmp_path / "run-1") == [process.pid]
+            assert leftovers.processes(tmp_path / "run") == []
+        finally:
+            process.kill()
+    assert leftovers.processes(tmp_path / "run-1") == []

@@ -1,0 +1,52 @@
+"""The schedule of faults is a pure function of its arguments, and covers every scenario."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxres.chaos.runs import INJECT
+from jaxres.chaos.scenarios import ALL, BY_NAME
+from jaxres.chaos.schedule import SAVE_EVERY, STEPS, plan
+
+NAMES = tuple(BY_NAME)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_seed_replays_its_schedule(seed: int) -> None:
+    found = plan(NAMES, seed=seed, faults=20, hosts=2)
+    assert plan(tuple(reversed(NAMES)), seed=seed, faults=20, hosts=2) == found
+    assert any(plan(NAMES, seed=other, faults=20) != found for other in range(20, 24))
+    shorter = plan(NAMES, seed=seed, faults=len(NAMES), hosts=2)
+    whole = [run for run, again in zip(shorter, found, strict=False) if run == again]
+    assert len(whole) >= len(shorter) - 1, "more faults change the first runs"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_scenario_comes_once_before_one_comes_again(seed: int) -> None:
+    runs = plan(NAMES, seed=seed, faults=len(NAMES))
+    assert sorted(fault.scenario for run in runs for fault in run.faults) == sorted(NAMES)
+    assert len({run.name for run in runs}) == len(runs)
+    assert any(len(run.faults) == 2 for run in runs)
+    for run in runs:
+        alone = [fault for fault in run.faults if BY_NAME[fault.scenario].is_alone]
+        assert not alone or len(run.faults) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_come_after_the_first_save_in_order_and_before_the_end(seed: int) -> None:
+    runs = plan(NAMES, seed=seed, faults=30, hosts=3)
+    assert sum(len(run.faults) for run in runs) == 30
+    for run in runs:
+        steps = [fault.step for fault in run.faults]
+        assert steps == sorted(set(steps))
+        for fault in run.faults:
+            assert SAVE_EVERY < fault.step < STEPS
+            assert 0 <= fault.host < 3
+            if BY_NAME[fault.scenario].at_save:
+                assert fault.step % SAVE_EVERY == 0
+                assert fault.host == 0
+
+
+def test_every_scenario_has_a_function_that_injects_it() -> None:
+    assert set(INJECT) == set(BY_NAME)
+    assert len(BY_NAME) == len(ALL)

@@ -1,0 +1,153 @@
+"""A run with faults passes only if each fault has happened and every promise holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from typing import Any
+
+import pytest
+
+from jaxres.chaos import verdict
+from jaxres.chaos.schedule import Fault, PlannedRun
+from jaxres.chaos.verdict import ChaosFacts, Injection, judge, outcomes
+from jaxres.exit_codes import SIGNAL_BASE, ExitCode
+from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
+
+KILLED = SIGNAL_BASE + signal.SIGKILL
+SAVE_EVERY, STEPS = 3, 12
+KILL, FLIP = Fault("worker-kill", 5), Fault("bit-flip", 8)
+
+
+def row(step: int, *, attempt: int = 1, loss: float | None = None) -> MetricsLine:
+    return MetricsLine(
+        seq=attempt,
+        step=step,
+        attempt=attempt,
+        loss=1 / step if loss is None else loss,
+        grad_norm=2 / step,
+        learning_rate=0.1,
+        tokens=10 * step,
+        step_seconds=0.5,
+        skipped=False,
+        samples=f"rows-{step}",
+    )
+
+
+REFERENCE = RunFacts(
+    name="oracle",
+    exit=0,
+    rows=tuple(row(step) for step in range(1, STEPS + 1)),
+    digests={6: "six", 12: "twelve"},
+    attempts=(AttemptFacts(1, 0, 0, STEPS, "program"),),
+)
+RUN = RunFacts(
+    name="run-1",
+    exit=0,
+    rows=(
+        *(row(step) for step in range(1, 6)),
+        *(row(step, attempt=2) for step in range(4, 9)),
+        *(row(step, attempt=3) for step in range(7, STEPS + 1)),
+    ),
+    digests={6: "six", 12: "twelve"},
+    attempts=(
+        AttemptFacts(1, KILLED, 0, 5, "program"),
+        AttemptFacts(2, ExitCode.PREEMPTED, 3, 8, "program"),
+        AttemptFacts(3, 0, 6, STEPS, "program"),
+    ),
+)
+FACTS = ChaosFacts(
+    planned=PlannedRun("run-1", (KILL, FLIP)),
+    run=RUN,
+    injections=(
+        Injection(KILL, "SIGKILL to pid 7", recovery_seconds=2.0),
+        Injection(FLIP, "step 8: bit 0 is flipped", recovery_seconds=3.0, damaged_step=8),
+    ),
+    quarantined=frozenset({8}),
+)
+"""Killed after step 5, resumed at 3; step 8 damaged, resumed at 6."""
+
+
+def broken(facts: ChaosFacts, **options: Any) -> list[str]:
+    return [one.promise for one in judge(REFERENCE, facts, save_every=SAVE_EVERY, **options)]
+
+
+def with_attempt(number: int, **changes: Any) -> ChaosFacts:
+    attempts = list(RUN.attempts)
+    attempts[number] = dataclasses.replace(attempts[number], **changes)
+    return with_run(attempts=tuple(attempts))
+
+
+def with_run(**changes: Any) -> ChaosFacts:
+    return dataclasses.replace(FACTS, run=dataclasses.replace(RUN, **changes))
+
+
+def test_a_run_that_recovers_from_each_fault_passes() -> None:
+    assert broken(FACTS, max_recovery_seconds=3.0) == []
+    assert [one.repeated for one in outcomes(FACTS)] == [2, 2]
+
+
+def test_a_fault_that_did_not_happen_is_a_failure() -> None:
+    missing = Injection(FLIP, problem="no step was committed")
+    unseen = dataclasses.replace(FACTS, injections=(FACTS.injections[0], missing))
+    assert "injected" in broken(unseen)
+    assert "injected" in broken(dataclasses.replace(FACTS, injections=FACTS.injections[:1]))
+    assert "injected" in broken(dataclasses.replace(FACTS, planned=PlannedRun("run-1", ())))
+    never = dataclasses.replace(
+        FACTS,
+        injections=(),
+        quarantined=frozenset(),
+        run=dataclasses.replace(REFERENCE, name="run-1"),
+    )
+    assert broken(never) == ["injected", "injected"]
+    assert not verdict.is_good([])
+
+
+def test_other_bits_are_found() -> None:
+    rows = (*RUN.rows[:7], dataclasses.replace(RUN.rows[7], loss=0.7), *RUN.rows[8:])
+    assert broken(with_run(rows=rows)) == ["same bits"]
+    assert broken(with_run(digests={6: "six", 12: "other"})) == ["same bits"]
+    assert broken(with_run(rows=RUN.rows[:-1])) == ["same bits"]
+    assert "ends" in broken(with_run(exit=ExitCode.BUG))
+
+
+@pytest.mark.parametrize("exit", [None, ExitCode.BUG, ExitCode.HUNG, 0])
+def test_an_attempt_that_ended_otherwise_is_found(exit: int | None) -> None:
+    assert broken(with_attempt(0, exit=exit)) == ["causes"]
+
+
+def test_a_restart_without_a_fault_is_found() -> None:
+    extra = AttemptFacts(4, 0, 9, STEPS, "program")
+    assert broken(with_run(attempts=(*RUN.attempts, extra))) == ["causes"]
+    assert "causes" in broken(with_run(attempts=RUN.attempts[:2]))
+    assert broken(with_attempt(2, exit=ExitCode.PREEMPTED)) == ["causes"]
+    assert "causes" in broken(with_attempt(1, start_step=None))
+
+
+def test_lost_work_is_bounded() -> None:
+    assert broken(with_attempt(1, start_step=2)) == []
+    assert broken(with_attempt(1, start_step=1)) == ["bounded loss"]
+    assert broken(with_attempt(0, finished_step=7)) == ["bounded loss"]
+    assert broken(with_attempt(0, finished_step=None)) == [], "the fault was after step 5"
+
+
+def test_a_damaged_step_must_be_recorded_and_not_restored() -> None:
+    assert broken(dataclasses.replace(FACTS, quarantined=frozenset())) == ["damage found"]
+    assert broken(with_attempt(2, start_step=8)) == ["damage found"]
+    more = dataclasses.replace(FACTS, quarantined=frozenset({6, 8}))
+    assert broken(more) == ["damage found"], "a sound step was judged damaged"
+
+
+def test_recovery_takes_no_longer_than_asked() -> None:
+    assert broken(FACTS, max_recovery_seconds=2.9) == ["recovery time"]
+    unknown = dataclasses.replace(FACTS.injections[0], recovery_seconds=None)
+    facts = dataclasses.replace(FACTS, injections=(unknown, FACTS.injections[1]))
+    assert broken(facts, max_recovery_seconds=60.0) == ["recovery time"]
+    assert broken(facts) == []
+
+
+def test_leftovers_and_lost_lines_are_found() -> None:
+    assert broken(dataclasses.replace(FACTS, left=("process 7",))) == ["nothing left"]
+    assert broken(dataclasses.replace(FACTS, merged_lines=("events",))) == ["whole lines"]
+    assert set(verdict.PROMISES) >= {"nothing left", "whole lines"}

@@ -1,0 +1,66 @@
+"""`jaxres chaos`: bad input is one clear error, and the list names every scenario."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxres.chaos.scenarios import BY_NAME
+from jaxres.cli import chaos
+from jaxres.exit_codes import ExitCode
+
+ROOT = Path(__file__).parents[3]
+TINY = str(ROOT / "tests" / "promises" / "tiny.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ([], ExitCode.USAGE, "arguments are required"),
+        (["walk"], ExitCode.USAGE, "invalid choice"),
+        (["list", "hang"], ExitCode.USAGE, "not a scenario"),
+        (["run", "/nowhere.yaml"], ExitCode.USAGE, "no such file"),
+        (["run", TINY, "train.stepz=1"], ExitCode.CONFIG, "train.stepz"),
+        (["run", TINY, "worker-kil"], ExitCode.USAGE, "'worker-kil': not a scenario"),
+        (["run", TINY, "--only", "notice,hangs"], ExitCode.USAGE, "--only 'hangs': no such"),
+        (["run", TINY, "--only", ""], ExitCode.USAGE, "--only '': no such"),
+        (["run", TINY, "--faults", "0"], ExitCode.USAGE, "--faults 0: expected 1 to"),
+        (["run", TINY, "--seed", "-1"], ExitCode.USAGE, "--seed -1: expected 0 to"),
+        (["run", TINY, "--hosts", "0"], ExitCode.USAGE, "--hosts 0: expected 1 to"),
+        (["run", TINY, "--minutes", "nan"], ExitCode.USAGE, "--minutes nan: expected a number"),
+        (["run", TINY, "--minutes", "1", "--faults", "2"], ExitCode.USAGE, "give one of them"),
+        (
+            ["run", TINY, "--max-recovery-seconds", "0"],
+            ExitCode.USAGE,
+            "--max-recovery-seconds 0.0: expected a number",
+        ),
+        (["run", TINY, "--json", "/nowhere/x.json"], ExitCode.USAGE, "folder does not exist"),
+        (["run", TINY, "run.dir=/tmp/x"], ExitCode.USAGE, "--to chooses where"),
+        (["run", TINY, "--to", str(ROOT)], ExitCode.CONFIG, "it is not empty"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_nothing_runs(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert chaos.main(arguments, env={}) == code
+    printed = capsys.readouterr()
+    assert text in printed.err
+    assert printed.out == ""
+
+
+def test_the_list_has_a_line_for_each_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(["list"], env={}) == ExitCode.DONE
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BY_NAME)
+    assert all(": " in line for line in lines)
+
+
+def test_words_are_a_config_its_overrides_and_scenarios() -> None:
+    options = chaos._parse(["run", "hang", TINY, "run.seed=3", "notice", "--only", "hang"])
+    assert options.config == Path(TINY)
+    assert options.overrides == ["run.seed=3"]
+    assert options.scenarios == ("hang", "notice")
+    default = chaos._parse(["run"])
+    assert default.config == Path("quickstart")
+    assert default.scenarios == tuple(BY_NAME)
