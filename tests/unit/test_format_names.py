@@ -284,6 +284,10 @@ def chaos_names() -> dict[str, Any]:
     return written(result.as_json())
 
 
+def launch_event_names() -> list[str]:
+    return list(get_args(launch_events.LaunchEventKind))
+
+
 def plan_names() -> Any:
     words = ["--gpus=8", "--state-gib=1", "--spot-rate=1", "--replications=2"]
     inputs = plan.read_inputs(plan._parse(words))
