@@ -19,7 +19,7 @@ from jaxres.launch import k8s  # noqa: E402
 
 K8S_EXAMPLE = (
     *("quickstart", "run.dir=gs://my-bucket/runs/first", "--image", "my-registry/jaxres:1"),
-    *("--nodes", "4", "--gpus-per-node", "8", "--service-account", "trainer", "--print"),
+    *("--nodes", "3", "--gpus-per-node", "8", "--service-account", "trainer", "--print"),
 )
 
 

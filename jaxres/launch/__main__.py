@@ -1,4 +1,4 @@
-"""The launcher: `python -m jaxres.launch local|gce|slurm|k8s ...`; no jax."""
+"""The launcher: `python -m jaxres.launch local|gce|slurm|k8s|sky ...`; no jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
-from jaxres.launch import gce, k8s, local, slurm, vm_agent
+from jaxres.launch import gce, k8s, local, sky, slurm, vm_agent
 from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
@@ -24,7 +24,7 @@ from jaxres.telemetry import stdio
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        usages = {"gce": gce.USAGE, "slurm": slurm.USAGE, "k8s": k8s.USAGE}
+        usages = {"gce": gce.USAGE, "slurm": slurm.USAGE, "k8s": k8s.USAGE, "sky": sky.USAGE}
         usage = usages.get(arguments[0], local.USAGE)
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return ExitCode.DONE
@@ -41,10 +41,12 @@ def _launch(arguments: Sequence[str]) -> int:
         return slurm.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["k8s"]:
         return k8s.main(arguments[1:], env=os.environ)
+    if arguments[:1] == ["sky"]:
+        return sky.main(arguments[1:], env=os.environ)
     if arguments[:1] != ["local"]:
         given = f"got {arguments[0]}" if arguments else "got nothing"
         raise UsageError(
-            f"expected where to launch: local, gce, slurm or k8s ({given}; usage: `python -m "
+            f"expected where to launch: local, gce, slurm, k8s or sky ({given}; usage: `python -m "
             "jaxres.launch --help`)"
         )
     return local.launch(local.parse(arguments[1:]), env=os.environ)

@@ -23,11 +23,13 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
+from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
-from jaxres.launch import k8s_manifest
+from jaxres.launch import argument_checks, k8s_manifest
 from jaxres.launch.k8s_manifest import ClusterOptions, Kind, Manifest
 from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
@@ -110,33 +112,53 @@ def _parse(arguments: Sequence[str]) -> _Command:
         raise UsageError(f"give --print or --submit (usage: `{COMMAND} --help`)")
     if not given.image:
         raise UsageError(f"--image: which image has jaxres? (usage: `{COMMAND} --help`)")
-    for flag, least in (("nodes", 1), ("gpus_per_node", 0), ("max_restarts", 0)):
-        if getattr(given, flag) < least:
-            raise UsageError(f"--{flag.replace('_', '-')}: expected at least {least}")
+    _check(given)
     if given.kind == "job" and given.topology:
         raise UsageError("--topology: a plain Job has no such rule; use --kind jobset")
     return _Command(target, tuple(overrides), given, given.submit)
 
 
+def _check(given: argparse.Namespace) -> None:
+    """Raises UsageError for a flag that Kubernetes would refuse, or read as something else."""
+    argument_checks.image(given.image)
+    argument_checks.number("--nodes", given.nodes, 1, argument_checks.MAX_NODES)
+    argument_checks.number("--gpus-per-node", given.gpus_per_node, 0, argument_checks.MAX_GPUS)
+    most = argument_checks.MAX_RESTARTS // given.nodes  # A plain Job counts those of all nodes.
+    argument_checks.number("--max-restarts", given.max_restarts, 0, most)
+    if given.grace_seconds is not None:
+        longest = argument_checks.MAX_SECONDS
+        argument_checks.number("--grace-seconds", given.grace_seconds, 1, longest)
+    names = "lower-case letters, digits and hyphens"
+    argument_checks.text("--namespace", given.namespace, argument_checks.NAME, names)
+    dotted = [("--exclude-node", node) for node in given.exclude_node]
+    for flag in ("queue", "service_account"):
+        value = getattr(given, flag)
+        dotted += [(f"--{flag.replace('_', '-')}", value)] if value else []
+    for flag, value in dotted:
+        argument_checks.text(flag, value, argument_checks.LONG_NAME, f"{names}, or dots")
+    if given.topology:
+        label = "a label of nodes, such as cloud.google.com/gke-nodepool"
+        argument_checks.text("--topology", given.topology, argument_checks.NODE_LABEL, label)
+    if given.shm_size:
+        size = "a size, such as 64Gi"
+        argument_checks.text("--shm-size", given.shm_size, argument_checks.SIZE, size)
+
+
 def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
     """Returns the objects of the run, and the options that they were made with."""
-    if is_remote(command.target) or Path(command.target).is_dir():
-        raise UsageError(
-            f"{command.target}: give the config file of the run, with the same overrides; its pods "
-            "resume the run"
-        )
     given = command.flags
-    loaded = configs.load(command.target, command.overrides)
+    loaded = configs.load(config_file(command.target), command.overrides)
     run_dir = find_run_dir(loaded)
-    claims = tuple(_parse_claim(text) for text in given.claim)
+    claims = _claims(given.claim)
     _require_shared(loaded.config, run_dir.root, claims)
+    require_feasible(loaded.config, nodes=given.nodes, gpus_per_node=given.gpus_per_node)
     options = ClusterOptions(
         image=given.image,
         nodes=given.nodes,
         gpus_per_node=given.gpus_per_node,
         kind=given.kind,
         namespace=given.namespace,
-        name=_checked_name(given.name or k8s_manifest.object_name(run_dir.root)),
+        name=checked_name(given.name or k8s_manifest.object_name(run_dir.root)),
         queue=given.queue,
         topology=given.topology,
         service_account=given.service_account,
@@ -151,18 +173,40 @@ def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
     return k8s_manifest.manifests(loaded.config, run_dir.root, options), options
 
 
-def _parse_claim(text: str) -> tuple[str, str]:
-    name, colon, path = text.partition(":")
-    if not (name and colon and path.startswith("/")):
-        raise UsageError(f"--claim {text}: expected the claim and its folder, as data:/data")
-    return name, path.rstrip("/") or "/"
+def _claims(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    found = list[tuple[str, str]]()
+    taken = [k8s_manifest.CONFIG_FOLDER, k8s_manifest.SHARED_MEMORY]
+    for text in texts:
+        found.append(argument_checks.claim(text, [*taken, *(path for _, path in found)]))
+    return tuple(found)
 
 
-def _checked_name(name: str) -> str:
+def config_file(target: RunPath) -> Path:
+    """Returns the target of a command that needs a config file; raises UsageError for a run."""
+    if is_remote(target) or target.is_dir():
+        raise UsageError(
+            f"{target}: give the config file of the run, with the same overrides; its hosts resume "
+            "the run"
+        )
+    return target
+
+
+def require_feasible(config: RunConfig, *, nodes: int, gpus_per_node: int) -> None:
+    """Raises ConfigError if the config has no mesh for all GPUs; without a number nothing is known.
+
+    The hosts would find it themselves, but only once they are there.
+    """
+    if gpus_per_node:
+        parts = (config.mesh, config.train, config.model)
+        mesh_plan.plan(*parts, num_devices=nodes * gpus_per_node, num_hosts=nodes)
+
+
+def checked_name(name: str) -> str:
+    """Returns the name of a job; raises UsageError if it is none."""
     if not re.fullmatch("[a-z]([a-z0-9-]{0,46}[a-z0-9])?", name):
         raise UsageError(
-            f"--name {name}: expected up to 48 lower-case letters, digits and hyphens, the first "
-            "of them a letter"
+            f"--name {name[:60]!r}: expected up to 48 lower-case letters, digits and hyphens, the "
+            "first of them a letter"
         )
     return name
 
@@ -268,10 +312,24 @@ def after_restart(
         count, because an operator has submitted it since.
     """
     history = restart_policy.load_history(records, supervised_only=False).outcomes[-restarts:]
+    return decide_next(history, config, seed=restarts)
+
+
+def decide_next(
+    history: Sequence[AttemptOutcome[int]], config: RunConfig, *, seed: int
+) -> Restart | GiveUp | None:
+    """Decides what each host does after attempts that all of them ran; None: there is none. Pure.
+
+    Args:
+      history: outcomes of the attempts, oldest first.
+      config: limits of restarts; `launch.max_hours` is left out, since no host knows when the job
+        began.
+      seed: that of the wait; equal on all hosts.
+    """
     if not history:
         return None
     unlimited = config.launch.model_copy(update={"max_hours": None})
-    policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=restarts)
+    policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)
     return restart_policy.decide(history, 0.0, policy)
 
 

@@ -28,6 +28,7 @@ JOBSET_GROUP, JOBSET_VERSION, JOBSET_PLURAL = "jobset.x-k8s.io", "v1alpha2", "jo
 CONTAINER, HOSTS = "train", "hosts"
 """Name of the container, and of the replicated job of a JobSet."""
 CONFIG_FOLDER, CONFIG_FILE = "/etc/jaxres", "config.yaml"
+SHARED_MEMORY = "/dev/shm"
 PORT = 8470
 """Port of host 0 on which the supervisors meet; every pod has an address of its own."""
 GROUP = 1000
@@ -272,7 +273,7 @@ def _pod_spec(root: RunPath, options: ClusterOptions) -> Manifest:
     ]
     mounts: list[Manifest] = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        {"name": "shared-memory", "mountPath": SHARED_MEMORY},
     ]
     for number, (claim, path) in enumerate(options.claims):
         name = f"claim-{number}"

@@ -22,10 +22,10 @@ from jaxres.cli import data as data_command
 from jaxres.cluster import detect
 from jaxres.config.schema_model import CustomModel
 from jaxres.faults import UsageError
-from jaxres.launch import gce, k8s, local, slurm
+from jaxres.launch import gce, k8s, local, sky, slurm
 from jaxres.models import custom
 from jaxres.supervisor.run_config import parse_target
-from tests.emulators import kubernetes
+from tests.emulators import kubernetes, skypilot
 from tests.unit.checkpoint import families
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +103,8 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
         _check_slurm(words[2:], tmp_path)
     elif words[:2] == ["launch", "k8s"]:
         _check_k8s(words[2:])
+    elif words[:2] == ["launch", "sky"]:
+        skypilot.check(yaml.safe_load(_printed(lambda: sky.main(_unredirected(words[2:]), env={}))))
     elif words[:2] == ["launch", "gce"]:
         _check_gce(words[2:], tmp_path, monkeypatch)
     elif words[0] == "doctor":
@@ -186,10 +188,14 @@ def _check_slurm(words, tmp_path):
 
 def _check_k8s(words):
     """Prints the manifest, as far as the shell's redirection."""
-    words = words[: words.index(">")] if ">" in words else words
+    words = _unredirected(words)
     assert "--print" in words
     for manifest in yaml.safe_load_all(_printed(lambda: k8s.main(words, env={}))):
         kubernetes.check(manifest)
+
+
+def _unredirected(words):
+    return words[: words.index(">")] if ">" in words else words
 
 
 def _printed(command):

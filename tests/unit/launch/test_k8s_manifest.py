@@ -233,20 +233,39 @@ def test_two_runs_have_two_names_and_one_run_has_one():
     assert len(f"{longest}-hosts-0-99999") <= 63
 
 
+TWO_CLAIMS = ["--claim", "a:/x", "--claim", "b:/x"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
         (["--image", "i"], UsageError, "--print or --submit"),
         (["--print"], UsageError, "--image"),
-        (["--image", "i", "--print", "--nodes", "0"], UsageError, "--nodes"),
+        (["--image", "a b", "--print"], UsageError, "--image 'a b'"),
+        (["--image", "ü/i", "--print"], UsageError, "--image 'ü/i'"),
+        (["--image", "i", "--print", "--nodes", "0"], UsageError, "--nodes 0"),
+        (["--image", "i", "--print", "--nodes", "9999999"], UsageError, "to 100000"),
+        (["--image", "i", "--print", "--gpus-per-node", "-1"], UsageError, "--gpus-per-node -1"),
+        (["--image", "i", "--print", "--gpus-per-node", "9" * 30], UsageError, "999[.]{3}: exp"),
+        (["--image", "i", "--print", "--max-restarts", "9" * 11], UsageError, "--max-restarts"),
+        (["--image", "i", "--print", "--grace-seconds", "-1"], UsageError, "--grace-seconds -1"),
+        (["--image", "i", "--print", "--namespace", "Ü"], UsageError, "--namespace 'Ü'"),
+        (["--image", "i", "--print", "--queue", "a b"], UsageError, "--queue 'a b'"),
+        (["--image", "i", "--print", "--topology", "a/b/c"], UsageError, "--topology 'a/b/c'"),
+        (["--image", "i", "--print", "--shm-size", "lots"], UsageError, "--shm-size 'lots'"),
+        (["--image", "i", "--print", "--exclude-node", ""], UsageError, "--exclude-node ''"),
+        (["--image", "i", "--print", "--service-account", "A"], UsageError, "--service-account"),
+        (["--image", "i", "--print", *TWO_CLAIMS], UsageError, "something else is at /x"),
+        (["--image", "i", "--print", "--claim", "a:/dev/shm"], UsageError, "is at /dev/shm"),
+        (["--image", "i", "--print", "--claim", "a:/x/.."], UsageError, "without .."),
         (["--image", "i", "--print", "--kind", "job", "--topology", "x"], UsageError, "--topology"),
         (["--image", "i", "--print", "run.dir=/here"], ConfigError, "lost with its pod"),
         (["--image", "i", "--print"], ConfigError, "lost with its pod"),
-        (["--image", "i", "--print", "--claim", "x"], UsageError, "--claim x"),
+        (["--image", "i", "--print", "--claim", "x"], UsageError, "--claim 'x'"),
         (
             ["--image", "i", "--print", "run.dir=gs://bucket/run", "--name", "A"],
             UsageError,
-            "--name A",
+            "--name 'A'",
         ),
     ],
 )
@@ -254,3 +273,9 @@ def test_bad_arguments_are_one_clear_error(arguments, error, text, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=text):
         k8s.main(["quickstart", *arguments], env={})
+
+
+def test_gpus_that_the_mesh_can_not_use_are_refused_before_the_cluster_is_asked():
+    arguments = ["quickstart", "run.dir=gs://bucket/run", "--image", "i", "--print", "mesh.data=3"]
+    with pytest.raises(ConfigError, match="does not make 2 device"):
+        k8s.main([*arguments, "--nodes", "2", "--gpus-per-node", "1"], env={})

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from jaxres.config import RunConfig
-from jaxres.exit_codes import ExitCode
+from jaxres.exit_codes import ROWS, ExitCode, RestartRule
 from jaxres.launch import slurm_job
 from jaxres.launch.slurm_job import (
     Allocation,
@@ -64,6 +64,15 @@ def test_what_another_attempt_may_change_is_tried_in_the_same_job(code):
     decision = decide(outcome(code, after=10))
     assert isinstance(decision, Train)
     assert decision.nodes == PAIR.nodes
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_each_row_of_the_exit_code_table_has_its_consequence(row):
+    decision = decide(outcome(row.code, after=10))
+    if row.restart is RestartRule.NEVER:
+        assert decision == End(row.code, "why")
+    else:
+        assert isinstance(decision, Train)
 
 
 @pytest.mark.parametrize("code", [ExitCode.BUG, ExitCode.PREEMPTED, ExitCode.STORAGE, KILLED])

@@ -1,0 +1,66 @@
+"""Checks of the flags of `launch k8s` and `launch sky`: what their schedulers would refuse. Pure.
+
+A manifest that is refused hours later, or that is read as something else, is worse than an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from jaxres.faults import UsageError
+
+NAME = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+"""A name of Kubernetes (RFC 1123 label)."""
+LONG_NAME = r"(?=.{1,253}$)[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+"""A name of Kubernetes with dots (RFC 1123 subdomain)."""
+NODE_LABEL = rf"({LONG_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?"
+IMAGE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,499}"
+SIZE = "[1-9][0-9]{0,14}([KMGTP]i?|k)?"
+"""A number of bytes as Kubernetes takes it."""
+MAX_NODES = 100_000
+"""Most pods of an indexed Job that run at a time (Kubernetes, batch validation)."""
+MAX_GPUS = 1024
+MAX_RESTARTS = 2**31 - 1
+MAX_SECONDS = 7 * 24 * 3600
+"""A node that waits longer than a week for a pod to end is a typing error."""
+
+
+def text(flag: str, given: str, pattern: str, expected: str) -> str:
+    """Returns the value of a flag; raises UsageError if it does not have the pattern."""
+    if re.fullmatch(pattern, given, re.ASCII) is None:
+        raise UsageError(f"{flag} {given[:60]!r}: expected {expected}")
+    return given
+
+
+def number(flag: str, given: int, least: int, most: int) -> int:
+    """Returns the value of a flag; raises UsageError if it is out of bounds."""
+    if not least <= given <= most:
+        shown = given if abs(given) < 10**20 else f"{str(given)[:20]}..."
+        raise UsageError(f"{flag} {shown}: expected a whole number from {least} to {most}")
+    return given
+
+
+def image(given: str) -> str:
+    """Returns the value of --image."""
+    return text("--image", given, IMAGE, "the name of an image, such as REGISTRY/jaxres:1")
+
+
+def claim(given: str, taken: Sequence[str]) -> tuple[str, str]:
+    """Returns the claim of --claim and where it is mounted.
+
+    Args:
+      given: the value of the flag.
+      taken: paths where something else is mounted.
+    """
+    name, colon, path = given.partition(":")
+    flag = f"--claim {given!r}"
+    if not (colon and re.fullmatch(LONG_NAME, name, re.ASCII) and path.startswith("/")):
+        raise UsageError(f"{flag}: expected the claim and its folder, as data:/data")
+    if ".." in PurePosixPath(path).parts or not path.isprintable() or ":" in path:
+        raise UsageError(f"{flag}: expected a folder without .., colons and control characters")
+    path = path.rstrip("/") or "/"
+    if path == "/" or path in taken:
+        raise UsageError(f"{flag}: something else is at {path}; give another folder, as data:/data")
+    return name, path
