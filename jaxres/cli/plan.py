@@ -22,17 +22,28 @@ from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_operations import KeepSection, StepsWhen
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import RunError, UsageError
+from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.goodput import summary
-from jaxres.plan import costs, failure_model, goodput_model, measured, state_size
+from jaxres.goodput.run_timeline import RunTimeline
+from jaxres.plan import (
+    costs,
+    failure_model,
+    goodput_model,
+    measured,
+    observed_attempts,
+    state_size,
+)
 from jaxres.plan.assumptions import ASSUMPTIONS, DEFAULTS
 from jaxres.plan.failure_model import Component, Fleet
 from jaxres.plan.job import MARGIN_SECONDS, Job, Measures, MemoryTier, plan_of
 from jaxres.plan.measured import Measured
 from jaxres.plan.retention_bill import storage_bill
 from jaxres.plan.simulate import simulate
+from jaxres.plan.simulated_attempts import SimulatedJob, simulate_attempts
+from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import run_config
 
 USAGE = """\
 jaxres plan [CONFIG.yaml [section.field=value ...]] [--from RUN_DIR] [--gpus N ...] [--json]
@@ -236,7 +247,28 @@ def _measured(run_dir: RunDir) -> Measured:
     if not timeline.attempts:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     events = [e for a in timeline.attempts for e in read_events(run_dir.events(a.attempt, 0))]
-    return measured.of_run(timeline, summary.summarize(timeline), events)
+    found = measured.of_run(timeline, summary.summarize(timeline), events)
+    return replace(found, simulated=_simulated(run_dir, timeline, events))
+
+
+def _simulated(
+    run_dir: RunDir, timeline: RunTimeline, events: list[dict[str, Any]]
+) -> SimulatedJob | None:
+    """Returns the simulation of the run with its own failures; None: it can't be simulated."""
+    try:
+        config = run_config.newest_config(run_dir)
+    except ConfigError:
+        return None
+    observed = observed_attempts.of_run(
+        timeline,
+        run_log.in_force(run_log.read_records(run_dir.log)),
+        events=events,
+        supervisor_events=read_events(run_dir.supervisor_events),
+        config=config,
+    )
+    if observed is None:
+        return None
+    return simulate_attempts(observed.times, observed.failures, observed.settings)
 
 
 def _fleet(options: argparse.Namespace, config: RunConfig | None, run: Measured | None) -> Fleet:

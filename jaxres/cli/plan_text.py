@@ -76,6 +76,8 @@ def _goodput(found: Found) -> Iterator[str]:
             f"  the run had {_percent(run['goodput'])} in {_time(run['seconds'] / 3600)}, "
             f"{run['failures']} failures, {run['preemptions']} preemptions"
         )
+    if run is not None and (same := run["simulated"]) is not None:
+        yield f"  simulated with its own failures and times: {_percent(same['goodput'])}"
 
 
 def _measures(found: Found) -> Iterator[str]:

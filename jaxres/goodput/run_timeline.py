@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,9 @@ class AttemptTime:
     claimed: float
     ended: float
     cause: str
-    """Name of the exit code, `killed` (no end record), or `running`."""
+    """Name of the exit code, `killed` (nothing has recorded the end), or `running`.
+
+    Of an attempt without an end record, as after the loss of a VM, the launcher's event counts."""
     reason: str
     culprit: int | None
     time: float
@@ -112,7 +114,8 @@ def fold(
         is_running = is_alive and index == len(claims) - 1
         of_attempt = lines.get(number, NO_LINES)
         placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)
-        summary = _attempt(claim, own, placed, attempts, is_running=is_running)
+        seen_end = RUNNING if is_running else _seen_end(claims[index:], launch_events)
+        summary = _attempt(claim, own, placed, attempts, seen_end=seen_end)
         if attempts:
             intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
@@ -317,24 +320,44 @@ def _attempt(
     placed: _Placed,
     before: Sequence[AttemptTime],
     *,
-    is_running: bool,
+    seen_end: LaunchEvent | Literal["running"] | None,
 ) -> AttemptTime:
+    """Returns the summary of an attempt; `seen_end` counts if it has no end record."""
     num_hosts = _claim_of(claim).num_hosts
     _, stop = _end_record(records) or (0.0, None)
+    cause, reason = _unrecorded(seen_end)
     starts = [record for record in records if isinstance(record.body, Start)]
     devices = [d for record in starts if (d := start_of(record).devices) is not None]
     known = before[-1].num_devices if before else None
     begins = [*placed.training_starts, *[None] * len(starts)]
-    unrecorded = RUNNING if is_running else KILLED
     return AttemptTime(
         attempt=claim.attempt,
         claimed=placed.claimed,
         ended=placed.ended,
-        cause=unrecorded if stop is None else exit_row(stop.exit).name,
-        reason="" if stop is None else stop.reason,
+        cause=cause if stop is None else exit_row(stop.exit).name,
+        reason=reason if stop is None else stop.reason,
         culprit=stop.culprit if stop is not None and num_hosts > 1 else None,
         time=placed.end_wall,
         num_hosts=num_hosts,
         num_devices=sum(devices[-1]) if devices else known,
         starts=tuple((r.seq, at) for r, at in zip(starts, begins, strict=False)),
     )
+
+
+def _seen_end(claims: Sequence[Record], events: Sequence[LaunchEvent]) -> LaunchEvent | None:
+    """Returns the launcher's event of an attempt's end; `claims` begins with that of the attempt.
+
+    Further ones before the next claim are of attempts that ended before they claimed the run.
+    """
+    until = claims[1].time if len(claims) > 1 else math.inf
+    ends = (e for e in events if e.kind == "attempt_ended" and claims[0].time <= e.time < until)
+    return next(ends, None)
+
+
+def _unrecorded(seen_end: LaunchEvent | Literal["running"] | None) -> tuple[str, str]:
+    """Returns the cause and the reason of an end that the attempt itself has not recorded."""
+    if seen_end == RUNNING:
+        return RUNNING, ""
+    if not isinstance(seen_end, LaunchEvent) or not seen_end.cause.isdigit():
+        return KILLED, ""
+    return exit_row(int(seen_end.cause)).name, seen_end.reason

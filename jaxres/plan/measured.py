@@ -13,6 +13,7 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import SETUP, Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Incident, Summary
+from jaxres.plan.simulated_attempts import SimulatedJob
 from jaxres.runlog.events import EVENTS, SaveCommitted, SaveStarted
 
 HOUR_SECONDS = 3600.0
@@ -48,6 +49,8 @@ class Measured:
     failures: int
     preemptions: int
     trained_hours: float
+    simulated: SimulatedJob | None = None
+    """The run as simulated with its own failures and times; None: it can't be simulated."""
 
     def mtbf_hours(self, *, expected: float) -> float:
         """Returns the hours between failures: measured ones beside one in the expected time."""

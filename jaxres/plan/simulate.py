@@ -1,7 +1,12 @@
 """Simulates many runs of a plan on a simulated clock: the distribution of goodput. Pure.
 
-All replications advance from failure to failure together, as vectors. The intervals are those of
-the plan, which `save_interval.choose` has computed, as in a run.
+All replications advance from failure to failure together, as vectors, so it decides nothing by
+itself. Of the deciders of a run it uses `save_interval.choose`, which has computed the intervals
+of the plan. `retention.plan` is used by the bill of storage: which old steps are kept changes no
+goodput. `restart_policy.decide` and the schedule of saves within a run are those of
+`simulated_attempts.py`, which simulates one job under given failures and is compared with real
+runs. `launch.reconcile.decide` is not used: its input are VMs, agent reports and a lease, which a
+plan doesn't have; what replacing a VM takes is a time of the plan.
 """
 
 from __future__ import annotations

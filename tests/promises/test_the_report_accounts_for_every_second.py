@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
-from tests.promises.trainer import MLP, PATIENCE_SECONDS, ROOT, Workspace, starts
+from tests.promises.cloud import SPOT, Cloud
+from tests.promises.trainer import MLP, PATIENCE_SECONDS, ROOT, Workspace, run_history, starts
 from tests.unit.report.parsed_page import parse
 
+HELD_AFTER = 25
+"""No attempt on a VM makes more steps than these before the gate is open."""
 
-def report(run_dir: RunDir, *flags: str) -> str:
+
+def report(run_dir: RunDir, *flags: str, **env: str) -> str:
     command = [sys.executable, "-m", "jaxres", "report", str(run_dir.root), *flags]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        env={**os.environ, **env},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -71,3 +82,44 @@ def test_the_page_of_a_killed_run_has_one_incident_and_marks_the_replayed_steps(
     assert titles.count(wanted) == 2
     assert titles.count(f"lost: steps {restored + 1} to {reached}") == 2
     assert len(page.of_class("path", "rollback")) == 0
+
+
+@pytest.mark.slow
+def test_two_preemptions_on_vms_are_two_incidents_with_detection_capacity_boot_and_restore_apart(
+    cloud: Cloud, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    held = {"PACE": "0.01", "FAULT": f"row:{24 * HELD_AFTER}:gate", "GATE": str(gate)}
+    options = [SPOT, SPOT | {"zones": ["us-east4-a"]}]
+    launcher = cloud.up(cloud.config(capacity_options=options, env=held))
+    cloud.wait_commit(10)
+    cloud.gce.stockout(zone="us-central1-a")
+    cloud.gce.preempt(cloud.member(0), notice=False)
+    cloud.wait(lambda: "us-central1-a: stockout: " in launcher.printed(), of="refused request")
+    cloud.gce.restock()
+    cloud.wait_commit(run_history(cloud.run_dir).step + 1)
+    cloud.gce.preempt(cloud.member(0), notice=False)
+    gate.touch()
+    assert launcher.wait_exit() == 0, cloud.describe()
+    cloud.assert_nothing_is_left()
+
+    found = json.loads(report(cloud.run_dir, "--json", **cloud.env))
+    by_activity, incidents = found["by_activity"], found["incidents"]
+    assert found["not_recorded"] == []
+    assert sum(by_activity.values()) == pytest.approx(found["seconds"], rel=1e-3)
+    records = run_log.in_force(run_log.read_records(cloud.run_dir.log))
+    wall = records[-1].time - records[0].time
+    assert found["seconds"] == pytest.approx(wall, rel=1e-3, abs=0.1)
+    assert [(one["attempt"], one["cause"]) for one in incidents] == [
+        (1, "PREEMPTED"),
+        (2, "PREEMPTED"),
+    ], incidents
+    for one in incidents:
+        assert one["detection_seconds"] > 0, one
+        assert one["vm_boot_seconds"] > 0, one
+        assert one["setup_seconds"]["restore"] > 0, one
+    refused, served = (one["capacity_wait_seconds"] for one in incidents)
+    assert refused > served >= 0, "of the first only a request was refused"
+    for name in ("detection", "capacity_wait", "vm_boot"):
+        of_incidents = sum(one[f"{name}_seconds"] for one in incidents)
+        assert by_activity[name] == pytest.approx(of_incidents), name

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxres.exit_codes import exit_row
 from jaxres.goodput import launch_gap, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.runlog.launch_events import LaunchEvent
@@ -104,6 +105,36 @@ def test_the_parts_of_a_gap_belong_to_the_incident_and_sum_up_to_the_run() -> No
     assert lost.setup_seconds["restore"] == 3.0
     paid = [i for i in timeline.intervals if not i.in_gap]
     assert {Activity.VM_BOOT, Activity.CAPACITY_WAIT}.isdisjoint(i.activity for i in paid)
+
+
+def lost_vm(events: list[LaunchEvent], *, exit: int | None) -> tuple[str, str]:
+    """Returns cause and reason of the incident of an attempt that trained 2 seconds."""
+    run = SimulatedRun(wall_offset=START)
+    run.train(run.begin(), 2.0)
+    if exit is not None:
+        run.end(exit, detection_seconds=0.0)
+    run.now += 140.0
+    run.train(run.begin(), 2.0)
+    run.end(0, detection_seconds=0.0)
+    timeline = run_timeline.fold(
+        run.records,
+        events=run.events,
+        supervisor_events=run.supervisor_events,
+        lines={n: of_lines(own) for n, own in run.lines.items()},
+        is_alive=False,
+        launch_events=events,
+    )
+    (lost,) = summary.summarize(timeline).incidents
+    return lost.cause, lost.reason
+
+
+def test_the_loss_of_a_vm_that_recorded_no_end_has_the_launchers_cause() -> None:
+    own = events((10.0, "attempt_ended"), attempt=1, cause="75", reason="vm-1: preempted")
+    # The next attempt ended before it claimed the run.
+    own += events((80.0, "attempt_ended"), attempt=2, cause="79", reason="vm-2: lost")
+    assert lost_vm(own, exit=None) == ("PREEMPTED", "vm-1: preempted")
+    assert lost_vm(own, exit=70) == (exit_row(70).name, "why"), "it has recorded its end"
+    assert lost_vm([], exit=None) == ("killed", "")
 
 
 def test_the_newest_recovery_ends_with_the_next_attempt() -> None:

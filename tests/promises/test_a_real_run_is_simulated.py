@@ -1,0 +1,68 @@
+"""A real run with real kills, simulated with its own failures and times, has its goodput."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jaxres.runlog.event_log import read_events
+from tests.promises.trainer import PATIENCE_SECONDS, ROOT, Workspace
+
+CONFIG = ROOT / "experiments/simulator_against_real_runs/run.yaml"
+LAST_STEP = 60
+HELD = (5, 5, 25)
+"""Steps after which the first attempts are held until they are killed; every 10th is saved."""
+
+
+def found(verb: str, *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "jaxres", verb, *words, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_three_times_is_simulated_with_its_own_failures(
+    workspace: Workspace,
+) -> None:
+    hold = workspace.root / "hold"
+    hold.write_text(str(HELD[0]))
+    overrides = (f"train.steps={LAST_STEP}", "restart.backoff_seconds=0.5")
+    environment = {"STEP_SECONDS": "0.2", "HOLD": str(hold)}
+    trainer = workspace.launch(
+        "simulated", *overrides, hosts=1, config=CONFIG, restart=True, env=environment
+    )
+    for attempt, steps in enumerate(HELD, start=1):
+        trainer.attempt = attempt
+        hold.write_text(str(steps))
+        trainer.wait_commit(steps // 10 * 10)
+        trainer.wait_step(steps - 1)  # The last step that is completed before the held one.
+        trainer.kill(target="worker")
+    trainer.attempt += 1
+    trainer.wait_step(1)
+    hold.write_text(str(10 * LAST_STEP))
+    assert trainer.wait_exit() == 0, trainer.printed()
+
+    run_dir = trainer.run_dir
+    ledger = found("report", str(run_dir.root))
+    assert [one["cause"] for one in ledger["incidents"]] == ["signal 9 (SIGKILL)"] * 3
+    lost = [one["steps_lost"] for one in ledger["incidents"]]
+    assert all(
+        number in (steps % 10 - 1, steps % 10) for number, steps in zip(lost, HELD, strict=True)
+    )
+    events = read_events(run_dir.supervisor_events)
+    waits = [event["after_seconds"] for event in events if event["event"] == "attempt_restarted"]
+    assert waits == [0.5, 1.0, 0.5], "the third attempt has committed a step"
+
+    simulated = found("plan", "--from", str(run_dir.root), "--replications", "1")["measured"][
+        "simulated"
+    ]
+    assert (simulated["step"], simulated["num_attempts"]) == (LAST_STEP, 4)
+    assert simulated["wait_seconds"] == sum(waits), "the same restart policy"
+    # Its steps are alike, so on a slow machine it may find the commit before, 10 steps earlier.
+    assert simulated["steps_lost"] == pytest.approx(sum(lost), abs=10 + len(lost))
+    assert simulated["goodput"] == pytest.approx(ledger["goodput"], abs=0.05)
