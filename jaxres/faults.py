@@ -239,7 +239,8 @@ ALL: tuple[Fault, ...] = (
         "loop",
         "train/stragglers.py",
         "a host or device that the others wait for, or a throughput below the attempt's own usual: "
-        "name it and its cause, alert; training continues (nothing excludes a slow host yet)",
+        "name it and its cause, alert; training continues; past a budget the host is proposed for "
+        "exclusion, or left out at the next start (`guards.throughput.exclude`)",
         done=True,
     ),
     _row(

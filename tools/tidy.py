@@ -28,6 +28,7 @@ WALL_CLOCK_MAY = {
     "jaxres/telemetry/recorded_incidents.py:IncidentRecorder.send": "stamps an incident",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
     "jaxres/supervisor/run_lock.py:liveness": "for output; a claim compares heartbeats",
+    "jaxres/supervisor/attempt_runner.py:_review_slow_hosts.review": "stamps an exclusion",
     "jaxres/supervisor/host_health.py:_clock_offset": "finds that the clock was set",
     "jaxres/checkpoint/replica.py:Replica._marker": "stamps the marker of a replica",
     "jaxres/cli/scrub.py:check_step": "stamps the check of a step, for due_steps",

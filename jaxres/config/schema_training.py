@@ -101,6 +101,13 @@ class ThroughputSection(Section):
     """Steps between two probes; more, if probe_share would be exceeded."""
     probe_share: Annotated[float, Field(gt=0, lt=1)] = free(0.005)
     """Largest share of the time that probes may take, the wait until the next step included."""
+    exclude: Literal["off", "warn", "next_start"] = free("warn")
+    """What follows an attempt that a slow host has held up for more than max_lost_minutes.
+
+    warn: it is proposed for exclusion; next_start: it is left out from the next start on; off:
+    nothing. No attempt ends for it."""
+    max_lost_minutes: PositiveFloat = free(30.0)
+    """Minutes that a slow host may cost an attempt before it is to be left out."""
 
 
 class GuardsSection(Section):

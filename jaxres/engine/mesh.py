@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import AXES, MeshPlan
+from jaxres.runlog.guarantee import SEVERAL_KINDS
 
 BATCH_AXES = ("data", "fsdp")
 AUTO = (AxisType.Auto,) * len(AXES)
@@ -42,11 +43,16 @@ def build(section: MeshSection, *, devices: Sequence[Any]) -> Mesh:
 
 
 def format_devices(mesh: Mesh) -> str:
-    """Returns the number and kind of devices as text, with the number of hosts if several."""
-    device = mesh.devices.flat[0]
+    """Returns the number and kinds of devices as text, with the number of hosts if several."""
+    platform = mesh.devices.flat[0].platform
     hosts = len({each.process_index for each in mesh.devices.flat})
-    text = f"{mesh.size} x {device.platform} {device.device_kind}"
+    text = f"{mesh.size} x {platform} {SEVERAL_KINDS.join(device_kinds(mesh))}"
     return text if hosts == 1 else f"{text} on {hosts} hosts"
+
+
+def device_kinds(mesh: Mesh) -> list[str]:
+    """Returns the different kinds of the devices, sorted."""
+    return sorted({device.device_kind for device in mesh.devices.flat})
 
 
 def devices_by_host(mesh: Mesh) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ UNKNOWN = "unknown"
 PROGRAM, MODEL_CODE, DATA_CODE = "program", "model code", "data code"
 CODE = (PROGRAM, MODEL_CODE, DATA_CODE)
 """Digests of the lowered train step, and of the source of model and data, in Start.computation."""
+SEVERAL_KINDS = " + "
+"""Separates the kinds of devices in the entry `devices`, if a job has several."""
 DETERMINISTIC_OPS = "--xla_gpu_deterministic_ops"
 """XLA's flag for kernels with equal bits in every execution. It also stops the timing of kernels,
 so that equal machines choose equal ones (openxla.org/xla/determinism)."""
@@ -77,6 +79,8 @@ def guarantee_level(starts: Sequence[Record]) -> str:
         return f"{text}; {_text(changes, starts)}" if changes else text
     if changes:
         return f"statistical: {_text(changes, starts)}"
+    if SEVERAL_KINDS in now.get("devices", ""):
+        return f"statistical: devices of several kinds compute: {now['devices']}"
     if " gpu " in now.get("devices", "") and not _is_deterministic(now.get("xla_flags", "")):
         return (
             "statistical: GPU kernels may add in any order; for bitwise set run.determinism=bitwise"

@@ -27,7 +27,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank
-from jaxres.cluster.host_identity import HOST_NAME
+from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.config.schema_data import CustomSource, single_sources
@@ -53,6 +53,7 @@ from jaxres.supervisor import (
     replica_process,
     restart_policy,
     signals,
+    slow_hosts,
     tracker_processes,
 )
 from jaxres.supervisor.attempt import ignore_news, print_message
@@ -377,6 +378,7 @@ def run_local_workers(
         health_watcher=opened.health_watcher,
         run_metrics=opened.run_metrics,
     )
+    _review_slow_hosts(opened, ended, env=env)
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)
 
@@ -465,6 +467,28 @@ def record_stop_with_timeout(
     what = f"the result could not be recorded: {claimed.run_dir.root}"
     if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, report=print_message):
         run_lock.abandon()  # Closing it would wait for the same storage.
+
+
+def _review_slow_hosts(
+    opened: ClaimedAttempt, ended: AttemptResult, *, env: Mapping[str, str]
+) -> None:
+    """Proposes to exclude a host that has held up the attempt, or excludes it."""
+    section, claim = opened.config.guards.throughput, opened.claim
+    if section is None or not ended.is_recorded or ended.code == ExitCode.DONE:
+        return
+    machines = dict.fromkeys(opened.hosts, identify(env, hostname=socket.gethostname()))
+    if opened.peers is not None:
+        machines |= {host: link.identity for host, link in opened.peers.links.items()}
+
+    def review() -> None:
+        now = opened.clock.wall()
+        found = slow_hosts.review(opened.run_dir, claim, section, machines=machines, now=now)
+        if found is not None:
+            print_message(found)
+
+    if claim.num_hosts > 1:
+        what = f"slow hosts could not be reviewed: {opened.run_dir.root}"
+        write_with_timeout(review, seconds=RECORD_SECONDS, what=what, report=print_message)
 
 
 def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:

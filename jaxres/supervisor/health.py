@@ -9,7 +9,7 @@ with the last one that could be read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxres.config.schema_operations import HealthAction, HealthSection
 from jaxres.supervisor.health_messages import GpuReading, XidReported
@@ -44,6 +44,8 @@ ECC = "ecc_uncorrected_volatile"
 LINKS: Mapping[str, str] = {"pcie_replays": "PCIe replays", "nvlink_errors": "NVLink errors"}
 WINDOW_SECONDS = 60.0
 """Time over which link errors are counted."""
+SAME_XID_SECONDS = 60.0
+"""Longest time between the two reports of one Xid error, by NVML and in the kernel's log."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,26 @@ def judge_xid(message: XidReported, section: HealthSection) -> Finding:
     if xid in APPLICATION_XIDS:
         text = "an error of the program, such as an access to an invalid address"
     return Finding("other_xid", message.gpu, f"Xid {xid}: {text}", "warn")
+
+
+@dataclass(frozen=True)
+class XidReports:
+    """The Xid errors of one number and GPU that one source has reported, and the other not yet."""
+
+    source: str = ""
+    times: tuple[float, ...] = ()
+
+    def add(self, source: str, *, now: float) -> tuple[XidReports, bool]:
+        """Adds a report; returns the next state, and whether the error was not known yet.
+
+        >>> reports, is_new = XidReports().add("nvml", now=0.0)
+        >>> is_new, reports.add("kernel_log", now=1.0)[1], reports.add("nvml", now=1.0)[1]
+        (True, False, True)
+        """
+        waiting = tuple(time for time in self.times if now - time < SAME_XID_SECONDS)
+        if source == self.source or not waiting:
+            return XidReports(source, (*waiting, now)), True
+        return replace(self, times=waiting[1:]), False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from jaxres.storage.codec import TaggedCodec
 
+NVML, KERNEL_LOG = "nvml", "kernel_log"
+"""What reports Xid errors."""
+
 
 @dataclass(frozen=True)
 class WatchStarted:
@@ -45,6 +48,8 @@ class XidReported:
     gpu: str
     """Label of the GPU."""
     xid: int
+    source: str = NVML
+    """NVML or KERNEL_LOG: one error may be reported by both."""
 
 
 Message = WatchStarted | WatchUnavailable | GpuReading | XidReported

@@ -1,8 +1,9 @@
 """Process that reads the GPUs of a host: `python -m jaxres.supervisor.health_process`.
 
 It writes one JSON line a reading to its standard output, and one for each Xid error as soon as the
-driver reports it. The driver may hang in any call, which then hangs this process alone: its
-supervisor sees the silence. The process ends when the supervisor no longer reads.
+driver reports it: by an event of NVML, or in the kernel's log, which a thread reads also while NVML
+hangs. The driver may hang in any call, which then hangs this process alone: its supervisor sees the
+silence. The process ends when the supervisor no longer reads.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import ctypes
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.supervisor import nvml, processes
+from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor import kernel_log, nvml, processes
 from jaxres.supervisor.health_messages import (
+    KERNEL_LOG,
     MESSAGES,
     GpuReading,
     Message,
@@ -28,10 +33,14 @@ from jaxres.supervisor.health_messages import (
     gpu_label,
     is_visible,
 )
+from jaxres.supervisor.kernel_log import KernelLog, KernelLogUnreadable
 from jaxres.supervisor.nvml import Gpu, NvmlUnavailable
 
 XID = "xid"
 """Name of the Xid errors among what can't be read."""
+KERNEL_LOG_SECONDS = 1.0
+"""Time between two looks at the kernel's log."""
+_writes = threading.Lock()
 
 
 def main(arguments: list[str]) -> int:
@@ -40,17 +49,35 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--poll-seconds", type=float, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--visible", help="CUDA_VISIBLE_DEVICES, if it is set")
+    parser.add_argument("--kernel-log", type=Path, default=kernel_log.PATH)
     options = parser.parse_args(arguments)
     processes.kill_me_with_parent(options.parent)  # Also while it hangs in the driver.
     with contextlib.suppress(BrokenPipeError):
         try:
-            _watch(nvml.load(), options.poll_seconds, SystemClock(), visible=options.visible)
+            log = _open(options.kernel_log)  # Before NVML, which may hang.
+            library, clock = nvml.load(), SystemClock()
+            _watch(library, log, options.poll_seconds, clock, visible=options.visible)
         except NvmlUnavailable as error:
             _send(WatchUnavailable(str(error)))
     os._exit(0)  # An exit of the library may hang as well.
 
 
-def _watch(library: Any, poll_seconds: float, clock: Clock, *, visible: str | None) -> None:
+def _open(path: Path) -> KernelLog | str:
+    """Returns the kernel's log, or why it can't be read."""
+    try:
+        return kernel_log.open_log(path)
+    except KernelLogUnreadable as error:
+        return str(error)
+
+
+def _watch(
+    library: Any,
+    log: KernelLog | str,
+    poll_seconds: float,
+    clock: Clock,
+    *,
+    visible: str | None,
+) -> None:
     gpus = [g for g in nvml.gpus(library) if is_visible(g.index, g.uuid, visible)]
     if not gpus:
         raise NvmlUnavailable("this machine has no GPU, or CUDA_VISIBLE_DEVICES names none")
@@ -58,15 +85,34 @@ def _watch(library: Any, poll_seconds: float, clock: Clock, *, visible: str | No
     events, why = _register(library, gpus)
     first = _read(library, gpus, labels)
     unreadable = {name: why for reading in first for name, why in reading.errors.items()}
-    if events is None:
-        unreadable[XID] = why
+    by_address = {gpu.address: labels[gpu.index] for gpu in gpus if gpu.address}
+    if events is None and (isinstance(log, str) or not by_address):
+        unreadable[XID] = f"{why}; {log}" if isinstance(log, str) else why
     _send(WatchStarted(nvml.driver_version(library), tuple(labels.values()), unreadable))
+    if isinstance(log, KernelLog):
+        spawn_thread("kernel-log", lambda: _follow(log, by_address, clock), daemon=True)
     readings = first
     while True:
         for reading in readings:
             _send(reading)
         _wait(library, events, gpus, labels, until=clock.monotonic() + poll_seconds, clock=clock)
         readings = _read(library, gpus, labels)
+
+
+def _follow(log: KernelLog, labels: Mapping[str, str], clock: Clock) -> None:
+    """Sends the Xid errors in the kernel's log until it ends.
+
+    Args:
+      log: the log.
+      labels: PCI address of each GPU that is watched -> its label; others are not the run's.
+      clock: the clock.
+    """
+    with contextlib.suppress(BrokenPipeError, KernelLogUnreadable), log:
+        while True:
+            for address, xid in log.read():
+                if address in labels:
+                    _send(XidReported(labels[address], xid, KERNEL_LOG))
+            clock.sleep(KERNEL_LOG_SECONDS)
 
 
 def _read(library: Any, gpus: Sequence[Gpu], labels: Mapping[int, str]) -> list[GpuReading]:
@@ -127,8 +173,9 @@ def _address(handle: Any) -> int | None:
 
 
 def _send(message: Message) -> None:
-    sys.stdout.write(json.dumps(MESSAGES.encode(message)) + "\n")
-    sys.stdout.flush()
+    with _writes:
+        sys.stdout.write(json.dumps(MESSAGES.encode(message)) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from jaxres.clock import Awake, Clock
 from jaxres.config.schema_operations import HealthSection
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor import health, host_health, nvml
-from jaxres.supervisor.health import Finding, GpuState
+from jaxres.supervisor import health, host_health, kernel_log, nvml
+from jaxres.supervisor.health import Finding, GpuState, XidReports
 from jaxres.supervisor.health_messages import (
     MESSAGES,
     GpuReading,
@@ -73,6 +73,7 @@ class HealthWatcher:
         env: Mapping[str, str],
         clock: Clock,
         on_fault: Callable[[HardwareFaultFound], None] | None = None,
+        log: Path = kernel_log.PATH,
     ) -> None:
         """Starts nothing yet.
 
@@ -82,13 +83,15 @@ class HealthWatcher:
           env: the environment of the run, which the process gets too.
           clock: the supervisor's clock.
           on_fault: called with each fault after which training continues.
+          log: the kernel's log.
         """
         self._section, self._folder = section, folder
-        self._env, self._clock = env, clock
+        self._env, self._clock, self._log = env, clock, log
         self.on_fault = on_fault
         self._threads = WatcherThreads[Message | HostReading | Finding]()
         self._states: dict[str, GpuState] = {}
-        self._warned_xids: set[XidReported] = set()
+        self._xids: dict[tuple[str, int], XidReports] = {}
+        """Label of a GPU, number -> the reports of this Xid error."""
         self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
         self._host_reported: set[tuple[str, str]] = set()
         """Kind and device of the findings of the reading before."""
@@ -150,11 +153,7 @@ class HealthWatcher:
             case WatchUnavailable(reason):
                 yield HealthWatchStarted("", (), {}, reason)
             case XidReported():
-                finding = health.judge_xid(message, section)
-                is_repeated = finding.action == "warn" and message in self._warned_xids
-                self._warned_xids.add(message)
-                if not is_repeated:
-                    yield finding
+                yield from self._judge_xid(message, section)
             case GpuReading():
                 state = self._states.get(message.gpu, GpuState())
                 now = self._clock.monotonic()
@@ -168,6 +167,15 @@ class HealthWatcher:
                 self._host_reported = {(each.kind, each.device) for each in found}
                 yield from new
 
+    def _judge_xid(self, message: XidReported, section: HealthSection) -> Iterator[Finding]:
+        """Yields the finding of an Xid error, unless it is known; a warning is yielded once."""
+        finding, key = health.judge_xid(message, section), (message.gpu, message.xid)
+        is_first, reports = key not in self._xids, self._xids.get(key, XidReports())
+        now = self._clock.monotonic()
+        self._xids[key], is_new = reports.add(message.source, now=now)
+        if is_first or (is_new and finding.action != "warn"):
+            yield finding
+
     def _watch_host(self) -> None:
         while not self._threads.closed.wait(host_health.READ_SECONDS):
             reading = host_health.read(self._folder, supervisor=os.getpid(), clock=self._clock)
@@ -177,7 +185,7 @@ class HealthWatcher:
         """Starts the process; called by the main thread alone, so that `pids` is never behind."""
         self._retry_at = math.inf
         command = [sys.executable, "-m", MODULE, "--parent", str(os.getpid())]
-        command += ["--poll-seconds", str(section.poll_seconds)]
+        command += ["--poll-seconds", str(section.poll_seconds), f"--kernel-log={self._log}"]
         if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
             command += [f"--visible={visible}"]
         try:
@@ -228,5 +236,6 @@ class HealthWatcher:
                     self._threads.put(message)
                     if isinstance(message, WatchUnavailable):
                         return None
-                until = awake.now() + limit
+                    if not isinstance(message, XidReported):  # The kernel's log is no answer.
+                        until = awake.now() + limit
         return f"NVIDIA's library (NVML) has not answered for {section.answer_seconds:g} s"

@@ -50,6 +50,8 @@ class Gpu:
     error: str = ""
     """Why there is no handle."""
     is_lost: bool = False
+    address: str = ""
+    """PCI address, as kernel_log.pci_address returns it; empty: unknown."""
 
 
 def find_library(search_path: str) -> Path | None:
@@ -102,7 +104,11 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     for key, call in (("uuid", nvml.nvmlDeviceGetUUID), ("name", nvml.nvmlDeviceGetName)):
         with contextlib.suppress(nvml.NVMLError):
             texts[key] = str(call(handle))
-    return Gpu(index, texts["uuid"], texts["name"], handle)
+    address = ""
+    with contextlib.suppress(nvml.NVMLError):
+        pci = nvml.nvmlDeviceGetPciInfo(handle)
+        address = f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}"
+    return Gpu(index, texts["uuid"], texts["name"], handle, address=address)
 
 
 def driver_version(nvml: Any) -> str:

@@ -181,7 +181,8 @@ def _replica_check(
         list(parts.mesh.devices.flat),
         context.peers.member.host,
         every_steps=section.every_steps,
-        mode=section.mode,
+        # Devices of another kind may round in another way, which is no fault.
+        mode=section.mode if len(meshes.device_kinds(parts.mesh)) == 1 else "warn",
         emit=context.emit,
     )
 
@@ -355,6 +356,11 @@ def _check_devices(config: RunConfig, context: AttemptContext) -> None:
     history = context.log.history()
     expected, why = device_check.expected_platform(history, context.claim, given=context.platform)
     device_check.check_platform(jax.default_backend(), expected, why, host=host, name=name)
+    kinds: dict[int, list[str]] = {}
+    for device in jax.devices():
+        kinds.setdefault(device.process_index, []).append(device.device_kind)
+    for warning in device_check.kind_warnings(history, context.claim, kinds):
+        context.emit(Noted(warning))
     sizes = tuple(config.mesh.sizes()[axis] for axis in mesh_plan.AXES)
     number, why = device_check.expected_devices(
         history, context.claim, host, given=context.min_devices, mesh=sizes

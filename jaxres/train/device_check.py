@@ -10,14 +10,19 @@ another machine raises no false alarm:
 
 Without its driver a host with one GPU has one device as before, a CPU. So the platform is compared
 as well: with JAXRES_PLATFORM, and with that of the earlier attempts of the same supervisor.
+
+Devices of another kind than before, or of several kinds, are no fault, but they round in other
+ways: a warning, and the guarantee level of the start is `statistical`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from jaxres.engine.mesh_plan import AXES
 from jaxres.faults import UnhealthyHost
+from jaxres.runlog.guarantee import SEVERAL_KINDS
 from jaxres.runlog.run_log import Claim, RunHistory, start_of
 from jaxres.supervisor.attempt_runner import MIN_DEVICES, PLATFORM
 
@@ -99,6 +104,48 @@ def check_platform(found: str, expected: str, why: str, *, host: int, name: str)
             "devices of this host (nvidia-smi, dmesg) and its installation of jax. To train on "
             f"CPUs on purpose, start the command again with JAX_PLATFORMS=cpu, without {PLATFORM}"
         )
+
+
+def kind_warnings(
+    history: RunHistory, claim: Claim, kinds: Mapping[int, Sequence[str]]
+) -> list[str]:
+    """Returns warnings about devices of another kind than in the attempt before, or of several.
+
+    Args:
+      history: the run history.
+      claim: the claim of this attempt.
+      kinds: number of each host -> the kinds of its devices.
+    """
+    warnings: list[str] = []
+    now = sorted({kind for each in kinds.values() for kind in each})
+    if len(now) > 1:
+        places = (f"{', '.join(sorted(set(each)))} on host {h}" for h, each in kinds.items())
+        warnings.append(
+            f"the job has devices of several kinds ({'; '.join(places)}): each step takes as long "
+            "as on the slowest, and copies of the state may differ in their last bits, so "
+            "guards.corruption only warns. Use hosts with devices of one kind, or refuse such a "
+            "start with run.guarantee=bitwise"
+        )
+    earlier = [record for record in history.starts if record.attempt != claim.attempt]
+    was = kinds_of(start_of(earlier[-1]).computation.get("devices", "")) if earlier else []
+    if was and was != now:
+        warnings.append(
+            f"the devices are {SEVERAL_KINDS.join(now)}, in attempt {earlier[-1].attempt} they "
+            f"were {SEVERAL_KINDS.join(was)}: they round in other ways, so from here on the run is "
+            "only statistically the one that it would have been. Go on with the former kind of "
+            "devices if that matters; run.guarantee=bitwise refuses such a start"
+        )
+    return warnings
+
+
+def kinds_of(devices: str) -> list[str]:
+    """Returns the kinds of devices of an entry `devices` of Start.computation, sorted.
+
+    >>> kinds_of("8 x gpu NVIDIA H100 on 2 hosts"), kinds_of("4 x gpu A100 + H100"), kinds_of("")
+    (['NVIDIA H100'], ['A100', 'H100'], [])
+    """
+    found = re.fullmatch(r"\d+ x \S+ (.+?)(?: on \d+ hosts)?", devices)
+    return [] if found is None else sorted(found[1].split(SEVERAL_KINDS))
 
 
 def _process(claim: Claim) -> tuple[str, int, int]:

@@ -5,6 +5,9 @@
 Trains a small decoder with AdamW on three devices (on CPU: virtual ones), flips one random bit of
 one device's parameters or moments, goes on, and compares the copies after some of the next steps.
 Rounding can make copies equal again, if the lowest bits of a number have changed.
+
+Also counts the flips after which the copy of another device is still that of the run without the
+flip: only then a replay of the steps shows which of two different copies is wrong.
 """
 
 from __future__ import annotations
@@ -94,7 +97,14 @@ def main() -> int:
         np.asarray(metrics)  # With many steps in flight, virtual devices wait for each other.
     assert copies.suspects(np.asarray(fingerprints(state))) == (), "a false alarm"
     leaves, tree = jax.tree.flatten(state)
+    clean, again = dict[int, np.ndarray](), state
+    for number in range(AFTER[-1] + 1):
+        clean[number] = np.asarray(fingerprints(again))
+        if number < AFTER[-1]:
+            again, metrics = step(again, batches[number])
+            np.asarray(metrics)
     chance, found, lost = random.Random(1), Counter[int](), Counter[int]()
+    replayable = Counter[int]()
     for _ in range(options.flips):
         (at,) = chance.choices(range(len(leaves)), [leaf.nbytes for leaf in leaves])
         device, bit = chance.randrange(DEVICES), chance.randrange(8 * leaves[at].nbytes)
@@ -103,7 +113,11 @@ def main() -> int:
         after = jax.tree.unflatten(tree, spoilt)
         for number in range(AFTER[-1] + 1):
             if number in AFTER:
-                suspects = copies.suspects(np.asarray(fingerprints(after)))
+                values, other = np.asarray(fingerprints(after)), (device + 1) % DEVICES
+                suspects = copies.suspects(values)
+                replayable[number] += suspects == (device,) and bool(
+                    (values[other] == clean[number][other]).all()
+                )
                 found[number] += suspects == (device,)
                 if number == AFTER[-1] and not suspects:
                     lost[bit % 32] += 1
@@ -111,7 +125,10 @@ def main() -> int:
                 after, metrics = step(after, batches[number])
                 np.asarray(metrics)
     for number in AFTER:
-        print(f"compared {number} steps after the flip: {found[number]} of {options.flips} found")
+        print(
+            f"compared {number} steps after the flip: {found[number]} of {options.flips} found, "
+            f"{replayable[number]} with the other copies as without the flip"
+        )
     print(
         f"not found after {AFTER[-1]} steps, by bit (0: the lowest): {dict(sorted(lost.items()))}"
     )

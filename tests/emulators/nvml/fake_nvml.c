@@ -14,6 +14,11 @@
 typedef void *device;
 typedef unsigned long long u64;
 typedef struct { device gpu; u64 type, data; unsigned instance, compute; } event;
+typedef struct {
+  char legacy[16];
+  unsigned domain, bus, device, id, subsystem;
+  char text[32];
+} pci_info;
 enum { NOT_SUPPORTED = 3, TIMEOUT = 10, NOT_FOUND = 13, LOST = 15 };
 
 static int index_of(device gpu) { return (int)((size_t)gpu & 0xff); }
@@ -86,6 +91,11 @@ int nvmlDeviceGetUUID(device gpu, char *text, unsigned n) {
 int nvmlDeviceGetName(device gpu, char *text, unsigned n) {
   snprintf(text, n, "Fake H100");
   return fails(gpu, "nvmlDeviceGetName");
+}
+int nvmlDeviceGetPciInfo_v3(device gpu, pci_info *pci) {
+  memset(pci, 0, sizeof *pci);
+  pci->bus = 0x65 + (unsigned)index_of(gpu);
+  return fails(gpu, "nvmlDeviceGetPciInfo");
 }
 int nvmlDeviceGetTemperature(device gpu, int sensor, unsigned *t) {
   *t = (unsigned)of(gpu, "temperature", 41) + (unsigned)sensor;

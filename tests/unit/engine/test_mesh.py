@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -151,3 +153,13 @@ def test_a_placed_batch_has_the_values_of_the_batch(sizes: dict[str, int]) -> No
     placed = meshes.place_batch(mesh, {"x": array}, local=local)["x"]
     assert np.array_equal(placed, array)
     assert placed.sharding == meshes.batch_sharding(mesh)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [(["H100", "H100"], "2 x gpu H100"), (["H100", "A100"], "2 x gpu A100 + H100")],
+)
+def test_all_kinds_of_devices_are_named(kinds: list[str], text: str) -> None:
+    devices = [SimpleNamespace(platform="gpu", device_kind=k, process_index=0) for k in kinds]
+    mesh: Any = SimpleNamespace(size=len(devices), devices=np.array(devices, object))
+    assert meshes.format_devices(mesh) == text

@@ -106,6 +106,13 @@ def test_a_gpu_is_bitwise_only_with_deterministic_kernels():
     assert level(gpu | {"xla_flags": off}).startswith("statistical: GPU kernels")
 
 
+def test_devices_of_several_kinds_are_bitwise_in_no_case():
+    flags = {"xla_flags": "--xla_gpu_deterministic_ops=true", "reduction": "invariant"}
+    found = level(SAME | flags | {"devices": "2 x gpu A100 + H100 on 2 hosts"})
+    assert found == "statistical: devices of several kinds compute: 2 x gpu A100 + H100 on 2 hosts"
+    assert not is_at_least(found, "bitwise")
+
+
 @pytest.mark.parametrize(
     ("given", "determinism", "flags"),
     [

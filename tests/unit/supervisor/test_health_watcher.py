@@ -1,6 +1,8 @@
 """The health process reads a fake of NVIDIA's library; the watcher judges what it sends."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from jaxres.clock import SystemClock
 from jaxres.config.schema_operations import HealthSection
 from jaxres.runlog.supervisor_events import HealthWatchStarted
 from jaxres.supervisor import health_watcher, host_health, nvml
+from jaxres.supervisor.health_messages import KERNEL_LOG, MESSAGES, XidReported
 from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.host_health import HostReading
 from tests.emulators.nvml import LIBRARY
@@ -19,14 +22,25 @@ from tests.promises.trainer import PATIENCE_SECONDS, ROOT
 QUICK = HealthSection(poll_seconds=0.05, slow_minutes=0.001, link_errors_per_minute=1.0)
 
 
+def kernel_log(tmp_path, *lines):
+    """Adds lines to the file that is the kernel's log."""
+    with (tmp_path / "kmsg").open("a") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def xid_line(gpu, xid):
+    return f"4,812,99,-;NVRM: Xid (PCI:0000:{0x65 + gpu:02x}:00): {xid}, pid=7, name=python"
+
+
 @pytest.fixture
 def watch(gpus, tmp_path):
     """Starts a watcher of the fake GPUs; all are closed at the end."""
     watchers = []
 
     def start(section=QUICK, **env):
-        env = os.environ | {"PYTHONPATH": str(ROOT)} | gpus.env | env
-        watchers.append(HealthWatcher(section, tmp_path, env=env, clock=SystemClock()))
+        env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": ""} | gpus.env | env
+        clock, log = SystemClock(), tmp_path / "kmsg"
+        watchers.append(HealthWatcher(section, tmp_path, env=env, clock=clock, log=log))
         return watchers[-1].__enter__()
 
     yield start
@@ -76,6 +90,53 @@ def test_each_fault_of_one_gpu_is_found_and_named(gpus, watch, fault, monkeypatc
     assert text in found[0].text
 
 
+def test_an_xid_error_of_the_kernels_log_is_found_and_named(gpus, watch, tmp_path):
+    gpus.set("gpus 2", "error.nvmlDeviceRegisterEvents 3")
+    kernel_log(tmp_path, xid_line(1, 79))
+    watcher = watch(CUDA_VISIBLE_DEVICES="1")
+    assert "xid" not in started(watcher).unreadable, "the kernel's log shows them"
+    kernel_log(tmp_path, xid_line(0, 79), xid_line(7, 79), "NVRM: Xid (PCI:0000:66:00): 7")
+    kernel_log(tmp_path, xid_line(1, 48))
+    found = [str(each) for each in next_found(watcher)]
+    assert found == ["GPU 1 (Fake H100, GPU-1): Xid 48: double-bit ECC error"]
+
+
+def test_an_xid_error_that_both_sources_report_is_found_once(gpus, watch, tmp_path):
+    kernel_log(tmp_path)
+    watcher = watch()
+    started(watcher)
+    gpus.set("xid 79 a 0")
+    found = next_found(watcher)
+    kernel_log(tmp_path, xid_line(0, 79), xid_line(0, 74))
+    found += next_found(watcher)
+    assert [each.text.partition(":")[0] for each in found] == ["Xid 79", "Xid 74"]
+
+
+def test_an_xid_error_is_found_while_the_library_hangs(gpus, watch, tmp_path):
+    kernel_log(tmp_path)
+    watcher = watch(QUICK.model_copy(update={"answer_seconds": 10 * PATIENCE_SECONDS}))
+    started(watcher)
+    gpus.set("hang nvmlDeviceGetPowerUsage")
+    time.sleep(0.5)  # The next reading, after 0.05 s, does not end.
+    kernel_log(tmp_path, xid_line(0, 119))
+    assert [each.kind for each in next_found(watcher)] == ["xid"]
+
+
+def test_xid_errors_in_the_kernels_log_do_not_hide_that_the_library_hangs(watch, monkeypatch):
+    monkeypatch.setattr(health_watcher, "START_SECONDS", 0.3)
+    line = json.dumps(MESSAGES.encode(XidReported("GPU 0", 13, KERNEL_LOG)))
+    with subprocess.Popen(
+        ["sh", "-c", f"for i in $(seq 1000); do echo '{line}'; sleep 0.05; done"],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        section = QUICK.model_copy(update={"answer_seconds": 0.3})
+        why = watch(CUDA_VISIBLE_DEVICES="")._forward(process, section)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert why is not None
+    assert "has not answered for 0.3 s" in why
+
+
 def test_what_a_driver_refuses_or_lacks_is_listed_as_not_seen(gpus, watch):
     gpus.set(
         "error.nvmlDeviceGetTotalEccErrors 3",
@@ -85,10 +146,10 @@ def test_what_a_driver_refuses_or_lacks_is_listed_as_not_seen(gpus, watch):
     )
     watcher = watch()
     unreadable = started(watcher).unreadable
-    assert {name: unreadable.get(name) for name in ("ecc_uncorrected_volatile", "xid")} == {
-        "ecc_uncorrected_volatile": "Not Supported",
-        "xid": "Not Supported",
-    }, "a reading that fails is unknown, not healthy"
+    unknown = "a reading that fails is unknown, not healthy"
+    assert unreadable.get("ecc_uncorrected_volatile") == "Not Supported", unknown
+    assert "Not Supported; " in unreadable["xid"]
+    assert "kmsg: No such file or directory; journalctl: " in unreadable["xid"]
     assert unreadable["pcie_replays"] == "Function Not Found"
     assert "clocks_event_reasons" not in unreadable
     assert watcher.poll() == []

@@ -17,6 +17,7 @@ from jaxres.train.device_check import (
     check_platform,
     expected_devices,
     expected_platform,
+    kind_warnings,
 )
 from tests.unit.runlog.example_records import CLAIM
 
@@ -107,6 +108,35 @@ def test_cpus_are_never_taken_for_the_gpu_that_is_expected():
     named = r"host 1 \(vm\): JAX finds no gpu, only CPUs \(why\)"
     with pytest.raises(UnhealthyHost, match=named):
         check_platform("cpu", "gpu", "why", host=1, name="vm")
+
+
+def warnings(kinds, *before):
+    """Returns the warnings of a start with these devices, after starts with other ones."""
+    records = []
+    for attempt, devices in enumerate(before, start=1):
+        start = Start(step=0, path=None, dataset="d", computation={"devices": devices})
+        for body in (dataclasses.replace(CLAIM, attempt=attempt), start):
+            records.append(Record(len(records) + 1, attempt, 0.0, body))
+    claim = dataclasses.replace(CLAIM, attempt=len(before) + 1)
+    records.append(Record(len(records) + 1, claim.attempt, 0.0, claim))
+    return kind_warnings(fold(records), claim, kinds)
+
+
+def test_devices_of_another_kind_than_in_the_attempt_before_are_told():
+    assert warnings({0: ["NVIDIA H100"]}) == []
+    assert warnings({0: ["NVIDIA H100"]}, "8 x gpu NVIDIA H100 on 2 hosts") == []
+    assert warnings({0: ["NVIDIA H100"]}, "1 x gpu NVIDIA A100", "1 x gpu NVIDIA H100") == []
+    (told,) = warnings({0: ["NVIDIA A100"] * 4}, "4 x gpu NVIDIA A100", "4 x gpu NVIDIA H100")
+    assert told.startswith("the devices are NVIDIA A100, in attempt 2 they were NVIDIA H100: ")
+    assert "run.guarantee=bitwise refuses such a start" in told
+
+
+def test_devices_of_several_kinds_in_one_job_are_told_with_their_hosts():
+    (told,) = warnings({0: ["H100", "H100"], 1: ["A100", "A100"]})
+    assert told.startswith("the job has devices of several kinds (H100 on host 0; A100 on host 1)")
+    assert "guards.corruption only warns" in told
+    assert len(warnings({0: ["H100"], 1: ["A100"]}, "2 x gpu A100 + H100 on 2 hosts")) == 1
+    assert len(warnings({0: ["H100"], 1: ["H100"]}, "2 x gpu A100 + H100 on 2 hosts")) == 1
 
 
 def test_a_host_with_missing_devices_is_unhealthy_and_both_counts_are_named():
