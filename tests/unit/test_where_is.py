@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NUM_QUESTIONS = 63
+NUM_QUESTIONS = 64
 ANSWER = re.compile(r"`(jaxres/[\w/]+\.py):([\w.]+)`")
 
 
