@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -60,13 +60,21 @@ def of_run(
     starts = [r.body for r in records if isinstance(r.body, Start)]
     if starts[0].step or any(one.attempt not in waits for one in attempts[:-1]):
         return None
-    num_steps = run_log.fold(records).step + sum(timeline.lost_steps.values())
+    last_step = run_log.fold(records).step
+    num_steps = last_step + sum(timeline.lost_steps.values())
     times = _times(timeline, list(events), waits, num_steps=num_steps)
     if times is None:
         return None
     ends = {r.attempt: r.body for r in records if isinstance(r.body, AttemptEnded)}
+    num_steps_of = _steps_of_attempts(timeline, records, last_step=last_step)
     failures = [
-        _failure(one, ends.get(one.attempt), _own(timeline, one), half_step=times.step_seconds / 2)
+        _failure(
+            one,
+            ends.get(one.attempt),
+            _own(timeline, one),
+            num_steps=num_steps_of.get(one.attempt, 0),
+            step_seconds=times.step_seconds,
+        )
         for one in attempts[:-1]
     ]
     settings = JobSettings(
@@ -75,11 +83,33 @@ def of_run(
         restart=config.restart,
         launch=config.launch,
     )
-    return ObservedAttempts(times, tuple(failures), settings)
+    last = attempts[-1]  # The attempt without a failure.
+    own_seconds = _step_seconds(
+        _own(timeline, last), num_steps_of.get(last.attempt, 0), default=times.step_seconds
+    )
+    return ObservedAttempts(replace(times, step_seconds=own_seconds), tuple(failures), settings)
 
 
 def _own(timeline: RunTimeline, attempt: AttemptTime) -> list[Interval]:
     return [i for i in timeline.intervals if i.attempt == attempt.attempt]
+
+
+def _steps_of_attempts(
+    timeline: RunTimeline, records: Sequence[Record], *, last_step: int
+) -> dict[int, int]:
+    """Returns how many steps each attempt has made, those that were lost included."""
+    began = {r.seq: r.body.step for r in records if isinstance(r.body, Start)}
+    trained = [(one.attempt, one.starts[0][0]) for one in timeline.attempts if one.starts]
+    ends = [began[seq] + timeline.lost_steps.get(seq, 0) for _, seq in trained[1:]]
+    return {
+        attempt: end - began[seq]
+        for (attempt, seq), end in zip(trained, [*ends, last_step], strict=True)
+    }
+
+
+def _step_seconds(own: Sequence[Interval], num_steps: int, *, default: float) -> float:
+    """Returns the mean duration of an attempt's steps; `default` if it has none."""
+    return sum(i.seconds for i in own if i.activity in STEPS) / num_steps if num_steps else default
 
 
 def _times(
@@ -143,16 +173,23 @@ def _stall(
 
 
 def _failure(
-    attempt: AttemptTime, end: AttemptEnded | None, own: Sequence[Interval], *, half_step: float
+    attempt: AttemptTime,
+    end: AttemptEnded | None,
+    own: Sequence[Interval],
+    *,
+    num_steps: int,
+    step_seconds: float,
 ) -> Failure:
-    """Returns what ended an attempt, and when."""
+    """Returns what ended an attempt, and when; `step_seconds`: those of an attempt without one."""
     begin = _training(attempt)
     until = attempt.ended - _detection(own)
+    step_seconds = _step_seconds(own, num_steps, default=step_seconds)
     return Failure(
-        seconds=until - (attempt.claimed if begin is None else begin - half_step),
+        seconds=until - (attempt.claimed if begin is None else begin - step_seconds / 2),
         code=KILLED if end is None else end.exit,
         in_setup=begin is None,
         is_saved=end is not None and end.committed,
+        step_seconds=step_seconds,
     )
 
 

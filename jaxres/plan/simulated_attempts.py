@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxres.checkpoint import save_interval
 from jaxres.checkpoint.save_interval import HOUR_SECONDS, Costs
@@ -69,6 +69,8 @@ class Failure:
     """Whether it happens before training begins."""
     is_saved: bool = False
     """Whether the attempt commits its last step before it ends, as after a notice."""
+    step_seconds: float | None = None
+    """Of the steps of this attempt; None: those of the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def simulate_attempts(
     """Returns what a job does: one attempt for each failure, then one to the last step."""
     policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
     history: list[AttemptOutcome[int]] = []
-    seconds = wait_seconds = trained_seconds = 0.0
+    seconds = useful = wait_seconds = trained_seconds = 0.0
     committed = num_attempts = num_saves = steps_lost = num_lossy = 0
     gave_up = ""
     for failure in [*failures, None]:
@@ -119,8 +121,12 @@ def simulate_attempts(
             costs = Costs(failures=num_lossy, trained_hours=trained_seconds / HOUR_SECONDS)
             until = math.inf if failure is None else failure.seconds
             is_saved = failure is None or failure.is_saved
-            reached = _train(times, settings, committed, until, costs, is_saved=is_saved)
+            own = times
+            if failure is not None and failure.step_seconds is not None:
+                own = replace(times, step_seconds=failure.step_seconds)
+            reached = _train(own, settings, committed, until, costs, is_saved=is_saved)
             seconds += setup + reached.seconds
+            useful += (reached.committed - committed) * own.step_seconds
         trained_seconds += reached.seconds
         num_attempts += 1
         num_saves += reached.num_saves
@@ -138,7 +144,6 @@ def simulate_attempts(
             break
         seconds += decision.after_seconds + times.launch_seconds
         wait_seconds += decision.after_seconds
-    useful = committed * times.step_seconds
     return SimulatedJob(
         seconds=seconds,
         goodput=useful / seconds if seconds else 0.0,

@@ -300,6 +300,12 @@ def report_names() -> Any:
     return written(report.as_json_text(timeline, example(summary.Summary)))
 
 
+RESTORE_RESULTS = (
+    *(restore.VALID, restore.DAMAGED, restore.STORAGE),
+    *(restore.TIMEOUT, restore.CONFIG, restore.RETRY),
+)
+
+
 def names() -> dict[str, Any]:
     """Returns all names, by the file or message that has them."""
     producers: Mapping[str, Callable[[], Any]] = {
@@ -309,10 +315,7 @@ def names() -> dict[str, Any]:
         "connection of two hosts: messages": host_message_names,
         "step: columns of a host's flags": lambda: list(consensus.FACTS),
         "restore: result of one host": lambda: written(example(restore.ReadResult).encode()),
-        "restore: kinds of results": lambda: [
-            *(restore.VALID, restore.DAMAGED, restore.STORAGE),
-            *(restore.TIMEOUT, restore.CONFIG, restore.RETRY),
-        ],
+        "restore: kinds of results": lambda: list(RESTORE_RESULTS),
         "save: report of one host": lambda: written(example(readback.HostReport).encode()),
         "launch/events: kinds": launch_event_names,
         "metrics.jsonl": lambda: shape(example(metrics.MetricsLine).fields()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,21 +23,30 @@ STEP, SAVE, COMMIT, WAIT, DETECTION = 2.0, 0.5, 1.0, 3.0, 4.0
 RESTART = (f"restart.backoff_seconds={WAIT}", "restart.jitter=0")
 
 
-def killed_run(*attempts: int, has_loop: bool = True) -> SimulatedRun:
-    """Returns a run whose attempts are killed after so many steps; one more reaches the end."""
+def killed_run(
+    *attempts: int, has_loop: bool = True, seconds: Sequence[float] = ()
+) -> SimulatedRun:
+    """Returns a run whose attempts are killed after so many steps; one more reaches the end.
+
+    Args:
+      attempts: steps of each attempt.
+      has_loop: whether a loop restarts the attempts.
+      seconds: duration of a step of each attempt; STEP where there is none.
+    """
     run = SimulatedRun()
-    for steps in [*attempts, None]:
+    for number, steps in enumerate([*attempts, None]):
+        step = seconds[number] if number < len(seconds) else STEP
         seq = run.begin(*SETUP)
         while run.step < LAST_STEP and steps != 0:
-            run.train(seq, STEP)
+            run.train(seq, step)
             steps = None if steps is None else steps - 1
             if run.step % SAVE_EVERY == 0:
                 save(run)
         if steps is None:
             run.end(0, detection_seconds=1.0)
             return run
-        run.spend(STEP / 2)  # It is killed in the middle of a step.
-        run.end(137, detection_seconds=DETECTION - STEP / 2)
+        run.spend(step / 2)  # It is killed in the middle of a step.
+        run.end(137, detection_seconds=DETECTION - step / 2)
         if has_loop:
             run.event(AttemptRestarted, supervisor=True, attempt=run.attempt, after_seconds=WAIT)
         run.now += WAIT
@@ -78,6 +88,18 @@ def test_a_killed_run_is_simulated_within_one_point_of_its_own_goodput():
     assert simulated.num_attempts == 5
     assert simulated.goodput == pytest.approx(ledger.goodput, abs=0.01)
     assert simulated.seconds == pytest.approx(ledger.seconds, rel=0.01)
+
+
+def test_attempts_whose_steps_take_longer_than_the_others_have_made_the_same_steps():
+    """Else the simulation commits a step that the run has lost, or the other way round."""
+    run = killed_run(11, 9, 21, 9, 12, seconds=(2.0, 7.0, 3.0, 1.0, 5.0))
+    found = observed(run)
+    assert found is not None
+    assert [one.step_seconds for one in found.failures] == pytest.approx([2.0, 7.0, 3.0, 1.0, 5.0])
+    simulated = simulate_attempts(found.times, found.failures, found.settings)
+    ledger = summary.summarize(fold(run))
+    assert simulated.steps_lost == sum(one.steps_lost for one in ledger.incidents), "other steps"
+    assert simulated.goodput == pytest.approx(ledger.goodput, abs=0.01)
 
 
 def test_waits_without_progress_grow_as_the_policy_says():
