@@ -231,7 +231,7 @@ class Chaos:
 
 def _kinds(
     judged: tuple[ChaosFacts, tuple[Broken, ...]],
-) -> tuple[list[ChecklistKind | None], bool]:
+) -> tuple[Sequence[ChecklistKind | None], bool]:
     facts, broken = judged
     kinds = [BY_NAME[fault.scenario].checklist_kind for fault in facts.planned.faults]
     return kinds, not broken

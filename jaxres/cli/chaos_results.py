@@ -105,7 +105,9 @@ def read(config: RunConfig) -> ChaosFound:
     nothing: dict[ChecklistKind, Verdict] = dict.fromkeys(KINDS, NOT_RUN)
     try:
         result = json.loads(path_of(config).read_bytes())
-        kinds = {kind: _verdict(result["kinds"].get(kind)) for kind in KINDS}
+        kinds: dict[ChecklistKind, Verdict] = {
+            kind: _verdict(result["kinds"].get(kind)) for kind in KINDS
+        }
         text, changed = str(result["summary"]), version_changes(result["versions"], versions_here())
     except FileNotFoundError:
         return ChaosFound(nothing, "no faults were injected into a run of this config here")
