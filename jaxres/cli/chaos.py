@@ -233,7 +233,8 @@ def _kinds(
     judged: tuple[ChaosFacts, tuple[Broken, ...]],
 ) -> tuple[Sequence[ChecklistKind | None], bool]:
     facts, broken = judged
-    kinds = [BY_NAME[fault.scenario].checklist_kind for fault in facts.planned.faults]
+    scenarios = [BY_NAME[fault.scenario] for fault in facts.planned.faults]
+    kinds: list[ChecklistKind | None] = [one.checklist_kind for one in scenarios]
     return kinds, not broken
 
 
