@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from jaxres.cli import plan
+from tests.tiers import campaign, slow_but
 from tools.experiments import plans
 
 ROOT = Path(__file__).parents[3]
-SLOW = ("interruptions_of_16384_gpus", "goodput_without_each_measure", "spare_hosts")
+SLOW = ("interruptions_of_16384_gpus", "spare_hosts")
+SLOWEST = ("goodput_without_each_measure",)
 CHEAP = ("failure_arithmetic", "insurance", "notice_budget", "retention_bill")
 
 
-@pytest.mark.parametrize(
-    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", [*slow_but([*CHEAP, *SLOW], *CHEAP), *campaign(SLOWEST)])
 def test_an_experiment_gives_its_committed_result(name, monkeypatch):
     """Calls the planner in this process, where the experiment starts one for each plan."""
 
