@@ -49,7 +49,7 @@ def plan(
       steps: number of steps of each run; a save is made every SAVE_EVERY steps.
 
     >>> [[f.scenario for f in r.faults] for r in plan(["notice", "hang"], seed=0, faults=3)]
-    [['notice'], ['hang'], ['notice']]
+    [['hang'], ['notice'], ['hang']]
     """
     chance, found, left = random.Random(f"chaos-{seed}"), list[PlannedRun](), faults
     for group in _groups(names, chance):
