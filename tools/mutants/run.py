@@ -101,8 +101,7 @@ def _dies(mutant: Mutant, *, caches: str, until: float) -> bool | None:
         return None
     with tempfile.TemporaryDirectory(prefix="jaxres-mutant-") as folder:
         tree = Path(folder, "tree")
-        _copy_tree(tree)
-        subprocess.run(["patch", "-p1", "-s", "-i", str(mutant.patch)], cwd=tree, check=True)
+        apply_to_copy(mutant, tree)
         try:
             ended = subprocess.run(
                 [*PYTEST, mutant.promise],
@@ -143,7 +142,8 @@ def _failing_lines(report: str) -> str:
     return "\n".join(line for line in report.splitlines() if re.match(r"[E>]\s", line))
 
 
-def _copy_tree(tree: Path) -> None:
+def apply_to_copy(mutant: Mutant, tree: Path) -> None:
+    """Copies the working tree, without what git ignores, and applies a mutant to the copy."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -155,6 +155,7 @@ def _copy_tree(tree: Path) -> None:
         if Path(ROOT, name).is_file() or Path(ROOT, name).is_symlink():
             Path(tree, name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(Path(ROOT, name), Path(tree, name), follow_symlinks=False)
+    subprocess.run(["patch", "-p1", "-s", "-i", str(mutant.patch)], cwd=tree, check=True)
 
 
 if __name__ == "__main__":

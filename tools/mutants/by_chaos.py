@@ -1,0 +1,108 @@
+"""Which mutants does the default schedule of `jaxres chaos run` catch?
+
+    python tools/mutants/by_chaos.py NAME ...   these
+    ... --config CONFIG                         with this config (quickstart)
+    ... --minutes N                             begin none after N minutes
+
+A mutant is caught if the command prints a broken promise, or ends with another code than 0. It is
+ended at the first broken promise. docs/chaos.md has the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from run import AT_A_TIME, HERE, ROOT, Mutant, apply_to_copy, read
+
+sys.path.insert(0, str(ROOT))
+
+from jaxres.chaos.verdict import PROMISES  # noqa: E402 (the tree of this file, not an installed one)
+
+BROKEN = re.compile(rf"^  ({'|'.join(map(re.escape, PROMISES))}): ")
+LIMIT_SECONDS = 1200
+
+
+def main(arguments: list[str]) -> int:
+    """Prints for each mutant what has caught it; 0 if all were caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="+", metavar="NAME")
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    options = parser.parse_args(arguments)
+    mutants = [read(HERE / f"{name}.patch") for name in options.names]
+    until = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-caches-") as caches:
+
+        def try_one(mutant: Mutant) -> bool | None:
+            return _try(mutant, options.config, caches) if time.monotonic() < until else None
+
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            caught = list(pool.map(try_one, mutants))
+    print(f"{caught.count(True)} of {len(caught) - caught.count(None)} mutants were caught")
+    return 0 if all(caught) else 1
+
+
+def _try(mutant: Mutant, config: str, caches: str) -> bool:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-") as folder:
+        tree = Path(folder, "tree")
+        apply_to_copy(mutant, tree)
+        found = _caught_by(tree, config, caches, log=Path(folder, "log"))
+    seconds = time.monotonic() - started
+    print(f"{mutant.name}: {found or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)
+    return bool(found)
+
+
+def _caught_by(tree: Path, config: str, caches: str, *, log: Path) -> str:
+    """Runs the command on a mutant; returns the first broken promise, "" if all held."""
+    command = [sys.executable, "-m", "jaxres", "chaos", "run", config]
+    # Programs are cached by the source of the tree, data by their own.
+    command += [f"data.cache_dir={caches}", f"compilation.cache_dir={tree.parent / 'xla'}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    until = time.monotonic() + LIMIT_SECONDS
+    try:
+        while time.monotonic() < until:
+            code = process.poll()
+            broken = [line for line in log.read_text().splitlines() if BROKEN.match(line)]
+            if broken:
+                return broken[0].strip()[:160]
+            if code is not None:
+                return "" if code == 0 else f"exit {code}: {log.read_text()[-160:]!r}"
+            time.sleep(1.0)
+        return f"did not end within {LIMIT_SECONDS} s"
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the command and its runs: they end with it (SIGTERM to a group of its own)."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
