@@ -22,10 +22,10 @@ from jaxres.chaos.scenarios import ALL, BY_NAME, ChecklistKind
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
 from jaxres.chaos.short_runs import Runner, Topology, shortened
 from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
-from jaxres.cli import chaos_results
+from jaxres.cli import chaos_results, kept_results
 from jaxres.cli.chaos_results import ChaosResult
+from jaxres.cli.kept_results import versions_here
 from jaxres.cli.resume_check import run_folder
-from jaxres.cli.resume_results import versions_here
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
@@ -225,7 +225,7 @@ class Chaos:
         path = chaos_results.store(self._loaded.config, result)
         _say(f"kept for `jaxres doctor` in {path}")
         if options.json is not None:
-            options.json.write_text(result.as_json())
+            kept_results.write(options.json, result.fields())
         return ExitCode.DONE if is_good else BROKEN
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxres import config as configs
 from jaxres.chaos.scenarios import ChecklistKind
-from jaxres.cli.resume_results import version_changes, versions_here
+from jaxres.cli import kept_results
+from jaxres.cli.kept_results import version_changes, versions_here
 from jaxres.config import RunConfig
-from jaxres.storage import files
 
 FOLDER = "chaos"
 FORMAT = 1
@@ -50,9 +49,9 @@ class ChaosResult:
     runs: tuple[dict[str, Any], ...]
     """Fields of each run: its name, exit, faults and broken promises."""
 
-    def as_json(self) -> str:
-        """Returns the text that is written."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+    def fields(self) -> dict[str, Any]:
+        """Returns the fields that are written."""
+        return dataclasses.asdict(self)
 
 
 def kinds_of(
@@ -75,8 +74,7 @@ def kinds_of(
 
 def path_of(config: RunConfig) -> Path:
     """Returns the file of a config's result."""
-    folder = config.data.cache_dir.expanduser() / FOLDER
-    return folder / f"{configs.digest(config)[:16]}.json"
+    return kept_results.path_of(config, FOLDER)
 
 
 def store(config: RunConfig, result: ChaosResult) -> Path:
@@ -85,10 +83,7 @@ def store(config: RunConfig, result: ChaosResult) -> Path:
     Raises:
       StorageRefused, StorageUnavailable: the cache folder can't be written.
     """
-    path = path_of(config)
-    files.make_dir(path.parent)
-    files.replace(path, result.as_json().encode())
-    return path
+    return kept_results.write(path_of(config), result.fields())
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from jaxres.cli import chaos_results, resume_results
+from jaxres.cli import chaos_results, kept_results
 from jaxres.cli.chaos_results import ChaosFound
 from jaxres.cli.check import Check
 from jaxres.config import RunConfig
@@ -166,7 +166,7 @@ def gather(
         is_clock_synchronised=_is_clock_synchronised() if is_here else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if is_here else None,
         gpus=_read_gpus(env) if has_gpus else None,
-        driver=resume_results.versions_here().get(resume_results.DRIVER) if has_gpus else None,
+        driver=kept_results.versions_here().get(kept_results.DRIVER) if has_gpus else None,
         cuda=cuda,
         nccl=nccl,
     )

@@ -20,7 +20,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.chaos.short_runs import HANG_SECONDS, Runner, Topology, shortened
 from jaxres.checkpoint import diff
-from jaxres.cli import resume_results
+from jaxres.cli import kept_results, resume_results
 from jaxres.cli.resume_results import (
     BreakResult,
     CheckResult,
@@ -232,7 +232,7 @@ class Check:
             topologies=levels,
             first_difference=self._first_difference(culprit),
             runs=tuple(map(_run_result, compared)),
-            versions=resume_results.versions_here(),
+            versions=kept_results.versions_here(),
             devices=_devices(self._runner.run_dir(reference.name)),
             steps=self._options.steps,
             seed=self._options.seed,

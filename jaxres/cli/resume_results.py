@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxres import config as configs
+from jaxres.cli import kept_results
+from jaxres.cli.kept_results import version_changes, versions_here
 from jaxres.config import RunConfig
-from jaxres.storage import files
-from jaxres.supervisor.worker_group import versions
 
 FOLDER = "resume-checks"
-DRIVER = "nvidia driver"
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 BITWISE = "bitwise"
 FORMAT = 1
 
@@ -120,20 +116,9 @@ class CheckResult:
         return dataclasses.asdict(self)
 
 
-def versions_here() -> dict[str, str]:
-    """Returns the versions of the libraries and, if there is one, of the driver."""
-    try:
-        text = DRIVER_FILE.read_text(errors="replace")
-    except OSError:
-        return versions()
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return versions() | ({DRIVER: found[0]} if found else {})
-
-
 def path_of(config: RunConfig) -> Path:
     """Returns the file of a config's result."""
-    folder = config.data.cache_dir.expanduser() / FOLDER
-    return folder / f"{configs.digest(config)[:16]}.json"
+    return kept_results.path_of(config, FOLDER)
 
 
 def store(config: RunConfig, result: CheckResult) -> Path:
@@ -142,10 +127,7 @@ def store(config: RunConfig, result: CheckResult) -> Path:
     Raises:
       StorageRefused, StorageUnavailable: the cache folder can't be written.
     """
-    path = path_of(config)
-    files.make_dir(path.parent)
-    files.replace(path, json.dumps(result.fields(), indent=1).encode() + b"\n")
-    return path
+    return kept_results.write(path_of(config), result.fields())
 
 
 @dataclass(frozen=True)
@@ -173,12 +155,3 @@ def read(config: RunConfig) -> Found:
     if changed:
         return Found(False, f"tested with other versions ({', '.join(changed)}): {command}")
     return Found(True, str(summary))
-
-
-def version_changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns the versions that differ, as in `jax 0.9 -> 0.10`."""
-    return [
-        f"{name} {before.get(name, 'absent')} -> {now.get(name, 'absent')}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]

@@ -281,7 +281,7 @@ def chaos_names() -> dict[str, Any]:
     facts = ChaosFacts(example(PlannedRun), example(RunFacts), (example(Injection),))
     run = chaos.run_fields(facts, [example(Broken)])
     result = dataclasses.replace(example(chaos_results.ChaosResult), runs=(run,))
-    return written(result.as_json())
+    return written(json.dumps(result.fields()))
 
 
 def launch_event_names() -> list[str]:

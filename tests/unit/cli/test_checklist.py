@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
-from jaxres.cli import chaos_results, checklist, checklist_facts, doctor, resume_results
+from jaxres.cli import chaos_results, checklist, checklist_facts, doctor, kept_results
 from jaxres.cli.chaos_results import ChaosFound, ChaosResult
 from jaxres.cli.check import Check
 from jaxres.cli.checklist import ITEMS
@@ -316,7 +316,7 @@ def chaos(**kinds: Any) -> ChaosResult:
         trajectory="x",
         kinds=kinds,
         summary="3 of 3 promises held",
-        versions=resume_results.versions_here(),
+        versions=kept_results.versions_here(),
         seed=0,
         hosts=1,
         steps=12,

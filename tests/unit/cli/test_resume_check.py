@@ -11,7 +11,7 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.chaos.short_runs import Topology, shortened
-from jaxres.cli import resume_check, resume_results
+from jaxres.cli import kept_results, resume_check, resume_results
 from jaxres.cli.resume_results import CheckResult
 from jaxres.exit_codes import ExitCode
 from jaxres.train import break_hook
@@ -36,7 +36,7 @@ def result(**changes: Any) -> CheckResult:
         topologies={},
         first_difference=None,
         runs=(),
-        versions=resume_results.versions_here(),
+        versions=kept_results.versions_here(),
         devices="1 x cpu",
         steps=12,
         seed=0,
@@ -102,7 +102,7 @@ def test_a_result_that_is_not_bitwise_is_not_good(config: configs.RunConfig, lev
 
 
 def test_a_result_of_other_versions_is_not_good(config: configs.RunConfig) -> None:
-    versions = resume_results.versions_here() | {"jax": "0.1"}
+    versions = kept_results.versions_here() | {"jax": "0.1"}
     resume_results.store(config, result(versions=versions))
     found = resume_results.read(config)
     assert not found.is_good
