@@ -29,7 +29,6 @@ from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
 from jaxres.launch import argument_checks, k8s_manifest
 from jaxres.launch.k8s_manifest import ClusterOptions, Kind, Manifest
 from jaxres.runlog import run_log
-from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
@@ -37,7 +36,7 @@ from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import restart_policy, signals
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
-from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
+from jaxres.supervisor.restart_policy import GiveUp, Restart
 from jaxres.supervisor.run_config import find_run_dir, parse_target, resolve_run
 
 COMMAND = "python -m jaxres.launch k8s"
@@ -312,25 +311,7 @@ def after_restart(
         count, because an operator has submitted it since.
     """
     history = restart_policy.load_history(records, supervised_only=False).outcomes[-restarts:]
-    return decide_next(history, config, seed=restarts)
-
-
-def decide_next(
-    history: Sequence[AttemptOutcome[int]], config: RunConfig, *, seed: int
-) -> Restart | GiveUp | None:
-    """Decides what each host does after attempts that all of them ran; None: there is none. Pure.
-
-    Args:
-      history: outcomes of the attempts, oldest first.
-      config: limits of restarts; `launch.max_hours` is left out, since no host knows when the job
-        began.
-      seed: that of the wait; equal on all hosts.
-    """
-    if not history:
-        return None
-    unlimited = config.launch.model_copy(update={"max_hours": None})
-    policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)
-    return restart_policy.decide(history, 0.0, policy)
+    return restart_policy.decide_next(history, config, seed=restarts) if history else None
 
 
 # Submission.

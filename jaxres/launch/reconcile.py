@@ -28,7 +28,7 @@ from jaxres.launch.provisioning import release_all, replace_vms
 from jaxres.launch.spending import lifetime_seconds
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.supervisor import restart_policy
-from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
+from jaxres.supervisor.restart_policy import GiveUp, Restart
 
 LOST_REQUEST_SECONDS = 20.0
 """A request of which the service has no operation after this long was lost."""
@@ -389,9 +389,7 @@ def _restart(
 ) -> Restart | GiveUp:
     """Applies the supervisor's restart policy; the launcher itself checks hours and hosts."""
     outcomes = [AttemptOutcome[int](p.code, p.reason, p.step_before, p.step_after) for p in history]
-    unlimited = config.launch.model_copy(update={"max_hours": None})
-    policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)
-    return restart_policy.decide(outcomes, 0.0, policy)
+    return restart_policy.decide_next(outcomes, config, seed=seed)
 
 
 def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:

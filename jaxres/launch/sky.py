@@ -272,7 +272,8 @@ def next_attempt(
     step = max((outcome.step_after for outcome in history), default=0)
     tries = idle * (AttemptOutcome(last, "no attempt has begun", step, step),)
     newest = max((record.attempt for record in records), default=0)
-    return k8s.decide_next((*history, *tries), config, seed=newest)
+    outcomes = (*history, *tries)
+    return restart_policy.decide_next(outcomes, config, seed=newest) if outcomes else None
 
 
 def _train(

@@ -17,7 +17,7 @@ from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, in_force
 from jaxres.storage.codec import TaggedCodec
 from jaxres.supervisor import restart_policy
-from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp, RestartPolicy
+from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp
 
 LEAST_SECONDS = 120.0
 """Less time than this before the job's limit is not worth another attempt in the same job."""
@@ -215,9 +215,7 @@ def _by_restart_policy(
     seconds, reason = 0.0, "the first attempt"
     if history:
         unnamed = [replace(outcome, culprit=None) for outcome in history]
-        unlimited = config.launch.model_copy(update={"max_hours": None})
-        policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)
-        decision = restart_policy.decide(unnamed, 0.0, policy)  # type: ignore[arg-type]
+        decision = restart_policy.decide_next(unnamed, config, seed=seed)  # type: ignore[arg-type]
         if isinstance(decision, GiveUp):
             return End(decision.exit, decision.reason)
         seconds, reason = decision.after_seconds, decision.reason

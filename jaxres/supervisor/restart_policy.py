@@ -18,7 +18,7 @@ import signal
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-from jaxres.config.schema import LaunchSection, RestartSection
+from jaxres.config.schema import LaunchSection, RestartSection, RunConfig
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice, since_progress
 from jaxres.runlog.run_log import (
@@ -201,6 +201,21 @@ def decide(
         few = f"too few hosts are left (at least {policy.num_hosts[0]}) without slot {slots}"
         return GiveUp(ExitCode.UNHEALTHY, f"{last.reason}; {few}")
     return _within_budgets(history, policy, without, is_new=since == len(history))
+
+
+def decide_next(
+    history: Sequence[AttemptOutcome[int]], config: RunConfig, *, seed: int
+) -> Restart | GiveUp:
+    """Decides as `decide`, for a launcher that counts hours and chooses hosts by itself.
+
+    Args:
+      history: outcomes of the attempts, oldest first; at least one.
+      config: limits of restarts; `launch.max_hours` is left out.
+      seed: seed of the jitter.
+    """
+    unlimited = config.launch.model_copy(update={"max_hours": None})
+    policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)
+    return decide(history, 0.0, policy)
 
 
 def choose_slots(policy: RestartPolicy, without: frozenset[int]) -> tuple[int, ...] | None:
