@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from jaxres import config as configs
 from jaxres.checkpoint import manifest as manifests
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.exit_codes import ExitCode
+from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
+from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.guarantee import PROGRAM
 from jaxres.runlog.paths import RunDir
@@ -100,6 +103,53 @@ def shortened(config: RunConfig, *, steps: int, save_every: int, breaks: int) ->
         "launch.max_hours=null",
         "launch.max_restarts_per_1000_steps=null",
     ]
+
+
+@contextlib.contextmanager
+def run_folder(to: str | None, *, keep: bool, prefix: str) -> Iterator[Path]:
+    """Yields an empty folder for the runs.
+
+    Args:
+      to: --to; None: a temporary folder, which is deleted at the end.
+      keep: whether a temporary folder stays.
+      prefix: of the temporary folder's name.
+
+    Raises:
+      UsageError, ConfigError: `to` can't be used.
+    """
+    if to is not None:
+        if "://" in to:
+            raise UsageError(f"--to {to}: give a folder of a disk")
+        folder = Path(to).expanduser().absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise ConfigError(f"--to {folder}: it is not empty. Give a new folder.")
+        except OSError as error:
+            raise ConfigError(f"--to {folder}: {error.strerror}. Give another folder.") from error
+        yield folder
+        return
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def report_failed(reference: RunFacts, *, command: str, run: str, otherwise: int) -> int:
+    """Prints why the run with which all are compared has failed; returns the command's exit code.
+
+    Args:
+      reference: the run.
+      command: the command of jaxres.
+      run: what the run is called.
+      otherwise: the exit code, unless the input is wrong.
+    """
+    text = f"the {run} ended with {exit_name(reference.exit)}, see above"
+    sys.stderr.write(f"{reference.message}\njaxres {command}: {text}\n")
+    is_input = exit_row(reference.exit).severity is Severity.CONFIG
+    return ExitCode.CONFIG if is_input else otherwise
 
 
 @dataclass

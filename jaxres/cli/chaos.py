@@ -20,17 +20,16 @@ from jaxres.chaos import verdict
 from jaxres.chaos.runs import FaultyRun
 from jaxres.chaos.scenarios import ALL, BY_NAME, ChecklistKind
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
-from jaxres.chaos.short_runs import Runner, Topology, shortened
+from jaxres.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
 from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
 from jaxres.cli import chaos_results, kept_results
 from jaxres.cli.chaos_results import ChaosResult
 from jaxres.cli.kept_results import versions_here
-from jaxres.cli.resume_check import run_folder
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
 from jaxres.config.errors import did_you_mean
-from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog.resume_verdict import RunFacts
 
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
             sys.stdout.write(_list())
             return ExitCode.DONE
         loaded = configs.load(options.config, options.overrides)
-        with run_folder(options, prefix="jaxres-chaos-") as folder:
+        with run_folder(options.to, keep=options.keep, prefix="jaxres-chaos-") as folder:
             return Chaos(loaded, options, folder, env=env, clock=SystemClock()).run()
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)
@@ -169,10 +168,9 @@ class Chaos:
         _say(_row("run", "fault", "after", "resumed at", "again", "recovery"))
         reference = self._runner.unbroken(ORACLE, self._topology)
         if reference.exit != ExitCode.DONE:
-            text = f"the run without faults ended with {exit_name(reference.exit)}, see above"
-            sys.stderr.write(f"{reference.message}\njaxres chaos: {text}\n")
-            is_input = exit_row(reference.exit).severity is Severity.CONFIG
-            return ExitCode.CONFIG if is_input else BROKEN
+            return report_failed(
+                reference, command="chaos", run="run without faults", otherwise=BROKEN
+            )
         _say(_row(ORACLE, "-", "-", "-", "-", "-"))
         judged: list[tuple[ChaosFacts, tuple[Broken, ...]]] = []
         for planned in runs:
@@ -222,8 +220,7 @@ class Chaos:
             kinds=chaos_results.kinds_of(map(_kinds, judged), before),
             runs=tuple(run_fields(facts, found) for facts, found in judged),
         )
-        path = chaos_results.store(self._loaded.config, result)
-        _say(f"kept for `jaxres doctor` in {path}")
+        _say(kept_results.kept(lambda: chaos_results.store(self._loaded.config, result)))
         if options.json is not None:
             kept_results.write(options.json, result.fields())
         return ExitCode.DONE if is_good else BROKEN

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxres import config as configs
 from jaxres.config import RunConfig
+from jaxres.faults import RunError
 from jaxres.storage import files
 from jaxres.supervisor.worker_group import versions
 
@@ -34,6 +35,14 @@ def write(path: Path, fields: Mapping[str, Any]) -> Path:
     files.make_dir(path.parent)
     files.replace(path, json.dumps(fields, indent=1).encode() + b"\n")
     return path
+
+
+def kept(store: Callable[[], Path]) -> str:
+    """Stores a result; returns where it is, or why it is not there: it is known all the same."""
+    try:
+        return f"kept in {store()}"
+    except RunError as error:
+        return f"not kept for jaxres doctor: {error}"
 
 
 def versions_here() -> dict[str, str]:

@@ -7,18 +7,22 @@ config is not touched. The result is kept for `jaxres doctor` (resume_results.py
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos.short_runs import HANG_SECONDS, Runner, Topology, shortened
+from jaxres.chaos.short_runs import (
+    HANG_SECONDS,
+    Runner,
+    Topology,
+    report_failed,
+    run_folder,
+    shortened,
+)
 from jaxres.checkpoint import diff
 from jaxres.cli import kept_results, resume_results
 from jaxres.cli.resume_results import (
@@ -31,8 +35,8 @@ from jaxres.cli.resume_results import (
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
-from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
-from jaxres.faults import ConfigError, RunError, UsageError
+from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.faults import RunError, UsageError
 from jaxres.runlog import resume_verdict, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     try:
         options = _parse(arguments)
         loaded = configs.load(options.config, options.overrides)
-        with run_folder(options, prefix="jaxres-resume-check-") as folder:
+        with run_folder(options.to, keep=options.keep, prefix="jaxres-resume-check-") as folder:
             check = Check(loaded, options, folder, env=env, clock=SystemClock())
             return check.run()
     except RunError as raised:
@@ -99,29 +103,6 @@ def _topology(text: str) -> Topology:
     if not all(n.isascii() and n.isdigit() and 1 <= int(n) <= 100_000 for n in numbers):
         raise argparse.ArgumentTypeError(f"{text}: expected hosts x devices of each, as in 2x4")
     return Topology(*map(int, numbers))
-
-
-@contextlib.contextmanager
-def run_folder(options: argparse.Namespace, *, prefix: str) -> Any:
-    """Yields an empty folder for the runs (--to); a temporary one is deleted, unless --keep."""
-    if options.to is not None:
-        if "://" in options.to:
-            raise UsageError(f"--to {options.to}: give a folder of a disk")
-        folder = Path(options.to).expanduser().absolute()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if any(folder.iterdir()):
-                raise ConfigError(f"--to {folder}: it is not empty. Give a new folder.")
-        except OSError as error:
-            raise ConfigError(f"--to {folder}: {error.strerror}. Give another folder.") from error
-        yield folder
-        return
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    try:
-        yield folder
-    finally:
-        if not options.keep:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Check:
@@ -166,11 +147,9 @@ class Check:
         self._say(_row("run", "broken after", "resumed at", "result"))
         reference = self._runner.unbroken(UNBROKEN)
         if reference.exit != ExitCode.DONE:
-            sys.stderr.write(f"{reference.message}\n")
-            text = f"the unbroken run ended with {exit_name(reference.exit)}, see above\n"
-            sys.stderr.write(f"jaxres resume-check: {text}")
-            is_input = exit_row(reference.exit).severity is Severity.CONFIG
-            return ExitCode.CONFIG if is_input else DIFFERENT
+            return report_failed(
+                reference, command="resume-check", run="unbroken run", otherwise=DIFFERENT
+            )
         self._say(_row(UNBROKEN, "-", "-", _size_text(reference)))
         compared = [self._broken(reference, f"broken-{n + 1}", n) for n in range(options.repeat)]
         again, rows_differ = None, False
@@ -239,10 +218,7 @@ class Check:
             overridden=tuple(self._extra),
             seconds=round(self._clock.monotonic() - self._started, 1),
         )
-        try:
-            stored = f"kept in {resume_results.store(self._loaded.config, result)}"
-        except RunError as error:  # The result is known all the same.
-            stored = f"not kept for jaxres doctor: {error}"
+        stored = kept_results.kept(lambda: resume_results.store(self._loaded.config, result))
         if self._options.json:
             sys.stdout.write(json.dumps(result.fields()) + "\n")
         else:

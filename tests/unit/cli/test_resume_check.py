@@ -14,6 +14,7 @@ from jaxres.chaos.short_runs import Topology, shortened
 from jaxres.cli import kept_results, resume_check, resume_results
 from jaxres.cli.resume_results import CheckResult
 from jaxres.exit_codes import ExitCode
+from jaxres.faults import StorageRefused
 from jaxres.train import break_hook
 
 ROOT = Path(__file__).parents[3]
@@ -138,3 +139,11 @@ def test_the_hook_holds_once_after_the_planned_step_of_a_broken_run(tmp_path: Pa
     before = held.stat().st_ino
     break_hook.hold(Context(run_dir, 3))  # The step is computed again after the resume.
     assert held.stat().st_ino == before
+
+
+def test_a_result_that_can_not_be_kept_is_told_and_no_failure() -> None:
+    def store() -> Path:
+        raise StorageRefused("the disk is full")
+
+    assert kept_results.kept(store) == "not kept for jaxres doctor: the disk is full"
+    assert kept_results.kept(lambda: Path("x")) == "kept in x"
