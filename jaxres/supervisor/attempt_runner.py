@@ -474,7 +474,9 @@ def _review_slow_hosts(
 ) -> None:
     """Proposes to exclude a host that has held up the attempt, or excludes it."""
     section, claim = opened.config.guards.throughput, opened.claim
-    if section is None or not ended.is_recorded or ended.code == ExitCode.DONE:
+    if section is None or claim.num_hosts < 2:
+        return
+    if not ended.is_recorded or ended.code == ExitCode.DONE:
         return
     machines = dict.fromkeys(opened.hosts, identify(env, hostname=socket.gethostname()))
     if opened.peers is not None:
@@ -486,9 +488,8 @@ def _review_slow_hosts(
         if found is not None:
             print_message(found)
 
-    if claim.num_hosts > 1:
-        what = f"slow hosts could not be reviewed: {opened.run_dir.root}"
-        write_with_timeout(review, seconds=RECORD_SECONDS, what=what, report=print_message)
+    what = f"slow hosts could not be reviewed: {opened.run_dir.root}"
+    write_with_timeout(review, seconds=RECORD_SECONDS, what=what, report=print_message)
 
 
 def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
