@@ -1,11 +1,13 @@
-"""Writes the arrays of a step by TensorStore on file systems, and reads each part back at once.
+"""Writes the arrays of a step on file systems, and reads each part back at once.
 
 A part is some arrays, with the pieces of them that this host writes, in an OCDBT database of its
-own (`state/ocdbt.process_HOST.PART`). While parts are written, those before are read back from the
-disk. When all hosts have written theirs, host 0 merges the indexes of all parts into the index of
-the folder, in which stock Orbax and TensorStore find the arrays.
+own (`state/ocdbt.process_HOST.PART`). Its values are in one file, which is written past the page
+cache. While parts are written, those before are read back from the disk. When all hosts have
+written theirs, host 0 lets TensorStore merge the indexes of all parts into the index of the folder,
+in which stock Orbax and TensorStore find the arrays.
 
-Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html.
+Sources: https://google.github.io/tensorstore/kvstore/ocdbt/index.html,
+https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html.
 """
 
 from __future__ import annotations
@@ -22,27 +24,40 @@ import numpy as np
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import ocdbt
 from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, Part, require_equal
-from jaxres.checkpoint.block_digests import ArrayInfo, Box, Digests, digests_of, encode
+from jaxres.checkpoint.block_digests import (
+    ArrayInfo,
+    Box,
+    Digests,
+    digests_of,
+    dtype_named,
+    encode,
+)
+from jaxres.checkpoint.content_digest import as_bytes
 from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, verify_part
 from jaxres.checkpoint.snapshot import digests_name, shape_and_pieces
-from jaxres.checkpoint.stored_chunks import entries_of
+from jaxres.checkpoint.stored_chunks import chunk_index, entries_of
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import step_dirs
 from jaxres.storage import files
+from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.direct_file import DirectWriter
 
 PART_BYTES = 2**26
 """Size from which another part begins; an array is never split."""
 THREADS = 3
 """Number of parts that are written or read back at the same time."""
+CHUNK_ALIGNMENT = 64
+"""Chunks begin at a multiple of this in their file, so that items are aligned where it is read."""
 _STORE = {
     "driver": "ocdbt",
     "assume_config": True,
     "config": {
-        "max_inline_value_bytes": 1024,
-        "max_decoded_node_bytes": 100_000_000,
+        "max_inline_value_bytes": ocdbt.MAX_INLINE_BYTES,
+        "max_decoded_node_bytes": ocdbt.MAX_NODE_BYTES,
         "manifest_kind": "single",
     },
 }
@@ -185,22 +200,20 @@ class ArrayWriter:
         held = {path: self._fetched.pop(path, None) or _fetch(*arrays[path]) for path in paths}
         for path in paths:
             del arrays[path]
-        (self._folder / database).mkdir(exist_ok=True)
-        writes = _begin(self._folder / database, held, self._context)
         digests: dict[str, Digests] = {}
         try:
-            for path, each in held.items():  # While TensorStore writes.
+            for path, each in _write_database(self._folder / database, held):
                 with self._pace.piece():
                     digests[path] = digests_of(each.info, each.items)
                     # After the digests: what changes later differs from them when it is read back.
                     require_equal(self._expected, path, each.items)
         except Corrupted as error:
             return HostReport({}, str(error)), {}
+        except OSError:
+            raise
         except Exception as error:  # noqa: BLE001  Host 0 refuses the step.
             why = f"this process could not digest its data: {type(error).__name__}: {error}"
             return HostReport({}, why), {}
-        finally:
-            writes.result()
         infos = {path: each.info for path, each in held.items()}
         boxes = {path: tuple(each.items) for path, each in held.items()}
         del held
@@ -235,31 +248,46 @@ def _fetch(info: ArrayInfo, array: Any) -> HostPieces:
     return HostPieces(info, *shape_and_pieces(array))
 
 
-def _begin(database: Path, held: Mapping[str, HostPieces], context: Any) -> Any:
-    """Starts to write pieces into a database; returns a future of when all are durable."""
-    import tensorstore
+def _write_database(
+    database: Path, held: Mapping[str, HostPieces]
+) -> Iterator[tuple[str, HostPieces]]:
+    """Writes pieces into a new database; yields each array with its path once it is handed over.
 
-    transaction = tensorstore.Transaction()
-    base = {**_STORE, "base": kvstore(database)}
-    writes: list[Any] = []
-    for path, each in held.items():
-        array = tensorstore.open(
-            {
-                "driver": "zarr3",
-                "kvstore": {**base, "path": key_of(path)},
-                "metadata": _metadata(each),
-                "store_data_equal_to_fill_value": True,
-            },
-            create=True,
-            context=context,
-            transaction=transaction,
-        ).result()
-        for box, items in each.items.items():
-            place = tuple(slice(start, stop) for start, stop in box)
-            writes.append(array[place].write(items, can_reference_source_data_indefinitely=True))
-    for write in writes:  # TensorStore cancels one whose future is dropped.
-        write.copy.result()
-    return transaction.commit_async()
+    The database is complete when the iterator has ended.
+    """
+    (database / ocdbt.DATA_FILE).parent.mkdir(parents=True)
+    values: dict[str, bytes | ocdbt.Place] = {}
+    with DirectWriter(database / ocdbt.DATA_FILE) as file:
+        for path, each in held.items():
+            key = key_of(path)
+            values[f"{key}zarr.json"] = canonical_json(_metadata(each))
+            for box, items in each.items.items():
+                if items.size:
+                    values[key + _chunk_key(box, each.chunk_shape)] = _append(file, items)
+            yield path, each
+    ocdbt.write_index(database, values)
+
+
+def _append(file: DirectWriter, items: np.ndarray) -> bytes | ocdbt.Place:
+    """Appends a chunk, as the codec `sharding_indexed` has it, unless it belongs into the index."""
+    data = as_bytes(items)
+    index = chunk_index(len(data))
+    if len(data) + len(index) <= ocdbt.MAX_INLINE_BYTES:
+        return bytes(data) + index
+    file.align(CHUNK_ALIGNMENT)
+    offset = file.size_bytes
+    file.append(data)
+    file.append(index)
+    return ocdbt.Place(offset, len(data) + len(index))
+
+
+def _chunk_key(box: Box, chunk_shape: Sequence[int]) -> str:
+    """Returns the key of a chunk below that of its array.
+
+    >>> _chunk_key(((4, 8), (0, 64)), (4, 64)), _chunk_key((), ())
+    ('c/1/0', 'c')
+    """
+    return "/".join(["c", *(str(a // n) for (a, _), n in zip(box, chunk_shape, strict=True))])
 
 
 def _metadata(each: HostPieces) -> dict[str, Any]:
@@ -267,16 +295,25 @@ def _metadata(each: HostPieces) -> dict[str, Any]:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     chunk = {
         "chunk_shape": each.chunk_shape,
-        "codecs": [little],
+        "codecs": [little if each.info.itemsize > 1 else {"name": "bytes"}],
         "index_codecs": [little, {"name": "crc32c"}],
-        "index_location": "end",
     }
     return {
-        "shape": each.info.shape,
-        "data_type": each.info.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": each.chunk_shape}},
+        "chunk_key_encoding": {"name": "default"},
         "codecs": [{"name": "sharding_indexed", "configuration": chunk}],
+        "data_type": each.info.dtype,
+        "fill_value": _fill_value(dtype_named(each.info.dtype)),
+        "node_type": "array",
+        "shape": each.info.shape,
+        "zarr_format": 3,
     }
+
+
+def _fill_value(dtype: np.dtype) -> Any:
+    if dtype.kind == "c":
+        return [0.0, 0.0]
+    return np.zeros((), dtype).item()
 
 
 def _databases(folder: str, reports: Sequence[HostReport]) -> list[str]:

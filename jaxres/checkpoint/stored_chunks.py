@@ -12,6 +12,7 @@ https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.htm
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -29,6 +30,7 @@ import xxhash
 
 from jaxres.checkpoint.block_digests import ArrayInfo, Box, dtype_named
 from jaxres.checkpoint.manifest import FileInfo
+from jaxres.checkpoint.ocdbt import crc32c
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.storage.path import RunPath
@@ -74,8 +76,14 @@ class Chunk:
     @property
     def index(self) -> bytes:
         """The bytes that must follow the items."""
-        entry = struct.pack("<QQ", 0, self.size_bytes)
-        return entry + struct.pack("<I", crc32c(entry))
+        return chunk_index(self.size_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def chunk_index(size_bytes: int) -> bytes:
+    """Returns what the codec `sharding_indexed` writes after the items of a chunk of this size."""
+    entry = struct.pack("<QQ", 0, size_bytes)
+    return entry + struct.pack("<I", crc32c(entry))
 
 
 def locate_chunks(
@@ -260,17 +268,3 @@ def fill(part: np.ndarray, file: io.FileIO) -> None:
         if not count:
             raise ValueError(f"{file.name} ends after {file.tell()} bytes")
         filled += count
-
-
-def crc32c(data: bytes) -> int:
-    """Returns the CRC32C of a few bytes (RFC 3720, appendix B.4).
-
-    >>> hex(crc32c(b"123456789"))
-    '0xe3069283'
-    """
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = (crc >> 1) ^ (0x82F63B78 * (crc & 1))
-    return crc ^ 0xFFFFFFFF
