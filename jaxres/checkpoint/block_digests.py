@@ -178,6 +178,15 @@ def split(
         yield from split(info, half, own, limit_bytes=limit_bytes)
 
 
+def rows_of(box: Box, digests: bytes, part: Box) -> bytes:
+    """Returns the digests of a part of a box of the grid that differs in its first dim only."""
+    if not box:
+        return digests
+    row_bytes = _volume(box[1:]) * DIGEST_BYTES
+    (first, _), (start, stop) = box[0], part[0]
+    return digests[(start - first) * row_bytes : (stop - first) * row_bytes]
+
+
 def encode(found: Mapping[str, Digests]) -> bytes:
     """Returns one process's digests of all arrays as canonical JSON."""
     rows = {

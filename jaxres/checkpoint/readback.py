@@ -19,7 +19,15 @@ import numpy as np
 import xxhash
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.block_digests import ArrayInfo, Box, Digests, decode, grid_box, split
+from jaxres.checkpoint.block_digests import (
+    ArrayInfo,
+    Box,
+    Digests,
+    decode,
+    grid_box,
+    rows_of,
+    split,
+)
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.step_download import LocalCopies
@@ -291,9 +299,14 @@ def _scan_files(
     files = by_file(chunks)
     wrong: set[str] = set()
 
-    def compare(chunk: Chunk, items: np.ndarray) -> None:
-        box = grid_box(chunk.info, chunk.box)
-        if box is None or block_digests(items, chunk.info.block) != wanted[chunk.path][box]:
+    def compare(chunk: Chunk, box: Box, items: np.ndarray) -> None:
+        whole, part = grid_box(chunk.info, chunk.box), grid_box(chunk.info, box)
+        if (
+            whole is None
+            or part is None
+            or block_digests(items, chunk.info.block)
+            != rows_of(whole, wanted[chunk.path][whole], part)
+        ):
             wrong.add(chunk.path)
 
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:

@@ -17,10 +17,9 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.ocdbt import crc32c
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
 from jaxres.checkpoint.throttle import Throttle
+from jaxres.storage.direct_file import DirectReader
 from jaxres.storage.path import RunPath
 
 _VALUE = re.compile(r"value:(?P<base>[^:]*):(?P<file>[^:]*):(?P<offset>\d+):(?P<size>\d+)")
@@ -44,7 +44,9 @@ _SUB_BYTE = re.compile(r".*(?:int|float)[1-7](?:_.*)?")
 """Types whose items may be packed."""
 INDEX_BYTES = 20
 """Size of the index after the items of a chunk: offset, size, and their CRC32C."""
-PART_BYTES = 2**22
+PART_BYTES = 2**20
+"""Size of the parts in which chunks are read, unless their blocks are larger."""
+REST_BYTES = 2**16
 """Size of the parts in which the rest of a file is read."""
 
 
@@ -214,14 +216,18 @@ def _is_plain(metadata: Mapping[str, Any], chunk_shape: list[int]) -> bool:
 
 
 def scan(
-    path: Path, chunks: Sequence[Chunk], visit: Callable[[Chunk, np.ndarray], None], pace: Throttle
+    path: Path,
+    chunks: Sequence[Chunk],
+    visit: Callable[[Chunk, Box, np.ndarray], None],
+    pace: Throttle,
 ) -> FileInfo:
     """Reads a data file once, from its start to its end; returns its size and checksum.
 
     Args:
       path: the file.
       chunks: the chunks in it.
-      visit: is called with each chunk and its items, which are valid until it returns.
+      visit: is called with each chunk, a box of items in it and these items, which are valid until
+        it returns. A chunk is cut along its first dim, between blocks of its digests.
       pace: throttle of the work.
 
     Raises:
@@ -229,35 +235,47 @@ def scan(
       OSError: it can't be read.
     """
     checksum = xxhash.xxh3_128()
-    longest = max((chunk.size_bytes + INDEX_BYTES for chunk in chunks), default=0)
-    buffer = np.empty(max(longest, PART_BYTES), np.uint8)
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        position = 0
+    parts = {chunk: list(_parts(chunk)) for chunk in chunks}
+    longest = max(REST_BYTES, *(size for each in parts.values() for _, size in each))
+    with DirectReader(path, longest=longest) as file:
 
         def read(num_bytes: int) -> np.ndarray:
-            nonlocal position
-            part = buffer[:num_bytes]
-            fill(part, file)
+            part = file.take(num_bytes)
             checksum.update(part.data)
-            position += num_bytes
             pace.spend(num_bytes)
             return part
 
         for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
-            while position < chunk.offset:
-                read(min(PART_BYTES, chunk.offset - position))
-            with pace.piece():
-                data = read(chunk.size_bytes + INDEX_BYTES)
-                if data[chunk.size_bytes :].tobytes() != chunk.index:
-                    raise ValueError(f"{path}: the index of a chunk of {chunk.path} is wrong")
-                items = data[: chunk.size_bytes].view(dtype_named(chunk.info.dtype))
-                visit(chunk, items.reshape(chunk.shape))
-        while position < size:
-            with pace.piece():
-                read(min(PART_BYTES, size - position))
-    return FileInfo(size, checksum.hexdigest())
+            _read_rest(read, chunk.offset - file.position)
+            for box, size_bytes in parts[chunk]:
+                with pace.piece():
+                    items = read(size_bytes).view(dtype_named(chunk.info.dtype))
+                    visit(chunk, box, items.reshape([stop - start for start, stop in box]))
+            if read(INDEX_BYTES).tobytes() != chunk.index:
+                raise ValueError(f"{path}: the index of a chunk of {chunk.path} is wrong")
+        with pace.piece():
+            _read_rest(read, file.size_bytes - file.position)
+    return FileInfo(file.size_bytes, checksum.hexdigest())
+
+
+def _read_rest(read: Callable[[int], np.ndarray], num_bytes: int) -> None:
+    """Reads bytes that belong to no chunk."""
+    while num_bytes > 0:
+        num_bytes -= len(read(min(REST_BYTES, num_bytes)))
+
+
+def _parts(chunk: Chunk) -> Iterator[tuple[Box, int]]:
+    """Yields the boxes of items that are read one after the other, with their sizes in bytes."""
+    if not chunk.box:
+        yield chunk.box, chunk.size_bytes
+        return
+    (first, last), *others = chunk.box
+    row_bytes = chunk.size_bytes // (last - first)
+    block_rows = chunk.info.block[0]
+    rows = block_rows * max(1, PART_BYTES // (block_rows * row_bytes))
+    for start in range(first, last, rows):
+        stop = min(start + rows, last)
+        yield ((start, stop), *others), (stop - start) * row_bytes
 
 
 def fill(part: np.ndarray, file: io.FileIO) -> None:

@@ -229,10 +229,10 @@ class _StepChecks:
         None: it could not be read to its end.
         """
 
-        def add(chunk: Chunk, items: np.ndarray) -> None:
-            box = grid_box(chunk.info, chunk.box)
-            assert box is not None, chunk
-            tables[chunk.path].add(Digests(((box, block_digests(items, chunk.info.block)),)))
+        def add(chunk: Chunk, box: Box, items: np.ndarray) -> None:
+            blocks = grid_box(chunk.info, box)
+            assert blocks is not None, chunk
+            tables[chunk.path].add(Digests(((blocks, block_digests(items, chunk.info.block)),)))
 
         path = Path(str(self._step_dir / name))
         try:

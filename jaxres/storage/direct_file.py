@@ -1,7 +1,7 @@
-"""Writes a local file past the page cache, where its file system allows that.
+"""Writes and reads a local file past the page cache, where its file system allows that.
 
-A write that goes through the page cache costs a copy, the pages, and their removal before what is
-on the disk can be read back.
+A file that goes through the page cache costs a copy, the pages, and their removal before what is on
+the disk can be read back.
 """
 
 from __future__ import annotations
@@ -81,13 +81,90 @@ class DirectWriter:
             part = self._memory[done:num_bytes].data
             try:
                 done += os.pwrite(self._file, part, self._written + done)
-            except OSError as error:  # The file system or its disk needs another alignment.
-                flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                    raise
-                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            except OSError as error:
+                _give_up_direct(self._file, error)
         self._written += min(num_bytes, self._filled)
         self._filled = 0
+
+
+class DirectReader:
+    """A file that is read once, from its start to its end; a context manager.
+
+    Raises every OSError unchanged.
+    """
+
+    def __init__(self, path: Path, *, longest: int) -> None:
+        """Opens the file.
+
+        Args:
+          path: the file.
+          longest: most bytes that `take` is asked for.
+        """
+        self._path = path
+        self._file = _open(path)
+        self.size_bytes = os.fstat(self._file).st_size
+        """Size of the file."""
+        self._kept = -(-longest // ALIGNMENT) * ALIGNMENT
+        """Where the next bytes of the file are read to; what was not taken yet is before it."""
+        self._memory = np.frombuffer(mmap.mmap(-1, self._kept + BUFFER_BYTES), np.uint8)
+        self._begin = self._end = self._kept
+        self._read = 0
+        """Bytes that were read from the file so far."""
+
+    @property
+    def position(self) -> int:
+        """Bytes that were taken so far."""
+        return self._read - (self._end - self._begin)
+
+    def take(self, num_bytes: int) -> np.ndarray:
+        """Returns the next bytes of the file, which are valid until the next call.
+
+        Raises:
+          ValueError: the file ends before.
+        """
+        while (there := self._end - self._begin) < num_bytes:
+            self._memory[self._kept - there : self._kept] = self._memory[self._begin : self._end]
+            self._begin, self._end = self._kept - there, self._kept
+            into = [self._memory[self._kept :].data]
+            try:
+                count = os.preadv(self._file, into, self._read)
+            except OSError as error:
+                _give_up_direct(self._file, error)
+                continue
+            if not count:
+                raise ValueError(f"{self._path} ends after {self._read} bytes")
+            self._end += count
+            self._read += count
+        self._begin += num_bytes
+        return self._memory[self._begin - num_bytes : self._begin]
+
+    def __enter__(self) -> DirectReader:
+        """Returns the file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _give_up_direct(file: int, error: OSError) -> None:
+    """Lets a file go through the page cache, if the error says that it must; raises it otherwise.
+
+    A file system or its disk may need another alignment than ours.
+    """
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+        raise error
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
 
 
 def _create(path: Path) -> int:

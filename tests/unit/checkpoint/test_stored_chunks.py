@@ -46,8 +46,8 @@ def read_by_scan(step_dir, infos):
     located = locate_chunks(step_dir, infos, frozen=())
     chunks = [chunk for each in located.values() for chunk in each]
 
-    def keep(chunk, part):
-        found[chunk.path][tuple(slice(*ends) for ends in chunk.box)] = part
+    def keep(chunk, box, part):
+        found[chunk.path][tuple(slice(*ends) for ends in box)] = part
 
     for name in {chunk.file for chunk in chunks}:
         own = [chunk for chunk in chunks if chunk.file == name]
