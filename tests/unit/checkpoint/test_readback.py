@@ -10,10 +10,11 @@ import shutil
 
 import pytest
 
-from jaxres.checkpoint import array_writer, background_save, readback
+from jaxres.checkpoint import array_writer, background_save, readback, stored_chunks
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.stored_chunks import locate_below
+from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.checkpoint.verify import verify_step
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
@@ -83,6 +84,37 @@ HARM = {
     "no digests": lambda step_dir: (step_dir / "digests" / "process_0.json").unlink(),
     "a file less": lambda step_dir: largest(step_dir).unlink(),
 }
+
+
+@pytest.mark.parametrize("third", [0, 1, 2])
+def test_each_part_of_a_chunk_is_compared_with_its_own_digests(attempt, monkeypatch, third):
+    """A chunk is read and compared in parts, some blocks high."""
+    monkeypatch.setattr(stored_chunks, "PART_BYTES", 1)
+    monkeypatch.setattr(array_writer, "verify_part", real := spy(array_writer.verify_part))
+    with attempt.checkpoints(keep_last=2) as checkpoints:
+        checkpoints.save(state(8), progress(8))
+        checkpoints.wait()
+        assert checkpoints.committed_step == 8  # All parts are as they should be.
+        (step_dir, database, infos, boxes, digests, _), *_ = real.calls
+    step_dir = next(attempt.run_dir.checkpoints.glob("00000008-*"))
+    chunk = locate_below(step_dir, database, infos, boxes)["params/tall"][3]
+    assert len(list(stored_chunks._parts(chunk))) > 1
+    data = bytearray((step_dir / chunk.file).read_bytes())
+    data[chunk.offset + third * (chunk.size_bytes - 1) // 2] ^= 1
+    (step_dir / chunk.file).write_bytes(data)
+    report = readback.verify_part(step_dir, database, infos, boxes, digests, UNTHROTTLED)
+    assert "params/tall differ from what was written" in report.failure
+
+
+def spy(function):
+    """Returns the function; its attribute `calls` has the arguments of each call."""
+
+    def both(*arguments):
+        both.calls.append(arguments)
+        return function(*arguments)
+
+    both.calls = []
+    return both
 
 
 @pytest.mark.parametrize("writer", ["tensorstore", "orbax"])

@@ -11,7 +11,7 @@ import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from jaxres.checkpoint import orbax_io
+from jaxres.checkpoint import orbax_io, stored_chunks
 from jaxres.checkpoint.stored_chunks import INDEX_BYTES, locate_chunks, scan
 from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.storage.files import read_whole
@@ -56,8 +56,12 @@ def read_by_scan(step_dir, infos):
     return {path: found[path] for path in located}
 
 
+@pytest.mark.parametrize("part_bytes", [1, stored_chunks.PART_BYTES])
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (None, "fsdp")], ids=["whole", "rows", "columns"])
-def test_every_type_is_read_bit_for_bit_from_the_places_in_the_index(tmp_path, spec):
+def test_every_type_is_read_bit_for_bit_from_the_places_in_the_index(
+    tmp_path, monkeypatch, spec, part_bytes
+):
+    monkeypatch.setattr(stored_chunks, "PART_BYTES", part_bytes)
     where = NamedSharding(sharding().mesh, PartitionSpec(*spec))
     with jax.enable_x64():
         arrays = {name: jax.device_put(items(name), where) for name in DTYPES}
