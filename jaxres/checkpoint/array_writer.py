@@ -39,7 +39,7 @@ from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, 
 from jaxres.checkpoint.snapshot import digests_name, shape_and_pieces
 from jaxres.checkpoint.stored_chunks import chunk_index, entries_of
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
-from jaxres.checkpoint.throttle import Throttle
+from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import step_dirs
 from jaxres.storage import files
@@ -97,7 +97,7 @@ class ArrayWriter:
           describe: returns name -> content of Orbax's files (orbax_files.py).
           process: number of this host.
           is_own: whether the arrays are such a copy.
-          pace: throttle of digests and read-back.
+          pace: throttle of the writing, the digests and the read-back.
           sums: sums of the bits of the state itself, with which what is written is compared.
         """
         self._sums = sums
@@ -202,7 +202,7 @@ class ArrayWriter:
             del arrays[path]
         digests: dict[str, Digests] = {}
         try:
-            for path, each in _write_database(self._folder / database, held):
+            for path, each in _write_database(self._folder / database, held, self._pace):
                 with self._pace.piece():
                     digests[path] = digests_of(each.info, each.items)
                     # After the digests: what changes later differs from them when it is read back.
@@ -249,7 +249,7 @@ def _fetch(info: ArrayInfo, array: Any) -> HostPieces:
 
 
 def _write_database(
-    database: Path, held: Mapping[str, HostPieces]
+    database: Path, held: Mapping[str, HostPieces], pace: Throttle = UNTHROTTLED
 ) -> Iterator[tuple[str, HostPieces]]:
     """Writes pieces into a new database; yields each array with its path once it is handed over.
 
@@ -263,7 +263,8 @@ def _write_database(
             values[f"{key}zarr.json"] = canonical_json(_metadata(each))
             for box, items in each.items.items():
                 if items.size:
-                    values[key + _chunk_key(box, each.chunk_shape)] = _append(file, items)
+                    with pace.piece():
+                        values[key + _chunk_key(box, each.chunk_shape)] = _append(file, items)
             yield path, each
     ocdbt.write_index(database, values)
 

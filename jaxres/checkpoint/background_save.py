@@ -1,4 +1,4 @@
-"""Saves in the background, by TensorStore (array_writer.py) or Orbax, and their typed errors.
+"""Saves in the background, by our own writer (array_writer.py) or Orbax, and their typed errors.
 
 The result of every save is awaited: otherwise Orbax raises the error of a failed save in the next
 save, which then saves nothing.

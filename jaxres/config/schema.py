@@ -160,14 +160,13 @@ class CheckpointSection(Section):
     writer: Literal["tensorstore", "orbax"] = free("tensorstore")
     """What writes the arrays on a file system, in the same format.
 
-    tensorstore: TensorStore without Orbax's layers; each part is read back while the next ones are
-    written; orbax: Orbax, and all is read back at the end. A bucket's are always written by
+    tensorstore: TensorStore's format without Orbax's layers; each part is read back while the next
+    ones are written; orbax: Orbax, and all is read back at the end. A bucket's are always written by
     Orbax."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
-    """Share of its time that the background thread spends on digests and read-back of a save.
+    """Share of its time that a background thread spends on writing, digests and read-back of a save.
 
-    A smaller share slows training less and prolongs the save. TensorStore does the writing itself,
-    which this does not limit."""
+    A smaller share slows training less and prolongs the save. What Orbax writes is not limited."""
     timeout_seconds: PositiveFloat = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)

@@ -8,10 +8,12 @@ import mmap
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from jaxres.checkpoint import array_writer, background_save, readback, stored_chunks
 from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.block_digests import ArrayInfo, digests_of
 from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.stored_chunks import locate_below
 from jaxres.checkpoint.throttle import UNTHROTTLED
@@ -87,34 +89,29 @@ HARM = {
 
 
 @pytest.mark.parametrize("third", [0, 1, 2])
-def test_each_part_of_a_chunk_is_compared_with_its_own_digests(attempt, monkeypatch, third):
+def test_each_part_of_a_chunk_is_compared_with_its_own_digests(tmp_path, monkeypatch, third):
     """A chunk is read and compared in parts, some blocks high."""
     monkeypatch.setattr(stored_chunks, "PART_BYTES", 1)
-    monkeypatch.setattr(array_writer, "verify_part", real := spy(array_writer.verify_part))
-    with attempt.checkpoints(keep_last=2) as checkpoints:
-        checkpoints.save(state(8), progress(8))
-        checkpoints.wait()
-        assert checkpoints.committed_step == 8  # All parts are as they should be.
-        (step_dir, database, infos, boxes, digests, _), *_ = real.calls
-    step_dir = next(attempt.run_dir.checkpoints.glob("00000008-*"))
-    chunk = locate_below(step_dir, database, infos, boxes)["params/tall"][3]
-    assert len(list(stored_chunks._parts(chunk))) > 1
-    data = bytearray((step_dir / chunk.file).read_bytes())
+    items = np.random.default_rng(0).random((64, 4096), np.float32)
+    info, box = ArrayInfo("float32", items.shape), ((0, 64), (0, 4096))
+    database, pieces = "state/ocdbt.process_0.0", {box: items}
+    held = {"w": array_writer.HostPieces(info, items.shape, pieces)}
+    list(array_writer._write_database(tmp_path / database, held))
+    digests = {"w": digests_of(info, pieces)}
+
+    def failure():
+        found = readback.verify_part(
+            tmp_path, database, {"w": info}, {"w": (box,)}, digests, UNTHROTTLED
+        )
+        return found.failure
+
+    (chunk,) = locate_below(tmp_path, database, {"w": info})["w"]
+    assert len(list(stored_chunks._parts(chunk))) > 2
+    assert failure() == ""
+    data = bytearray((tmp_path / chunk.file).read_bytes())
     data[chunk.offset + third * (chunk.size_bytes - 1) // 2] ^= 1
-    (step_dir / chunk.file).write_bytes(data)
-    report = readback.verify_part(step_dir, database, infos, boxes, digests, UNTHROTTLED)
-    assert "params/tall differ from what was written" in report.failure
-
-
-def spy(function):
-    """Returns the function; its attribute `calls` has the arguments of each call."""
-
-    def both(*arguments):
-        both.calls.append(arguments)
-        return function(*arguments)
-
-    both.calls = []
-    return both
+    (tmp_path / chunk.file).write_bytes(data)
+    assert "w differ from what was written" in failure()
 
 
 @pytest.mark.parametrize("writer", ["tensorstore", "orbax"])
