@@ -164,7 +164,7 @@ class CheckpointSection(Section):
     ones are written; orbax: Orbax, and all is read back at the end. A bucket's are always written by
     Orbax."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
-    """Share of its time that a background thread spends on writing, digests and read-back of a save.
+    """Share of its time that a background thread spends on writing and verifying a save.
 
     A smaller share slows training less and prolongs the save. What Orbax writes is not limited."""
     timeout_seconds: PositiveFloat = free(600.0)
