@@ -13,11 +13,13 @@ coordination service. Like the collectives of the training step, nothing is encr
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import http.server
 import io
 import ipaddress
+import math
 import secrets
 import socket
 import socketserver
@@ -26,11 +28,16 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from jaxres.checkpoint.memory_slots import CHUNK_BYTES, MemoryDamaged, Slot, StateKey
+from jaxres.checkpoint.memory_slots import CHUNK_BYTES, MemoryDamaged, Slot, StateKey, oldest
+from jaxres.clock import Clock, SystemClock
 from jaxres.runlog.events import Emit, MemoryCopied, MemoryCopyFailed
 
 SILENCE_SECONDS = 30.0
 """Longest time for which a connection may carry nothing."""
+FAILURE_SHARE = 0.1
+"""Largest share of the time that copies which fail may take: they delay this host's states too."""
+QUICK_SECONDS = 1.0
+"""A failure that takes no longer delays nothing."""
 MAX_CONNECTIONS = 8
 """The neighbour has one at a time; the others are of clients that have no business here."""
 POLL_SECONDS = 0.1
@@ -94,8 +101,7 @@ class CopyServer:
     def receive(self, size: int, read: Callable[[int], bytes]) -> None:
         """Keeps a state over the older one; as Slot.receive."""
         with self._lock:
-            slot = min(self._slots, key=lambda one: -1 if one.index is None else one.index.step)
-            slot.receive(size, read)
+            oldest(self._slots).receive(size, read)
 
     def find(self, path: str) -> Slot | None:
         """Returns the slot with the state of a path of a request."""
@@ -208,70 +214,117 @@ class _CopyRequest(http.server.BaseHTTPRequestHandler):
 class Neighbor:
     """The next host, at which this one keeps copies of its states."""
 
-    def __init__(self, host: int, address: str, token: str, *, emit: Emit) -> None:
+    def __init__(
+        self,
+        host: int,
+        address: str,
+        token: str,
+        *,
+        seconds: float,
+        emit: Emit,
+        clock: Clock | None = None,
+    ) -> None:
         """Connects to nothing yet.
 
         Args:
           host: its number.
           address: host:port of its CopyServer.
           token: its token.
+          seconds: longest transfer of a state; a slower one is given up.
           emit: receives an event of the first copy, of the first failure and of the end of it.
+          clock: times the failures.
         """
         self.host = host
         self._address = address
         self._token = token
+        self._seconds = seconds
         self._emit = emit
+        self._clock = clock or SystemClock()
         self._works: bool | None = None
+        self._resumes_at = -math.inf
+        """When a state may be sent again after a failure, on the monotonic clock."""
 
     def send(self, slot: Slot) -> None:
-        """Sends a state; a failure is an event, not an error."""
+        """Sends a state; a failure is an event, not an error.
+
+        After one that has taken long, states are left out for some time.
+        """
+        begun = self._clock.monotonic()
+        if begun < self._resumes_at:
+            return
         assert slot.index is not None
+        key = slot.index.key  # `discard` may forget the state meanwhile.
         size, parts = slot.sent()
         headers = {TOKEN: self._token, "Content-Length": str(size)}
         failure = ""
         try:
             with self._connection() as connection:
-                connection.request("PUT", _path(slot.index.key), body=parts, headers=headers)
+                connection.request("PUT", _path(key), body=parts, headers=headers)
                 answer = connection.getresponse()
                 if answer.status != HTTPStatus.NO_CONTENT:
                     failure = answer.read(MAX_REASON).decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
             failure = str(error) or type(error).__name__
+        now = self._clock.monotonic()
+        if failure and now - begun > QUICK_SECONDS:
+            self._resumes_at = now + (now - begun) * (1 / FAILURE_SHARE - 1)
         if self._works is not False and failure:
-            self._emit(MemoryCopyFailed(slot.index.step, self.host, failure))
+            self._emit(MemoryCopyFailed(key[0], self.host, failure))
         if not self._works and not failure:
-            self._emit(MemoryCopied(slot.index.step, self.host, size))
+            self._emit(MemoryCopied(key[0], self.host, size))
         self._works = not failure
 
     def fetch(self, key: StateKey, slot: Slot) -> None:
         """Gets a state of this host back.
 
         Raises:
-          OSError: the neighbour does not answer, or has no such copy.
-          MemoryDamaged: the bytes that came are not those that were written.
+          OSError: the neighbour does not answer in time, or has no such copy.
+          MemoryDamaged: the bytes that came are not those that were written, or of another state.
         """
         try:
             with self._connection() as connection:
                 connection.request("GET", _path(key), headers={TOKEN: self._token})
                 answer = connection.getresponse()
-                if answer.status != HTTPStatus.OK:
+                if answer.status != HTTPStatus.OK or answer.length is None:
                     reason = answer.read(MAX_REASON).decode("utf-8", "replace")
                     raise ConnectionError(f"host {self.host} at {self._address}: {reason}")
-                slot.receive(int(answer.headers["Content-Length"] or 0), answer.read)
+                slot.receive(answer.length, answer.read, key=key)
         except http.client.HTTPException as error:
             reason = f"host {self.host} at {self._address}: {type(error).__name__}"
             raise ConnectionError(reason) from error
 
     def _connection(self) -> _Connection:
-        return _Connection(self._address, timeout=SILENCE_SECONDS)
+        return _Connection(self._address, seconds=self._seconds)
 
 
 class _Connection(http.client.HTTPConnection):
+    """A connection that is closed after a time: a byte now and then would keep it open for ever."""
+
+    def __init__(self, address: str, *, seconds: float) -> None:
+        super().__init__(address, timeout=SILENCE_SECONDS)
+        self._seconds = seconds
+        self._timer: threading.Timer | None = None
+        self._is_late = False
+
     def __enter__(self) -> _Connection:
+        self.connect()
+        self._timer = threading.Timer(self._seconds, self._shut_down, [self.sock])
+        self._timer.daemon = True
+        self._timer.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def _shut_down(self, connected: socket.socket) -> None:
+        self._is_late = True
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
         self.close()
+        is_cut = kind is not None and issubclass(kind, OSError | http.client.HTTPException)
+        if is_cut and self._is_late:
+            raise TimeoutError(f"{self.host}: a state took longer than {self._seconds:.0f} s")
 
 
 def _path(key: StateKey) -> str:

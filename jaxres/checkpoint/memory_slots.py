@@ -156,6 +156,11 @@ class Slot:
         if index.pieces == self.pieces:
             self.index = index
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether memory is reserved for it, and it holds no state."""
+        return self._file >= 0 and self.index is None
+
     def close(self) -> None:
         """Closes the file, which stays in memory."""
         if self._file >= 0:
@@ -235,26 +240,31 @@ class Slot:
                 size = min(CHUNK_BYTES, piece.size - start)
                 yield os.pread(self._file, size, piece.offset + start)
 
-    def receive(self, size: int, read: Callable[[int], bytes]) -> None:
+    def receive(
+        self, size: int, read: Callable[[int], bytes], *, key: StateKey | None = None
+    ) -> None:
         """Overwrites the slot with one that another host has sent, and publishes it if it is whole.
 
         Args:
           size: number of bytes that were sent.
-          read: returns the next bytes, as many as it is asked for.
+          read: returns the next bytes, at most as many as it is asked for.
+          key: the state that was asked for; None: any.
 
         Raises:
-          MemoryDamaged: they are not of these pieces, or a piece has another digest.
+          MemoryDamaged: they are not of these pieces or that state, or a piece has another digest.
           OSError: they can't be written; from `read` too.
         """
         held = sum(piece.size for piece in self.pieces)
         if not 0 < size - held <= MAX_INDEX_BYTES:
             raise MemoryDamaged(f"{self._data}: {size} bytes were sent, with {held} of pieces")
         try:
-            index = _decoded(read(size - held))
+            index = _decoded(b"".join(_received(size - held, read)))
         except (OtherFormat, ValueError) as error:
             raise MemoryDamaged(f"{self._data}: {error}") from error
         if index.pieces != self.pieces:
             raise MemoryDamaged(f"{self._data}: the pieces of another state were sent")
+        if key not in (None, index.key):
+            raise MemoryDamaged(f"{self._data}: {index.key} was sent, {key} was asked for")
         self.drop()
         found = tuple(self._write(piece, _received(piece.size, read)) for piece in self.pieces)
         if index.digests != found:
@@ -319,6 +329,19 @@ class Slot:
             done += count
         shape = [stop - start for start, stop in piece.box]
         return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+
+
+def oldest(slots: Sequence[Slot]) -> Slot:
+    """Returns the slot to overwrite: one that holds nothing, or the state that was trained first.
+
+    A copy that arrives after a rollback has a higher step than those that follow, and an older
+    start record; no run continues from it.
+    """
+
+    def age(slot: Slot) -> tuple[int, int]:
+        return (-1, -1) if slot.index is None else (slot.index.seq, slot.index.step)
+
+    return min(slots, key=age)
 
 
 def parts_of(state: Tree, pieces: Sequence[Piece]) -> dict[Key, jax.Array]:

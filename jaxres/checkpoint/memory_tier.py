@@ -36,6 +36,7 @@ from jaxres.checkpoint.memory_slots import (
     Slot,
     StateKey,
     layout,
+    oldest,
     parts_of,
     slot_bytes,
 )
@@ -214,6 +215,7 @@ class MemoryTier:
             return None
         if self._is_open is None:
             self._open()
+        transfer_seconds = seconds / 2  # The other half is for reading it.
         seconds += MESSAGE_SECONDS
         messages = self._peers.gather(topic, self._report(), seconds=seconds)
         decision = json.loads(
@@ -226,42 +228,55 @@ class MemoryTier:
         self._is_agreed = not decision["problem"]
         if not self._is_agreed:
             self._close(decision["problem"], is_damaged=decision["is_damaged"])
+            self._give_back_unused()
             return None
-        self._meet_neighbor(decision["servers"])
+        self._meet_neighbor(decision["servers"], seconds=transfer_seconds)
         chosen = None if decision["chosen"] is None else tuple(decision["chosen"])
         self._drop_all_but(chosen)
         return None if chosen is None else self._read(chosen, f"{topic}/read", seconds)
 
-    def _meet_neighbor(self, servers: Sequence[tuple[str, str]]) -> None:
-        """Learns the address and the token of the neighbour's server; empty: it has none."""
+    def _meet_neighbor(self, servers: Sequence[tuple[str, str]], *, seconds: float) -> None:
+        """Learns the address and the token of the neighbour's server; empty: it has none.
+
+        `seconds` is the longest transfer of a state: one that takes longer could not be restored.
+        """
         if not self._copies or self._neighbor is not None:
             return
         host = self._holder
         address, token = servers[host]
         if address:
-            self._neighbor = Neighbor(host, address, token, emit=self._emit)
+            self._neighbor = Neighbor(host, address, token, seconds=seconds, emit=self._emit)
 
     def begin(self, seq: int, *, step: int) -> None:
         """Sets the number of the start record, and the step that training begins with."""
         self._seq, self._saved_step = seq, step
 
-    def save(self, state: Tree, progress: Progress) -> None:
+    def is_writing(self) -> bool:
+        """Returns whether a state is being written, or sent to the neighbour."""
+        return self._writing is not None and not self._writing.done()
+
+    def save(self, state: Tree, progress: Progress, *, is_busy: bool = False) -> None:
         """Keeps the state of a step if that is due; a copy of it is written in the background.
 
-        While the state before is still being written, this one is left out.
+        While the state before is still being written on any host, this one is left out on all:
+        hosts that left out states of their own choice would soon hold none in common.
 
         Args:
           state: nested dict of jax.Array, judged by the guards; may be donated once this returns.
           progress: the host's facts at the same step.
+          is_busy: whether any host is still writing; the same on every host.
         """
         if not self.is_due(progress.step):
             return
         self._saved_step = progress.step
-        if not self._is_open or not (self._writing is None or self._writing.done()):
+        if not self._is_open or is_busy or self.is_writing():
             return
-        parts = self._copies_of(parts_of(state, self._slots[0].pieces))
         begun = self._seq, self._generation
-        self._writing = self._saver.submit(self._write, parts, progress, *begun)
+        try:
+            parts = self._copies_of(parts_of(state, self._slots[0].pieces))
+            self._writing = self._saver.submit(self._write, parts, progress, *begun)
+        except Exception as error:  # noqa: BLE001 - no memory for the copy, or for a thread.
+            self._close(f"{type(error).__name__}: {error}")
 
     def discard(self) -> None:
         """Forgets all states: training resumes from an older step."""
@@ -286,7 +301,7 @@ class MemoryTier:
         try:
             memory_folder.make(self._folder)
             if (self._folder / DAMAGED).exists():
-                raise MemoryDamaged((self._folder / DAMAGED).read_text())
+                raise MemoryDamaged((self._folder / DAMAGED).read_text(errors="replace"))
             self._delete_unused()
             slots = (*self._slots, *self._copies)
             missing = sum(slot.missing_bytes() for slot in slots)
@@ -390,7 +405,7 @@ class MemoryTier:
         self, parts: Mapping[Key, Any], progress: Progress, seq: int, generation: int
     ) -> None:
         """Writes one state over the older of the two; runs in the background thread."""
-        slot = min(self._slots, key=lambda s: -1 if s.index is None else s.index.step)
+        slot = oldest(self._slots)
         try:
             with self._pace.piece():
                 digests = slot.write(parts)
@@ -410,6 +425,19 @@ class MemoryTier:
             pass  # Its metrics lines wait for storage, so a restart must compute it again.
         except Exception as error:  # noqa: BLE001 - no failure of this tier may end training.
             self._close(f"{type(error).__name__}: {error}")
+
+    def _give_back_unused(self) -> None:
+        """Gives back the memory that is reserved for states: this attempt writes none.
+
+        States of earlier attempts stay, for a later one that all hosts have room for.
+        """
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        with contextlib.suppress(OSError):
+            for slot in (*self._slots, *self._copies):
+                if slot.is_unused:
+                    slot.delete()
 
     def _copies_of(self, parts: Mapping[Key, jax.Array]) -> dict[Key, Any]:
         """Returns copies of the pieces, on the devices if they have room, else on the host.

@@ -95,6 +95,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     is_due = save_scheduler.attach(config.checkpoint.when, context)
     on_step, sync, flush = _metrics(context, stack)
     checkpoints = _checkpoints(config, context, trainable=parts.trainable, before_commit=sync)
+    memory = _memory(parts, context, stack, flush)
     run = Trainer(
         steps=config.train.steps,
         schedule=_step_schedule(parts),
@@ -117,7 +118,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         devices=meshes.devices_by_host(parts.mesh),
         computation=_computation(parts, context, compiled.train, compiled.text),
         on_step=on_step,
-        consensus=_consensus(context, checkpoints, parts.mesh, is_due),
+        consensus=_consensus(context, checkpoints, memory, parts.mesh, is_due),
         peers=context.peers,
         barrier_seconds=config.deadlines.restore_seconds,
         emit=context.emit,
@@ -125,7 +126,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         loss_scale=configs.loss_scale(config),
         least_guarantee=config.run.guarantee,
         hooks=_hooks(parts, context),
-        memory=_memory(parts, context, stack, flush),
+        memory=memory,
         replica_check=_replica_check(parts, context, compiled.fingerprints),
         replay_check=_replay_check(parts, context, compiled, rotated=rotated),
         performance=_performance(parts, context),
@@ -319,14 +320,21 @@ def _metrics(
 
 
 def _consensus(
-    context: AttemptContext, checkpoints: Checkpointer, mesh: Mesh, by_clock: Callable[[], bool]
+    context: AttemptContext,
+    checkpoints: Checkpointer,
+    memory: MemoryTier,
+    mesh: Mesh,
+    by_clock: Callable[[], bool],
 ) -> Consensus:
     def is_due() -> bool:
         return not checkpoints.in_flight and by_clock()
 
     if context.peers.member.is_alone:
         return SingleHostConsensus(context.requests, checkpoints.verdict, is_due=is_due)
-    return StepConsensus(context.requests, checkpoints.verdict, mesh=mesh, is_due=is_due)
+    keeps = memory.is_writing
+    return StepConsensus(
+        context.requests, checkpoints.verdict, mesh=mesh, is_due=is_due, is_keeping=keeps
+    )
 
 
 def _parts(config: RunConfig, context: AttemptContext) -> Components:

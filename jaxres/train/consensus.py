@@ -24,7 +24,10 @@ from jaxres.faults import Continue, StopRun, Verdict, fault
 from jaxres.train.host_times import LocalTimes, MeanTimes, Times
 from jaxres.train.stop_requests import StopRequests
 
-FACTS = ("stop", "save", "storage", "busy_seconds", "no_batch", "data_seconds", "probe_seconds")
+FACTS = (
+    *("stop", "save", "storage", "busy_seconds", "no_batch", "data_seconds", "probe_seconds"),
+    "is_keeping",
+)
 """Names of the columns of the array of flags; see HostFlags."""
 
 
@@ -50,12 +53,15 @@ class HostFlags:
     """The part of it in which it got the batch."""
     probe_seconds: float = 0.0
     """Duration of the probe on the device of this row; 0: none yet."""
+    is_keeping: bool = False
+    """Whether this host is still writing or sending a state to host memory."""
 
     def encode(self) -> np.ndarray:
         """Returns the flags as float32[len(FACTS)]."""
         stop = STOP_REQUESTS.index(self.stop) + len(STOP_REQUESTS) * (not self.has_time)
         times = (self.data_seconds, self.probe_seconds)
         values = [stop, self.save, self.storage, self.busy_seconds, self.no_batch, *times]
+        values.append(self.is_keeping)
         return np.asarray(values, np.float32)
 
     @staticmethod
@@ -66,11 +72,10 @@ class HostFlags:
         >>> HostFlags.decode(flags.encode()) == flags
         True
         """
-        stop, save, storage, seconds, no_batch, *times = (float(value) for value in facts)
+        stop, save, storage, seconds, no_batch, *times, keeping = map(float, facts)
         no_time, number = divmod(int(stop), len(STOP_REQUESTS))
-        return HostFlags(
-            STOP_REQUESTS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0, *times
-        )
+        flags = STOP_REQUESTS[number], not no_time, save > 0, storage > 0, seconds, no_batch > 0
+        return HostFlags(*flags, *times, is_keeping=keeping > 0)
 
 
 class Consensus(Protocol):
@@ -93,6 +98,10 @@ class Consensus(Protocol):
         """Returns whether any host had bad records at the step that was read last."""
         ...
 
+    def any_host_keeping(self) -> bool:
+        """Returns whether any host was still writing a state to host memory at that step."""
+        ...
+
     def verdict(self) -> Verdict:
         """Returns the stop that any host has requested or that failed saves require."""
         ...
@@ -107,7 +116,7 @@ class Consensus(Protocol):
 
 
 def never() -> bool:
-    """Default `is_due`: always False (no time-based saves)."""
+    """Default of `is_due` and `is_keeping`: always False (no time-based saves, no memory tier)."""
     return False
 
 
@@ -142,6 +151,10 @@ class SingleHostConsensus:
         """Returns False: a single host runs no step without its rows."""
         return False
 
+    def any_host_keeping(self) -> bool:
+        """Returns False: a single host asks its own memory tier."""
+        return False
+
     def verdict(self) -> Verdict:
         """Returns the requested stop, or the one that failed saves require.
 
@@ -170,16 +183,19 @@ class StepConsensus:
         *,
         mesh: Mesh,
         is_due: Callable[[], bool] = never,
+        is_keeping: Callable[[], bool] = never,
     ) -> None:
         self._requests = requests
         self._storage = storage
         self._is_due = is_due
+        self._is_keeping = is_keeping
         self._place, self._local, self._rows = _transfer(mesh)
         self._stop: ExitCode | None = None
         self._has_time = True
         self._storage_stop = False
         self._save = False
         self._no_batch = False
+        self._any_keeping = False
         self._means = MeanTimes()
         self._placed: tuple[tuple[HostFlags, ...], jax.Array] | None = None
 
@@ -194,6 +210,7 @@ class StepConsensus:
             busy_seconds=means.busy_seconds,
             no_batch=no_batch,
             data_seconds=means.data_seconds,
+            is_keeping=self._is_keeping(),
         )
         probes = means.probe_seconds
         flags = tuple(replace(own, probe_seconds=probes.get(one, 0.0)) for one in self._local)
@@ -210,6 +227,7 @@ class StepConsensus:
         self._save |= any(host.save for host in hosts)
         self._storage_stop |= any(host.storage for host in hosts)
         self._no_batch = any(host.no_batch for host in hosts)
+        self._any_keeping = any(host.is_keeping for host in hosts)
         return Times(
             tuple(host.busy_seconds for host in hosts),
             tuple(host.data_seconds for host in hosts),
@@ -219,6 +237,10 @@ class StepConsensus:
     def any_host_without_batch(self) -> bool:
         """Returns whether any host had bad records at the step that was read last."""
         return self._no_batch
+
+    def any_host_keeping(self) -> bool:
+        """Returns whether any host was still writing a state to host memory at that step."""
+        return self._any_keeping
 
     def verdict(self) -> Verdict:
         """Returns the stop that all hosts have received."""

@@ -88,7 +88,7 @@ def train(run: Trainer) -> LoopResult:
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)
-            run.memory.save(to_plain(state), progress)
+            run.memory.save(to_plain(state), progress, is_busy=run.consensus.any_host_keeping())
             if last:
                 return finalize(run, None, state, progress)
             if not in_flight.steps:

@@ -24,6 +24,7 @@ from jaxres.storage import files
 from jaxres.storage.memory_folder import memory_folder
 from tests.promises.cloud import Cloud
 from tests.promises.mounts import Namespace
+from tests.promises.preloaded import Mount
 from tests.promises.test_loss_spike_is_rolled_back import ONSET, OVERRIDES, STEPS
 from tests.promises.trainer import (
     FAULTY,
@@ -347,6 +348,29 @@ def test_two_hosts_restore_the_newest_state_that_both_hold(
     expected = (newest, "memory") if harmed is None else (20, None)
     assert begins(run_dir) == [(0, None), expected]
     assert_bit_exact(run_dir, fault_free_pair)
+
+
+@pytest.mark.slow
+def test_a_host_whose_memory_hangs_leaves_a_state_that_all_hosts_hold(
+    workspace: Workspace, fault_free_pair: RunDir
+) -> None:
+    """If host 0 went ahead it would soon have overwritten the newest state of host 1."""
+    root = workspace.run_dir("run").root
+    files.make_dir(root)
+    never_published = memory_folder(root) / "host001-1.tmp"
+    mount = Mount.over(never_published, built_in=workspace.root)
+    arguments = (*ARGUMENTS, "checkpoint.save_every_steps=1000")
+    with mount.hanging():
+        env = HALTED_PAIR | mount.env
+        first = workspace.launch("run", *arguments, hosts=2, config=FAULTY, env=env)
+        first.wait_step(30)
+        kill_worker(first)
+        assert first.wait_exit() != 0
+    assert set(held(first.run_dir, 1)) == {EVERY}, "host 1 did not hang"
+    assert EVERY in held(first.run_dir, 0), "the hosts hold no state in common"
+    workspace.launched("run", *arguments, hosts=2, config=FAULTY)
+    assert begins(first.run_dir) == [(0, None), (EVERY, "memory")]
+    assert_bit_exact(first.run_dir, fault_free_pair)
 
 
 COPIED = (f"checkpoint.memory={{every_steps: {EVERY}, neighbor_copies: true}}", *ARGUMENTS[1:])

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jaxres.checkpoint import memory_neighbor
 from jaxres.checkpoint.memory_neighbor import CopyServer, Neighbor
 from jaxres.checkpoint.memory_slots import MemoryDamaged, Slot, layout, parts_of
+from jaxres.clock import SystemClock
 
 STATE = {"a": jnp.arange(600_000, dtype=jnp.float32), "b": jnp.int32(7)}
 PIECES = layout(STATE, host=0)
@@ -22,10 +24,10 @@ def opened(folder, name):
     return slot
 
 
-def kept(slot, step):
+def kept(slot, step, seq=2):
     state = jax.tree.map(lambda x: x + step, STATE)
     digests = slot.write(parts_of(state, PIECES))
-    slot.publish(digests, step=step, seq=2, nonce="0a", progress={"step": step})
+    slot.publish(digests, step=step, seq=seq, nonce="0a", progress={"step": step})
     return slot
 
 
@@ -45,9 +47,10 @@ class Ring:
         self.events = []
         self.fresh = opened(folder, "fresh")
 
-    def neighbor(self, token=None):
+    def neighbor(self, token=None, **changes):
         given = self.server.token if token is None else token
-        return Neighbor(1, self.server.address, given, emit=self.events.append)
+        usual = {"seconds": 60, "emit": self.events.append}
+        return Neighbor(1, self.server.address, given, **(usual | changes))
 
     def copied(self):
         return sorted(slot.index.step for slot in self.copies if slot.index)
@@ -185,3 +188,144 @@ def test_a_neighbor_that_answers_nothing_delays_for_a_limited_time(ring, monkeyp
         with pytest.raises(OSError, match="timed out"):
             ring.neighbor().fetch((5, 2, "0a"), ring.fresh)
     assert "timed out" in ring.events[0].reason
+
+
+def test_a_neighbor_that_sends_another_state_than_was_asked_for_is_not_believed(ring, monkeypatch):
+    neighbor = ring.neighbor()
+    neighbor.send(kept(ring.own, 5))
+    monkeypatch.setattr(CopyServer, "find", lambda self, path: self._slots[0])
+    with pytest.raises(MemoryDamaged, match="asked for"):
+        neighbor.fetch((10, 2, "0a"), ring.fresh)
+    assert ring.fresh.index is None, "another step was taken for the one that all hosts restore"
+
+
+def test_a_copy_of_before_a_rollback_keeps_no_slot_from_those_that_follow(ring):
+    """It arrives after the receiver has forgotten its copies, and its step is higher."""
+    neighbor = ring.neighbor()
+    neighbor.send(kept(ring.own, 40))
+    for step in (10, 15, 20):
+        neighbor.send(kept(ring.own, step, seq=5))
+    assert ring.copied() == [15, 20]
+
+
+@contextlib.contextmanager
+def scripted(ring, *, head, body=b"", every_seconds=None):
+    """A neighbour that answers a request with given bytes, the body byte by byte if so asked."""
+    closed = threading.Event()
+
+    def serve(server):
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(2**16)
+            connection.sendall(head)
+            for number in range(len(body) if every_seconds else 0):
+                if closed.wait(every_seconds):
+                    return
+                connection.sendall(body[number : number + 1])
+            connection.sendall(b"" if every_seconds else body)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        ring.server.address = f"127.0.0.1:{server.getsockname()[1]}"
+        yield
+        closed.set()
+        thread.join()
+
+
+def answer_of(slot):
+    size, parts = slot.sent()
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {size}\r\n\r\n".encode(), b"".join(parts)
+
+
+def test_a_neighbor_that_sends_a_byte_now_and_then_is_given_up(ring):
+    """Each byte comes in time; all of them would take days, at every restart."""
+    head, body = answer_of(kept(ring.own, 5))
+    with (
+        scripted(ring, head=head, body=body, every_seconds=0.02),
+        pytest.raises(TimeoutError, match="took longer than"),
+    ):
+        ring.neighbor(seconds=0.5).fetch((5, 2, "0a"), ring.fresh)
+    assert ring.fresh.index is None
+
+
+def test_a_neighbor_that_takes_a_byte_now_and_then_is_given_up(ring):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ring.server.address = f"127.0.0.1:{silent.getsockname()[1]}"
+        ring.neighbor(seconds=0.5).send(kept(ring.own, 5))
+    assert "took longer than" in ring.events[0].reason
+
+
+@pytest.mark.parametrize("size", [1, 100, 2_000_000])
+def test_a_neighbor_that_dies_while_it_answers_has_damaged_nothing(ring, size):
+    """Within the index too: damage would close the tier on all hosts until the supervisor ends."""
+    head, body = answer_of(kept(ring.own, 5))
+    with (
+        scripted(ring, head=head, body=body[:size]),
+        pytest.raises(ConnectionError, match="less than a whole state"),
+    ):
+        ring.neighbor().fetch((5, 2, "0a"), ring.fresh)
+    assert ring.fresh.index is None
+
+
+def test_an_answer_without_a_readable_length_is_an_error_of_the_connection(ring):
+    with (
+        scripted(ring, head=b"HTTP/1.1 200 OK\r\nContent-Length: 1x4\r\n\r\n"),
+        pytest.raises(ConnectionError),
+    ):
+        ring.neighbor().fetch((5, 2, "0a"), ring.fresh)
+
+
+def test_a_state_that_is_forgotten_while_it_is_sent_is_no_error(ring):
+    """As at a rollback, which waits for a slow copy for a limited time only."""
+    kept(ring.own, 5)
+    size, parts = ring.own.sent()
+
+    def forgetting():
+        yield next(parts)
+        ring.own.drop()
+        yield from parts
+
+    ring.own.sent = lambda: (size, forgetting())
+    ring.neighbor().send(ring.own)
+    assert [event.step for event in ring.events] == [5]
+
+
+def test_a_neighbor_that_does_not_answer_takes_a_small_share_of_the_time(ring):
+    """While a state is being sent, this host keeps no other one."""
+
+    class Stopped(SystemClock):
+        now = 0.0
+
+        def monotonic(self):
+            return Stopped.now
+
+    def silent():
+        Stopped.now += 30
+        tries.append(Stopped.now)
+        raise TimeoutError("timed out")
+
+    tries = []
+    neighbor = ring.neighbor(clock=Stopped())
+    neighbor._connection = silent
+    kept(ring.own, 5)
+    for _ in range(1000):
+        Stopped.now += 1
+        neighbor.send(ring.own)
+    assert len(tries) > 2, "a neighbour that answers again is never found"
+    assert 30 * (len(tries) - 1) <= 0.1 * Stopped.now
+
+
+def test_a_neighbor_without_room_for_a_copy_says_so_and_takes_the_next_one(ring, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    neighbor = ring.neighbor()
+    for slot in ring.copies:
+        monkeypatch.setattr(slot, "_write", full)
+    neighbor.send(kept(ring.own, 5))
+    assert "No space left" in ring.events[-1].reason
+    assert ring.copied() == []
+    monkeypatch.undo()
+    neighbor.send(kept(ring.own, 10))
+    assert ring.copied() == [10]

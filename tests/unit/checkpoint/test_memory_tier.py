@@ -160,6 +160,44 @@ def test_a_write_that_fails_closes_the_tier_and_raises_nothing(harness, monkeypa
     assert tier.is_due(15), "what all hosts have agreed on stays, so that they drain together"
 
 
+@pytest.mark.parametrize("what", ["take_snapshot", "parts_of"])
+def test_a_copy_for_which_there_is_no_memory_closes_the_tier_and_raises_nothing(
+    harness, monkeypatch, what
+):
+    tier = harness.begun()
+
+    def fail(*_):
+        raise MemoryError("no memory for the copy")
+
+    monkeypatch.setattr(memory_tier, what, fail)
+    keep(tier, 5)
+    assert "no memory for the copy" in harness.events[-1].reason
+
+
+def test_a_flip_in_the_mark_of_damage_ends_no_attempt(harness):
+    keep(harness.begun(), 5)
+    (harness.folder / memory_tier.DAMAGED).write_bytes(b"host000-0.data: \xffas digest")
+    assert harness.restore(harness.tier()) is None
+    assert harness.events[-1].is_damaged
+
+
+def test_memory_that_another_host_lacks_is_given_back_but_for_the_states(harness):
+    """The tier is closed on all hosts then; a state may serve a later attempt."""
+    keep(harness.begun(), 5)
+    held = {path.stem for path in harness.folder.glob("*.json")}
+
+    class Pair(SingleHost):
+        member = HostRank(0, 2, "127.0.0.1:1")
+
+        def gather(self, topic, message, *, seconds):
+            return message, report(problem="full")
+
+    assert harness.restore(harness.tier(peers=Pair())) is None
+    assert harness.events[-1].reason == "host 1: full"
+    assert {path.stem for path in harness.folder.glob("*.data")} == held
+    assert harness.restore(harness.tier()).progress.step == 5
+
+
 def test_a_state_that_is_due_while_one_is_being_written_is_left_out(harness):
     gate = threading.Event()
     tier = harness.begun(flush=lambda: gate.wait(10))
@@ -168,6 +206,31 @@ def test_a_state_that_is_due_while_one_is_being_written_is_left_out(harness):
     gate.set()
     tier._saver.submit(lambda: None).result()
     assert harness.restore(harness.tier()).progress.step == 5
+
+
+def test_hosts_that_take_longer_than_an_interval_hold_a_state_in_common(tmp_path):
+    """A write takes two intervals, the first of host 1 three. If each host left out states alone,
+    host 0 would keep 5, 15, 25 and so on, and host 1 20, 30, 40."""
+    gates = [threading.Semaphore(0) for _ in range(2)]
+    tiers = [Harness(tmp_path / str(n)).begun(flush=gate.acquire) for n, gate in enumerate(gates)]
+    started, newest = [-1, -1], 0
+    for step in range(5, 100, 5):
+        for number, tier in enumerate(tiers):
+            takes = 15 if number and started[number] == 5 else 10
+            if tier.is_writing() and step - started[number] >= takes:
+                gates[number].release()
+                tier._writing.result(60)
+        held = [{key[0] for key in memory_tier._keys(tier._slots)} for tier in tiers]
+        newest = max(set.intersection(*held), default=0)
+        waits = any(tier.is_writing() for tier in tiers)
+        for number, tier in enumerate(tiers):
+            is_free = not tier.is_writing()
+            tier.save(state_of(step), Progress(step=step), is_busy=waits)
+            started[number] = step if is_free and tier.is_writing() else started[number]
+    for gate, tier in zip(gates, tiers, strict=True):
+        gate.release(2)
+        tier.close()
+    assert newest >= 80, "the hosts hold no new state in common"
 
 
 def test_a_rollback_forgets_all_states(harness):

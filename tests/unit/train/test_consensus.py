@@ -1,15 +1,18 @@
 """Consensus of the hosts: every host reads the same flags out of the step."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxres.cluster.host_group import HostRank
 from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, fault
+from jaxres.train import build
 from jaxres.train.consensus import HostFlags, SingleHostConsensus, StepConsensus
 from jaxres.train.host_times import TIMED_STEPS, LocalTimes
 
@@ -53,7 +56,7 @@ def step_output(*hosts):
 @pytest.mark.parametrize("storage", [False, True])
 def test_decoded_flags_equal_the_encoded_ones(stop, save, storage):
     for has_time in (True, False):
-        flags = HostFlags(stop, has_time, save, storage, busy_seconds=0.25)
+        flags = HostFlags(stop, has_time, save, storage, busy_seconds=0.25, is_keeping=not save)
         assert HostFlags.decode(flags.encode()) == flags
 
 
@@ -143,6 +146,28 @@ def test_unchanged_flags_are_placed_on_the_devices_once_per_timed_steps():
         HostFlags.decode(np.asarray(consensus.local_flags(times=LocalTimes(0.0)))[0]).stop
         == ExitCode.PREEMPTED
     )
+
+
+def test_all_hosts_read_that_one_is_still_writing_a_state_to_host_memory():
+    mesh = meshes.build(MeshSection(), devices=jax.devices())
+    writing = StepConsensus(FakeRequests(), Continue, mesh=mesh, is_keeping=lambda: True)
+    (flags,) = {tuple(row) for row in np.asarray(writing.local_flags(times=None))}
+    for hosts in ([HostFlags(), HostFlags.decode(np.asarray(flags))], [HostFlags()] * 2):
+        consensus = consensus_of(hosts=2)
+        consensus.on_flags(step_output(*hosts))
+        assert consensus.any_host_keeping() == any(host.is_keeping for host in hosts)
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_the_flags_of_a_run_have_whether_its_memory_tier_is_writing(is_writing):
+    peers = SimpleNamespace(member=HostRank(0, 2, "127.0.0.1:1"))
+    context = SimpleNamespace(peers=peers, requests=FakeRequests())
+    checkpoints = SimpleNamespace(in_flight=False, verdict=Continue)
+    memory = SimpleNamespace(is_writing=lambda: is_writing)
+    mesh = meshes.build(MeshSection(), devices=jax.devices())
+    consensus = build._consensus(context, checkpoints, memory, mesh, lambda: False)
+    flags = HostFlags.decode(np.asarray(consensus.local_flags(times=None))[0])
+    assert flags.is_keeping == is_writing, "the others don't see that this host is writing"
 
 
 def test_a_time_based_save_is_requested_through_the_step():

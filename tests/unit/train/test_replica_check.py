@@ -11,6 +11,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import StopRun, fault
 from jaxres.runlog.events import CorruptionDetected, GuardWarned
 from jaxres.train import replica_check
+from jaxres.train.consensus import SingleHostConsensus
 from tests.unit.train.test_no_bad_state_is_committed import (
     FLIP,
     ROWS,
@@ -82,12 +83,25 @@ def test_a_state_in_host_memory_was_compared():
         def is_due(self, step):
             return step > 0 and step % 3 == 0
 
-        def save(self, state, progress):
+        def save(self, state, progress, **_):
             if self.is_due(progress.step):
                 kept.append((progress.step, "flipped" in state["params"]))
 
     trained(run_with_flip(5), memory=Memory(), check={"every_steps": 50})
     assert kept == [(3, False)]
+
+
+@pytest.mark.parametrize("is_keeping", [False, True])
+def test_a_state_is_left_out_by_all_hosts_while_one_is_writing(monkeypatch, is_keeping):
+    monkeypatch.setattr(SingleHostConsensus, "any_host_keeping", lambda self: is_keeping)
+    seen = set()
+
+    class Memory(MemoryTier):
+        def save(self, state, progress, *, is_busy):
+            seen.add(is_busy)
+
+    trained(run_with_flip(5), memory=Memory(), check={"every_steps": 50})
+    assert seen == {is_keeping}
 
 
 def test_a_faulty_device_is_the_cause_of_a_divergence_at_the_same_time():
