@@ -161,8 +161,8 @@ class CheckpointSection(Section):
     """What writes the arrays on a file system, in the same format.
 
     tensorstore: TensorStore's format without Orbax's layers; each part is read back while the next
-    ones are written; orbax: Orbax, and all is read back at the end. A bucket's are always written by
-    Orbax."""
+    ones are written; orbax: Orbax, and all is read back at the end. Orbax always writes those of a
+    bucket."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
     """Share of its time that a background thread spends on writing and verifying a save.
 
