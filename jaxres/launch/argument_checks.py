@@ -1,4 +1,4 @@
-"""Checks of the flags of `launch k8s` and `launch sky`: what their schedulers would refuse. Pure.
+"""Checks of the arguments of `launch k8s`, `sky` and `slurm`: what their schedulers would refuse.
 
 A manifest that is refused hours later, or that is read as something else, is worse than an error.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+from jaxres.config import RunConfig
+from jaxres.engine import mesh_plan
 from jaxres.faults import UsageError
+from jaxres.storage.path import RunPath, is_remote
 
 NAME = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 """A name of Kubernetes (RFC 1123 label)."""
@@ -64,3 +67,29 @@ def claim(given: str, taken: Sequence[str]) -> tuple[str, str]:
     if path == "/" or path in taken:
         raise UsageError(f"{flag}: something else is at {path}; give another folder, as data:/data")
     return name, path
+
+
+def job_name(given: str) -> str:
+    """Returns the name of a job; raises UsageError if it is none."""
+    expected = "up to 48 lower-case letters, digits and hyphens, the first of them a letter"
+    return text("--name", given, "[a-z]([a-z0-9-]{0,46}[a-z0-9])?", expected)
+
+
+def config_file(target: RunPath) -> Path:
+    """Returns the target of a command that needs a config file; raises UsageError for a run."""
+    if is_remote(target) or target.is_dir():
+        raise UsageError(
+            f"{target}: give the config file of the run, with the same overrides; its hosts resume "
+            "the run"
+        )
+    return target
+
+
+def require_feasible(config: RunConfig, *, nodes: int, gpus_per_node: int) -> None:
+    """Raises ConfigError if the config has no mesh for all GPUs; without a number nothing is known.
+
+    The hosts would find it themselves, but only once they are there.
+    """
+    if gpus_per_node:
+        parts = (config.mesh, config.train, config.model)
+        mesh_plan.plan(*parts, num_devices=nodes * gpus_per_node, num_hosts=nodes)

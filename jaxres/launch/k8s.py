@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,6 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
-from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
 from jaxres.launch import argument_checks, k8s_manifest
@@ -146,18 +144,20 @@ def _check(given: argparse.Namespace) -> None:
 def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
     """Returns the objects of the run, and the options that they were made with."""
     given = command.flags
-    loaded = configs.load(config_file(command.target), command.overrides)
+    loaded = configs.load(argument_checks.config_file(command.target), command.overrides)
     run_dir = find_run_dir(loaded)
     claims = _claims(given.claim)
     _require_shared(loaded.config, run_dir.root, claims)
-    require_feasible(loaded.config, nodes=given.nodes, gpus_per_node=given.gpus_per_node)
+    argument_checks.require_feasible(
+        loaded.config, nodes=given.nodes, gpus_per_node=given.gpus_per_node
+    )
     options = ClusterOptions(
         image=given.image,
         nodes=given.nodes,
         gpus_per_node=given.gpus_per_node,
         kind=given.kind,
         namespace=given.namespace,
-        name=checked_name(given.name or k8s_manifest.object_name(run_dir.root)),
+        name=argument_checks.job_name(given.name or k8s_manifest.object_name(run_dir.root)),
         queue=given.queue,
         topology=given.topology,
         service_account=given.service_account,
@@ -178,36 +178,6 @@ def _claims(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for text in texts:
         found.append(argument_checks.claim(text, [*taken, *(path for _, path in found)]))
     return tuple(found)
-
-
-def config_file(target: RunPath) -> Path:
-    """Returns the target of a command that needs a config file; raises UsageError for a run."""
-    if is_remote(target) or target.is_dir():
-        raise UsageError(
-            f"{target}: give the config file of the run, with the same overrides; its hosts resume "
-            "the run"
-        )
-    return target
-
-
-def require_feasible(config: RunConfig, *, nodes: int, gpus_per_node: int) -> None:
-    """Raises ConfigError if the config has no mesh for all GPUs; without a number nothing is known.
-
-    The hosts would find it themselves, but only once they are there.
-    """
-    if gpus_per_node:
-        parts = (config.mesh, config.train, config.model)
-        mesh_plan.plan(*parts, num_devices=nodes * gpus_per_node, num_hosts=nodes)
-
-
-def checked_name(name: str) -> str:
-    """Returns the name of a job; raises UsageError if it is none."""
-    if not re.fullmatch("[a-z]([a-z0-9-]{0,46}[a-z0-9])?", name):
-        raise UsageError(
-            f"--name {name[:60]!r}: expected up to 48 lower-case letters, digits and hyphens, the "
-            "first of them a letter"
-        )
-    return name
 
 
 def _require_shared(config: RunConfig, root: RunPath, claims: Sequence[tuple[str, str]]) -> None:

@@ -24,8 +24,9 @@ from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import SIGNAL_BASE, STOP_SIGNALS, ExitCode, exit_name
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
-from jaxres.launch import argument_checks, k8s, k8s_manifest, sky_task
+from jaxres.launch import argument_checks, k8s_manifest, sky_task
 from jaxres.launch.sky_task import TaskOptions
+from jaxres.launch.storage_retry import with_retries
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.paths import RunDir
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         )
     options = _options(given, root)
     gpus = options.accelerators[1] if options.accelerators else 0
-    k8s.require_feasible(loaded.config, nodes=options.nodes, gpus_per_node=gpus)
+    argument_checks.require_feasible(loaded.config, nodes=options.nodes, gpus_per_node=gpus)
     sys.stdout.write(sky_task.to_yaml(sky_task.task(loaded.config, root, options)))
     return ExitCode.DONE
 
@@ -102,7 +103,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], argparse.Namespac
             "--image, --setup: how do the nodes get jaxres? Give an image that has it, or the "
             f"lines that install it (usage: `{COMMAND} --help`)"
         )
-    return k8s.config_file(target), overrides, given
+    return argument_checks.config_file(target), overrides, given
 
 
 def _options(given: argparse.Namespace, root: RunPath) -> TaskOptions:
@@ -120,7 +121,7 @@ def _options(given: argparse.Namespace, root: RunPath) -> TaskOptions:
     for flag, text in [*texts, *(("--setup", line) for line in given.setup)]:
         if not text.isprintable():
             raise UsageError(f"{flag} {text[:60]!r}: expected one line without control characters")
-    name = k8s.checked_name(given.name or k8s_manifest.object_name(root))
+    name = argument_checks.job_name(given.name or k8s_manifest.object_name(root))
     if "---" in name:
         raise UsageError(f"--name {name!r}: sky takes at most two hyphens in a row")
     return TaskOptions(
@@ -153,7 +154,7 @@ def _accelerators(text: str) -> tuple[str, int]:
 def _node(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> int:
     """Trains on this node, attempt after attempt, until the job ends or needs other nodes."""
     target, overrides = parse_target(arguments, command=f"{COMMAND} node")
-    loaded = configs.load(k8s.config_file(target), overrides)
+    loaded = configs.load(argument_checks.config_file(target), overrides)
     run_dir = find_run_dir(loaded)
     with signals.wakeup_fd() as wakeup:
         node = Node(
@@ -216,17 +217,12 @@ class Node:
         Raises:
           StorageUnavailable: storage has not answered `restart.max_storage_attempts` times.
         """
-        limits = self.config.restart
-        for times in range(limits.max_storage_attempts):
-            try:
-                with faults.refusals(at_start=not is_restart):
-                    return run_log.read_records(self.run_dir.log)
-            except StorageUnavailable as error:
-                seconds = limits.storage_backoff_seconds * 2.0 ** min(times, 60)
-                print_message(f"the run log can't be read: {error}")
-                if self.wait(min(seconds, limits.max_storage_backoff_seconds)):
-                    return None
-        return run_log.read_records(self.run_dir.log)
+
+        def read() -> list[Record]:
+            with faults.refusals(at_start=not is_restart):
+                return run_log.read_records(self.run_dir.log)
+
+        return with_retries(read, self.config, wait=self.wait, what="the run log can't be read")
 
     def _wait_for_end(self) -> None:
         """Waits until host 0 has written the end of the newest attempt, or END_SECONDS."""

@@ -20,13 +20,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from jaxres import faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
-from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_name
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
-from jaxres.launch import local, slurm_job
+from jaxres.exit_codes import STOP_SIGNALS, ExitCode, RestartRule, exit_name, exit_row
+from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
+from jaxres.launch import argument_checks, local, slurm_job
 from jaxres.launch.slurm_job import (
     ENTRIES,
     Allocation,
@@ -35,11 +37,15 @@ from jaxres.launch.slurm_job import (
     Ended,
     Final,
     JobOptions,
+    Resubmit,
     Submitted,
+    Train,
 )
+from jaxres.launch.storage_retry import with_retries
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor import signals, time_limit
@@ -72,8 +78,13 @@ itself: with 0 when the last step is committed, with the code of what can't be r
 VERBS = ("status", "logs", "stop", "job")
 POLL_SECONDS = 0.5
 CALL_SECONDS = 60.0
+STEP_SECONDS = 300
+"""Longest wait for the nodes of the job, on which the step before may still end."""
 TAIL_LINES = 40
-ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+MAX_SIGNAL_SECONDS = 65535
+"""Slurm's own limit."""
+ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
+"""States of a job that Slurm does not start again."""
 _DOWN = re.compile("down|fail|error|unk|drain")
 
 
@@ -115,6 +126,11 @@ def _parse(arguments: Sequence[str]) -> _Options:
     if not given.nodes:
         raise UsageError(f"--nodes: on how many nodes? (usage: `{COMMAND} --help`)")
     least, most = local.parse_range("--nodes", given.nodes)
+    argument_checks.number("--signal-seconds", given.signal_seconds, 1, MAX_SIGNAL_SECONDS)
+    lines = [("--setup", given.setup), ("--partition", given.partition), ("--time", given.time)]
+    for flag, text in [*lines, *(("--sbatch", option) for option in given.sbatch)]:
+        if not text.isprintable():
+            raise UsageError(f"{flag} {text[:60]!r}: expected one line without control characters")
     where = str(
         target if is_remote(target) or not Path(target).exists() else Path(target).resolve()
     )
@@ -181,7 +197,11 @@ def _journal(run_dir: RunDir, folder: str | None) -> Journal:
 
 def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
     loaded, run_dir = resolve_run(*parse_target(options.arguments, command=COMMAND))
-    counts = _counts(options, loaded.config, env)
+    gpus = slurm_job.gpus_per_node(options.job.sbatch)
+    if options.job.least == options.job.most:
+        nodes = options.job.most
+        argument_checks.require_feasible(loaded.config, nodes=nodes, gpus_per_node=gpus or 0)
+    counts = _counts(options, loaded.config, gpus)
     journal = _journal(run_dir, options.folder)
     text = _script(options, run_dir, journal)
     if options.is_dry_run:
@@ -195,8 +215,8 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
     files.make_dir(journal.folder)
     files.replace(journal.folder / "job.sh", text.encode())
     job = _sbatch(journal, ())
-    nodes = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    _say(f"job {job} is submitted ({nodes} nodes); its output: {_output(journal, job)}")
+    shown = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    _say(f"job {job} is submitted ({shown} nodes); its output: {_output(journal, job)}")
     _say(f"`{COMMAND} status {run_dir.root}` shows where it is; `stop` instead of it ends it")
     return ExitCode.DONE
 
@@ -224,83 +244,159 @@ def _output(journal: Journal, job: str) -> Path:
     return journal.folder / f"job-{job}.txt"
 
 
-def _counts(options: _Options, config: RunConfig, env: Mapping[str, str]) -> tuple[int, ...]:
-    """Returns the numbers of nodes that the training can run with, ascending."""
-    per_node = local.devices_per_host(env, "SLURM_GPUS_ON_NODE", "JAX_NUM_CPU_DEVICES")
-    return local.feasible_hosts(options.job.least, options.job.most, config, per_host=per_node)
+def _counts(options: _Options, config: RunConfig, devices_per_node: int | None) -> tuple[int, ...]:
+    """Returns the numbers of nodes that the training can run with, ascending; None: not known."""
+    least, most = options.job.least, options.job.most
+    if devices_per_node is None:
+        return tuple(range(least, most + 1))
+    return local.feasible_hosts(least, most, config, per_host=devices_per_node)
+
+
+def _gpus_on_node(env: Mapping[str, str]) -> int:
+    return local.devices_per_host(env, "SLURM_GPUS_ON_NODE", "JAX_NUM_CPU_DEVICES")
 
 
 def _job(options: _Options, *, env: Mapping[str, str]) -> int:
     """The process of the job's script: trains until something else has to follow."""
     loaded, run_dir = resolve_run(*parse_target(options.arguments, command=COMMAND))
     journal, config = _journal(run_dir, options.folder), loaded.config
-    job, names = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NODELIST", "")
-    if not (job and names):
+    number, names = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NODELIST", "")
+    if not (number and names):
         raise UsageError("`launch slurm job` runs in the script of a Slurm job; submit it instead")
-    nodes = tuple(_call("scontrol", "show", "hostnames", names).split())
-    counts = _counts(options, config, env)
+    nodes = _names(names)
+    counts = _counts(options, config, _gpus_on_node(env))
     with signals.wakeup_fd() as wakeup:
+        job = _Job(options, config, run_dir, journal, number, nodes, counts, wakeup, env)
+        try:
+            return job.run()
+        except RunError as error:
+            if exit_row(error.exit_code).restart is RestartRule.NEVER:
+                journal.append(Final(error.exit_code))  # An operator has to act, then submits it.
+            raise
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A running job: its attempts, and what follows them."""
+
+    options: _Options
+    config: RunConfig
+    run_dir: RunDir
+    journal: Journal
+    number: str
+    nodes: tuple[str, ...]
+    counts: tuple[int, ...]
+    wakeup: int
+    """File descriptor that gets a byte for each signal."""
+    env: Mapping[str, str]
+
+    def run(self) -> int:
+        """Returns the exit code of the job."""
         is_first = True
         while True:
-            records = run_log.read_records(run_dir.log)
-            entries = journal.read()
-            history = slurm_job.outcomes(entries, records)
-            left_out = {host.identity.name for host in faulty_hosts.read(run_dir, records)}
-            allocation = Allocation(
-                nodes,
-                counts,
-                _seconds_left(job),
-                frozenset(left_out | _down(nodes)),
-                options.job.signal_seconds,
-            )
-            decision = slurm_job.decide(
-                history,
-                allocation,
-                config,
-                is_first=is_first,
-                seed=secrets.randbits(32),
-                idle_jobs=slurm_job.idle_jobs(entries, records),
-            )
+            decide = partial(self._decide, is_first=is_first)
+            found = with_retries(decide, self.config, wait=self._wait, what="can't go on yet")
+            if found is None:
+                return _ended_between_attempts()
+            decision, records, has_lost_node = found
             if isinstance(decision, End):
-                journal.append(Final(decision.exit))
+                self.journal.append(Final(decision.exit))
                 print_message(f"{decision.reason} ({exit_name(decision.exit)})")
                 return decision.exit
-            if isinstance(decision, slurm_job.Resubmit):
-                begin = (f"--begin=now+{decision.after_seconds:.0f}",)
-                without = (f"--exclude={','.join(decision.exclude)}",) if decision.exclude else ()
-                new = _sbatch(journal, (*begin, *without))
-                print_message(f"job {new} continues after this one: {decision.reason}")
-                return ExitCode.DONE
-            if is_stopped := _wait(wakeup, decision.after_seconds):
-                print_message("the job was told to end between two attempts")
-                return ExitCode.PREEMPTED
-            print_message(f"training on {','.join(decision.nodes)}: {decision.reason}")
-            summary = run_log.fold(records)
-            journal.append(Begun(summary.attempt, summary.step, decision.nodes))
-            code, is_stopped = _srun(options, run_dir, decision.nodes, bool(history), wakeup, env)
-            journal.append(Ended(code))
+            if isinstance(decision, Resubmit):
+                return self._resubmit(decision)
+            if self._wait(decision.after_seconds):
+                return _ended_between_attempts()
+            code, is_stopped = self._train(decision, records, has_lost_node)
             if is_stopped:  # scancel, or a preemption, after which Slurm itself starts it again.
                 print_message(f"the job was told to end; srun exited with {exit_name(code)}")
                 return code
             is_first = False
 
+    def _decide(self, *, is_first: bool) -> tuple[Train | Resubmit | End, list[Record], bool]:
+        """Decides by the run log, the journal and what Slurm says.
+
+        Returns:
+          The decision, the run log, and whether the job has lost a node.
+        """
+        entries = self.journal.read()
+        has_begun = any(isinstance(entry, Begun) for entry in entries)
+        with faults.refusals(at_start=not has_begun):
+            records = run_log.read_records(self.run_dir.log)
+            left_out = {host.identity.name for host in faulty_hosts.read(self.run_dir, records)}
+        left, _, names = (_state(self.number, "%L|%N") or "").partition("|")
+        nodes = _names(names) if names else self.nodes
+        allocation = Allocation(
+            nodes,
+            self.counts,
+            time_limit.parse_time_left(left),
+            frozenset(left_out | _down(nodes)),
+            self.options.job.signal_seconds,
+            _is_preempted(self.number),
+        )
+        decision = slurm_job.decide(
+            slurm_job.outcomes(entries, records),
+            allocation,
+            self.config,
+            is_first=is_first,
+            seed=secrets.randbits(32),
+            idle_jobs=slurm_job.idle_jobs(entries, records),
+        )
+        return decision, records, len(nodes) < len(self.nodes)
+
+    def _resubmit(self, decision: Resubmit) -> int:
+        """Submits the job again; returns the exit code of this one."""
+        options = [f"--begin=now+{decision.after_seconds:.0f}"]
+        options += [f"--exclude={','.join(decision.exclude)}"] if decision.exclude else []
+        submit = partial(_sbatch, self.journal, options)
+        new = with_retries(submit, self.config, wait=self._wait, what="can't submit the job again")
+        if new is None:
+            return _ended_between_attempts()
+        print_message(f"job {new} continues after this one: {decision.reason}")
+        return ExitCode.DONE
+
+    def _train(
+        self, decision: Train, records: Sequence[Record], has_lost_node: bool
+    ) -> tuple[int, bool]:
+        """Trains one attempt; returns srun's exit code, and whether the job was told to end."""
+        print_message(f"training on {','.join(decision.nodes)}: {decision.reason}")
+        history = run_log.fold(records)
+        is_restart = bool(slurm_job.outcomes(self.journal.read(), records))
+        self.journal.append(Begun(history.attempt, history.step, decision.nodes))
+        flags = _step_flags(decision.nodes, has_lost_node=has_lost_node)
+        training = ["jaxres.train", *_training_arguments(self.options, self.run_dir)]
+        command = ["srun", *flags, sys.executable, "-m", *training]
+        code, is_stopped = _srun(command, is_restart, self.wakeup, self.env)
+        self.journal.append(Ended(code))
+        return code, is_stopped
+
+    def _wait(self, seconds: float) -> bool:
+        return _wait(self.wakeup, seconds)
+
+
+def _ended_between_attempts() -> int:
+    print_message("the job was told to end between two attempts")
+    return ExitCode.PREEMPTED
+
+
+def _step_flags(nodes: Sequence[str], *, has_lost_node: bool) -> list[str]:
+    """Returns the flags of srun for an attempt on nodes of this job."""
+    flags = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+    flags += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
+    # The step before has to end first, but Slurm never takes one on a lost node for ended.
+    return [*flags, "--overlap" if has_lost_node else f"--immediate={STEP_SECONDS}"]
+
 
 def _srun(
-    options: _Options,
-    run_dir: RunDir,
-    nodes: Sequence[str],
-    is_restart: bool,
-    wakeup: int,
-    env: Mapping[str, str],
+    command: Sequence[str], is_restart: bool, wakeup: int, env: Mapping[str, str]
 ) -> tuple[int, bool]:
     """Trains one attempt on nodes; returns srun's exit code, and whether this job was told to end.
 
     Slurm signals the tasks itself, so no signal is passed on: a second one would end them at once.
     """
-    command = ["srun", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"]
-    command += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
-    command += [sys.executable, "-m", "jaxres.train", *_training_arguments(options, run_dir)]
     own = {**env, RESTART_VARIABLE: "1" if is_restart else "0"}
+    if cpus := env.get("SLURM_CPUS_PER_TASK"):  # srun does not take it over from sbatch.
+        own["SRUN_CPUS_PER_TASK"] = cpus
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
     is_stopped = False
     while (code := process.poll()) is None:
@@ -357,12 +453,21 @@ def _state(job: str, columns: str = "%T") -> str | None:
             return None
         raise
     state, _, rest = found.partition("|")
-    return rest if state in ACTIVE else None
+    return rest if state and state not in ENDED.split() else None
 
 
-def _seconds_left(job: str) -> float | None:
-    """Returns the time until the job's limit; None: it has none."""
-    return time_limit.parse_time_left(_state(job, "%L") or "")
+def _names(hosts: str) -> tuple[str, ...]:
+    """Returns the names of a list of nodes such as n[1-3]."""
+    return tuple(_call("scontrol", "show", "hostnames", hosts).split())
+
+
+def _is_preempted(job: str) -> bool:
+    """Returns whether Slurm has begun to end a running job for another one.
+
+    With a GraceTime it tells only the tasks; the time limit that squeue prints stays what it was.
+    """
+    asked = ("squeue", "--noheader", f"--jobs={job}", "--Format=PreemptTime")
+    return _call(*asked)[:1].isdigit()
 
 
 def _down(nodes: Sequence[str]) -> set[str]:

@@ -8,6 +8,7 @@ job is in a journal in the shared folder of the run's jobs; how an attempt ended
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -170,6 +171,8 @@ class Allocation:
     """Nodes whose hardware has failed, which are excluded by hand, or which are down."""
     signal_seconds: float = 0.0
     """How long before the limit Slurm sends the signal, which it sends only once."""
+    is_preempted: bool = False
+    """Whether Slurm ends this job for another one: its signal to save has been sent."""
 
     @property
     def least_seconds(self) -> float:
@@ -222,6 +225,8 @@ def _by_restart_policy(
     without = allocation.left_out | _named_twice(history)
     usable = tuple(node for node in allocation.nodes if node not in without)
     exclude = tuple(sorted(without))
+    if allocation.is_preempted:
+        return Resubmit(exclude, seconds, f"Slurm gives the nodes to another job; {reason}")
     left = allocation.seconds_left
     if not is_first and left is not None and left < allocation.least_seconds + seconds:
         return Resubmit(exclude, seconds, f"the job's time limit is {left:.0f} s away; {reason}")
@@ -245,7 +250,7 @@ def _named_twice(history: Sequence[AttemptOutcome[str]]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of the job, as `launch slurm up` got them."""
+    """Options of the job, as `launch slurm` got them."""
 
     name: str
     least: int
@@ -261,6 +266,19 @@ class JobOptions:
     """Line of the shell before Python starts, such as `source venv/bin/activate`."""
 
 
+def gpus_per_node(sbatch: Sequence[str]) -> int | None:
+    """Returns how many GPUs a node the options of sbatch ask for; None: not known.
+
+    >>> gpus_per_node(["--gpus-per-node=h100:8"]), gpus_per_node(["--mem=0", "--gres=gpu:4"])
+    (8, 4)
+    >>> gpus_per_node(["--gpus=16"]), gpus_per_node([])
+    (None, None)
+    """
+    pattern = r"--(?:gpus-per-node=|gres=gpu:)(?:[A-Za-z][\w.-]*:)?([1-9]\d{0,4})"
+    found = [match[1] for option in sbatch if (match := re.fullmatch(pattern, option))]
+    return int(found[-1]) if found else None
+
+
 def script(options: JobOptions, *, output: str, command: str) -> str:
     """Returns the job's script.
 
@@ -274,7 +292,6 @@ def script(options: JobOptions, *, output: str, command: str) -> str:
     lines = [
         f"--job-name={options.name}",
         f"--nodes={nodes}",
-        "--ntasks-per-node=1",
         f"--output={output}",
         "--open-mode=append",
         "--requeue",  # After the failure of a node, or a preemption by another job.
@@ -283,7 +300,8 @@ def script(options: JobOptions, *, output: str, command: str) -> str:
     ]
     lines += [f"--partition={','.join(options.partitions)}"] if options.partitions else []
     lines += [f"--time={options.time}"] if options.time else []
-    lines += ["--no-kill"] if options.least < options.most else []
+    # With a number of tasks Slurm gives the least number of nodes of a range, whatever it has.
+    lines += ["--ntasks-per-node=1"] if is_fixed else ["--no-kill"]
     lines += options.sbatch
     head = "".join(f"#SBATCH {line}\n" for line in lines)
     setup = f"{options.setup}\n" if options.setup else ""

@@ -31,10 +31,10 @@ from typing import Any
 import yaml
 from kubeflow_trainer_api import models
 
+from tests.emulators import polling
 from tests.emulators.serving import Quiet, Serving
 
 ROOT = Path(__file__).parents[2]
-POLL_SECONDS = 0.02
 CORE_FIELDS = {
     "ConfigMap": {"apiVersion", "kind", "metadata", "data"},
     "Service": {"apiVersion", "kind", "metadata", "spec"},
@@ -284,7 +284,10 @@ class Pod:
 
 @dataclass
 class Cluster:
-    """Runs the pods of one JobSet or Job as processes, and restarts them as its policies say."""
+    """Runs the pods of one JobSet or Job as processes, and restarts them as its policies say.
+
+    A JobSet starts all pods again; a Job replaces each by itself, at the same address.
+    """
 
     folder: Path
     env: Mapping[str, str]
@@ -299,6 +302,8 @@ class Cluster:
     counted: int = 0
     state: str = "Running"
     """Running, Complete or Failed."""
+    address: str = ""
+    """Where the pods meet: the name of pod 0."""
 
     def apply(self, text: str) -> None:
         """Checks the objects of a YAML stream, and starts their pods."""
@@ -312,11 +317,7 @@ class Cluster:
 
     def wait(self, condition: Callable[[], bool], *, seconds: float, what: str) -> None:
         """Runs the controllers until a condition holds."""
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, f"no {what}\n{self.printed()}"
-            self._reconcile()
-            time.sleep(POLL_SECONDS)
+        polling.wait(condition, self._reconcile, seconds=seconds, what=what, printed=self.printed)
 
     def settle(self, seconds: float) -> None:
         """Runs the controllers for a while."""
@@ -350,11 +351,11 @@ class Cluster:
     def _start_all(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
         for index in range(self._spec["completions"]):
-            self.pods[index] = self._start(index, address)
+            self.pods[index] = self._start(index)
 
-    def _start(self, index: int, address: str) -> Pod:
+    def _start(self, index: int) -> Pod:
         (container,) = self._spec["template"]["spec"]["containers"]
         folder = self.folder / "config"
         folder.mkdir(exist_ok=True)
@@ -370,12 +371,12 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, **self.env, **self._pod_env(container, index, address)},
+                env={**os.environ, **self.env, **self._pod_env(container, index)},
                 process_group=0,
             )
         return Pod(index, process, output)
 
-    def _pod_env(self, container: Mapping[str, Any], index: int, address: str) -> dict[str, str]:
+    def _pod_env(self, container: Mapping[str, Any], index: int) -> dict[str, str]:
         fields = {
             "spec.nodeName": f"node-{index}",
             "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": str(self.restarts),
@@ -386,7 +387,8 @@ class Cluster:
             found = variable.get("value")
             if found is None:
                 found = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
-            env[variable["name"]] = address if variable["name"] == "JAXRES_COORDINATOR" else found
+            is_address = variable["name"] == "JAXRES_COORDINATOR"
+            env[variable["name"]] = self.address if is_address else found
         return env
 
     def _reconcile(self) -> None:
@@ -398,18 +400,32 @@ class Cluster:
         failed = [pod for pod in ended if pod.process.returncode != 0]
         if self.state != "Running":
             return
-        if failed:
+        if failed and self.owner["kind"] == "Job":
+            self._replace(failed[0])
+        elif failed:
             self._on_failure(failed[0])
         elif len(ended) == len(self.pods):
             self.state = "Complete"
 
-    def _on_failure(self, pod: Pod) -> None:
+    def _act(self, pod: Pod) -> str:
+        """Returns what follows the failure of a pod."""
         code = pod.process.returncode
         code = 128 - code if code < 0 else code
         self.exits.append((pod.index, code))
-        assert self.owner["kind"] == "JobSet", "a plain Job replaces pods, which is not needed here"
-        action = after_exit(self.owner, code, is_disrupted=pod.is_disrupted)
-        self.actions.append(action)
+        self.actions.append(after_exit(self.owner, code, is_disrupted=pod.is_disrupted))
+        return self.actions[-1]
+
+    def _replace(self, pod: Pod) -> None:
+        action = self._act(pod)
+        self.counted += action == "Count"
+        if action == "FailJob" or self.counted > self._spec["backoffLimit"]:
+            self._end_others()
+            self.state = "Failed"
+        else:
+            self.pods[pod.index] = self._start(pod.index)
+
+    def _on_failure(self, pod: Pod) -> None:
+        action = self._act(pod)
         self._end_others()
         if action == "RestartJobSet":
             if self.counted >= self.owner["spec"]["failurePolicy"]["maxRestarts"]:

@@ -20,7 +20,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +27,9 @@ from typing import Any
 
 import yaml
 
+from tests.emulators import polling
+
 ROOT = Path(__file__).parents[2]
-POLL_SECONDS = 0.02
 KILL_SECONDS = 30.0
 """From SIGTERM to SIGKILL of the other nodes (sky/skylet/subprocess_daemon.py)."""
 FIELDS: Mapping[str, type | tuple[type, ...]] = {
@@ -121,11 +121,7 @@ class ManagedJob:
 
     def wait(self, condition: Callable[[], bool], *, seconds: float, what: str) -> None:
         """Runs the controller until a condition holds."""
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, f"no {what}\n{self.printed()}"
-            self._reconcile()
-            time.sleep(POLL_SECONDS)
+        polling.wait(condition, self._reconcile, seconds=seconds, what=what, printed=self.printed)
 
     def lose(self, rank: int) -> None:
         """Takes a node away, without notice, and creates others."""

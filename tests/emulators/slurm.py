@@ -45,14 +45,19 @@ ReturnToService=2
 SlurmdTimeout=10
 KillWait=60
 MinJobAge=300
-SchedulerParameters=requeue_delay=1,sched_interval=2,bf_interval=2
+SchedulerParameters=requeue_delay=1,sched_interval=1,bf_interval=1
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP GraceTime={grace}
+PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=closed Nodes={names} State=DOWN
 """
+GRACE_SECONDS = 3600
+"""From the SIGTERM of a preemption by a job of the partition `urgent` to the end of the job."""
 
 
 def missing() -> str:
@@ -108,6 +113,12 @@ class SlurmCluster:
     def jobs(self) -> list[str]:
         """Returns the numbers of the jobs that wait or run."""
         return self.call("squeue", "--noheader", "--format=%i").split()
+
+    def preempt(self, released: Path) -> str:
+        """Submits a job that takes all nodes from the others until a file is there."""
+        wait = f"--wrap=until test -e {released}; do sleep 0.1; done"
+        urgent = ["--partition=urgent", "--exclusive", f"--nodes={len(self.names)}", wait]
+        return self.call("sbatch", "--parsable", "--output=/dev/null", *urgent)
 
     def start_waiting(self) -> None:
         """Starts the jobs that wait for their begin time, a few seconds from now.
@@ -168,7 +179,12 @@ def cluster(root: Path, *, nodes: int = 3) -> Iterator[SlurmCluster]:
         for name in names
     ]
     config = CONFIG.format(
-        host=host, port=_free_port(), root=root, nodes="\n".join(rows), names=",".join(names)
+        host=host,
+        port=_free_port(),
+        root=root,
+        nodes="\n".join(rows),
+        names=",".join(names),
+        grace=GRACE_SECONDS,
     )
     (root / "slurm.conf").write_text(config)
     (root / "munge.key").write_bytes(os.urandom(1024))

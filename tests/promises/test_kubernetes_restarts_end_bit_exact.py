@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow
 POINTS = Path(__file__).with_name("points")
 PACE = "0.005"
 """Some 15 steps a second."""
+HELD = "row:240:gate"
+"""Each attempt waits after 20 steps: a host reads 12 rows a step."""
 
 
 class Job:
@@ -123,6 +125,22 @@ def test_a_pod_that_is_evicted_in_the_middle_of_a_save_goes_on_exactly(
     finished = [row["step"] for row in read_json_lines(job.run_dir.metrics(1))]
     assert starts(job.run_dir) == [0, max(finished)], "a finished step is lost"
     assert max(finished) >= 20
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+def test_a_killed_pod_of_a_plain_job_is_replaced_and_the_other_host_follows(
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    job.apply("--kind", "job", FAULT=HELD, GATE=str(gate))
+    job.wait_commit(10)
+    os.killpg(job.cluster.pods[1].process.pid, signal.SIGKILL)
+    job.wait(lambda: len(job.cluster.exits) >= 2, "end of both pods")
+    assert job.cluster.exits[:2] == [(1, 128 + signal.SIGKILL), (0, ExitCode.PEER_LOST)]
+    gate.touch()
+    assert job.wait_end() == "Complete", job.cluster.printed()
+    assert set(job.cluster.actions) == {"Count"}
+    assert starts(job.run_dir)[-1] >= 10
     assert_bit_exact(job.run_dir, fault_free_pair)
 
 

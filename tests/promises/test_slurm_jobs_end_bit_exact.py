@@ -190,6 +190,80 @@ def test_a_cancelled_job_saves_stays_ended_and_can_be_continued(
     assert_bit_exact(job.run_dir, fault_free_pair)
 
 
+def test_a_job_that_slurm_preempts_saves_and_goes_on_after_the_other_job(
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
+) -> None:
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", "2", **held)
+    job.wait_commit(10)
+    (first,) = [entry.job for entry in job.journal(Submitted)]
+    released = tmp_path / "released"
+    other = job.cluster.preempt(released)
+    job.wait(lambda: "SIGTERM: saving after the current step" in job.printed(), "the signal")
+    gate.touch()
+    job.wait(lambda: job.cluster.state(other) == "RUNNING", "the job that preempts it")
+    assert job.cluster.state(first) == "COMPLETED", "it went on to train on nodes that are taken"
+    saved = run_history(job.run_dir).step
+    first, second = [entry.job for entry in job.journal(Submitted)]
+    assert job.cluster.state(second) == "PENDING"
+    assert "Slurm gives the nodes to another job" in job.printed()
+    released.touch()
+    job.wait_end()
+    assert [entry.exit for entry in job.journal(Ended)] == [ExitCode.PREEMPTED, ExitCode.DONE]
+    finished = [row["step"] for row in read_json_lines(job.run_dir.metrics(1))]
+    assert starts(job.run_dir) == [0, saved]
+    assert saved == max(finished), "a finished step is lost"
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+def test_the_script_of_the_docs_is_requeued_after_a_preemption_and_not_after_scancel(
+    job: Job, tmp_path: Path
+) -> None:
+    """The training is a script that ends with 75 after SIGTERM."""
+    started, released = tmp_path / "started", tmp_path / "released"
+    (python := tmp_path / "python").write_text(
+        f"#!/bin/bash\ntrap 'exit 75' TERM\necho >> {started}\nwhile sleep 0.1; do :; done\n"
+    )
+    python.chmod(0o755)
+    path = f"--export=ALL,PATH={tmp_path}:{os.environ['PATH']}"
+    script = str(ROOT / "examples/slurm.sbatch")
+    own = job.cluster.call("sbatch", "--parsable", path, "--nodes=2", "--output=/dev/null", script)
+
+    def has_started(times: int) -> bool:
+        job.cluster.start_waiting()
+        return started.exists() and len(started.read_text()) == 2 * times
+
+    job.wait(lambda: has_started(1), "start")
+    other = job.cluster.preempt(released)
+    job.wait(lambda: job.cluster.state(other) == "RUNNING", "the job that preempts it")
+    assert job.cluster.state(own) == "PENDING"
+    released.touch()
+    job.wait(lambda: has_started(2), "second start")
+    job.cluster.call("scancel", own)
+    job.wait(lambda: own not in job.cluster.jobs(), "end")
+    assert job.cluster.state(own) == "CANCELLED"
+
+
+def test_a_job_with_more_nodes_than_it_needs_goes_on_without_one_that_is_lost(
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
+) -> None:
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", "2..3", "mesh.data=2", **held)
+    job.wait_commit(10)
+    lost = job.journal(Begun)[0].nodes[1]
+    job.cluster.kill_node(lost)
+    gate.touch()
+    try:
+        job.wait_end()
+    finally:
+        job.cluster.start_node(lost)
+    first, second = job.journal(Begun)
+    assert (lost in first.nodes, lost in second.nodes) == (True, False)
+    assert len(job.journal(Submitted)) == 1, "the job was not kept"
+    assert job.journal(Final)[-1].exit == 0, job.printed()
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
 def test_a_node_whose_hardware_fails_is_excluded_from_the_next_job(
     job: Job, fault_free_pair: RunDir
 ) -> None:

@@ -121,6 +121,16 @@ def test_no_attempt_begins_in_a_job_whose_signal_has_been_sent(left, kind):
     assert isinstance(decide(outcome(ExitCode.PREEMPTED, after=9), allocation=allocation), kind)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_no_attempt_begins_in_a_job_that_slurm_ends_for_another_one(is_first):
+    allocation = Allocation(NODES[:2], (2,), seconds_left=3600.0, is_preempted=True)
+    history = outcome(ExitCode.PREEMPTED, after=9)
+    decision = decide(history, allocation=allocation, is_first=is_first)
+    assert isinstance(decision, Resubmit)
+    assert decision.exclude == ()
+    assert decide(outcome(0), allocation=allocation) == End(0, "why")
+
+
 def test_jobs_that_begin_no_attempt_are_submitted_again_within_a_budget():
     few = Allocation(NODES[:2], (2,), left_out=frozenset({"n2"}))
     limit = CONFIG.restart.max_attempts_without_commit
@@ -191,4 +201,12 @@ def test_the_script_is_a_valid_one_with_the_options_of_the_job():
     wanted = ["--nodes=2-4", "--requeue", "--dependency=singleton", "--signal=TERM@300"]
     wanted += ["--partition=a,b", "--time=24:00:00", "--no-kill", "--gpus-per-node=8"]
     assert [f"#SBATCH {option}" in lines for option in wanted] == [True] * len(wanted)
+    assert "--ntasks" not in text, "of a range of nodes Slurm would give the least number"
     assert lines[-2:] == ["source venv/bin/activate", "exec python -m x 'a b'"]
+
+
+def test_a_job_with_a_fixed_number_of_nodes_ends_with_a_lost_node_and_is_requeued():
+    text = slurm_job.script(JobOptions(name="x", least=2, most=2), output="o", command="c")
+    assert "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --ntasks-per-node=1\n" in text
+    assert "--no-kill" not in text

@@ -1,0 +1,42 @@
+"""Repeats what storage or a scheduler has not answered, within the budget of a run.
+
+The processes that restart the training of a job use it between two attempts: an outage of minutes
+must not end a job of days.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from jaxres.config import RunConfig
+from jaxres.faults import StorageUnavailable
+from jaxres.supervisor.attempt import print_message
+
+T = TypeVar("T")
+
+
+def with_retries(
+    call: Callable[[], T], config: RunConfig, *, wait: Callable[[float], bool], what: str
+) -> T | None:
+    """Returns what a call returns; None: this process was told to end while it waited.
+
+    Args:
+      call: reads or submits; it is called again after a StorageUnavailable.
+      config: `restart.max_storage_attempts`, and how long to wait.
+      wait: waits some seconds; returns True at once if this process is told to end.
+      what: what has failed, for messages, such as "the run log can't be read".
+
+    Raises:
+      StorageUnavailable: no call has been answered.
+    """
+    limits = config.restart
+    for times in range(limits.max_storage_attempts):
+        try:
+            return call()
+        except StorageUnavailable as error:
+            seconds = limits.storage_backoff_seconds * 2.0 ** min(times, 60)
+            print_message(f"{what}: {error}")
+            if wait(min(seconds, limits.max_storage_backoff_seconds)):
+                return None
+    return call()

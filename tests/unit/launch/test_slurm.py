@@ -1,0 +1,299 @@
+"""The commands of `launch slurm`, and the process of its job, with Slurm's commands as scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
+from jaxres.launch import slurm
+from jaxres.launch.slurm import Journal
+from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import GcsPath
+from jaxres.supervisor import signals
+
+JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "6"}
+NO_CONTROLLER = "Unable to contact slurm controller (connect failure)"
+UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
+
+
+class Commands:
+    """Slurm's commands: each prints what a test has set, and its arguments are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.kept = folder, folder / "calls.txt"
+        folder.mkdir()
+
+    def set(self, name: str, text: str = "", *, code: int = 0, error: str = "") -> None:
+        """Sets what a command answers from now on."""
+        answer = f"echo {shlex.quote(error)} >&2; printf %s {shlex.quote(text)}; exit {code}"
+        self._write(name, f"{answer}\n")
+
+    def fail_once(self, name: str, error: str, *, then: str) -> None:
+        """Sets a command that fails the first time."""
+        first = self.folder / f"{name}-failed"
+        fails = f"[ -e {first} ] || {{ touch {first}; echo {shlex.quote(error)} >&2; exit 1; }}"
+        self._write(name, f"{fails}\nprintf %s {shlex.quote(then)}\n")
+
+    def _write(self, name: str, body: str) -> None:
+        path = self.folder / name
+        keep = f'echo "{name} $* cpus=$SRUN_CPUS_PER_TASK" >> {self.kept}'
+        path.write_text(f"#!/bin/sh\n{keep}\n{body}")
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> list[str]:
+        """Returns the arguments of each call of a command."""
+        lines = self.kept.read_text().splitlines() if self.kept.exists() else []
+        return [line for line in lines if line.split()[0] == name]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    found = Commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{found.folder}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    found.set("sbatch", "17;cluster")
+    return found
+
+
+def submit(*arguments: str) -> int:
+    return slurm.main(["quickstart", "run.dir=run", *arguments], env={})
+
+
+def journal(kind: type | None = None) -> list:
+    entries = Journal(Path("run/slurm")).read()
+    return [entry for entry in entries if kind is None or isinstance(entry, kind)]
+
+
+def test_a_submission_names_the_job_and_where_its_output_is(commands, capsys):
+    assert submit("--nodes", "2") == 0
+    assert journal() == [Submitted("17")]
+    printed = capsys.readouterr().out
+    root = Path("run").resolve()
+    assert f"job 17 is submitted (2 nodes); its output: {root}/slurm/job-17.txt" in printed
+    assert f"slurm status {root}" in printed
+    assert "--nodes=2" in Path("run/slurm/job.sh").read_text()
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(commands, capsys):
+    assert submit("--nodes", "2", "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=jaxres-run-")
+    assert not Path("run").exists()
+    assert commands.calls("sbatch") == []
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "STOPPED"])
+def test_a_run_has_one_job_at_a_time(commands, state):
+    submit("--nodes", "2")
+    commands.set("squeue", f"{state}|{state}")
+    with pytest.raises(Fenced, match=f"job 17 of this run is {state}.*scancel 17"):
+        submit("--nodes", "2")
+    assert len(commands.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize("state", [*slurm.ENDED.split(), ""])
+def test_a_job_that_has_ended_can_be_submitted_again(commands, state):
+    submit("--nodes", "2")
+    commands.set("squeue", f"{state}|{state}" if state else "")
+    assert submit("--nodes", "2") == 0
+
+
+def test_a_job_that_slurm_has_forgotten_can_be_submitted_again(commands):
+    submit("--nodes", "2")
+    commands.set("squeue", code=1, error=UNKNOWN)
+    assert submit("--nodes", "2") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (NO_CONTROLLER, StorageUnavailable, "Slurm's controller does not answer: Unable"),
+        ("sbatch: error: invalid partition specified: x", ConfigError, "partition specified: x"),
+    ],
+)
+def test_what_sbatch_refuses_is_one_message(commands, error, kind, text):
+    commands.set("sbatch", code=1, error=error)
+    with pytest.raises(kind, match=text):
+        submit("--nodes", "2", "--partition", "x")
+    assert journal() == []
+
+
+def test_a_machine_without_slurm_is_named(commands, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"sbatch: not found.*where Slurm's commands are"):
+        submit("--nodes", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "--nodes: on how many nodes"),
+        (["--nodes", "0"], "--nodes 0"),
+        (["--nodes", "3..2"], "--nodes 3..2"),
+        (["--nodes", "two"], "--nodes two"),
+        (["--nodes", "2", "--signal-seconds", "0"], "--signal-seconds 0"),
+        (["--nodes", "2", "--signal-seconds", "99999"], "from 1 to 65535"),
+        (["--nodes", "2", "--setup", "a\nb"], "--setup 'a"),
+        (["--nodes", "2", "--sbatch=--mem=0\nrm"], "--sbatch '--mem=0"),
+        (["--nodes", "2", "--folder", "a b"], "does not take this name"),
+        (["--nodes", "2", "--nope"], "--nope: unknown flag"),
+    ],
+)
+def test_bad_arguments_are_one_clear_error(commands, arguments, text):
+    with pytest.raises(UsageError, match=text):
+        submit(*arguments)
+    assert commands.calls("sbatch") == []
+
+
+def test_a_run_in_a_bucket_needs_a_folder_for_the_output():
+    run_dir = RunDir(GcsPath("bucket", "run"))
+    with pytest.raises(UsageError, match="--folder /shared/jobs/first"):
+        slurm._journal(run_dir, None)
+    assert slurm._journal(run_dir, "/shared/jobs").folder == Path("/shared/jobs")
+
+
+def test_gpus_that_the_mesh_can_not_use_are_refused_before_the_job_waits(commands):
+    gpus = "--sbatch=--gpus-per-node=8"
+    with pytest.raises(ConfigError, match="does not make 16 device"):
+        submit("--nodes", "2", gpus, "mesh.data=3")
+    with pytest.raises(ConfigError, match="mesh"):
+        submit("--nodes", "2..3", gpus, "mesh.data=3")
+    assert submit("--nodes", "1..2", gpus, "mesh.data=8", "--dry-run") == 0
+
+
+def test_status_names_state_nodes_and_output(commands, capsys):
+    submit("--nodes", "2")
+    commands.set("squeue", "RUNNING|RUNNING|None|n[1-2]|59:10|main")
+    assert slurm.main(["status", "run"], env={}) == 0
+    printed = capsys.readouterr().out
+    assert "job 17: RUNNING, partition main, on n[1-2], 59:10 left" in printed
+    assert "attempt 0, committed step 0" in printed
+    commands.set("squeue", "PENDING|PENDING|Priority||1:00:00|main")
+    slurm.main(["status", "run"], env={})
+    assert "job 17: PENDING, partition main, waits (Priority)" in capsys.readouterr().out
+    commands.set("squeue", code=1, error=UNKNOWN)
+    slurm.main(["status", "run"], env={})
+    assert "job 17: not in the queue; `sacct` may say why" in capsys.readouterr().out
+    Journal(Path("run/slurm")).append(Final(81))
+    slurm.main(["status", "run"], env={})
+    assert "job 17: ended (81 DIVERGED)" in capsys.readouterr().out
+
+
+def test_logs_prints_the_end_of_the_newest_output(commands, capsys):
+    submit("--nodes", "2")
+    with pytest.raises(UsageError, match=r"job-17.txt: not there yet"):
+        slurm.main(["logs", "run"], env={})
+    Path("run/slurm/job-17.txt").write_text("".join(f"line {n}\n" for n in range(100)))
+    capsys.readouterr()
+    assert slurm.main(["logs", "run"], env={}) == 0
+    assert capsys.readouterr().out.splitlines() == [f"line {n}" for n in range(60, 100)]
+
+
+def test_stop_asks_a_running_job_to_save_and_cancels_one_that_waits(commands, capsys):
+    submit("--nodes", "2")
+    commands.set("scancel")
+    commands.set("squeue", "RUNNING|RUNNING")
+    assert slurm.main(["stop", "run"], env={}) == 0
+    assert Path("run/stop").exists()
+    assert commands.calls("scancel") == []
+    commands.set("squeue", "PENDING|PENDING")
+    slurm.main(["stop", "run"], env={})
+    assert commands.calls("scancel") == ["scancel 17 cpus="]
+    commands.set("squeue", "COMPLETED|COMPLETED")
+    slurm.main(["stop", "run"], env={})
+    assert "job 17 has ended already" in capsys.readouterr().out
+
+
+# The process of a job.
+
+
+@pytest.fixture
+def trains(commands, monkeypatch):
+    """Runs the process of a job; returns its exit code, or raises its error."""
+    ready, _ = pipe = os.pipe()
+    monkeypatch.setattr(signals, "wakeup_fd", lambda: contextlib.nullcontext(ready))
+    commands.set("scontrol", "n1\nn2\n")
+    commands.set("sinfo", "n1 idle\nn2 allocated\n")
+    commands.set("squeue", "RUNNING|59:00|n[1-2]")
+    submit("--nodes", "2")
+
+    def call(*arguments: str, **env: str) -> int:
+        limits = ("restart.storage_backoff_seconds=0", "restart.backoff_seconds=0")
+        words = ["job", "quickstart", "run.dir=run", *limits, "--nodes", "2", *arguments]
+        return slurm.main(words, env={**os.environ, **JOB, **env})
+
+    yield call
+    for end in pipe:
+        os.close(end)
+
+
+def test_an_attempt_gets_all_nodes_and_the_cpus_of_the_job(commands, trains):
+    commands.set("srun")
+    assert trains() == 0
+    assert journal() == [Submitted("17"), Begun(0, 0, ("n1", "n2")), Ended(0), Final(0)]
+    (call,) = commands.calls("srun")
+    assert "--nodelist=n1,n2 --nodes=2 --ntasks=2 --ntasks-per-node=1" in call
+    assert call.endswith("cpus=6"), "srun takes them from no variable of sbatch"
+    assert "--immediate=300" in call, "a step before that never ends would be waited for"
+
+
+def test_an_attempt_in_a_job_that_has_lost_a_node_does_not_wait_for_the_step_before(
+    commands, trains
+):
+    commands.set("srun")
+    names = '[ "$3" = "n[1-3]" ] && echo n1 n2 n3 || echo n1 n3'
+    commands._write("scontrol", f"{names}\n")
+    commands.set("squeue", "RUNNING|59:00|n[1,3]")
+    assert trains(SLURM_JOB_NODELIST="n[1-3]") == 0
+    (call,) = commands.calls("srun")
+    assert "--nodelist=n1,n3 --nodes=2" in call
+    assert "--overlap" in call
+
+
+@pytest.mark.parametrize("name", ["squeue", "sinfo"])
+def test_a_controller_that_does_not_answer_is_asked_again(commands, trains, name):
+    answers = {"squeue": "RUNNING|59:00|n[1-2]", "sinfo": "n1 idle\nn2 idle\n"}
+    commands.set("srun")
+    commands.fail_once(name, NO_CONTROLLER, then=answers[name])
+    assert trains() == 0
+    assert journal()[-1] == Final(0)
+
+
+def test_a_controller_that_never_answers_ends_the_job_within_its_budget(commands, trains):
+    commands.set("sinfo", code=1, error=NO_CONTROLLER)
+    with pytest.raises(StorageUnavailable):
+        trains("restart.max_storage_attempts=2")
+    assert len(commands.calls("sinfo")) == 3
+    assert journal(Final) == [], "another job may go on"
+
+
+def test_a_job_that_is_preempted_is_submitted_again_and_begins_no_attempt(commands, trains):
+    commands.set("squeue", "2026-11-26T07:12:05")
+    commands.fail_once("sbatch", NO_CONTROLLER, then="18")
+    commands.set("srun")
+    assert trains() == 0
+    assert commands.calls("srun") == []
+    assert "--begin=now+0" in commands.calls("sbatch")[-1]
+    assert [entry.job for entry in journal(Submitted)] == ["17", "18"]
+    assert journal(Final) == []
+
+
+def test_a_job_without_a_node_that_is_down_is_submitted_again_without_it(commands, trains):
+    commands.set("sinfo", "n1 idle\nn2 down*\n")
+    commands.set("sbatch", "18")
+    assert trains() == 0
+    assert "--exclude=n2" in commands.calls("sbatch")[-1]
+
+
+def test_a_job_that_slurm_does_not_take_again_gives_the_next_one_the_full_budget(commands, trains):
+    commands.set("sinfo", "n1 idle\nn2 down*\n")
+    commands.set("sbatch", code=1, error="Requested node configuration is not available")
+    with pytest.raises(ConfigError, match="node configuration") as refused:
+        trains()
+    assert isinstance(refused.value, RunError)
+    assert journal()[-1] == Final(refused.value.exit_code)
