@@ -18,11 +18,14 @@ from pathlib import Path
 from jaxres.chaos import damage, leftovers
 from jaxres.chaos.schedule import Fault, PlannedRun
 from jaxres.chaos.short_runs import Runner, Topology
+from jaxres.chaos.time_account import TimeAccount
 from jaxres.chaos.verdict import ChaosFacts, Injection
 from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.goodput import read_timeline, summary
 from jaxres.runlog import metrics, replica_files, run_log, step_dirs
 from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import AttemptEnded, Claim
 from jaxres.supervisor import proc_stat
 from jaxres.train import break_hook
 
@@ -48,6 +51,7 @@ class FaultyRun:
         """Runs, injects each fault, waits for each recovery; returns what was seen."""
         self.name = self.planned.name
         injections: list[Injection] = []
+        clock_offset = self._clock_offset()
         self._plan(0)
         self._start()
         for number, fault in enumerate(self.planned.faults):
@@ -70,6 +74,26 @@ class FaultyRun:
             quarantined=frozenset(body.step for _, body in self._history().quarantined),
             merged_lines=tuple(str(path) for path, end in self.torn if damage.is_merged(path, end)),
             left=left,
+            account=self._account(abs(self._clock_offset() - clock_offset)),
+        )
+
+    def _clock_offset(self) -> float:
+        return self.runner.clock.wall() - self.runner.clock.monotonic()
+
+    def _account(self, clock_moved_seconds: float) -> TimeAccount | None:
+        """Returns what `jaxres report` says of the run; None: no attempt has recorded its end."""
+        records = run_log.in_force(run_log.read_records(self._run_dir.log))
+        begins = [record.time for record in records if isinstance(record.body, Claim)]
+        ends = [record.time for record in records if isinstance(record.body, AttemptEnded)]
+        if not begins or not ends:
+            return None
+        found = summary.summarize(read_timeline.read(self._run_dir, is_alive=False))
+        return TimeAccount(
+            by_activity=found.by_activity,
+            seconds=found.seconds,
+            wall_seconds=ends[-1] - begins[0],
+            clock_moved_seconds=clock_moved_seconds,
+            incidents=found.incidents,
         )
 
     @property

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxres.chaos import time_account
 from jaxres.chaos.scenarios import BY_NAME
 from jaxres.chaos.schedule import Fault, PlannedRun
+from jaxres.chaos.time_account import TimeAccount
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import resume_verdict
 from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
@@ -22,6 +24,7 @@ PROMISES = {
     "causes": "each attempt but the last was ended by an injected fault, by the run log",
     "bounded loss": "no more steps are computed again than the scenario allows",
     "damage found": "damaged steps, and no others, are recorded and never restored",
+    "accounted": "the report has each second of the run once, and each fault as one incident",
     "recovery time": "the run trains again within --max-recovery-seconds",
     "whole lines": "no line of a log is lost after a torn one",
     "nothing left": "no process, temporary file, unfinished save or shared memory is left",
@@ -58,6 +61,8 @@ class ChaosFacts:
     """Files in which a torn line was continued by another one."""
     left: tuple[str, ...] = ()
     """What the run has left behind."""
+    account: TimeAccount | None = None
+    """The run's report; None: it could not be read, or the run log had no claim."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ def judge(
         *_causes(facts),
         *_losses(facts, save_every),
         *_damage(facts),
+        *_account(facts),
         *_recoveries(facts, max_recovery_seconds),
         *(Broken("whole lines", f"{name}: the next line is lost") for name in facts.merged_lines),
         *(Broken("nothing left", what) for what in facts.left),
@@ -192,6 +198,22 @@ def _damage(facts: ChaosFacts) -> Iterator[Broken]:
             yield Broken("damage found", f"{name}: step {start} was restored, damaged is {step}")
     for step in sorted(facts.quarantined - damaged):
         yield Broken("damage found", f"step {step} is recorded as damaged, and no fault was there")
+
+
+def _account(facts: ChaosFacts) -> Iterator[Broken]:
+    if facts.account is None:
+        yield Broken("accounted", "the run has no report")
+        return
+    known = [one for one in outcomes(facts) if one.ended is not None]
+    ended = [
+        (name, one.ended, BY_NAME[name].ends)
+        for one in known
+        for name in (one.injection.fault.scenario,)
+        if one.ended is not None
+    ]
+    resumed = [None if one.resumed is None else one.resumed.start_step for one in known]
+    for text in time_account.differences(facts.account, facts.run.rows, ended, resumed):
+        yield Broken("accounted", text)
 
 
 def _recoveries(facts: ChaosFacts, limit: float | None) -> Iterator[Broken]:

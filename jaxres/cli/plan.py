@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,13 @@ from jaxres.plan import (
 )
 from jaxres.plan.assumptions import ASSUMPTIONS, DEFAULTS
 from jaxres.plan.failure_model import Component, Fleet
+from jaxres.plan.goodput_model import Outages
 from jaxres.plan.job import MARGIN_SECONDS, Job, Measures, MemoryTier, plan_of
 from jaxres.plan.measured import Measured
 from jaxres.plan.retention_bill import storage_bill
-from jaxres.plan.simulate import simulate
+from jaxres.plan.simulate import Simulation, simulate
 from jaxres.plan.simulated_attempts import SimulatedJob, simulate_attempts
+from jaxres.report.plan_page import plan_page
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
@@ -47,10 +49,15 @@ from jaxres.supervisor import run_config
 
 USAGE = """\
 jaxres plan [CONFIG.yaml [section.field=value ...]] [--from RUN_DIR] [--gpus N ...] [--json]
+      [--plot FILE]
       (docs/planning.md lists all flags, with the source of each default)"""
 KEEP = "checkpoint.keep"
 MAX_GPUS = 1_000_000
 MAX_DAYS = 3650.0
+PLOTTED_INTERVALS = [2.0**power for power in range(-3, 4)]
+PLOTTED_FLEETS = [2.0 ** (power / 2) for power in range(-6, 3)]
+"""Factors by which what is plotted differs from the plan."""
+PLOTTED_REPLICATIONS = 100
 GIB = 2**30
 
 
@@ -78,6 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         options = _parse(arguments)
         inputs = read_inputs(options)
         found = compute(inputs)
+        if options.plot is not None:
+            _write_page(options.plot, inputs, found)
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
@@ -85,6 +94,48 @@ def main(arguments: Sequence[str]) -> int:
     text = json.dumps(found) + "\n" if options.json else plan_text.as_text(found)
     sys.stdout.write(text)
     return ExitCode.DONE
+
+
+def _write_page(path: Path, inputs: Inputs, found: Mapping[str, Any]) -> None:
+    """Writes the page of a plan.
+
+    Raises:
+      UsageError: the file can't be written.
+    """
+    page = plan_page(found, by_interval=_by_interval(inputs), by_gpus=_by_gpus(inputs))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--plot {path}: {error.strerror}. Give another file.") from error
+
+
+def _by_interval(inputs: Inputs) -> list[dict[str, float]]:
+    """Returns the goodput by the time between saves, from an eighth to 8 times that of the plan."""
+    plan = plan_of(inputs.job)
+    shortest = plan.storage.stall_seconds + plan.storage.commit_seconds
+    found: list[dict[str, float]] = []
+    for factor in PLOTTED_INTERVALS:
+        seconds = plan.storage.interval_seconds * factor
+        if seconds >= shortest:
+            other = replace(plan, storage=replace(plan.storage, interval_seconds=seconds))
+            found.append({"seconds": seconds} | _band(inputs, other))
+    return found
+
+
+def _by_gpus(inputs: Inputs) -> list[dict[str, float]]:
+    """Returns the goodput by the number of GPUs, from an eighth to twice those of the plan."""
+    found: list[dict[str, float]] = []
+    fleet = inputs.job.fleet
+    for count in sorted({max(1, round(fleet.num_gpus * factor)) for factor in PLOTTED_FLEETS}):
+        job = replace(inputs.job, fleet=replace(fleet, num_gpus=count))
+        found.append({"num_gpus": count} | _band(inputs, plan_of(job)))
+    return found
+
+
+def _band(inputs: Inputs, plan: goodput_model.Plan) -> dict[str, float]:
+    replications = min(inputs.replications, PLOTTED_REPLICATIONS)
+    found = simulate(plan, hours=inputs.job.hours, replications=replications)
+    return {"mean": found.mean, "p5": found.quantile(0.05), "p95": found.quantile(0.95)}
 
 
 def _number(low: float, high: float, *, exclusive: bool = False) -> Any:
@@ -110,9 +161,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     rate = parser.add_mutually_exclusive_group()
     rate.add_argument("--mtbf-hours", type=positive)
     rate.add_argument("--daily-survival", type=_number(0, 1 - 1e-12, exclusive=True))
-    rate.add_argument("--component", action="append", metavar="NAME=HOURS/gpu|host|job")
+    rate.add_argument("--component", action="append", metavar="NAME=HOURS/gpu|host|rack|job")
+    parser.add_argument("--hosts-per-rack", type=int)
     parser.add_argument("--host-share", type=share)
     parser.add_argument("--neighbor-share", type=share)
+    parser.add_argument("--stockout-share", type=share)
+    parser.add_argument("--capacity-wait-seconds", type=any_number)
+    parser.add_argument("--on-demand-fallback", action="store_true")
+    parser.add_argument("--outages-per-day", type=any_number)
+    parser.add_argument("--outage-seconds", type=positive)
     parser.add_argument("--spot-rate", type=any_number, metavar="PREEMPTIONS_PER_VM_AND_DAY")
     parser.add_argument("--notice-seconds", type=any_number)
     parser.add_argument("--state-gib", type=positive)
@@ -130,8 +187,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--replications", type=int, default=1000)
     parser.add_argument("--from", dest="run_dir", type=path_argument, metavar="RUN_DIR")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_intermixed_args(arguments)
     limits = {"gpus": MAX_GPUS, "gpus_per_host": MAX_GPUS, "replications": 100_000}
+    limits["hosts_per_rack"] = MAX_GPUS
     for name, most in limits.items():
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
@@ -145,38 +204,8 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     """Returns the inputs: flags first, then measurements of the run, the config, the defaults."""
     config, keep = _config(options.words)
     run = None if options.run_dir is None else _measured(RunDir(options.run_dir))
-    fleet = _fleet(options, config, run)
     value = _Values(options, run)
-    state_bytes = _state_bytes(options, config, run)
-
-    def transfer(mb_per_second: float) -> float:
-        hosts = fleet.num_hosts
-        return goodput_model.transfer_seconds(
-            state_bytes, num_hosts=hosts, mb_per_second=mb_per_second
-        )
-
-    rate = value.get("--write-mb-per-s")
-    read_rate = rate if options.read_mb_per_s is None else options.read_mb_per_s
-    memory: MemoryTier = options.memory or _memory(config)
-    job = Job(
-        fleet=fleet,
-        hours=options.hours or 24 * value.get("--days"),
-        state_bytes=state_bytes,
-        write_seconds=value.measured("write_seconds", "--write-mb-per-s", transfer(rate)),
-        read_seconds=value.measured("read_seconds", "--read-mb-per-s", transfer(read_rate)),
-        memory_seconds=transfer(value.get("--memory-mb-per-s")),
-        stall_seconds=value.get("--stall-seconds", "stall_seconds"),
-        detect_seconds=value.get("--detect-seconds", "detect_seconds"),
-        restart_seconds=value.get("--restart-seconds", "start_seconds"),
-        boot_seconds=value.get("--boot-seconds", "boot_seconds"),
-        host_share=value.get("--host-share"),
-        neighbor_share=value.get("--neighbor-share"),
-        repair_hours=value.get("--repair-hours"),
-        preemptions_per_day=options.spot_rate or 0.0,
-        notice_seconds=_notice(options, config, value),
-        save_every_seconds=options.save_every_seconds,
-        measures=Measures(options.saves == "async", memory, options.spares),
-    )
+    job = _job(options, config, run, value)
     prices = {kind: _price(config, kind) for kind in ("spot", "standard")}
     spot = value.get("--spot-price", fallback=prices["spot"])
     on_demand = value.get("--gpu-hour-price", fallback=prices["standard"])
@@ -192,6 +221,51 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
         replications=options.replications,
         measured=run,
         given=tuple(value.given),
+    )
+
+
+def _job(
+    options: argparse.Namespace, config: RunConfig | None, run: Measured | None, value: _Values
+) -> Job:
+    fleet = _fleet(options, config, run)
+    state_bytes = _state_bytes(options, config, run)
+
+    def transfer(mb_per_second: float) -> float:
+        hosts = fleet.num_hosts
+        return goodput_model.transfer_seconds(
+            state_bytes, num_hosts=hosts, mb_per_second=mb_per_second
+        )
+
+    rate = value.get("--write-mb-per-s")
+    read_rate = rate if options.read_mb_per_s is None else options.read_mb_per_s
+    memory: MemoryTier = options.memory or _memory(config)
+    per_day, outage_seconds = value.get("--outages-per-day"), value.get("--outage-seconds")
+    return Job(
+        fleet=fleet,
+        hours=options.hours or 24 * value.get("--days"),
+        state_bytes=state_bytes,
+        write_seconds=value.measured("write_seconds", "--write-mb-per-s", transfer(rate)),
+        read_seconds=value.measured("read_seconds", "--read-mb-per-s", transfer(read_rate)),
+        memory_seconds=transfer(value.get("--memory-mb-per-s")),
+        stall_seconds=value.get("--stall-seconds", "stall_seconds"),
+        detect_seconds=value.get("--detect-seconds", "detect_seconds"),
+        restart_seconds=value.get("--restart-seconds", "start_seconds"),
+        boot_seconds=value.get("--boot-seconds", "boot_seconds"),
+        host_share=value.get("--host-share"),
+        neighbor_share=value.get("--neighbor-share"),
+        repair_hours=value.get("--repair-hours"),
+        preemptions_per_day=options.spot_rate or 0.0,
+        notice_seconds=_notice(options, config, value),
+        stockout_share=value.get("--stockout-share"),
+        stockout_seconds=value.get("--capacity-wait-seconds"),
+        outages=Outages(per_day, outage_seconds) if per_day else None,
+        save_every_seconds=options.save_every_seconds,
+        measures=Measures(
+            options.saves == "async",
+            memory,
+            options.spares,
+            falls_back=options.on_demand_fallback,
+        ),
     )
 
 
@@ -287,7 +361,10 @@ def _fleet(options: argparse.Namespace, config: RunConfig | None, run: Measured 
     if count is None:
         raise UsageError("jaxres plan: give --gpus N, or a config with launch.gce, or --from RUN")
     if options.component:
-        return Fleet(count, per_host, tuple(map(_component, options.component)))
+        parts = tuple(map(_component, options.component))
+        if any(part.per == "rack" for part in parts) and options.hosts_per_rack is None:
+            raise UsageError("--component NAME=HOURS/rack: give --hosts-per-rack N")
+        return Fleet(count, per_host, parts, options.hosts_per_rack or 1)
     hours = options.mtbf_hours or DEFAULTS["--mtbf-hours"]
     name = "gpu, all causes"
     if options.daily_survival is not None:
@@ -305,9 +382,10 @@ def _component(text: str) -> Component:
         mtbf = float(hours)
     except ValueError:
         mtbf = 0.0
-    if not name or not 0 < mtbf < math.inf or per not in ("gpu", "host", "job"):
+    if not name or not 0 < mtbf < math.inf or per not in ("gpu", "host", "rack", "job"):
         raise UsageError(
-            f"--component {text}: expected NAME=HOURS/gpu, /host or /job, as in nic=100000/host"
+            f"--component {text}: expected NAME=HOURS/gpu, /host, /rack or /job, as in "
+            "nic=100000/host"
         )
     return Component(name, per, mtbf)
 
@@ -357,6 +435,7 @@ def compute(inputs: Inputs) -> dict[str, Any]:
     job, price = inputs.job, inputs.gpu_hour_price
     plan = plan_of(job)
     simulation = simulate(plan, hours=job.hours, replications=inputs.replications)
+    price += simulation.on_demand_share * (inputs.on_demand_price - price)
     storage = storage_bill(
         inputs.keep,
         state_bytes=job.state_bytes,
@@ -365,11 +444,6 @@ def compute(inputs: Inputs) -> dict[str, Any]:
         dollars_per_gb_month=inputs.storage_price,
         steps_per_save=inputs.steps_per_save,
     )
-    named = {"this plan": job, **costs.other_measures(job)}
-    variants = [
-        costs.variant(name, other, dollars_per_gpu_hour=price, replications=inputs.replications)
-        for name, other in named.items()
-    ]
     bills = costs.insurance(
         job,
         simulation.mean_shares,
@@ -380,17 +454,9 @@ def compute(inputs: Inputs) -> dict[str, Any]:
         "fleet": _fleet_json(job),
         "failures": _failures_json(job),
         "saves": _saves_json(job, plan),
-        "goodput": {
-            "mean": simulation.mean,
-            "p5": simulation.quantile(0.05),
-            "p95": simulation.quantile(0.95),
-            "long_run": goodput_model.long_run_goodput(plan),
-            "shares": simulation.mean_shares,
-            "lost_hours": (1 - simulation.mean) * job.hours,
-            "replications": inputs.replications,
-        },
+        "goodput": _goodput_json(inputs, plan, simulation),
         "interruptions": [asdict(kind) for kind in plan.interruptions],
-        "measures": [asdict(one) for one in variants],
+        "measures": [asdict(one) for one in _variants(inputs)],
         "spot": _spot_json(inputs),
         "storage": asdict(storage),
         "insurance": {
@@ -408,6 +474,34 @@ def compute(inputs: Inputs) -> dict[str, Any]:
         },
         "assumed": [asdict(one) for one in ASSUMPTIONS if one.flag not in inputs.given],
     }
+
+
+def _goodput_json(
+    inputs: Inputs, plan: goodput_model.Plan, simulation: Simulation
+) -> dict[str, Any]:
+    return {
+        "mean": simulation.mean,
+        "p5": simulation.quantile(0.05),
+        "p95": simulation.quantile(0.95),
+        "long_run": goodput_model.long_run_goodput(plan),
+        "shares": simulation.mean_shares,
+        "on_demand_share": simulation.on_demand_share,
+        "lost_hours": (1 - simulation.mean) * inputs.job.hours,
+        "replications": inputs.replications,
+    }
+
+
+def _variants(inputs: Inputs) -> Iterator[costs.Variant]:
+    """Yields the job with each of its measures, and with the others."""
+    named = {"this plan": inputs.job, **costs.other_measures(inputs.job)}
+    for name, job in named.items():
+        yield costs.variant(
+            name,
+            job,
+            dollars_per_gpu_hour=inputs.gpu_hour_price,
+            on_demand_dollars=inputs.on_demand_price,
+            replications=inputs.replications,
+        )
 
 
 def _fleet_json(job: Job) -> dict[str, Any]:

@@ -71,6 +71,8 @@ def _goodput(found: Found) -> Iterator[str]:
     )
     shares = [f"{name} {_percent(share)}" for name, share in goodput["shares"].items()]
     yield f"  {', '.join(shares)}"
+    if on_demand := goodput["on_demand_share"]:
+        yield f"  {_percent(on_demand)} of the hosts are on demand: no Spot VM was free for them"
     if run is not None and run["goodput"] is not None:
         yield (
             f"  the run had {_percent(run['goodput'])} in {_time(run['seconds'] / 3600)}, "

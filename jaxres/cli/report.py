@@ -13,9 +13,9 @@ from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.faults import ConfigError
-from jaxres.goodput import run_timeline, summary
+from jaxres.goodput import read_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
-from jaxres.goodput.run_timeline import AFTER_THE_END, RunTimeline
+from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import Incident, Summary
 from jaxres.report import comparison
 from jaxres.report.contents import Contents, Sources, collect
@@ -87,7 +87,11 @@ def _read_all(run_dir: RunDir) -> _Run:
 
 def read(run_dir: RunDir) -> RunTimeline:
     """Reads log, events and metrics of a run and returns its timeline."""
-    return _timeline(run_dir, _sources(run_dir, name=None))
+    return read_timeline.read(run_dir, is_alive=_is_alive(run_dir))
+
+
+def _is_alive(run_dir: RunDir) -> bool:
+    return run_lock.liveness(run_dir, clock=SystemClock()) != "gone"
 
 
 def _sources(run_dir: RunDir, *, name: str | None) -> Sources:
@@ -100,20 +104,15 @@ def _sources(run_dir: RunDir, *, name: str | None) -> Sources:
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
         lines={n: metrics_columns.read_attempt(run_dir, n) for n in numbers},
         launch_events=launch_events.read(run_dir),
-        is_alive=run_lock.liveness(run_dir, clock=SystemClock()) != "gone",
+        is_alive=_is_alive(run_dir),
     )
 
 
 def _timeline(run_dir: RunDir, sources: Sources) -> RunTimeline:
-    ends = [e for e in read_events(run_dir.supervisor_events) if e["event"] in AFTER_THE_END]
     return run_timeline.fold(
         sources.records,
         events=sources.events,
-        supervisor_events={
-            n: read_events(run_dir.host_supervisor_events(n, 0))
-            + [event for event in ends if event.get("attempt") == n]
-            for n in sources.events
-        },
+        supervisor_events=read_timeline.supervisor_events(run_dir, sources.events),
         lines=sources.lines,
         is_alive=sources.is_alive,
         launch_events=sources.launch_events,

@@ -296,6 +296,8 @@ def _ending(status: Status) -> list[tuple[str, str]]:
         unknown = "no exit record: the process was killed or the machine went down"
         if status.outlook.state == "suspended":
             unknown = "no: the process exists on this machine, suspended or waiting for storage"
+        elif status.recent and status.recent[-1].cause != attempt_history.KILLED:
+            unknown = f"{status.recent[-1].cause}: {status.recent[-1].reason}"
         rows.append(("ended", _format_exit(stop) if stop is not None and is_newest else unknown))
     if status.outlook.restarts:
         rows.append(("restarts", status.outlook.restarts))

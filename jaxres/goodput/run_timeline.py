@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from jaxres.goodput import attempt_timeline, launch_gap
 from jaxres.goodput.attempt_timeline import NOT_LOST
 from jaxres.goodput.intervals import Activity, Interval, merged
 from jaxres.runlog import run_log
-from jaxres.runlog.attempt_history import KILLED, RUNNING
+from jaxres.runlog.attempt_history import RUNNING, unrecorded_end
 from jaxres.runlog.events import EVENTS
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import MetricsColumns, concatenate, of_lines
@@ -114,8 +114,8 @@ def fold(
         is_running = is_alive and index == len(claims) - 1
         of_attempt = lines.get(number, NO_LINES)
         placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)
-        seen_end = RUNNING if is_running else _seen_end(claims[index:], launch_events)
-        summary = _attempt(claim, own, placed, attempts, seen_end=seen_end)
+        unrecorded = (RUNNING, "") if is_running else unrecorded_end(claims[index:], launch_events)
+        summary = _attempt(claim, own, placed, attempts, unrecorded=unrecorded)
         if attempts:
             intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
@@ -320,12 +320,12 @@ def _attempt(
     placed: _Placed,
     before: Sequence[AttemptTime],
     *,
-    seen_end: LaunchEvent | Literal["running"] | None,
+    unrecorded: tuple[str, str],
 ) -> AttemptTime:
-    """Returns the summary of an attempt; `seen_end` counts if it has no end record."""
+    """Returns the summary of an attempt; `unrecorded`: its cause and reason without end record."""
     num_hosts = _claim_of(claim).num_hosts
     _, stop = _end_record(records) or (0.0, None)
-    cause, reason = _unrecorded(seen_end)
+    cause, reason = unrecorded
     starts = [record for record in records if isinstance(record.body, Start)]
     devices = [d for record in starts if (d := start_of(record).devices) is not None]
     known = before[-1].num_devices if before else None
@@ -342,22 +342,3 @@ def _attempt(
         num_devices=sum(devices[-1]) if devices else known,
         starts=tuple((r.seq, at) for r, at in zip(starts, begins, strict=False)),
     )
-
-
-def _seen_end(claims: Sequence[Record], events: Sequence[LaunchEvent]) -> LaunchEvent | None:
-    """Returns the launcher's event of an attempt's end; `claims` begins with that of the attempt.
-
-    Further ones before the next claim are of attempts that ended before they claimed the run.
-    """
-    until = claims[1].time if len(claims) > 1 else math.inf
-    ends = (e for e in events if e.kind == "attempt_ended" and claims[0].time <= e.time < until)
-    return next(ends, None)
-
-
-def _unrecorded(seen_end: LaunchEvent | Literal["running"] | None) -> tuple[str, str]:
-    """Returns the cause and the reason of an end that the attempt itself has not recorded."""
-    if seen_end == RUNNING:
-        return RUNNING, ""
-    if not isinstance(seen_end, LaunchEvent) or not seen_end.cause.isdigit():
-        return KILLED, ""
-    return exit_row(int(seen_end.cause)).name, seen_end.reason

@@ -106,6 +106,20 @@ ASSUMPTIONS = (
         "$ a GB (1e9 bytes) and month",
         "assumed: Cloud Storage, Standard class, one region; prices change",
     ),
+    Assumption(
+        "--stockout-share",
+        0.0,
+        "of the lost hosts for which no machine is free",
+        "assumed: capacity is there; Spot VMs often have none",
+    ),
+    Assumption("--capacity-wait-seconds", 3600.0, "s until one is, on average", "assumed"),
+    Assumption(
+        "--outages-per-day",
+        0.0,
+        "outages of storage a day",
+        "assumed; Cloud Storage's SLA allows 0.1 % of a month in one region (Standard class)",
+    ),
+    Assumption("--outage-seconds", 600.0, "s of an outage, on average", "assumed"),
     Assumption("--days", 30.0, "days of training", "assumed"),
     Assumption("--gpus-per-host", 8.0, "GPUs a host", "a3-highgpu-8g"),
 )

@@ -62,10 +62,21 @@ def compute_dollars(job: Job, *, dollars_per_gpu_hour: float) -> float:
 
 
 def variant(
-    name: str, job: Job, *, dollars_per_gpu_hour: float, replications: int = 1000
+    name: str,
+    job: Job,
+    *,
+    dollars_per_gpu_hour: float,
+    on_demand_dollars: float | None = None,
+    replications: int = 1000,
 ) -> Variant:
-    """Returns what a job costs, by its mean simulated goodput."""
-    goodput = simulate(plan_of(job), hours=job.hours, replications=replications).mean
+    """Returns what a job costs, by its mean simulated goodput.
+
+    `on_demand_dollars`: price of a GPU hour of the machines on demand of a mixed fleet.
+    """
+    found = simulate(plan_of(job), hours=job.hours, replications=replications)
+    goodput, share = found.mean, found.on_demand_share
+    if on_demand_dollars is not None:
+        dollars_per_gpu_hour += share * (on_demand_dollars - dollars_per_gpu_hour)
     dollars = compute_dollars(job, dollars_per_gpu_hour=dollars_per_gpu_hour)
     useful = max(goodput, LEAST_GOODPUT) * job.hours * job.fleet.num_gpus
     return Variant(name, goodput, (1 - goodput) * job.hours, dollars, dollars / useful)
@@ -89,6 +100,9 @@ def other_measures(job: Job) -> dict[str, Job]:
         found["with one spare host"] = job.with_measures(spares=1)
     if job.preemptions_per_day and job.is_saved_at_notice:
         found["without notices"] = job.with_measures(uses_notice=False)
+    if job.preemptions_per_day and job.stockout_share:
+        name = "without" if own.falls_back else "with"
+        found[f"{name} on-demand fallback"] = job.with_measures(falls_back=not own.falls_back)
     return found
 
 

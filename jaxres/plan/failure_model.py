@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DAY_HOURS = 24.0
-Per = Literal["gpu", "host", "job"]
+Per = Literal["gpu", "host", "rack", "job"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Component:
 
     name: str
     per: Per
-    """What has one of it: each GPU, each host, or the whole job."""
+    """What has one of it: each GPU, each host, each rack, or the whole job."""
     mtbf_hours: float
     """Mean hours between failures of one of it."""
 
@@ -32,6 +32,8 @@ class Fleet:
     num_gpus: int
     gpus_per_host: int
     components: tuple[Component, ...]
+    hosts_per_rack: int = 1
+    """Hosts that a failure of a rack takes together."""
 
     @property
     def num_hosts(self) -> int:
@@ -40,11 +42,22 @@ class Fleet:
 
     def count(self, per: Per) -> int:
         """Returns how many of a component the fleet has."""
-        return {"gpu": self.num_gpus, "host": self.num_hosts, "job": 1}[per]
+        num_racks = -(-self.num_hosts // self.hosts_per_rack)
+        return {"gpu": self.num_gpus, "host": self.num_hosts, "rack": num_racks, "job": 1}[per]
 
     def failures_per_hour(self) -> float:
         """Returns the rate of failures that interrupt the job: any one does."""
         return sum(self.count(part.per) / part.mtbf_hours for part in self.components)
+
+    def rack_failures_per_hour(self) -> float:
+        """Returns the rate of those that take all hosts of a rack.
+
+        >>> switch = Component("switch", "rack", 1_000.0)
+        >>> Fleet(1_024, 8, (switch,), hosts_per_rack=16).rack_failures_per_hour()
+        0.008
+        """
+        racks = [part for part in self.components if part.per == "rack"]
+        return sum(self.count("rack") / part.mtbf_hours for part in racks)
 
     def mtbf_hours(self) -> float:
         """Returns the mean hours between failures of the fleet; inf without components.

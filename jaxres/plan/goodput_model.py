@@ -7,7 +7,9 @@ tier of checkpoints the useful share of a long run is Daly's (2006, FGCS 22, 303
 
 with interval T, stall s, time w from the end of the stall to the commit, mean time M between
 failures and restart R, in which failures happen too. With several restart times exp(-R / M)
-is its mean over the kinds. `simulate.py` has no such limits and is compared with it in the tests.
+is its mean over the kinds. Of the time, machines are missing for a share of 1 - exp(-n): n is the
+mean number of those waited for (an M/G/inf queue). `simulate.py` has no such limits and is compared
+with it in the tests.
 """
 
 from __future__ import annotations
@@ -39,6 +41,26 @@ class Interruption:
     restart_seconds: float
     """From the interruption to the first step, the reading of the state included."""
     leaves: Leaves
+    hosts: int = 1
+    """Hosts that are lost, if any is."""
+    read_seconds: float = 0.0
+    """Of the restart: reading the state. In storage that is away it begins later."""
+    stockout_share: float = 0.0
+    """Probability that no machine is free for the one that was lost."""
+    stockout_seconds: float = 0.0
+    """Mean time until one is, then; exponentially distributed."""
+    is_preemption: bool = False
+    """Whether it happens to Spot VMs only."""
+
+
+@dataclass(frozen=True)
+class Outages:
+    """Times in which storage can't be written or read; training goes on, commits wait."""
+
+    per_day: float
+    """How often one begins, in a day without any."""
+    mean_seconds: float
+    """Their lengths are exponentially distributed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +82,10 @@ class Plan:
     interruptions: tuple[Interruption, ...]
     storage: Tier
     memory: Tier | None = None
+    outages: Outages | None = None
+    spot_hosts: int | None = None
+    """Spot VMs that a lost one is replaced by, unless none is free: then by one on demand, which
+    stays until it fails. None: no machines on demand, losses wait."""
 
     @property
     def per_hour(self) -> float:
@@ -137,9 +163,11 @@ def mean_restart_seconds(kinds: Sequence[Interruption]) -> float:
 def long_run_goodput(plan: Plan) -> float | None:
     """Returns the useful share of a run without end; None: there is no closed form for it.
 
-    There is none with states in memory: what they save depends on earlier interruptions.
+    There is none with states in memory, storage outages or a mixed fleet: what an interruption
+    costs then depends on earlier ones.
     """
-    if any(kind.leaves == "memory" for kind in plan.interruptions):
+    has_memory = any(kind.leaves == "memory" for kind in plan.interruptions)
+    if has_memory or plan.outages is not None or plan.spot_hosts is not None:
         return None
     saves = plan.storage
     work_seconds = saves.interval_seconds - saves.stall_seconds
@@ -157,7 +185,16 @@ def long_run_goodput(plan: Plan) -> float | None:
     committed = save_interval.useful_share(saves.interval_seconds, costs, mtbf_seconds=mtbf)
     done = math.expm1(-work_seconds / mtbf) / math.expm1(-saves.interval_seconds / mtbf)
     all_done = done * mtbf / (mtbf + costs.restart_seconds)
-    return (1 - lossless) * committed + lossless * all_done
+    return complete_share(plan) * ((1 - lossless) * committed + lossless * all_done)
+
+
+def complete_share(plan: Plan) -> float:
+    """Returns the share of the time in which no machine is waited for, in the long run.
+
+    Waits overlap: each missing machine has its own, whatever else happens meanwhile.
+    """
+    missing = sum(k.per_hour * k.stockout_share * k.stockout_seconds for k in plan.interruptions)
+    return math.exp(-missing / HOUR_SECONDS)
 
 
 def daly_expected_hours(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxres.plan.failure_model import DAY_HOURS, Fleet, poisson_share
-from jaxres.plan.goodput_model import HOUR_SECONDS, Interruption, Plan, Tier, tier
+from jaxres.plan.goodput_model import HOUR_SECONDS, Interruption, Outages, Plan, Tier, tier
 
 MemoryTier = Literal["off", "own", "neighbor"]
 MARGIN_SECONDS = 5.0
@@ -26,6 +26,8 @@ class Measures:
     """Hosts that stand by, paid and booted."""
     uses_notice: bool = True
     """Whether a preemption notice leads to a save."""
+    falls_back: bool = False
+    """Whether a machine on demand replaces a Spot VM at once if none is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,12 @@ class Job:
     preemptions_per_day: float = 0.0
     """Of one host; 0: no Spot VMs."""
     notice_seconds: float = 0.0
+    stockout_share: float = 0.0
+    """Probability that no machine is free for a lost one."""
+    stockout_seconds: float = 0.0
+    """Mean time until one is, then."""
+    outages: Outages | None = None
+    """Of storage; None: it never fails."""
     save_every_seconds: float | None = None
     """Interval of saves in storage; None: what jaxres would choose."""
     measures: Measures = field(default_factory=Measures)
@@ -76,12 +84,32 @@ class Job:
     def spare_share(self) -> float:
         """Probability that a spare is there when a host is lost.
 
-        The hosts in repair have a Poisson distribution (Palm's theorem); a preempted VM is back
-        after the boot of another one.
+        The hosts in repair have a Poisson distribution (Palm's theorem), and so have the racks; a
+        preempted VM is back after the boot of another one.
         """
-        failed = self.fleet.failures_per_hour() * self.host_share * self.repair_hours
-        preempted = self.preemptions_per_hour * self.boot_seconds / HOUR_SECONDS
-        return poisson_share(failed + preempted, below=self.measures.spares)
+        return self._spare_share(hosts=1)
+
+    @property
+    def rack_spare_share(self) -> float:
+        """Probability that there is a spare for each host of a lost rack."""
+        return self._spare_share(hosts=self.fleet.hosts_per_rack)
+
+    def _spare_share(self, *, hosts: int) -> float:
+        fleet, room = self.fleet, self.measures.spares - hosts + 1
+        if room < 1:
+            return 0.0
+        racks = fleet.rack_failures_per_hour()
+        failed = (fleet.failures_per_hour() - racks) * self.host_share * self.repair_hours
+        single = failed + self.preemptions_per_hour * self.boot_seconds / HOUR_SECONDS
+        if not racks:
+            return poisson_share(single, below=room)
+        share = before = 0.0
+        for number in range(-(-room // fleet.hosts_per_rack)):  # Racks in repair.
+            until = poisson_share(racks * self.repair_hours, below=number + 1)
+            below = room - number * fleet.hosts_per_rack
+            share += (until - before) * poisson_share(single, below=below)
+            before = until
+        return share
 
     def with_measures(self, **changes: object) -> Job:
         """Returns the job with other measures."""
@@ -90,30 +118,58 @@ class Job:
 
 def interruptions(job: Job) -> Iterator[Interruption]:
     """Yields the kinds of interruptions of a job; those that never happen are left out."""
-    rate, memory = job.fleet.failures_per_hour(), job.measures.memory
+    racks, memory = job.fleet.rack_failures_per_hour(), job.measures.memory
+    rate = job.fleet.failures_per_hour() - racks
     again = job.detect_seconds + job.restart_seconds
     yield from _kind(job, "process", rate * (1 - job.host_share), again, memory != "off")
-    for name, per_hour, has_spare in _split(job, "host", rate * job.host_share):
+    spare = job.spare_share
+    for name, per_hour, has_spare in _split("host", rate * job.host_share, spare):
         boot = 0.0 if has_spare else job.boot_seconds
+        kinds = _lost_host(job, name, per_hour, again + boot)
+        yield from kinds if has_spare else _bought(job, kinds)
+    for name, per_hour, has_spare in _split("rack", racks, job.rack_spare_share):
+        boot = 0.0 if has_spare else job.boot_seconds
+        # The neighbor is in it too.
+        kinds = _kind(job, name, per_hour, again + boot, False, hosts=job.fleet.hosts_per_rack)
+        yield from kinds if has_spare else _bought(job, kinds)
+    for name, per_hour, has_spare in _split("preempted", job.preemptions_per_hour, spare):
+        kinds = _preempted(job, name, per_hour, again, has_spare=has_spare)
+        kinds = (replace(kind, is_preemption=True) for kind in kinds)
+        yield from kinds if has_spare else _bought(job, kinds)
+
+
+def _preempted(
+    job: Job, name: str, per_hour: float, again: float, *, has_spare: bool
+) -> Iterator[Interruption]:
+    boot = 0.0 if has_spare else job.boot_seconds
+    if job.is_saved_at_notice:
+        # The save is part of the restart: no step is finished in it.
+        seconds = job.write_seconds + boot + job.restart_seconds + job.read_seconds
+        if per_hour:
+            yield Interruption(
+                name=name,
+                per_hour=per_hour,
+                restart_seconds=seconds,
+                leaves="now",
+                read_seconds=job.read_seconds,
+            )
+    else:
         yield from _lost_host(job, name, per_hour, again + boot)
-    for name, per_hour, has_spare in _split(job, "preempted", job.preemptions_per_hour):
-        boot = 0.0 if has_spare else job.boot_seconds
-        if job.is_saved_at_notice:
-            # The save is part of the restart: no step is finished in it.
-            seconds = job.write_seconds + boot + job.restart_seconds + job.read_seconds
-            if per_hour:
-                yield Interruption(
-                    name=name, per_hour=per_hour, restart_seconds=seconds, leaves="now"
-                )
-        else:
-            yield from _lost_host(job, name, per_hour, again + boot)
 
 
-def _split(job: Job, name: str, per_hour: float) -> Iterator[tuple[str, float, bool]]:
+def _bought(job: Job, kinds: Iterable[Interruption]) -> Iterator[Interruption]:
+    """Yields kinds that need a new machine, with the wait for it."""
+    for kind in kinds:
+        yield replace(
+            kind, stockout_share=job.stockout_share, stockout_seconds=job.stockout_seconds
+        )
+
+
+def _split(name: str, per_hour: float, spare_share: float) -> Iterator[tuple[str, float, bool]]:
     """Yields the losses of hosts for which a spare is there, and the others."""
-    if job.spare_share:
-        yield f"{name}, spare there", per_hour * job.spare_share, True
-    yield name, per_hour * (1 - job.spare_share), False
+    if spare_share:
+        yield f"{name}, spare there", per_hour * spare_share, True
+    yield name, per_hour * (1 - spare_share), False
 
 
 def _lost_host(job: Job, name: str, per_hour: float, seconds: float) -> Iterator[Interruption]:
@@ -125,7 +181,7 @@ def _lost_host(job: Job, name: str, per_hour: float, seconds: float) -> Iterator
 
 
 def _kind(
-    job: Job, name: str, per_hour: float, seconds: float, in_memory: bool
+    job: Job, name: str, per_hour: float, seconds: float, in_memory: bool, *, hosts: int = 1
 ) -> Iterator[Interruption]:
     if per_hour > 0:
         yield Interruption(
@@ -133,6 +189,8 @@ def _kind(
             per_hour=per_hour,
             restart_seconds=seconds + (job.memory_seconds if in_memory else job.read_seconds),
             leaves="memory" if in_memory else "storage",
+            hosts=hosts,
+            read_seconds=job.memory_seconds if in_memory else job.read_seconds,
         )
 
 
@@ -157,7 +215,14 @@ def plan_of(job: Job) -> Plan:
             commit_seconds=job.memory_seconds,
             losses_per_hour=lost_to["memory"],
         )
-    return Plan(interruptions=kinds, storage=storage, memory=memory)
+    mixed = job.measures.falls_back and job.preemptions_per_day > 0
+    return Plan(
+        interruptions=kinds,
+        storage=storage,
+        memory=memory,
+        outages=job.outages,
+        spot_hosts=job.fleet.num_hosts if mixed else None,
+    )
 
 
 _READ = ("storage", "memory")

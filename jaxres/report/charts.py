@@ -74,6 +74,14 @@ def comparison_chart(runs: Sequence[Contents], label: str) -> Markup:
     return chart(label, drawn, steps=steps, values=scale)
 
 
+def line_chart(lines: Sequence[Curve], label: str) -> Markup:
+    """Returns a chart of curves over any axis; each has at least one point that is finite."""
+    across = fit(np.concatenate([curve.steps for curve in lines]))
+    values = fit(np.concatenate([curve.values for curve in lines]))
+    drawn = [_path(curve, across, values) for curve in lines]
+    return chart(label, drawn, steps=across, values=values)
+
+
 def rate_chart(contents: Contents) -> Markup:
     """Returns the chart of tokens per second."""
     lines = contents.kept

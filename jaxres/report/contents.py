@@ -217,7 +217,13 @@ def _attempts(sources: Sources) -> list[AttemptSummary]:
     own = [r for r in sources.records if r.attempt in shown or isinstance(r.body, Start)]
     finished = {n: int(sources.lines[n].step.max()) for n in numbers if len(sources.lines[n])}
     events = {n: sources.events[n] for n in numbers}
-    return attempt_history.fold(own, events=events, finished=finished, is_alive=sources.is_alive)
+    return attempt_history.fold(
+        own,
+        events=events,
+        finished=finished,
+        is_alive=sources.is_alive,
+        launch_events=sources.launch_events,
+    )
 
 
 def _speeds(sources: Sources) -> Iterator[tuple[int, Speed]]:

@@ -58,13 +58,14 @@ def waterfall(summary: Summary) -> Markup:
         if seconds < LEAST_SECONDS:
             continue
         name = activity.replace("_", " ")
-        rows.append(_bar_row(name, GROUP_OF[activity], at, seconds, summary.seconds))
+        rows.append(bar_row(name, GROUP_OF[activity], at, seconds, summary.seconds))
         at += seconds
-    rows.append(_bar_row("wall time", "whole", 0.0, summary.seconds, summary.seconds))
+    rows.append(bar_row("wall time", "whole", 0.0, summary.seconds, summary.seconds))
     return element("div", *rows, class_="waterfall")
 
 
-def _bar_row(name: str, class_: str, start: float, seconds: float, total: float) -> Markup:
+def bar_row(name: str, class_: str, start: float, seconds: float, total: float) -> Markup:
+    """Returns a row of a waterfall: name, bar from its start on, duration, share of the total."""
     share = 100 / (total or 1.0)
     bar = element("rect", x=start * share, width=seconds * share, y=0, height=1, class_=class_)
     return element(

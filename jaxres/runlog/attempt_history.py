@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.runlog import launch_events as launcher
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.guarantee import BITWISE_LEVELS, guarantee_level
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, Start, SupervisorEnded
 
 KILLED = "killed"
-"""Cause of an attempt that left no stop record."""
+"""Cause of an attempt whose end nothing has recorded."""
 RUNNING = "running"
 RUN_OPENED, PHASE_CHANGED, RUN_ENDED = map(EVENTS.tag, (RunOpened, PhaseChanged, RunEnded))
 
@@ -41,7 +44,8 @@ class AttemptSummary:
     end: float | None
     """Time of the end or, if it was killed, of its last record or event; None: it is running."""
     cause: str
-    """Name of the exit code, `signal N (NAME)`, `killed` (no stop record), or `running`."""
+    """Name of the exit code, `signal N (NAME)`, `killed` (nothing has recorded the end), or
+    `running`. Of an attempt without a stop record the launcher's event counts."""
     exit: int | None
     """Exit code; None: there is no stop record."""
     culprit: int | None
@@ -72,6 +76,7 @@ def fold(
     events: Mapping[int, Sequence[Mapping[str, Any]]],
     finished: Mapping[int, int],
     is_alive: bool,
+    launch_events: Sequence[LaunchEvent] = (),
 ) -> list[AttemptSummary]:
     """Returns the attempts in order; pure.
 
@@ -80,6 +85,7 @@ def fold(
       events: events of host 0, by attempt.
       finished: newest finished step by attempt, from the metrics.
       is_alive: whether the owner of the newest attempt is alive.
+      launch_events: events of the launcher of `launch gce`.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
     starts = [record for record in records if isinstance(record.body, Start)]
@@ -97,9 +103,28 @@ def fold(
             starts=[start for start in starts if start.attempt <= claim.attempt],
             taken_over=_taken_over(claim.attempt, starts),
             is_running=is_alive and claim.attempt == newest,
+            unrecorded=unrecorded_end(claims[index:], launch_events),
         )
-        for claim in claims
+        for index, claim in enumerate(claims)
     ]
+
+
+def unrecorded_end(claims: Sequence[Record], events: Sequence[LaunchEvent]) -> tuple[str, str]:
+    """Returns cause and reason of the end of an attempt that has recorded none, as after a lost VM.
+
+    They are those of the launcher, `killed` and "" if it has none.
+
+    Args:
+      claims: those of the run, from that of the attempt on.
+      events: events of the launcher. Further ends before the next claim are of attempts that ended
+        before they claimed the run.
+    """
+    until = claims[1].time if len(claims) > 1 else math.inf
+    ends = (e for e in events if e.kind == "attempt_ended" and claims[0].time <= e.time < until)
+    found = next(ends, None)
+    if found is None or not found.cause.isdigit():
+        return KILLED, ""
+    return exit_row(int(found.cause)).name, found.reason
 
 
 def _taken_over(attempt: int, starts: Sequence[Record]) -> int | None:
@@ -119,13 +144,16 @@ def _attempt(
     starts: Sequence[Record],
     taken_over: int | None,
     is_running: bool,
+    unrecorded: tuple[str, str],
 ) -> AttemptSummary:
     assert isinstance(claim.body, Claim), claim
     bodies = [record.body for record in records]
     start = next((body.step for body in bodies if isinstance(body, Start)), None)
     committed = max((body.step for body in bodies if isinstance(body, Commit)), default=None)
     stop = next((r for r in reversed(records) if isinstance(r.body, AttemptEnded)), None)
-    end, cause, code, reason = _end(records, events, stop, is_running=is_running)
+    end, cause, code, reason = _end(
+        records, events, stop, is_running=is_running, unrecorded=unrecorded
+    )
     has_peers = claim.body.num_hosts > 1
     culprit = (
         stop.body.culprit if stop and isinstance(stop.body, AttemptEnded) and has_peers else None
@@ -160,6 +188,7 @@ def _end(
     stop: Record | None,
     *,
     is_running: bool,
+    unrecorded: tuple[str, str],
 ) -> tuple[float | None, str, int | None, str]:
     """Returns end, cause, exit code and reason."""
     if stop is not None:
@@ -168,6 +197,10 @@ def _end(
     if is_running:
         return None, RUNNING, None, ""
     times = [record.time for record in records] + [e["time"] for e in events if "time" in e]
+    cause, why = unrecorded
+    if cause != KILLED:
+        reason = f"{why or cause}, by the launcher; no stop record, so end: its last event"
+        return max(times), cause, None, reason
     reason = "no stop record: it was killed, or the machine went down; end: its last event"
     return max(times), KILLED, None, reason
 
@@ -202,6 +235,7 @@ def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[At
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
         finished={n: max(finished) for n, finished in steps.items() if finished},
         is_alive=is_alive,
+        launch_events=launcher.read(run_dir),
     )
 
 

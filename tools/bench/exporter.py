@@ -5,7 +5,8 @@
 Per step: what the worker's message has more than its number and duration, and what the supervisor
 does with it. Per scrape, every 15 s: a real request over loopback, the client's part included, with
 the readings of 8 GPUs. The fastest round of each counts, since other processes on the machine only
-slow a round down. Ends with 1 if the sum is above 0.2 % of the step.
+slow a round down. A second figure is the part of the live ledger in it, the classes of time of
+`jaxres/goodput/live_timeline.py`, alone. Ends with 1 if the sum is above 0.2 % of the step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
+from jaxres.goodput.live_timeline import LiveTimeline
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.codec import TaggedCodec
 from jaxres.supervisor.host_health import HostReading
@@ -71,6 +73,11 @@ def with_metrics(step: int, metrics: RunMetrics) -> None:
     metrics.on_status(decode(line))
 
 
+def of_ledger(step: int, timeline: LiveTimeline) -> None:
+    """Gives the time of a step its class."""
+    timeline.on_step(step, skipped=False, now=STEP_SECONDS * step)
+
+
 def seconds_of(call: Callable[[int], None], count: int) -> float:
     """Returns the processor time of one call."""
     began = time.process_time()
@@ -101,7 +108,9 @@ def main() -> int:
             "telemetry": {"prometheus": {"address": address}},
         }
     )
-    before, after, scrapes = [], [], []
+    before, after, scrapes, ledger = [], [], [], []
+    timeline = LiveTimeline(since=0.0)
+    timeline.on_phase("train", now=0.0)
     run_dir = RunDir(Path(tempfile.gettempdir()) / "bench-run")  # Only its name is used.
     with PrometheusExporter(config, run_dir, clock=SystemClock()) as exporter:
         metrics = exporter.metrics
@@ -112,6 +121,7 @@ def main() -> int:
         metrics.on_status(PhaseEntered("train"))
         for _ in range(options.rounds):
             before.append(seconds_of(without, options.steps))
+            ledger.append(seconds_of(lambda step: of_ledger(step, timeline), options.steps))
             after.append(seconds_of(lambda step: with_metrics(step, metrics), options.steps))
             scrapes.append(seconds_of(lambda _: scrape(f"http://{address}/metrics"), 20))
     per_step, per_scrape = min(after) - min(before), min(scrapes)
@@ -120,6 +130,7 @@ def main() -> int:
     for name, found in (("without", before), ("with", after)):
         usual = statistics.median(found)
         print(f"a step {name}: {min(found) * 1e6:.1f} us, median {usual * 1e6:.1f}")
+    print(f"the ledger alone: {min(ledger) * 1e6:.1f} us")
     print(f"a scrape: {per_scrape * 1e3:.2f} ms, median {statistics.median(scrapes) * 1e3:.2f}")
     print(f"together {total * 1e6:.1f} us a step, {100 * share:.3f} % of {STEP_SECONDS * 1e3:g} ms")
     print("ok" if share <= AIM else f"FAIL: above {100 * AIM:g} %")

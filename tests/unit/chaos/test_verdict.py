@@ -10,8 +10,11 @@ import pytest
 
 from jaxres.chaos import verdict
 from jaxres.chaos.schedule import Fault, PlannedRun
+from jaxres.chaos.time_account import TimeAccount
 from jaxres.chaos.verdict import ChaosFacts, Injection, judge, outcomes
-from jaxres.exit_codes import SIGNAL_BASE, ExitCode
+from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_row
+from jaxres.goodput.intervals import Activity
+from jaxres.goodput.summary import Incident
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
 
@@ -57,6 +60,34 @@ RUN = RunFacts(
         AttemptFacts(3, 0, 6, STEPS, "program"),
     ),
 )
+
+
+def incident(attempt: int, cause: str, steps_lost: int) -> Incident:
+    return Incident(
+        attempt=attempt,
+        cause=cause,
+        reason="",
+        culprit=None,
+        at=0.0,
+        steps_lost=steps_lost,
+        replayed_seconds=0.5 * steps_lost,
+        detection_seconds=0.0,
+        capacity_wait_seconds=0.0,
+        vm_boot_seconds=0.0,
+        down_seconds=0.0,
+        setup_seconds={},
+        device_hours=None,
+        dollars=None,
+    )
+
+
+ACCOUNT = TimeAccount(
+    by_activity={Activity.PRODUCTIVE: 6.0, Activity.REPLAYED: 2.0, Activity.DOWN: 1.0},
+    seconds=9.0,
+    wall_seconds=9.05,
+    incidents=(incident(1, exit_row(KILLED).name, 2), incident(2, "PREEMPTED", 2)),
+)
+"""12 steps of 0.5 s are kept, 4 are trained again."""
 FACTS = ChaosFacts(
     planned=PlannedRun("run-1", (KILL, FLIP)),
     run=RUN,
@@ -65,12 +96,18 @@ FACTS = ChaosFacts(
         Injection(FLIP, "step 8: bit 0 is flipped", recovery_seconds=3.0, damaged_step=8),
     ),
     quarantined=frozenset({8}),
+    account=ACCOUNT,
 )
 """Killed after step 5, resumed at 3; step 8 damaged, resumed at 6."""
 
 
 def broken(facts: ChaosFacts, **options: Any) -> list[str]:
     return [one.promise for one in judge(REFERENCE, facts, save_every=SAVE_EVERY, **options)]
+
+
+def otherwise_broken(facts: ChaosFacts) -> list[str]:
+    """Returns the broken promises of a run whose steps are no longer those of ACCOUNT."""
+    return [name for name in broken(facts) if name != "accounted"]
 
 
 def with_attempt(number: int, **changes: Any) -> ChaosFacts:
@@ -98,6 +135,7 @@ def test_a_fault_that_did_not_happen_is_a_failure() -> None:
         FACTS,
         injections=(),
         quarantined=frozenset(),
+        account=dataclasses.replace(ACCOUNT, incidents=()),
         run=dataclasses.replace(REFERENCE, name="run-1"),
     )
     assert broken(never) == ["injected", "injected"]
@@ -106,10 +144,10 @@ def test_a_fault_that_did_not_happen_is_a_failure() -> None:
 
 def test_other_bits_are_found() -> None:
     rows = (*RUN.rows[:7], dataclasses.replace(RUN.rows[7], loss=0.7), *RUN.rows[8:])
-    assert broken(with_run(rows=rows)) == ["same bits"]
-    assert broken(with_run(digests={6: "six", 12: "other"})) == ["same bits"]
-    assert broken(with_run(rows=RUN.rows[:-1])) == ["same bits"]
-    assert "ends" in broken(with_run(exit=ExitCode.BUG))
+    assert otherwise_broken(with_run(rows=rows)) == ["same bits"]
+    assert otherwise_broken(with_run(digests={6: "six", 12: "other"})) == ["same bits"]
+    assert otherwise_broken(with_run(rows=RUN.rows[:-1])) == ["same bits"]
+    assert "ends" in otherwise_broken(with_run(exit=ExitCode.BUG))
 
 
 @pytest.mark.parametrize("exit", [None, ExitCode.BUG, ExitCode.HUNG, 0])
@@ -126,15 +164,15 @@ def test_a_restart_without_a_fault_is_found() -> None:
 
 
 def test_lost_work_is_bounded() -> None:
-    assert broken(with_attempt(1, start_step=2)) == []
-    assert broken(with_attempt(1, start_step=1)) == ["bounded loss"]
-    assert broken(with_attempt(0, finished_step=7)) == ["bounded loss"]
-    assert broken(with_attempt(0, finished_step=None)) == [], "the fault was after step 5"
+    assert otherwise_broken(with_attempt(1, start_step=2)) == []
+    assert otherwise_broken(with_attempt(1, start_step=1)) == ["bounded loss"]
+    assert otherwise_broken(with_attempt(0, finished_step=7)) == ["bounded loss"]
+    assert otherwise_broken(with_attempt(0, finished_step=None)) == [], "the fault was after step 5"
 
 
 def test_a_damaged_step_must_be_recorded_and_not_restored() -> None:
     assert broken(dataclasses.replace(FACTS, quarantined=frozenset())) == ["damage found"]
-    assert broken(with_attempt(2, start_step=8)) == ["damage found"]
+    assert otherwise_broken(with_attempt(2, start_step=8)) == ["damage found"]
     more = dataclasses.replace(FACTS, quarantined=frozenset({6, 8}))
     assert broken(more) == ["damage found"], "a sound step was judged damaged"
 
@@ -145,6 +183,34 @@ def test_recovery_takes_no_longer_than_asked() -> None:
     facts = dataclasses.replace(FACTS, injections=(unknown, FACTS.injections[1]))
     assert broken(facts, max_recovery_seconds=60.0) == ["recovery time"]
     assert broken(facts) == []
+
+
+def accounted(**changes: Any) -> ChaosFacts:
+    return dataclasses.replace(FACTS, account=dataclasses.replace(ACCOUNT, **changes))
+
+
+def test_a_second_that_the_report_lacks_or_has_twice_is_found() -> None:
+    assert broken(accounted(by_activity=dict(ACCOUNT.by_activity, down=0.9))) == ["accounted"]
+    assert broken(accounted(wall_seconds=9.2)) == ["accounted"]
+    assert broken(accounted(wall_seconds=8.8)) == ["accounted"]
+    assert broken(accounted(wall_seconds=3609.0, clock_moved_seconds=3600.0)) == [], "it was set"
+    assert broken(dataclasses.replace(FACTS, account=None)) == ["accounted"]
+
+
+def test_steps_that_are_trained_again_and_count_as_useful_are_found() -> None:
+    useful = {Activity.PRODUCTIVE: 8.0, Activity.REPLAYED: 0.0, Activity.DOWN: 1.0}
+    assert broken(accounted(by_activity=useful)) == ["accounted"]
+    fewer = (ACCOUNT.incidents[0], incident(2, "PREEMPTED", 1))
+    assert broken(accounted(incidents=fewer)) == ["accounted"]
+
+
+def test_a_fault_that_is_no_incident_or_has_another_cause_is_found() -> None:
+    first, second = ACCOUNT.incidents
+    assert broken(accounted(incidents=(first,))) == ["accounted"]
+    assert broken(accounted(incidents=(first, second, incident(3, "BUG", 0)))) == ["accounted"]
+    assert broken(accounted(incidents=(incident(1, "killed", 2), second))) == ["accounted"]
+    inside = incident(3, "rolled back", 3)
+    assert broken(accounted(incidents=(first, second, inside))) == [], "no attempt ended by it"
 
 
 def test_leftovers_and_lost_lines_are_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from jaxres.cli import plan
 from jaxres.faults import UsageError
 from jaxres.plan.assumptions import ASSUMPTIONS
 from tests.unit.plan.test_measured import crashed_run
+from tests.unit.report.parsed_page import parse
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("--gpus", "64", "--state-gib", "100", "--replications", "50")
@@ -53,6 +55,26 @@ def test_flags_are_used_as_given_and_only_the_rest_is_assumed(capsys):
     assumed = {one["flag"] for one in found["assumed"]}
     assert assumed.isdisjoint({"--stall-seconds", "--gpu-hour-price", "--write-mb-per-s"})
     assert {"--boot-seconds", "--host-share"} <= assumed
+
+
+def test_waits_outages_racks_and_mixed_fleets_are_part_of_the_plan(capsys):
+    base = planned(capsys, *SMALL)["goodput"]
+    spot = ("--spot-rate", "1", "--stockout-share", "0.3")
+    waits = planned(capsys, *SMALL, *spot)
+    mixed = planned(capsys, *SMALL, *spot, "--on-demand-fallback")
+    assert waits["goodput"]["mean"] < mixed["goodput"]["mean"] < base["mean"]
+    assert waits["goodput"]["on_demand_share"] == 0 < mixed["goodput"]["on_demand_share"] < 1
+    prices = mixed["prices"]
+    assert prices["spot"] < prices["gpu_hour"] < prices["on_demand"]
+    assert {"with on-demand fallback"} <= {one["name"] for one in waits["measures"]}
+    away = planned(capsys, *SMALL, "--outages-per-day", "4", "--outage-seconds", "3600")
+    assert away["goodput"]["long_run"] is None
+    racks = ("--component", "switch=100/rack", "--hosts-per-rack", "4")
+    found = planned(capsys, *SMALL, *racks)
+    assert found["failures"]["mtbf_hours"] == pytest.approx(50)
+    assert {kind["name"] for kind in found["interruptions"]} == {"rack"}
+    assert jaxres_command.main(["plan", *SMALL, *racks[:2]]) == 64
+    assert "--hosts-per-rack" in capsys.readouterr().err
 
 
 def test_the_bill_of_the_text_and_the_json_is_the_sum_of_its_lines(capsys):
@@ -147,6 +169,30 @@ def test_extreme_jobs_have_a_plan(capsys):
         [*SMALL, "--stall-seconds=0", "--detect-seconds=0", "--boot-seconds=0", "--hours", "24"],
     ):
         assert 0 <= planned(capsys, *words, "--replications", "5")["goodput"]["mean"] <= 1
+
+
+def test_the_page_has_the_plan_and_loads_nothing(capsys, tmp_path):
+    file = tmp_path / "plan.html"
+    found = planned(capsys, *SMALL, "--plot", str(file))
+    text = file.read_text()
+    page = parse(text)
+    assert len(page.of_class("path", "line")) == 2 * 3, "mean, p5, p95 in both charts"
+    assert f"{100 * found['goodput']['mean']:.2f} %" in text
+    for one in found["measures"]:
+        assert html.escape(one["name"]) in text
+    assert "<script" not in text
+    assert "http:" not in text
+    assert jaxres_command.main(["plan", *SMALL, "--plot", str(tmp_path / "no" / "x")]) == 64
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_the_page_shows_that_the_planned_interval_is_the_best():
+    words = ["--gpus", "1024", "--state-gib", "500", "--mtbf-hours", "5000", "--stall-seconds", "5"]
+    inputs = plan.read_inputs(plan._parse([*words, "--days", "30"]))
+    points = {round(p["seconds"]): p["mean"] for p in plan._by_interval(inputs)}
+    planned_seconds = round(plan.plan_of(inputs.job).storage.interval_seconds)
+    assert max(points.values()) - points[planned_seconds] < 0.002
+    assert points[planned_seconds] - points[max(points)] > 0.01
 
 
 def test_each_assumption_has_its_source_in_the_docs():

@@ -16,7 +16,8 @@ from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import run_health, status
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog import run_log, scrub_progress
+from jaxres.runlog import launch_events, run_log, scrub_progress
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Prune, RunLog, Start
 from jaxres.supervisor.run_lock import RunLock
@@ -85,6 +86,19 @@ def test_a_run_is_alive_until_its_lock_holder_misses_three_heartbeats(tmp_path):
         == "no exit record: the process was killed or the machine went down"
     )
     assert status_rows(run_dir, clock)["next"] == f"python -m jaxres.train {run_dir.root}"
+
+
+def test_the_end_of_a_lost_vm_is_the_launchers(tmp_path):
+    clock = FakeClock()
+    run_dir, _ = claimed(tmp_path, clock)
+    ended = LaunchEvent(1, "attempt_ended", clock.now + 5, cause="75", reason="vm-1: preempted")
+    folder = Path(str(run_dir.launch_events))
+    folder.mkdir(parents=True)
+    (folder / "job-000001.jsonl").write_bytes(launch_events.encode([ended]))
+    clock.now += 100
+    assert status_rows(run_dir, clock)["ended"].startswith(
+        "PREEMPTED: vm-1: preempted, by the launcher"
+    )
 
 
 def test_an_exit_is_shown_with_its_cause_and_what_to_do(tmp_path):

@@ -8,6 +8,7 @@ import json
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.runlog import attempt_history, events
 from jaxres.runlog.events import PhaseChanged, RunEnded
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Body, Commit, Prune, Record, Start, SupervisorEnded
 from jaxres.storage.checksummed_json import canonical_json
@@ -82,6 +83,22 @@ def test_summary_has_cause_and_steps_gained_and_kept_of_each_attempt():
     assert (
         attempt_history.fold(RECORDS, events={}, finished={}, is_alive=False)[-1].cause == "killed"
     )
+
+
+def test_an_attempt_on_a_vm_that_was_lost_has_the_launchers_cause():
+    def ends(*events: LaunchEvent) -> tuple[str, int | None, str]:
+        found = attempt_history.fold(
+            RECORDS, events=EVENTS, finished=FINISHED, is_alive=False, launch_events=events
+        )
+        assert (found[0].cause, found[2].cause) == ("signal 9 (SIGKILL)", "DONE"), "recorded"
+        return found[1].cause, found[1].exit, found[1].reason
+
+    preempted = LaunchEvent(1, "attempt_ended", 1048.0, cause="75", reason="vm-1: preempted")
+    cause, code, reason = ends(preempted)
+    assert (cause, code) == ("PREEMPTED", None)
+    assert reason.startswith("vm-1: preempted, by the launcher")
+    assert ends(dataclasses.replace(preempted, time=1051.0))[0] == "killed", "of a later attempt"
+    assert ends(dataclasses.replace(preempted, cause=""))[0] == "killed"
 
 
 def test_seconds_by_phase_use_the_monotonic_clock_up_to_the_last_event():
