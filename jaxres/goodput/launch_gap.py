@@ -27,13 +27,17 @@ def split(events: Sequence[LaunchEvent], *, start: float, end: float) -> list[Pa
     """
     begins = [n for n, e in enumerate(events) if e.kind == "attempt_started" and e.time < start]
     later = events[begins[-1] + 1 :] if begins else events
-    own = [event for event in later if event.time <= end]  # Some may precede the recorded end.
+    known = [event for event in later if event.time <= end]  # Some may precede the recorded end.
+    ends = [n for n, event in enumerate(known) if event.kind == "attempt_ended"]
+    own = known[ends[0] :] if ends else known  # What is before is of the running attempt.
     parts: list[Part] = []
     at, now = start, Activity.DOWN
     if any(event.kind in DETECTS for event in own):
         now = Activity.DETECTION
     for index, event in enumerate(own):
         following = _next_activity(event, own[index + 1 :], now)
+        if event.kind == "vm_lost" and event.replaced_by:
+            following = _after_early_request(event, known)
         if following != now:
             until = max(at, event.time)
             parts.append((now, at, until))
@@ -64,6 +68,13 @@ def _next_activity(event: LaunchEvent, later: Sequence[LaunchEvent], now: Activi
             return now
 
 
+def _after_early_request(lost: LaunchEvent, known: Sequence[LaunchEvent]) -> Activity:
+    """Returns what the time after a loss is whose replacement was requested at the notice."""
+    reports = (event for event in known if event.kind == "agent_reported")
+    is_ready = any(lost.replaced_by in one.vms and one.time <= lost.time for one in reports)
+    return Activity.DOWN if is_ready else Activity.VM_BOOT
+
+
 def newest(events: Sequence[LaunchEvent], *, until: float) -> list[Part]:
     """Returns the parts of the newest recovery, from the last sign of life on; [] if none.
 
@@ -76,4 +87,7 @@ def newest(events: Sequence[LaunchEvent], *, until: float) -> list[Part]:
     starts = [event.time for event in later if event.kind == "attempt_started"]
     over = [event.time for event in later if event.kind == "job_ended"]
     start = ended.time if ended.since is None else ended.since
-    return split(later, start=start, end=min([until, *starts, *over]))
+    begins = [n for n, event in enumerate(events[: ends[-1]]) if event.kind == "attempt_started"]
+    return split(
+        events[begins[-1] if begins else ends[-1] :], start=start, end=min([until, *starts, *over])
+    )

@@ -40,6 +40,7 @@ from jaxres.launch.observed_state import (
     VmStatus,
 )
 from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.provisioning import LOST_REQUEST_SECONDS
 from jaxres.runlog import faulty_hosts, launch_events, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
@@ -262,11 +263,10 @@ class Controller:
         )
         lacks_vms = job_conditions.lacks_vms(desired)
         self._observer.update_waits(self._log.step, lacks_vms=lacks_vms, since=since)
-        wanted = {vm.name: vm.created for vm in (*desired.vms, *desired.deleting)}
+        wanted = {vm.name: vm.created for vm in desired.all_vms}
         creation, not_found = None, frozenset[str]()
-        boots = self._boots.observe(
-            desired.vms, listed, now=self._wall(), ready_seconds=self._ready_seconds()
-        )
+        vms, ready_seconds = (*desired.vms, *desired.early_vms), 60 * self._gce().ready_minutes
+        boots = self._boots.observe(vms, listed, now=self._wall(), ready_seconds=ready_seconds)
         try:
             if not is_running or any_ended or now - self._listed_at >= LIST_SECONDS:
                 self._vms = self.compute.list(desired.run)
@@ -324,9 +324,6 @@ class Controller:
         gce = self.config.launch.gce
         assert gce is not None, self.config
         return gce
-
-    def _ready_seconds(self) -> float:
-        return 60 * self._gce().ready_minutes
 
     def _wall(self) -> float:
         """Returns the seconds since the epoch, counted on from this controller's first call.
@@ -396,8 +393,8 @@ class Controller:
             if desired.end is not None and desired.phase == "running":
                 self._request_stop(desired)
         try:
-            if desired.creation is not None and desired.phase == "placing":
-                self._create(desired, desired.creation)
+            if (request := reconcile.request_to_send(desired)) is not None:
+                self._create(desired, request)
             self._delete(
                 reconcile.vms_to_delete(desired, observed),
                 intended={v.name for v in desired.deleting},
@@ -417,7 +414,7 @@ class Controller:
             2 * self._retry_seconds, MAX_CREATE_RETRY_SECONDS
         )  # Doubled until it is answered.
         self._not_before = now + self._retry_seconds
-        vms = [vm for vm in desired.vms if vm.name in creation.names]
+        vms = [vm for vm in desired.all_vms if vm.name in creation.names]
         machine = machine_for(self.paths, self.config, desired, vms[0])
         self._pending, self._pending_zone = creation, vms[0].zone
         try:
@@ -489,7 +486,7 @@ class Controller:
             found is None
             and (found := self.compute.find_operation(creation, self._pending_zone)) is None
         ):
-            return waited > reconcile.LOST_REQUEST_SECONDS
+            return waited > LOST_REQUEST_SECONDS
         return isinstance(found, CreateFailed) or (
             self.compute.create_result(found, self._pending_zone) is not False
         )
@@ -548,7 +545,7 @@ def machine_for(
 
 
 def _zone(desired: DesiredState, names: tuple[str, ...]) -> str:
-    return next(vm.zone for vm in (*desired.vms, *desired.deleting) if vm.name in names)
+    return next(vm.zone for vm in desired.all_vms if vm.name in names)
 
 
 def new_state(

@@ -47,6 +47,8 @@ class VmSpec:
     """When the first attempt on it started, in seconds since the epoch; 0: none has yet."""
     trained_seconds: float = 0.0
     """Duration of the attempts on it that have ended."""
+    replaces: str = ""
+    """VM at whose notice it was requested, before that VM was lost; empty: it was not."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,10 @@ class DesiredState:
     """Number of VM names used so far."""
     vms: tuple[VmSpec, ...] = ()
     """VMs of the job, by slot; empty: no zone is chosen yet."""
+    early_vms: tuple[VmSpec, ...] = ()
+    """Replacements of hosts with a notice, until the attempt ends; see early_replacement.py."""
+    early_for: tuple[str, ...] = ()
+    """Hosts of the attempt for which one was requested: once each, whatever became of it."""
     creation: PendingCreate | None = None
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""
@@ -232,7 +238,12 @@ class DesiredState:
     @property
     def names(self) -> frozenset[str]:
         """Names of the VMs that should exist."""
-        return frozenset(vm.name for vm in self.vms)
+        return frozenset(vm.name for vm in (*self.vms, *self.early_vms))
+
+    @property
+    def all_vms(self) -> tuple[VmSpec, ...]:
+        """VMs that should exist or that are being deleted."""
+        return (*self.vms, *self.early_vms, *self.deleting)
 
 
 @dataclass(frozen=True)
@@ -243,6 +254,8 @@ class Transition:
     messages: tuple[str, ...] = ()
     losses: Mapping[str, str] = field(default_factory=dict[str, str])
     """Kind of the loss of VMs that are replaced, by name."""
+    unused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why early replacements are deleted that no attempt has used, by name."""
 
 
 class StateDamaged(StorageUnavailable):

@@ -126,6 +126,7 @@ def _job_status(
         "leader": leader,
         "lease_age_seconds": age,
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],
+        "early_vms": [dataclasses.asdict(vm) for vm in desired.early_vms],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
         "suspected": list(desired.suspected),
         "cordoned": {n: host.reason for n, host in cordoned.items()},
@@ -146,8 +147,7 @@ def _job_status(
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += [spending.describe(one, gce) for one in spent_by_cause]
-    if recovery:
-        lines.append(_recovery_line(recovery))
+    lines += [_recovery_line(recovery)] if recovery else []
     lines += _vm_lines(paths, desired, gce, reports)
     lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
@@ -202,7 +202,8 @@ def _vm_lines(
         n: BootReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.boots).items()
     }
-    lines = [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in desired.vms]
+    vms = (*desired.vms, *desired.early_vms)
+    lines = [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
     lines += [
         f"  {name}: may be lost: its agent is silent; the VM is kept until that is confirmed"
         for name in desired.suspected
@@ -238,7 +239,8 @@ def _vm_line(
     if report is not None:
         notice = f"; {report.notice}" if report.notice else ""
         state = f"{report.state}, attempt {report.attempt}{notice}"
-    return f"  {vm.name}: {option.machine_type} ({option.kind}) in {vm.zone}: {state}"
+    replaces = f"; replaces {vm.replaces}, requested at its notice" if vm.replaces else ""
+    return f"  {vm.name}: {option.machine_type} ({option.kind}) in {vm.zone}: {state}{replaces}"
 
 
 def _backoff_line(backoff: Backoff, gce: GceSection, *, now: float) -> str:
@@ -274,7 +276,7 @@ def logs(
         text = data.decode("utf-8", "replace")
         sys.stdout.write(f"{name} never trained{more}; its serial port output:\n{text}")
         return ExitCode.DONE
-    found = next((v for v in (*desired.vms, *desired.deleting) if v.name == name), None)
+    found = next((v for v in desired.all_vms if v.name == name), None)
     if found is None:
         raise UsageError(
             f"{run}: attempt {number} has printed nothing yet"

@@ -28,6 +28,8 @@ from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import CreateFailed, ObservedState, VmStatus
 
 NAMESPACE = uuid.UUID("5a3c9c1e-7a51-4f0b-9d7e-6a617872e573")
+LOST_REQUEST_SECONDS = 20.0
+"""A request of which the service has no operation after this long was lost."""
 QUOTA_WAIT_SECONDS = 120.0
 """Longest wait for VMs being deleted to free their quota before others are requested."""
 
@@ -100,25 +102,25 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
         code = ExitCode.NO_PROGRESS if is_denied else ExitCode.CONFIG
         return Transition(replace(desired, end=JobEnd(code, reason, observed.now)))
     new = replace(desired, placement=desired.placement + 1, refill_since=None)
-    new, names = _new_names(new, gce.num_hosts)
+    new, names = new_names(new, gce.num_hosts)
     vms = tuple(VmSpec(name, site.zone, site.option, observed.now) for name in names)
-    new = _with_request(replace(new, vms=vms), names)
+    new = with_request(replace(new, vms=vms), names)
     option = gce.capacity_options[site.option]
     return Transition(
         new, (f"requesting {len(names)} x {option.machine_type} ({option.kind}) in {site.zone}",)
     )
 
 
-def _new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[str, ...]]:
+def new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[str, ...]]:
     """Returns names that were never used before."""
     first = desired.next_name
     names = tuple(f"{desired.name_prefix}-{first + n:04d}" for n in range(count))
     return replace(desired, next_name=first + count), names
 
 
-def _with_request(desired: DesiredState, names: tuple[str, ...]) -> DesiredState:
+def with_request(desired: DesiredState, names: tuple[str, ...]) -> DesiredState:
     """Returns the state with a creation whose request id is derived from what it requests."""
-    zone = next(vm.zone for vm in desired.vms if vm.name == names[0])
+    zone = next(vm.zone for vm in desired.all_vms if vm.name == names[0])
     # A deleted run may have used these names: `started_at` makes the request id differ.
     text = f"{desired.run}/{desired.started_at}/{zone}/{','.join(names)}"
     return replace(desired, creation=PendingCreate(names, str(uuid.uuid5(NAMESPACE, text))))
@@ -127,30 +129,15 @@ def _with_request(desired: DesiredState, names: tuple[str, ...]) -> DesiredState
 def _await_creation(
     desired: DesiredState, creation: PendingCreate, observed: ObservedState, gce: GceSection
 ) -> Transition:
-    answer = observed.creation
-    vms = observed.vms or {}
-    kind_of_loss = "preempted in their creation"
-    if answer is False and create_timed_out(desired, creation, observed, gce):
-        exist = all(name in vms and name in observed.reports for name in creation.names)
-        message = "its operation does not finish (launch.gce.ready_minutes)"
-        answer = True if exist else CreateFailed("passing", message)
-        kind_of_loss = "never created"
-    if answer is True or (
-        isinstance(answer, CreateFailed)
-        and answer.kind == "exists"
-        and all(n in vms and _is_of(vms[n], desired) for n in creation.names)
-    ):
-        vms_created = tuple(
-            replace(vm, created=True) if vm.name in creation.names else vm for vm in desired.vms
-        )
-        backoffs = tuple(c for c in desired.backoffs if c.error != "denied")
-        return Transition(
-            replace(desired, vms=vms_created, creation=None, backoffs=backoffs),
-            (f"created: {', '.join(creation.names)}",),
-        )
-    if not isinstance(answer, CreateFailed):
+    requested = [vm for vm in desired.vms if vm.name in creation.names]
+    answer = creation_answer(desired, creation, observed, gce)
+    if answer is True:
+        return created(desired, creation)
+    if not requested and not may_still_create(desired, creation, observed, gce):
+        return Transition(replace(desired, creation=None))  # All of them are being deleted.
+    if not requested or not isinstance(answer, CreateFailed):
         return Transition(desired)
-    (first, *_) = (vm for vm in desired.vms if vm.name in creation.names)
+    first, *_ = requested
     site = ZoneChoice(first.option, first.zone)
     longest = 60.0 * gce.max_backoff_minutes
     is_start = not desired.history  # Only then does an operator wait for the answer.
@@ -160,19 +147,70 @@ def _await_creation(
     backoffs = capacity_options.with_backoff(
         desired.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
     )
+    if first.replaces:  # Requested while the VM that it replaces still had its place.
+        backoffs = desired.backoffs
     message = answer.message
     if kind == "not_freed":
         message = f"VMs of this job that are being deleted still count ({message})"
     reason = f"{site.zone}: {kind}: {message}"
     were_made = answer.kind == "preempted" or observed.creation is False
+    kind_of_loss = "never created" if observed.creation is False else "preempted in their creation"
     lost_kinds = dict.fromkeys(creation.names, kind_of_loss) if were_made else {}
     new = replace(desired, backoffs=backoffs, creation=None, reason=reason)
-    is_refill = len(creation.names) < len(desired.vms)
+    if were_made or kind == "passing":  # VMs of it may count against the quota for a while.
+        new = replace(new, freed_at=observed.now)
+    is_refill = len(requested) < len(desired.vms)
     since = desired.refill_since if desired.refill_since is not None else observed.now
     if is_refill and observed.now - since < 60 * gce.repair_minutes:
-        lost = [vm for vm in desired.vms if vm.name in creation.names]
-        return Transition(_renamed(new, lost, now=observed.now), (reason,), lost_kinds)
+        return Transition(_renamed(new, requested, now=observed.now), (reason,), lost_kinds)
     return Transition(release_all(new, now=observed.now), (reason,), lost_kinds)
+
+
+def creation_answer(
+    desired: DesiredState, creation: PendingCreate, observed: ObservedState, gce: GceSection
+) -> CreateFailed | bool | None:
+    """Returns the result of a creation; one that takes too long is judged by the VMs that exist."""
+    answer, vms = observed.creation, observed.vms or {}
+    if answer is False and create_timed_out(desired, creation, observed, gce):
+        exist = all(name in vms and name in observed.reports for name in creation.names)
+        message = "its operation does not finish (launch.gce.ready_minutes)"
+        return True if exist else CreateFailed("passing", message)
+    if (
+        isinstance(answer, CreateFailed)
+        and answer.kind == "exists"
+        and all(n in vms and _is_of(vms[n], desired) for n in creation.names)
+    ):
+        return True
+    return answer
+
+
+def created(desired: DesiredState, creation: PendingCreate) -> Transition:
+    """Returns the state after a creation has succeeded, also of VMs that are being deleted."""
+
+    def marked(vms: Iterable[VmSpec]) -> tuple[VmSpec, ...]:
+        return tuple(replace(v, created=True) if v.name in creation.names else v for v in vms)
+
+    backoffs = tuple(c for c in desired.backoffs if c.error != "denied")
+    new = replace(
+        desired,
+        vms=marked(desired.vms),
+        early_vms=marked(desired.early_vms),
+        deleting=marked(desired.deleting),
+        creation=None,
+        backoffs=backoffs,
+    )
+    return Transition(new, (f"created: {', '.join(creation.names)}",))
+
+
+def may_still_create(
+    desired: DesiredState, creation: PendingCreate, observed: ObservedState, gce: GceSection
+) -> bool:
+    """Returns whether a request may still create VMs."""
+    if observed.creation is False:
+        return not create_timed_out(desired, creation, observed, gce)
+    is_unknown = observed.creation is None and observed.vms is not None
+    is_lost = is_unknown and observed.since_create_seconds > LOST_REQUEST_SECONDS
+    return observed.creation is None and not is_lost
 
 
 def _is_of(vm: VmStatus, desired: DesiredState) -> bool:
@@ -184,7 +222,7 @@ def create_timed_out(
     desired: DesiredState, creation: PendingCreate, observed: ObservedState, gce: GceSection
 ) -> bool:
     """Returns whether a creation takes longer than any that can still succeed."""
-    vms = [vm for vm in (*desired.vms, *desired.deleting) if vm.name in creation.names]
+    vms = [vm for vm in desired.all_vms if vm.name in creation.names]
     minutes = gce.ready_minutes
     for option in {vm.option for vm in vms}:
         if isinstance(found := gce.capacity_options[option], FlexStartOption):
@@ -194,23 +232,25 @@ def create_timed_out(
 
 def release_all(desired: DesiredState, *, now: float) -> DesiredState:
     """Returns the state with all VMs to be deleted."""
-    deleting = (*desired.deleting, *_deleting(desired.vms, now=now))
-    return replace(desired, vms=(), hosts=(), deleting=deleting, creation=None, refill_since=None)
+    deleting = (*desired.deleting, *to_delete((*desired.vms, *desired.early_vms), now=now))
+    new = replace(desired, vms=(), hosts=(), deleting=deleting, creation=None, refill_since=None)
+    return replace(new, early_vms=(), early_for=())
 
 
-def _deleting(vms: Iterable[VmSpec], *, now: float) -> tuple[VmSpec, ...]:
+def to_delete(vms: Iterable[VmSpec], *, now: float) -> tuple[VmSpec, ...]:
+    """Returns VMs as they are in `DesiredState.deleting`."""
     return tuple(replace(vm, deleting_since=now) for vm in vms)
 
 
 def _renamed(desired: DesiredState, lost: Sequence[VmSpec], *, now: float) -> DesiredState:
     """Returns the state with the lost VMs to be deleted, and new ones in their slots."""
-    new, names = _new_names(desired, len(lost))
-    new_names = dict(zip((vm.name for vm in lost), names, strict=True))
+    new, names = new_names(desired, len(lost))
+    name_of = dict(zip((vm.name for vm in lost), names, strict=True))
     vms = tuple(
-        VmSpec(new_names[vm.name], vm.zone, vm.option, 0.0) if vm.name in new_names else vm
+        VmSpec(name_of[vm.name], vm.zone, vm.option, 0.0) if vm.name in name_of else vm
         for vm in desired.vms
     )
-    return replace(new, vms=vms, deleting=(*desired.deleting, *_deleting(lost, now=now)))
+    return replace(new, vms=vms, deleting=(*desired.deleting, *to_delete(lost, now=now)))
 
 
 def replace_vms(
@@ -247,7 +287,7 @@ def _refill(
     vms = tuple(
         replace(vm, requested_at=observed.now) if vm in missing else vm for vm in desired.vms
     )
-    new = _with_request(replace(desired, vms=vms, refill_since=since), names)
+    new = with_request(replace(desired, vms=vms, refill_since=since), names)
     kept = len(vms) - len(names)
     return Transition(new, (f"requesting {len(names)} more in {site[1]}; {kept} are kept",))
 

@@ -14,6 +14,7 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch import (
     capacity_options,
     draining,
+    early_replacement,
     job_conditions,
     lost_vms,
     provisioning,
@@ -21,17 +22,14 @@ from jaxres.launch import (
     spending,
     transition_events,
 )
-from jaxres.launch.desired_state import DesiredState, JobEnd, Transition, VmSpec
+from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import AgentReport, ObservedState
-from jaxres.launch.provisioning import release_all, replace_vms
+from jaxres.launch.provisioning import may_still_create, release_all, replace_vms
 from jaxres.launch.spending import lifetime_seconds
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart
-
-LOST_REQUEST_SECONDS = 20.0
-"""A request of which the service has no operation after this long was lost."""
 
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
@@ -66,7 +64,7 @@ def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -
         if not any(vm.name in observed.reports for vm in desired.vms):
             most = config.restart.max_attempts_without_commit  # No agent has ever reported.
         return provisioning.provision(desired, observed, gce, most_unready=most)
-    return while_running(desired, observed, config)
+    return early_replacement.note(while_running(desired, observed, config), observed, config)
 
 
 def _count_replacements(
@@ -79,7 +77,11 @@ def _count_replacements(
         for vm in before.vms
         if vm.name not in after.names and (vm.created or vm.name in found.losses)
     ]
-    if not replaced or after.phase != "placing" or after.end is not None:
+    if after.phase == "running":
+        replaced = [
+            (vm, found.unused[vm.name]) for vm in before.early_vms if vm.name in found.unused
+        ]
+    if not replaced or after.phase not in ("placing", "running") or after.end is not None:
         return found
     count = replacement_budget.add(
         before.replacements,
@@ -113,6 +115,17 @@ def _note_suspicions(found: Transition, observed: ObservedState, gce: GceSection
     )
 
 
+def request_to_send(desired: DesiredState) -> PendingCreate | None:
+    """Returns the creation to request, if it is not yet; None: there is none, or it is not needed.
+
+    Nothing is requested for a job that ends, or if all its VMs are being deleted by now.
+    """
+    creation = desired.creation
+    if creation is None or desired.end is not None or desired.names.isdisjoint(creation.names):
+        return None
+    return creation
+
+
 def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec]:
     """Returns the VMs to delete: the intended ones, and VMs of this run that are not in the state.
 
@@ -126,8 +139,7 @@ def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec
 
 def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the costs of the VMs so far, by the prices of the capacity options."""
-    vms = (*desired.vms, *desired.deleting)
-    return desired.spent_dollars + sum(spending.cost(vm, gce, now=now) for vm in vms)
+    return desired.spent_dollars + sum(spending.cost(vm, gce, now=now) for vm in desired.all_vms)
 
 
 def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str:
@@ -139,7 +151,7 @@ def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str
 
 def vm_hours(desired: DesiredState, *, now: float) -> float:
     """Returns the hours of all VMs so far."""
-    running_seconds = sum(lifetime_seconds(vm, now=now) for vm in (*desired.vms, *desired.deleting))
+    running_seconds = sum(lifetime_seconds(vm, now=now) for vm in desired.all_vms)
     return (desired.vm_seconds + running_seconds) / 3600
 
 
@@ -208,16 +220,11 @@ def _end(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
     assert desired.end is not None, desired
     messages: tuple[str, ...] = ()
     if desired.phase != "ending":
-        messages = (f"{desired.end.reason}; VMs to be deleted: {len(desired.vms)}",)
+        messages = (f"{desired.end.reason}; VMs to be deleted: {len(desired.names)}",)
         released = release_all(desired, now=observed.now)
         desired = replace(released, phase="ending", creation=desired.creation)
     if desired.creation is not None:
-        is_unknown = observed.creation is None and observed.vms is not None
-        is_lost = is_unknown and observed.since_create_seconds > LOST_REQUEST_SECONDS
-        is_lost |= observed.creation is False and provisioning.create_timed_out(
-            desired, desired.creation, observed, gce
-        )
-        if not is_lost and (observed.creation is False or observed.creation is None):
+        if may_still_create(desired, desired.creation, observed, gce):
             return Transition(desired, messages)
         desired = replace(desired, creation=None)
     if desired.deleting or observed.vms is None or observed.vms:
@@ -377,11 +384,13 @@ def _after_attempt(
         if name in desired.names:
             kind = f"on a host that exited with {outcome.code}"
             lost[name] = Loss(kind, f"is replaced: {outcome.reason}")
-    message = f"{message}; {decision.reason}"
-    if not lost:
-        return Transition(desired, (message,))
-    replaced = replace_vms(desired, lost, observed)
-    return Transition(replaced.desired, (message, *replaced.messages), replaced.losses)
+    settled = early_replacement.settle(desired, lost, observed)
+    messages = (f"{message}; {decision.reason}", *settled.messages)
+    if not (rest := {name: loss for name, loss in lost.items() if name in settled.desired.names}):
+        return replace(settled, messages=messages)
+    replaced = replace_vms(settled.desired, rest, observed)
+    losses = {**settled.losses, **replaced.losses}
+    return Transition(replaced.desired, (*messages, *replaced.messages), losses)
 
 
 def _restart(

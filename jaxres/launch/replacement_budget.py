@@ -25,7 +25,8 @@ def add(
     """Returns the count after VMs are replaced.
 
     VMs that are lost together count once, and so do those that are lost one after another before
-    any VM that has replaced one of them.
+    any VM that has replaced one of them. A replacement that was requested at the notice has
+    replaced its VM, though it was requested before that one was counted.
 
     Args:
       before: the count so far.
@@ -37,7 +38,7 @@ def add(
     """
     if step > before.step:
         before = Replacements()
-    is_next = before.times == 0 or any(vm.requested_at > before.at for vm, _ in vms)
+    is_next = before.times == 0 or any(vm.requested_at > before.at or vm.replaces for vm, _ in vms)
     losses = Counter({count.kind: count.vms for count in before.losses})
     losses.update(kind for _, kind in vms)
     return Replacements(

@@ -91,7 +91,7 @@ def add(
 
 def so_far(desired: DesiredState, gce: GceSection, *, now: float) -> tuple[Spending, ...]:
     """Returns the spending of all VMs of the job so far, by option and cause."""
-    return add(desired, (*desired.vms, *desired.deleting), gce, now=now)
+    return add(desired, desired.all_vms, gce, now=now)
 
 
 def describe(one: Spending, gce: GceSection) -> str:

@@ -76,7 +76,9 @@ def _ends(before: DesiredState, found: Transition, observed: ObservedState) -> I
         yield "attempt_ended", fields
     for name, kind in found.losses.items():
         since = now - observed.silent.get(name, 0.0)
-        yield "vm_lost", {"vms": (name,), "cause": kind, "since": since}
+        early = next((vm.name for vm in after.vms if vm.replaces == name), "")
+        fields = {"vms": (name,), "cause": kind, "since": since, "replaced_by": early}
+        yield "vm_lost", fields
     end = after.end
     if end is None:
         return
@@ -93,9 +95,9 @@ def _requests(
     """Yields the result of a request for VMs, and the next request."""
     request = before.creation
     if request is not None and after.creation != request:
-        zones = {vm.name: vm.zone for vm in (*before.vms, *before.deleting)}
+        zones = {vm.name: vm.zone for vm in before.all_vms}
         fields = {"vms": request.names, "zone": zones.get(request.names[0], "")}
-        created = {vm.name for vm in after.vms if vm.created}
+        created = {vm.name for vm in after.all_vms if vm.created}
         if created.issuperset(request.names):
             yield "vms_created", fields
         else:
@@ -107,7 +109,7 @@ def _requests(
             reason = "" if failure is None else failure.message[:MAX_REASON]
             yield "request_failed", {**fields, "cause": cause, "reason": reason}
     if after.creation is not None and after.creation != request:
-        zone = next(vm.zone for vm in after.vms if vm.name in after.creation.names)
+        zone = next(vm.zone for vm in after.all_vms if vm.name in after.creation.names)
         yield "vms_requested", {"vms": after.creation.names, "zone": zone}
 
 

@@ -58,6 +58,8 @@ class LaunchEvent:
     """Of a loss and of the end of an attempt: the last sign of life, in seconds since the epoch."""
     step: int = 0
     """Newest committed step then."""
+    replaced_by: str = ""
+    """Of a loss: the VM that was requested at the notice before; empty: there is none."""
     is_last: bool = False
     """Whether no other attempt follows the one that has ended."""
 

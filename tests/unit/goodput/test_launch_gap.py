@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,38 @@ def test_a_loss_that_the_launcher_sees_before_the_hosts_record_the_end_is_in_the
     early = events((-3.0, "attempt_ended"), (-3.0, "vm_lost"), (-3.0, "vms_requested"))
     early += events((20.0, "vms_created"), (30.0, "agent_reported"), (31.0, "attempt_started"))
     assert [part[0] for part in split(early, seconds=33.0)] == ["vm_boot", "down", "start_up"]
+
+
+@pytest.mark.parametrize(
+    ("ready_at", "parts"),
+    [
+        (-5.0, [("detection", 0.0, 8.0), ("down", 8.0, 12.0), ("start_up", 12.0, 15.0)]),
+        (
+            11.0,
+            [
+                ("detection", 0.0, 8.0),
+                ("vm_boot", 8.0, 11.0),
+                ("down", 11.0, 12.0),
+                ("start_up", 12.0, 15.0),
+            ],
+        ),
+    ],
+    ids=["it is ready", "it boots"],
+)
+def test_a_replacement_requested_at_the_notice_waits_for_no_capacity(
+    ready_at: float, parts: list[tuple[str, float, float]]
+) -> None:
+    early = events(
+        *((-500.0, "attempt_started"), (-30.0, "vms_requested"), (-20.0, "vms_created")),
+        *((8.0, "attempt_ended"), (8.0, "vm_lost"), (ready_at, "agent_reported")),
+        *((12.0, "attempt_started"),),
+    )
+    early[4] = replace(early[4], replaced_by="new")
+    early[5] = replace(early[5], vms=("new",))
+    early.sort(key=lambda event: event.time)
+    assert split(early, seconds=15.0) == parts
+    recovery = [part[0].value for part in launch_gap.newest(early, until=START + 99.0)]
+    assert recovery == [name for name, _, end in parts if end <= 12.0 and end > 8.0]
 
 
 def test_a_gap_without_events_is_down() -> None:

@@ -45,6 +45,7 @@ FaultKind = Literal[
     "halted",
     "gone",
     "maintenance_far_ahead",
+    "notice_withdrawn",
     "silent_agent",
     "slow_put",
     "crash",
@@ -60,6 +61,7 @@ FaultKind = Literal[
 FAULTS: tuple[FaultKind, ...] = FaultKind.__args__
 HARMLESS: tuple[FaultKind, ...] = ("maintenance_far_ahead", "silent_agent", "slow_put")
 """What happens to a VM that lives and must be kept."""
+NOTICES: tuple[FaultKind, ...] = ("preempted_with_notice", "notice_withdrawn")
 LOSSES: tuple[FaultKind, ...] = (
     "preempted",
     "preempted_with_notice",
@@ -179,7 +181,7 @@ class RandomWorld:
         """Does what a fault does, if there is something that it can happen to."""
         self.note(f"fault: {kind}")
         living = [vm for vm in self.vms.values() if vm.is_alive]
-        if kind in LOSSES or kind in HARMLESS:
+        if kind in LOSSES or kind in HARMLESS or kind in NOTICES:
             if living:
                 self.hit(self.draw.choice(living), kind)
         elif kind in ("failed_boot", "silent_boot", "failed_creation"):
@@ -209,6 +211,8 @@ class RandomWorld:
         elif kind == "silent_agent":
             longest = 300.0 if self.is_training else 40.0  # Else nothing shows that it lives.
             vm.stopped_until = self.now + self.draw.uniform(20.0, longest)
+        elif kind == "notice_withdrawn":
+            self._withdraw(vm)
         elif kind == "maintenance_far_ahead":
             self._update(vm, notice="maintenance", notice_until=self.wall() + FAR_SECONDS)
             if self.draw.random() < 0.5:
@@ -216,6 +220,24 @@ class RandomWorld:
                 self.after(self.draw.uniform(60, 600), lambda: self._update(vm, **called_off))
         else:
             self._lose(vm, kind)
+
+    def _withdraw(self, vm: ModelVm) -> None:
+        """Announces a near maintenance, which is called off while the attempt goes on.
+
+        The VM may be replaced meanwhile: no attempt would start on it.
+        """
+        if vm.agent is None or vm.has_failed or vm.agent.notice:
+            return
+        self.num_faults += 1
+        vm.has_failed = True
+        self._update(vm, notice="maintenance", notice_until=self.wall() + 700.0)
+
+        def call_off() -> None:
+            if vm.agent is not None and vm.agent.notice == "maintenance":
+                vm.has_failed = False
+                self._update(vm, notice="", notice_until=None)
+
+        self.after(self.draw.uniform(5, 300), call_off)
 
     def _lose(self, vm: ModelVm, kind: FaultKind) -> None:
         self.num_faults += 1
@@ -227,7 +249,8 @@ class RandomWorld:
             seconds = self.draw.choice([0.0, 30.0, 120.0])
             self._update(vm, notice="is preempted", notice_until=self.wall() + seconds)
             if vm.attempt:
-                self.after(min(seconds, 3.0), lambda: self._finish(vm, ExitCode.PREEMPTED))
+                save = self.draw.choice([3.0, 40.0])
+                self.after(min(seconds, save), lambda: self._finish(vm, ExitCode.PREEMPTED))
             self.after(seconds, lambda: self._remove(vm.name))
             return
         vm.is_alive = False
@@ -422,6 +445,13 @@ class RandomWorld:
             self._finish(training[0], ExitCode.PEER_LOST)
         elif len(training) == len(members):
             self._make_progress(training)
+
+    @property
+    def has_near_notice(self) -> bool:
+        """Whether an agent reports a notice that leaves little time."""
+        agents = [vm.agent for vm in self.vms.values() if vm.agent is not None]
+        ends = [agent.notice_until for agent in agents if agent.notice_until is not None]
+        return any(until - self.wall() < FAR_SECONDS / 2 for until in ends)
 
     @property
     def is_hung(self) -> bool:

@@ -433,8 +433,9 @@ class SimulatedCloud:
             self.after(self.draw.uniform(0, 60), lambda: self.events.update({machine.id: event}))
         if kind == "notice" and machine.agent is not None:
             self._update_report(machine, notice="is preempted", notice_until=self.wall() + 30)
-            self._finish(machine, ExitCode.PREEMPTED)
-            self.after(self.draw.uniform(10, 120), lambda: self._remove_vm(machine.name))
+            save = self.draw_harmless.choice([0.0, 25.0])
+            self.after(save, lambda: self._finish(machine, ExitCode.PREEMPTED))
+            self.after(self.draw.uniform(save, 120), lambda: self._remove_vm(machine.name))
             return
         machine.is_alive = False
         if kind == "halted":

@@ -77,6 +77,19 @@ def test_only_vms_that_exist_or_have_just_been_deleted_count(
     assert [c.error for c in found.backoffs] == ["not_freed" if is_held else kind]
 
 
+@pytest.mark.parametrize("kind", ["preempted", "passing"])
+def test_vms_of_a_creation_that_was_rolled_back_count_for_a_while(kind: str) -> None:
+    desired = replace(REFILL, deleting=())
+    failed = refused(desired, kind, QUOTA, vms=listed(NAMES[0]))
+    assert failed.freed_at == NOW
+    missing = {vm.name for vm in failed.vms if not vm.created}
+    asked = next_state(failed, observed(vms=listed(NAMES[0]), now=NOW + 30), QUOTA)
+    assert asked.creation is not None
+    assert set(asked.creation.names) == missing
+    found = refused(asked, "quota", QUOTA, vms=listed(NAMES[0]), now=NOW + 32)
+    assert found.backoffs[-1].error == "not_freed", "the others wait for an hour"
+
+
 def test_an_up_right_after_a_down_counts_the_vms_that_were_deleted() -> None:
     ended = replace(READY, phase="ended", vms=(), deleting=(), freed_at=NOW - 5)
     new = new_state("jx", "code", "config", now=NOW, after=ended)

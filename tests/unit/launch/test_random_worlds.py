@@ -29,6 +29,7 @@ from tests.unit.launch.random_world import (
     FINAL,
     HARMLESS,
     LOSSES,
+    NOTICES,
     FaultKind,
     ModelVm,
     RandomWorld,
@@ -119,7 +120,7 @@ class ModelLauncher:
             heartbeat=world.heartbeat if is_on else None,
         )
         self._observed_at = now
-        wanted = {vm.name: vm.created for vm in (*desired.vms, *desired.deleting)}
+        wanted = {vm.name: vm.created for vm in desired.all_vms}
         vms = None if world.is_away("service") else world.listed()
         self._observer.update_vms(vms, wanted, now=now)
         creation, not_found, looked_up = None, frozenset[str](), dict[str, str | None]()
@@ -149,10 +150,9 @@ class ModelLauncher:
         world = self.world
         if world.is_away("service"):
             return
-        creation = desired.creation
-        is_new = creation is not None and creation.request_id not in self._known
-        if creation is not None and is_new and desired.phase == "placing":
-            (first, *_) = (vm for vm in desired.vms if vm.name in creation.names)
+        creation = reconcile.request_to_send(desired)
+        if creation is not None and creation.request_id not in self._known:
+            (first, *_) = (vm for vm in desired.all_vms if vm.name in creation.names)
             world.create(creation.request_id, creation.names, first.zone, first.option)
             self._known.add(creation.request_id)
             self._created_at = world.now
@@ -181,8 +181,19 @@ def check_change(
     since = before.refill_since if not after.vms else None
     if since is not None and observed.now - since >= 60 * world.gce.repair_minutes:
         return  # The zone has no capacity for the others.
+    unused = {vm.name: vm.replaces for vm in before.early_vms}
     for name in gone & world.vms.keys():
         vm = world.vms[name]
+        if name in unused:
+            old = world.vms.get(unused[name])
+            assert unused[name] in after.names, "a replacement is deleted, and so is its VM"
+            assert (
+                old is None
+                or old.agent is None
+                or observed.log.step >= world.steps
+                or (not old.agent.notice or not old.is_alive)
+            ), f"{name} is deleted, and {unused[name]} is about to be stopped"
+            continue
         assert not lives(vm, world), f"{name} is deleted, and it shows that it lives"
         world.num_faults += vm.is_alive and not vm.has_failed  # No sign of life is a fault, too.
 
@@ -201,6 +212,7 @@ def pause(world: RandomWorld) -> float:
     assert desired is not None
     if desired.phase == "running" and world.is_training:
         silent = any(vm.stopped_until > world.now for vm in world.vms.values())
+        silent |= world.has_near_notice
         return world.draw.uniform(1, 2) if silent or world.is_hung else world.draw.uniform(4, 20)
     waits = [c.until - world.wall() for c in desired.backoffs if c.until > world.wall()]
     if not desired.vms and not desired.deleting and waits:
@@ -273,8 +285,11 @@ def made(seed: int) -> RandomWorld:
         world.always = draw.choice(EVERLASTING)
         return world
     number = draw.choice([0, 2, 5, 12])
-    for at in sorted(draw.uniform(0, FAULT_SECONDS) for _ in range(number)):
-        kind = draw.choice(FAULTS)
+    is_noticed = draw.random() < 0.3
+    kinds = (*NOTICES, "stockout", "failed_creation", "crash") if is_noticed else FAULTS
+    longest = 400.0 if is_noticed else FAULT_SECONDS  # Most jobs are short.
+    for at in sorted(draw.uniform(0, longest) for _ in range(number)):
+        kind = draw.choice(kinds)
         world.after(at, lambda kind=kind: world.inject(kind))
         world.faults_until = at + 1500.0  # A stockout takes so long.
     return world

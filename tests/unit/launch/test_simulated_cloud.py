@@ -89,6 +89,8 @@ class Checker:
                 f"{count} decreases\n{self.history()}"
             )
         deleting = {vm.name for vm in after.deleting}
+        early = [vm for vm in before.early_vms if vm.name not in after.names]
+        assert {vm.name for vm in early} <= deleting, f"an early one is left\n{self.history()}"
         gone = [vm for vm in before.vms if vm.name not in after.names]
         assert {vm.name for vm in gone} <= deleting, (
             f"forgotten without a deletion\n{self.history()}"

@@ -1,0 +1,194 @@
+"""Benchmark of the replacement that `launch gce` requests at a preemption notice.
+
+    python tools/bench/early_replacement.py --boot 0 20 60 --save 10
+
+Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
+`launch gce up` with two VMs. This program writes the reports of the agents: the agent of a new VM
+reports so many seconds after the VM runs (`--boot`), the hosts exit with 75 so long after the
+notice (`--save`). Prints the seconds from the notice to the start of the next attempt, with the
+request at the notice and without it. What follows
+the start (processes, restore, first step) is the same in both and not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from jaxres.exit_codes import ExitCode
+from jaxres.launch.desired_state import DesiredState, decode_state
+from jaxres.launch.observed_state import AgentReport
+from jaxres.launch.paths import LaunchPaths
+from jaxres.storage.path import GcsPath
+from tests.emulators.gce import GceEmulator
+from tests.emulators.gcs import GcsServer
+from tests.emulators.gcs.objects import GcsError
+
+CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "faulty.yaml"
+BUCKET = "bucket"
+LIMIT_SECONDS = 600.0
+WITHOUT = (
+    "import sys; from jaxres.launch import early_replacement as early; "
+    "early.note = lambda found, *_: found; sys.argv[0] = 'launch'; "
+    "import runpy; runpy.run_module('jaxres.launch', run_name='__main__')"
+)
+"""A launcher that requests the replacement once the attempt has ended."""
+
+
+class Agents:
+    """Writes the reports of modelled agents, until closed."""
+
+    def __init__(
+        self, gce: GceEmulator, gcs: GcsServer, paths: LaunchPaths, *, boot: float, save: float
+    ) -> None:
+        self.gce, self.gcs, self.paths, self.boot, self.save = gce, gcs, paths, boot, save
+        self.noticed: dict[str, float] = {}
+        """VMs with a notice, and when they got it."""
+        self._running: dict[str, float] = {}
+        """Since when each VM runs."""
+        self._first: set[str] = set()
+        """VMs of the first attempt, which boot at once."""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Agents:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def desired(self) -> DesiredState | None:
+        """Returns the desired state."""
+        try:
+            found = self.gcs.objects.get(BUCKET, self.paths.desired_state.key, {})
+        except GcsError:
+            return None
+        return decode_state(found.data, self.paths.desired_state)
+
+    def attempt(self) -> int:
+        """Returns the number of the running attempt; 0: none runs."""
+        desired = self.desired()
+        is_running = desired is not None and desired.phase == "running"
+        return desired.attempt if desired is not None and is_running else 0
+
+    def _run(self) -> None:
+        while not self._is_closed.wait(0.5):
+            if (desired := self.desired()) is not None:
+                self._report(desired, now=time.monotonic())
+
+    def _report(self, desired: DesiredState, *, now: float) -> None:
+        if not self.noticed:
+            self._first |= desired.names
+        for name, status in self.gce.vms().items():
+            if status != "RUNNING":
+                continue
+            since = self._running.setdefault(name, now)
+            if name not in self._first and now - since < self.boot:
+                continue
+            report = self._of(name, desired, now=now)
+            key = self.paths.report(name).key
+            self.gcs.objects.put(BUCKET, key, b"", {}, {"metadata": report.metadata()})
+
+    def _of(self, name: str, desired: DesiredState, *, now: float) -> AgentReport:
+        report = AgentReport("ready", "b")
+        is_host = any(host.name == name for host in desired.hosts)
+        if is_host and desired.phase == "running":
+            report = replace(report, state="running", attempt=desired.attempt)
+        begun = min(self.noticed.values(), default=now)
+        if name in self._first and self.noticed and now - begun >= self.save:
+            report = replace(report, state="ended", attempt=1, exit=ExitCode.PREEMPTED)
+            if is_host and desired.attempt > 1:
+                report = replace(report, state="running", attempt=desired.attempt, exit=None)
+        if (at := self.noticed.get(name)) is not None:
+            until = time.time() + at + 120.0 - now
+            report = replace(report, notice="this VM is being preempted", notice_until=until)
+        return report
+
+
+@contextmanager
+def launched(command: list[str], folder: Path, env: dict[str, str]) -> Iterator[None]:
+    """Runs a launcher, and kills it at the end."""
+    with Path(folder, "output.txt").open("wb") as file:
+        launcher = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        yield
+    except TimeoutError:
+        print(Path(folder, "output.txt").read_text())
+        raise
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def measure(*, boot: float, save: float, is_early: bool) -> float:
+    """Returns the seconds from the notice to the start of the next attempt."""
+    paths = LaunchPaths(GcsPath(BUCKET, "run"))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        GcsServer(buckets=(BUCKET,)) as gcs,
+        GceEmulator(is_simulated=True) as gce,
+        Agents(gce, gcs, paths, boot=boot, save=save) as agents,
+    ):
+        gcs.objects.facts[BUCKET] = {"location": "US-CENTRAL1", "locationType": "region"}
+        config = _config(Path(folder), paths.run, project=gce.project)
+        words = ["-m", "jaxres.launch"] if is_early else ["-c", WITHOUT]
+        command = [sys.executable, *words, "gce", "up", str(config)]
+        with launched(command, Path(folder), {**os.environ, **gcs.env, **gce.env}):
+            _wait(lambda: agents.attempt() == 1)
+            time.sleep(5.0)
+            desired = agents.desired()
+            assert desired is not None
+            start = time.monotonic()
+            agents.noticed[desired.hosts[1].name] = start
+            _wait(lambda: agents.attempt() == 2)
+            return time.monotonic() - start
+
+
+def _config(folder: Path, run: GcsPath, *, project: str) -> Path:
+    option = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
+    section = {
+        "project": project,
+        "num_hosts": 2,
+        "capacity_options": [option],
+        "image": "projects/debian-cloud/global/images/family/debian-12",
+    }
+    overrides = {"base": str(CONFIG), "run": {"dir": str(run)}, "launch": {"gce": section}}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(overrides))
+    return path
+
+
+def _wait(what: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_SECONDS
+    while not what():
+        if time.monotonic() > until:
+            raise TimeoutError("the launcher did not get there")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """Prints a row for each duration of a boot."""
+    parser = argparse.ArgumentParser(prog="python tools/bench/early_replacement.py")
+    parser.add_argument("--boot", type=float, nargs="+", default=[0.0, 20.0, 60.0])
+    parser.add_argument("--save", type=float, default=10.0)
+    options = parser.parse_args()
+    print("| boot | at the end of the attempt | at the notice |\n|---|---|---|")
+    for boot in options.boot:
+        found = [measure(boot=boot, save=options.save, is_early=early) for early in (False, True)]
+        print(f"| {boot:.0f} s | {found[0]:.1f} s | {found[1]:.1f} s |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
