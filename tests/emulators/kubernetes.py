@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 from kubeflow_trainer_api import models
 
-from tests.emulators.serving import Quiet, Serving
+from jaxres.testing.serving import Quiet, Serving
 
 ROOT = Path(__file__).parents[2]
 POLL_SECONDS = 0.02
