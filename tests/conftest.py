@@ -16,7 +16,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 if TYPE_CHECKING:
-    from tests.emulators.gcs import GcsServer
+    from jaxres.testing.gcs import GcsServer
 
 # Read at the import of gcsfs; else it queries Google, for minutes, for the type of every bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[GcsServer]:
     """One emulated service for all tests: libraries read its address only once."""
-    from tests.emulators.gcs import GcsServer
+    from jaxres.testing.gcs import GcsServer
 
     with GcsServer(buckets=()) as server:
         os.environ.update(server.env)

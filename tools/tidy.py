@@ -59,11 +59,15 @@ WALL_CLOCK_MAY = {
     "jaxres/data/source_files.py:_list_file": "detects a change of a file",
     "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
     "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
+    "jaxres/testing/gcs/objects.py:stamp": "stamps an object, as the service does",
     "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
-ENVIRONMENT = ("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py")
-"""Commands, also called from Python; keys of compiled programs; the fork server."""
+ENVIRONMENT = (
+    *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py"),
+    "environment.py",
+)
+"""Commands, also called from Python; keys of compiled programs; the fork server; emulators."""
 
 
 RETIRED = re.compile(

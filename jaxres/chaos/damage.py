@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import stored_chunks
+from jaxres.data.token_digests import BLOCK_BYTES
 from jaxres.runlog.run_log import Commit
 
 INDEX = "state/d"
@@ -26,6 +27,19 @@ def flip_bit(root: Path, commit: Commit, chance: random.Random) -> str:
         file.seek(where)
         file.write(bytes([old ^ 1 << bit]))
     return f"step {commit.step}: bit {bit} of byte {where} of {path.name} is flipped"
+
+
+def flip_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> int:
+    """Flips one bit in each block of a file, in place; returns the number of blocks."""
+    count = 0
+    with path.open("r+b") as file:
+        for start in range(0, path.stat().st_size, block_bytes):
+            file.seek(start)
+            (old,) = file.read(1)
+            file.seek(start)
+            file.write(bytes([old ^ 1]))
+            count += 1
+    return count
 
 
 def delete_file(root: Path, commit: Commit, chance: random.Random) -> str:

@@ -15,6 +15,8 @@ from jaxres.exit_codes import SIGNAL_BASE, ExitCode
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
 """What the production checklist asks for: a killed host, a cut network, a damaged checkpoint."""
+Place = Literal["disk", "bucket"]
+"""Where the run directory is: on a disk, or in an emulated bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,8 @@ class Scenario:
     promise: str
     """What must hold, besides what holds in every run (verdict.py)."""
     ends: frozenset[int | None]
-    """Exits of the attempt that the fault may end; None: it leaves no stop record."""
+    """Exits of the attempt that the fault may end; None: it leaves no stop record. Empty: the fault
+    ends no attempt."""
     lost_intervals: int
     """Most steps that are computed again, in save intervals."""
     at_save: bool = False
@@ -35,11 +38,19 @@ class Scenario:
     """Whether the newest step must be found damaged, and an older one restored."""
     is_alone: bool = False
     """Whether a run has no second fault: it needs settings of its own, or another directory."""
+    place: Place = "disk"
+    """Where the run directory is."""
+    is_default: bool = True
+    """Whether it is in the default schedule; else by its name or `--all`."""
+    rows: tuple[str, ...] = ()
+    """Rows of the table of faults (faults.py) whose response it needs."""
     checklist_kind: ChecklistKind | None = None
     """Which item of `jaxres doctor`'s checklist it is a test of."""
 
 
 NOTICE_ENDS: frozenset[int | None] = frozenset({ExitCode.PREEMPTED})
+NO_RECORD: frozenset[int | None] = frozenset({None})
+NO_END: frozenset[int | None] = frozenset()
 ALL = (
     Scenario(
         name="worker-kill",
@@ -48,6 +59,7 @@ ALL = (
         ends=frozenset({KILLED}),
         lost_intervals=1,
         checklist_kind="node_kill",
+        rows=("crash",),
     ),
     Scenario(
         name="notice",
@@ -55,6 +67,7 @@ ALL = (
         promise="the run saves and exits with PREEMPTED; no step is lost",
         ends=NOTICE_ENDS,
         lost_intervals=0,
+        rows=("preemption",),
     ),
     Scenario(
         name="hang",
@@ -63,6 +76,7 @@ ALL = (
         ends=frozenset({ExitCode.HUNG}),
         lost_intervals=2,  # It does not wait for the commit of the save in flight.
         is_alone=True,
+        rows=("hang",),
     ),
     Scenario(
         name="supervisor-kill",
@@ -71,6 +85,7 @@ ALL = (
         ends=frozenset({None}),
         lost_intervals=1,
         checklist_kind="node_kill",
+        rows=("crash",),
     ),
     Scenario(
         name="kill-in-save",
@@ -79,6 +94,7 @@ ALL = (
         ends=frozenset({KILLED}),
         lost_intervals=2,
         at_save=True,
+        rows=("crash",),
     ),
     Scenario(
         name="bit-flip",
@@ -88,6 +104,7 @@ ALL = (
         lost_intervals=1,
         damages=True,
         checklist_kind="corruption",
+        rows=("damaged_checkpoint",),
     ),
     Scenario(
         name="lost-file",
@@ -97,6 +114,7 @@ ALL = (
         lost_intervals=1,
         damages=True,
         checklist_kind="corruption",
+        rows=("damaged_checkpoint",),
     ),
     Scenario(
         name="torn-line",
@@ -113,5 +131,91 @@ ALL = (
         lost_intervals=1,  # It waits until the replica has the newest commit.
         is_alone=True,
     ),
+    Scenario(
+        name="stop",
+        injects="Ctrl-C, or a file `stop` in the run directory; then the same command",
+        promise="the run saves and exits with STOPPED; the command resumes; no step is lost",
+        ends=frozenset({ExitCode.STOPPED}),
+        lost_intervals=0,
+        rows=("operators_stop",),
+    ),
+    Scenario(
+        name="zombie",
+        injects="SIGSTOP to the supervisor, the same command, SIGCONT once that one trains",
+        promise="the old supervisor exits with FENCED and changes nothing",
+        ends=NO_RECORD,
+        lost_intervals=1,
+        rows=("zombie",),
+    ),
+    Scenario(
+        name="lost-log",
+        injects="deletes the run log, while the run is stopped",
+        promise="a start is refused (85); `checkpoints adopt` rebuilds the log; no step is lost",
+        ends=NO_RECORD,  # The copy in the newest checkpoint is older than the stop record.
+        lost_intervals=0,
+        rows=("lost_log",),
+    ),
+    Scenario(
+        name="full-disk",
+        injects="no file as large as those of a save can be written, until a save has failed",
+        promise="the failed save is reported; training continues; the next save is committed",
+        ends=NO_END,
+        lost_intervals=0,
+        at_save=True,
+        is_alone=True,  # A step of the oracle is not committed.
+        rows=("storage_unavailable",),
+    ),
+    Scenario(
+        name="storage-outage",
+        injects="the run is in a bucket, which refuses every request while a save is written",
+        promise="training continues; the save is tried again and committed",
+        ends=NO_END,
+        lost_intervals=0,
+        at_save=True,
+        place="bucket",
+        rows=("storage_unavailable",),
+    ),
+    Scenario(
+        name="bucket-flip",
+        injects="flips a bit of the newest checkpoint in a bucket, while the run is stopped",
+        promise="the damage is found and recorded; the newest whole step is restored",
+        ends=NOTICE_ENDS,
+        lost_intervals=1,
+        damages=True,
+        place="bucket",
+        rows=("damaged_checkpoint",),
+        checklist_kind="corruption",
+    ),
+    Scenario(
+        name="slow-storage",
+        injects="the run is in a bucket whose answers come late while a save is written",
+        promise="training continues; the save is committed",
+        ends=NO_END,
+        lost_intervals=0,
+        at_save=True,
+        place="bucket",
+        is_default=False,
+    ),
+    Scenario(
+        name="damaged-cache",
+        injects="cuts every cached compiled program in half, while the run is stopped",
+        promise="the run compiles again and resumes; no step is lost",
+        ends=NOTICE_ENDS,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,  # It compiles twice.
+    ),
+    Scenario(
+        name="damaged-data",
+        injects="flips a bit in each block of the cached corpus, while the run is stopped",
+        promise="the damage is found at the first read; the corpus is built again; no step is lost",
+        ends=NOTICE_ENDS,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,  # It builds the corpus twice.
+        rows=("damaged_data",),
+    ),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
+DEFAULT = tuple(scenario.name for scenario in ALL if scenario.is_default)
+"""The scenarios of a schedule without names."""

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxres.chaos.scenarios import BY_NAME
+from jaxres.chaos.scenarios import BY_NAME, Place
 
 STEPS = 12
 SAVE_EVERY = 3
@@ -34,6 +34,11 @@ class PlannedRun:
 
     name: str
     faults: tuple[Fault, ...]
+
+    @property
+    def place(self) -> Place:
+        """Where its run directory is: all its scenarios ask for the same."""
+        return BY_NAME[self.faults[0].scenario].place if self.faults else "disk"
 
 
 def plan(
@@ -63,21 +68,20 @@ def plan(
 
 
 def _groups(names: Sequence[str], chance: random.Random) -> Iterator[list[str]]:
-    """Yields the scenarios of each run without an end: pairs, or one that is alone."""
+    """Yields the scenarios of each run without an end: pairs of one place, or one that is alone."""
     while True:
         order = sorted(names)
         chance.shuffle(order)
-        waiting: list[str] = []
+        waiting: dict[Place, list[str]] = {}
         for name in order:
             if BY_NAME[name].is_alone:
                 yield [name]
                 continue
-            waiting.append(name)
-            if len(waiting) == 2:
-                yield waiting
-                waiting = []
-        if waiting:
-            yield waiting
+            group = waiting.setdefault(BY_NAME[name].place, [])
+            group.append(name)
+            if len(group) == 2:
+                yield waiting.pop(BY_NAME[name].place)
+        yield from waiting.values()
 
 
 def _place(

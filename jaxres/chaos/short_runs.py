@@ -30,6 +30,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Start
 from jaxres.runlog.resume_verdict import AttemptFacts, Break, RunFacts
 from jaxres.storage import memory_folder
+from jaxres.storage.path import GcsPath, RunPath
 from jaxres.supervisor import proc_stat
 from jaxres.supervisor.processes import start_command
 from jaxres.train import break_hook
@@ -164,12 +165,14 @@ class Runner:
     """Steps between two saves."""
     env: Mapping[str, str]
     clock: Clock
+    bucket: GcsPath | None = None
+    """Where the run directories are; None: in the folder."""
     process: subprocess.Popen[bytes] | None = None
     """The command that runs now."""
 
     def run_dir(self, name: str) -> RunDir:
         """Returns the run directory of a run."""
-        return RunDir(self.folder / name)
+        return RunDir(self.folder / name if self.bucket is None else self.bucket / name)
 
     def unbroken(self, name: str, on: Topology = HERE) -> RunFacts:
         """Runs without a break."""
@@ -232,7 +235,7 @@ class Runner:
         ):
             self.clock.sleep(10 * POLL_SECONDS)
 
-    def send_notice(self, name: str, root: Path, number: int) -> None:
+    def send_notice(self, name: str, root: RunPath, number: int) -> None:
         """Sends SIGTERM to the supervisor, and ends the hold when it has passed it on."""
         assert self.process is not None
         output = self.output(name)
@@ -266,6 +269,11 @@ class Runner:
         command += topology.arguments()
         if hang:
             command.append(f"deadlines.hook_seconds={HANG_SECONDS:g}")
+        self.process = start_command(command, output=self.output(name), env=self.env)
+
+    def start_verb(self, name: str, words: Sequence[str]) -> None:
+        """Starts another command of jaxres, whose output follows that of a run."""
+        command = [sys.executable, "-m", "jaxres", *words]
         self.process = start_command(command, output=self.output(name), env=self.env)
 
     def wait(self, condition: Callable[[], bool]) -> bool:

@@ -6,6 +6,7 @@ a later one that trained. A fault that did not happen is a failure, never a pass
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ PROMISES = {
     "bounded loss": "no more steps are computed again than the scenario allows",
     "damage found": "damaged steps, and no others, are recorded and never restored",
     "accounted": "the report has each second of the run once, and each fault as one incident",
+    "scenario": "what the scenario itself promises (`jaxres chaos list`)",
     "recovery time": "the run trains again within --max-recovery-seconds",
     "whole lines": "no line of a log is lost after a torn one",
     "nothing left": "no process, temporary file, unfinished save or shared memory is left",
@@ -45,6 +47,8 @@ class Injection:
     """From the fault to the first step that the run has finished since; None: unknown."""
     damaged_step: int | None = None
     """The step whose checkpoint was damaged."""
+    unkept: str = ""
+    """What of the scenario's own promise did not hold; empty: it held."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class ChaosFacts:
     """In the order of the planned faults; the later ones are missing if the run has ended."""
     quarantined: frozenset[int] = frozenset()
     """Steps that the run log records as damaged."""
+    uncommitted: frozenset[int] = frozenset()
+    """Steps whose save a fault has made fail."""
     merged_lines: tuple[str, ...] = ()
     """Files in which a torn line was continued by another one."""
     left: tuple[str, ...] = ()
@@ -79,17 +85,25 @@ class Outcome:
 
     injection: Injection
     ended: AttemptFacts | None
-    """The attempt that it ended."""
+    """The attempt that it ended, or in which it was."""
     resumed: AttemptFacts | None
-    """The next attempt, if it has trained."""
+    """The next attempt, or the same if the fault ends none; None: it has not trained."""
 
     @property
     def repeated(self) -> int | None:
         """Steps that were finished before the fault and not kept; None: the run has not resumed."""
         if self.resumed is None or self.resumed.start_step is None or self.ended is None:
             return None
+        if self.resumed == self.ended:
+            return 0
         reached = max(self.injection.fault.step, self.ended.finished_step or 0)
         return reached - self.resumed.start_step
+
+
+def _ends_attempt(injection: Injection) -> bool:
+    """Returns whether a fault ends an attempt; those of storage may end none."""
+    scenario = BY_NAME.get(injection.fault.scenario)
+    return scenario is None or bool(scenario.ends)
 
 
 def outcomes(facts: ChaosFacts) -> tuple[Outcome, ...]:
@@ -97,10 +111,13 @@ def outcomes(facts: ChaosFacts) -> tuple[Outcome, ...]:
     happened = [injection for injection in facts.injections if injection.evidence]
     attempts = [*facts.run.attempts, *[None] * (len(happened) + 1)]
     found: list[Outcome] = []
-    for number, injection in enumerate(happened):
-        resumed = attempts[number + 1]
+    number = 0
+    for injection in happened:
+        ended = attempts[number]
+        number += _ends_attempt(injection)
+        resumed = attempts[number]
         is_training = resumed is not None and resumed.start_step is not None
-        found.append(Outcome(injection, attempts[number], resumed if is_training else None))
+        found.append(Outcome(injection, ended, resumed if is_training else None))
     return tuple(found)
 
 
@@ -126,6 +143,7 @@ def judge(
         *_losses(facts, save_every),
         *_damage(facts),
         *_account(facts),
+        *_own_promises(facts),
         *_recoveries(facts, max_recovery_seconds),
         *(Broken("whole lines", f"{name}: the next line is lost") for name in facts.merged_lines),
         *(Broken("nothing left", what) for what in facts.left),
@@ -149,7 +167,8 @@ def _differences(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
     run = facts.run
     if run.exit != ExitCode.DONE:
         yield Broken("ends", f"{exit_name(run.exit)}: {run.message}")
-    found = resume_verdict.compare(reference, run)
+    expected = {k: v for k, v in reference.digests.items() if k not in facts.uncommitted}
+    found = resume_verdict.compare(dataclasses.replace(reference, digests=expected), run)
     if (mismatch := found.mismatch) is not None:
         cause = resume_verdict.cause_of_resume(found)
         text = f"step {mismatch.step}, {mismatch.what}: {mismatch.a} without faults, {mismatch.b}"
@@ -162,11 +181,12 @@ def _causes(facts: ChaosFacts) -> Iterator[Broken]:
         name, ended = one.injection.fault.scenario, one.ended
         if ended is None:
             yield Broken("causes", f"{name}: the run log has no attempt that it ended")
-        elif ended.exit not in BY_NAME[name].ends:
+        elif BY_NAME[name].ends and ended.exit not in BY_NAME[name].ends:
             yield Broken("causes", f"attempt {ended.attempt}: {_end(ended)} after {name}")
         elif one.resumed is None:
             yield Broken("causes", f"{name}: the next attempt has not trained")
-    for extra in facts.run.attempts[len(happened) + 1 :]:
+    ends = sum(_ends_attempt(one.injection) for one in happened)
+    for extra in facts.run.attempts[ends + 1 :]:
         yield Broken("causes", f"attempt {extra.attempt} was not caused by a fault")
     if facts.run.attempts and facts.run.attempts[-1].exit != ExitCode.DONE:
         yield Broken("causes", f"the last attempt: {_end(facts.run.attempts[-1])}")
@@ -214,6 +234,12 @@ def _account(facts: ChaosFacts) -> Iterator[Broken]:
     resumed = [None if one.resumed is None else one.resumed.start_step for one in known]
     for text in time_account.differences(facts.account, facts.run.rows, ended, resumed):
         yield Broken("accounted", text)
+
+
+def _own_promises(facts: ChaosFacts) -> Iterator[Broken]:
+    for one in facts.injections:
+        if one.unkept:
+            yield Broken("scenario", f"{one.fault.scenario}: {one.unkept}")
 
 
 def _recoveries(facts: ChaosFacts, limit: float | None) -> Iterator[Broken]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos import verdict
+from jaxres.chaos import emulated_bucket, verdict
 from jaxres.chaos.runs import FaultyRun
-from jaxres.chaos.scenarios import ALL, BY_NAME, ChecklistKind
+from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
 from jaxres.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
 from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
@@ -36,7 +36,7 @@ from jaxres.runlog.resume_verdict import RunFacts
 USAGE = (
     "jaxres chaos list\n"
     "       jaxres chaos run [CONFIG.yaml] [SCENARIO ...] [section.field=value ...] "
-    "[--only SCENARIO,...] [--seed S] [--faults N] [--minutes M] [--hosts H] "
+    "[--only SCENARIO,...] [--all] [--seed S] [--faults N] [--minutes M] [--hosts H] "
     "[--max-recovery-seconds R] [--json FILE] [--to FOLDER] [--keep]"
 )
 BROKEN = 1
@@ -68,6 +68,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("verb", choices=("list", "run"))
     parser.add_argument("words", nargs="*", metavar="[CONFIG] [SCENARIO ...] [key=value ...]")
     parser.add_argument("--only", metavar="SCENARIO,...")
+    parser.add_argument("--all", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int)
     parser.add_argument("--minutes", type=float)
@@ -117,7 +118,10 @@ def _sort_words(options: argparse.Namespace) -> None:
             raise UsageError(f"--only {name!r}: no such scenario{hint}; see `jaxres chaos list`")
         names.append(name)
     options.config = Path(others[0] if others else DEFAULT_CONFIG)
-    options.scenarios = tuple(dict.fromkeys(names)) or tuple(BY_NAME)
+    if names and options.all:
+        raise UsageError("--all: give it or names of scenarios")
+    options.are_named = bool(names)
+    options.scenarios = tuple(dict.fromkeys(names)) or (tuple(BY_NAME) if options.all else DEFAULT)
     if any(word.startswith("run.dir=") for word in options.overrides):
         raise UsageError("run.dir: the runs have directories of their own; --to chooses where")
 
@@ -158,13 +162,16 @@ class Chaos:
 
     def _run(self) -> int:
         options = self._options
-        count = len(options.scenarios) if options.faults is None else options.faults
+        names, omitted = self._applicable()
+        count = len(names) if options.faults is None else options.faults
         count = MAX_FAULTS if options.minutes is not None else count
-        runs = plan(options.scenarios, seed=options.seed, faults=count, hosts=options.hosts)
+        runs = plan(names, seed=options.seed, faults=count, hosts=options.hosts)
         _say(
             f"{self._loaded.name}: seed {options.seed}, {STEPS} steps a run, a save every "
             f"{SAVE_EVERY}, {self._topology} worker(s); runs in {self._runner.folder}"
         )
+        for name, reason in omitted.items():
+            _say(f"{name}: not applicable: {reason}")
         _say(_row("run", "fault", "after", "resumed at", "again", "recovery"))
         reference = self._runner.unbroken(ORACLE, self._topology)
         if reference.exit != ExitCode.DONE:
@@ -178,6 +185,20 @@ class Chaos:
                 break
             judged.append(self._judge(reference, planned))
         return self._report(judged)
+
+    def _applicable(self) -> tuple[list[str], dict[str, str]]:
+        """Returns the scenarios to use, and those that this config can't have, with the reason.
+
+        Raises:
+          UsageError: one that the command names is not applicable, or none is.
+        """
+        names, omitted = self._options.scenarios, dict[str, str]()
+        reason = emulated_bucket.why_not(self._loaded.config)
+        if reason:
+            omitted = {name: reason for name in names if BY_NAME[name].place == "bucket"}
+        if omitted and (self._options.are_named or len(omitted) == len(names)):
+            raise UsageError(f"{next(iter(omitted))}: not applicable: {reason}")
+        return [name for name in names if name not in omitted], omitted
 
     def _is_time_over(self) -> bool:
         minutes = self._options.minutes

@@ -67,6 +67,13 @@ def client() -> Client:
         return cached
 
 
+def close() -> None:
+    """Closes the client of this process, if it has one; the next call connects again."""
+    with _lock:
+        if (cached := _clients.pop(os.getpid(), None)) is not None:
+            cached.close()
+
+
 def _connect() -> Client:
     try:
         from google.auth.exceptions import DefaultCredentialsError

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxres.clock import SystemClock
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import RunPath, is_path
 
 TARGET = "jaxres.train.break_hook:hold"
 POLL_SECONDS = 0.02
@@ -34,38 +36,39 @@ class Context(Protocol):
         ...
 
 
-def folder_of(run_dir: Path) -> Path:
-    """Returns the folder beside a run directory by which check and hook communicate."""
-    return run_dir.with_name(f"{run_dir.name}.breaks")
+def folder_of(run_dir: RunPath) -> Path:
+    """Returns the folder by which check and hook communicate: beside the run's local files."""
+    local = RunDir(run_dir).local
+    return local.with_name(f"{local.name}.breaks")
 
 
-def plan_next(run_dir: Path, *, number: int, step: int) -> None:
+def plan_next(run_dir: RunPath, *, number: int, step: int) -> None:
     """Makes every host hold after a step; the hold has a number, and happens once."""
     folder = folder_of(run_dir)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     new = folder / "plan.new"
     new.write_text(json.dumps({"number": number, "step": step}))
     new.replace(folder / "plan.json")
 
 
-def reached(run_dir: Path, *, number: int, host: int = 0) -> Path:
+def reached(run_dir: RunPath, *, number: int, host: int = 0) -> Path:
     """Returns the file with the pid of a host's worker that holds."""
     return folder_of(run_dir) / f"reached-{number}-{host}"
 
 
-def release(run_dir: Path, *, number: int) -> None:
+def release(run_dir: RunPath, *, number: int) -> None:
     """Ends a hold on all hosts that are still there."""
     _released(run_dir, number=number).touch()
 
 
-def _released(run_dir: Path, *, number: int) -> Path:
+def _released(run_dir: RunPath, *, number: int) -> Path:
     return folder_of(run_dir) / f"released-{number}"
 
 
 def hold(context: Context) -> None:
     """Holds if a hold is planned after this step; a hook, called after each step on each host."""
     run_dir = context.run_dir
-    assert isinstance(run_dir, Path), run_dir
+    assert is_path(run_dir), run_dir
     try:
         plan = json.loads((folder_of(run_dir) / "plan.json").read_text())
     except FileNotFoundError:  # This run is not broken.

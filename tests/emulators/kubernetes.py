@@ -31,8 +31,8 @@ from typing import Any
 import yaml
 from kubeflow_trainer_api import models
 
+from jaxres.testing.serving import Quiet, Serving
 from tests.emulators import polling
-from tests.emulators.serving import Quiet, Serving
 
 ROOT = Path(__file__).parents[2]
 CORE_FIELDS = {

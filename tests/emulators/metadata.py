@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.emulators.serving import Quiet, Serving
+from jaxres.testing.serving import Quiet, Serving
 
 ROOT = "/computeMetadata/v1/"
 CONTROL = "/emulator/"

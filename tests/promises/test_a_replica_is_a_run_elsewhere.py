@@ -24,8 +24,8 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Quarantine, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
+from jaxres.testing.gcs import GcsServer
 from tests.damage import flip_bit_at
-from tests.emulators.gcs import GcsServer
 from tests.promises.conftest import Make
 from tests.promises.trainer import (
     FAULTY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +12,20 @@ from jaxres.chaos.scenarios import BY_NAME
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import attempt_history, run_log
 from tests.promises.leftovers import assert_nothing_left
-from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, Workspace
+from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, TINY, Workspace
 
 pytestmark = pytest.mark.slow
+SMALL = ("model.kind=mlp", "optimizer.schedule.kind=constant", "evaluation.every_steps=0")
+"""Overrides of TINY: it compiles in a third of the time, and a save is larger than the logs."""
 CODE = "tests.promises.hidden_state"
 
 
-def chaos(workspace: Workspace, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Returns exit code, JSON and output of a `chaos run` of the FAULTY config."""
+def chaos(
+    workspace: Workspace, *arguments: str, config: Path = FAULTY
+) -> tuple[int, dict[str, Any], str]:
+    """Returns exit code, JSON and output of a `chaos run`."""
     result = workspace.root / "result.json"
-    command = [str(FAULTY), f"data.cache_dir={workspace.caches}"]
+    command = [str(config), f"data.cache_dir={workspace.caches}"]
     command += [f"compilation.cache_dir={workspace.caches / 'xla'}", *arguments]
     command += ["--json", str(result), "--to", str(workspace.root / "runs")]
     run_dir = workspace.run_dir("chaos")
@@ -47,6 +52,47 @@ def test_a_sound_run_recovers_from_a_kill_and_from_damage(workspace: Workspace) 
     damaged = run_log.fold(run_log.read_records(run_dir.log)).quarantined
     assert len(damaged) == 1, "the fault was there, and the log says so"
     assert_nothing_left(run_dir)
+
+
+def exits(workspace: Workspace, run: dict[str, Any]) -> list[int | None]:
+    run_dir = workspace.run_dir(f"runs/{run['name']}")
+    assert_nothing_left(run_dir)
+    return [one.exit for one in attempt_history.read(run_dir, is_alive=False)]
+
+
+def test_a_zombie_and_a_lost_log_end_in_the_same_bits(workspace: Workspace) -> None:
+    code, result, printed = chaos(workspace, "--only", "zombie,lost-log")
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    assert all(fault["evidence"] for fault in run["faults"])
+    ends = exits(workspace, run)
+    assert ends[-1] == ExitCode.DONE
+    assert ends.count(ExitCode.STOPPED) == 1, "`checkpoints adopt` is an attempt of its own"
+    assert ends.count(None) == 2, "of the zombie, and of the attempt whose record was lost"
+    output = (workspace.root / "runs" / f"{run['name']}.txt").read_text()
+    assert f"exit {ExitCode.FENCED.value} " in output
+    assert f"exit {ExitCode.UNRESTORABLE.value} " in output
+
+
+def test_storage_that_refuses_a_save_ends_no_attempt(workspace: Workspace) -> None:
+    """The workers are held until a save has failed or got through, so no limit of time counts."""
+    code, result, printed = chaos(workspace, *SMALL, "full-disk", config=TINY)
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    (fault,) = run["faults"]
+    assert exits(workspace, run) == [ExitCode.DONE]
+    found = run_log.fold(run_log.read_records(workspace.run_dir(f"runs/{run['name']}").log))
+    assert fault["step"] not in {commit.step for commit in found.committed}
+    assert fault["step"] + 3 in {commit.step for commit in found.committed}
+
+
+def test_a_bucket_that_is_away_ends_no_attempt(workspace: Workspace) -> None:
+    code, result, printed = chaos(workspace, "storage-outage")
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    (away,) = run["faults"]
+    assert "for every request" in away["evidence"]
+    assert away["repeated_steps"] == 0
 
 
 def test_hidden_state_breaks_the_promise_of_the_same_bits(workspace: Workspace) -> None:

@@ -2,6 +2,7 @@
 
     python tools/mutants/by_chaos.py NAME ...   these
     ... --config CONFIG                         with this config (quickstart)
+    ... --only SCENARIO,...                     with these scenarios (the default schedule)
     ... --minutes N                             begin none after N minutes
 
 A mutant is caught if the command prints a broken promise, or ends with another code than 0. It is
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +39,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--only", default="")
     parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args(arguments)
     mutants = [read(HERE / f"{name}.patch") for name in options.names]
@@ -44,7 +47,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-caches-") as caches:
 
         def try_one(mutant: Mutant) -> bool | None:
-            return _try(mutant, options.config, caches) if time.monotonic() < until else None
+            words = [options.config, *(["--only", options.only] if options.only else [])]
+            return _try(mutant, words, caches) if time.monotonic() < until else None
 
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             caught = list(pool.map(try_one, mutants))
@@ -52,20 +56,20 @@ def main(arguments: list[str]) -> int:
     return 0 if all(caught) else 1
 
 
-def _try(mutant: Mutant, config: str, caches: str) -> bool:
+def _try(mutant: Mutant, words: Sequence[str], caches: str) -> bool:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-") as folder:
         tree = Path(folder, "tree")
         apply_to_copy(mutant, tree)
-        found = _caught_by(tree, config, caches, log=Path(folder, "log"))
+        found = _caught_by(tree, words, caches, log=Path(folder, "log"))
     seconds = time.monotonic() - started
     print(f"{mutant.name}: {found or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)
     return bool(found)
 
 
-def _caught_by(tree: Path, config: str, caches: str, *, log: Path) -> str:
+def _caught_by(tree: Path, words: Sequence[str], caches: str, *, log: Path) -> str:
     """Runs the command on a mutant; returns the first broken promise, "" if all held."""
-    command = [sys.executable, "-m", "jaxres", "chaos", "run", config]
+    command = [sys.executable, "-m", "jaxres", "chaos", "run", *words]
     # Programs are cached by the source of the tree, data by their own.
     command += [f"data.cache_dir={caches}", f"compilation.cache_dir={tree.parent / 'xla'}"]
     with log.open("wb") as output:

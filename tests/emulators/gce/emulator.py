@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxres.testing.gcs.faults import FaultRule
 from tests.emulators.gce import keeper
 from tests.emulators.gce.addresses import reserve
 from tests.emulators.gce.api import NUMBER, Api, Counted
@@ -26,7 +27,6 @@ from tests.emulators.gce.scheduler import Scheduler
 from tests.emulators.gce.server import ComputeServer
 from tests.emulators.gce.stock import Shortage
 from tests.emulators.gce.vm import Vm
-from tests.emulators.gcs.faults import FaultRule
 
 ACTIONS = (
     "preempt",

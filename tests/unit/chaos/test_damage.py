@@ -22,6 +22,13 @@ def test_a_line_that_continues_a_torn_one_is_lost(tmp_path: Path) -> None:
         assert damage.is_merged(path, end) == is_merged
 
 
+def test_a_bit_of_each_block_is_flipped(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(10))
+    assert damage.flip_blocks(path, block_bytes=4) == 3
+    assert path.read_bytes() == bytes([1, 0, 0, 0, 1, 0, 0, 0, 1, 0])
+
+
 def test_a_process_of_the_run_is_found_and_that_of_another_is_not(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "input()", f"run.dir={tmp_path / 'run-1'}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from jaxres.chaos.runs import INJECT
-from jaxres.chaos.scenarios import ALL, BY_NAME
+from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, plan
 
 NAMES = tuple(BY_NAME)
@@ -30,6 +32,7 @@ def test_each_scenario_comes_once_before_one_comes_again(seed: int) -> None:
     for run in runs:
         alone = [fault for fault in run.faults if BY_NAME[fault.scenario].is_alone]
         assert not alone or len(run.faults) == 1
+        assert {BY_NAME[fault.scenario].place for fault in run.faults} == {run.place}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,6 +50,15 @@ def test_faults_come_after_the_first_save_in_order_and_before_the_end(seed: int)
                 assert fault.host == 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_fault_follows_within_two_steps_of_one_at_a_save(seed: int) -> None:
+    for run in plan(NAMES, seed=seed, faults=30):
+        for fault, following in itertools.pairwise(run.faults):
+            if BY_NAME[fault.scenario].at_save:
+                assert following.step >= fault.step + 2, "the second hold is after the next step"
+
+
 def test_every_scenario_has_a_function_that_injects_it() -> None:
     assert set(INJECT) == set(BY_NAME)
     assert len(BY_NAME) == len(ALL)
+    assert 0 < len(DEFAULT) < len(ALL)

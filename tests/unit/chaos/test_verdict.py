@@ -217,3 +217,34 @@ def test_leftovers_and_lost_lines_are_found() -> None:
     assert broken(dataclasses.replace(FACTS, left=("process 7",))) == ["nothing left"]
     assert broken(dataclasses.replace(FACTS, merged_lines=("events",))) == ["whole lines"]
     assert set(verdict.PROMISES) >= {"nothing left", "whole lines"}
+
+
+OUTAGE = Fault("storage-outage", 6)
+
+
+def with_outage(**changes: Any) -> ChaosFacts:
+    """Returns a run in which storage was away for a while, and no attempt ended by it."""
+    run = dataclasses.replace(REFERENCE, name="run-1", **changes)
+    injection = Injection(OUTAGE, "503 for every request", recovery_seconds=1.0)
+    return ChaosFacts(PlannedRun("run-1", (OUTAGE,)), run, (injection,))
+
+
+def test_a_fault_may_end_no_attempt() -> None:
+    assert broken(with_outage(), max_recovery_seconds=1.0) == []
+    (one,) = outcomes(with_outage())
+    assert (one.repeated, one.resumed) == (0, REFERENCE.attempts[0])
+    restarted = (AttemptFacts(1, ExitCode.STORAGE, 0, 6), AttemptFacts(2, 0, 6, STEPS))
+    assert "causes" in broken(with_outage(attempts=restarted)), "storage away ends no attempt"
+
+
+def test_only_a_step_whose_save_a_fault_has_made_fail_may_be_missing() -> None:
+    missing = with_outage(digests={12: "twelve"})
+    assert broken(missing) == ["same bits"]
+    assert broken(dataclasses.replace(missing, uncommitted=frozenset({6}))) == []
+    assert broken(dataclasses.replace(missing, uncommitted=frozenset({9}))) == ["same bits"]
+
+
+def test_what_a_scenario_itself_promises_is_checked() -> None:
+    zombie = dataclasses.replace(FACTS.injections[0], unkept="the old supervisor still runs")
+    facts = dataclasses.replace(FACTS, injections=(zombie, FACTS.injections[1]))
+    assert broken(facts) == ["scenario"]

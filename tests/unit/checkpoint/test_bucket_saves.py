@@ -26,8 +26,8 @@ from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files, gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
+from jaxres.testing.gcs import GcsServer
 from tests import damage
-from tests.emulators.gcs import GcsServer
 
 STATE = {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
 

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.chaos.scenarios import BY_NAME
+from jaxres import config as configs
+from jaxres.chaos.scenarios import BY_NAME, DEFAULT
 from jaxres.cli import chaos
+from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
+from jaxres.faults import UsageError
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "tests" / "promises" / "tiny.yaml")
@@ -24,6 +27,7 @@ TINY = str(ROOT / "tests" / "promises" / "tiny.yaml")
         (["run", TINY, "train.stepz=1"], ExitCode.CONFIG, "train.stepz"),
         (["run", TINY, "worker-kil"], ExitCode.USAGE, "'worker-kil': not a scenario"),
         (["run", TINY, "--only", "notice,hangs"], ExitCode.USAGE, "--only 'hangs': no such"),
+        (["run", TINY, "--all", "hang"], ExitCode.USAGE, "--all: give it or names"),
         (["run", TINY, "--only", ""], ExitCode.USAGE, "--only '': no such"),
         (["run", TINY, "--faults", "0"], ExitCode.USAGE, "--faults 0: expected 1 to"),
         (["run", TINY, "--seed", "-1"], ExitCode.USAGE, "--seed -1: expected 0 to"),
@@ -63,4 +67,21 @@ def test_words_are_a_config_its_overrides_and_scenarios() -> None:
     assert options.scenarios == ("hang", "notice")
     default = chaos._parse(["run"])
     assert default.config == Path("quickstart")
-    assert default.scenarios == tuple(BY_NAME)
+    assert default.scenarios == DEFAULT
+    assert chaos._parse(["run", "--all"]).scenarios == tuple(BY_NAME)
+
+
+def test_a_scenario_of_a_bucket_is_left_out_if_the_data_are_in_one(tmp_path: Path) -> None:
+    data = "data.source.path=gs://bucket/text"
+
+    def applicable(*words: str) -> tuple[list[str], dict[str, str]]:
+        options = chaos._parse(["run", TINY, data, *words])
+        loaded = configs.load(options.config, options.overrides)
+        return chaos.Chaos(loaded, options, tmp_path, env={}, clock=SystemClock())._applicable()
+
+    names, omitted = applicable()
+    assert set(names) | set(omitted) == set(DEFAULT)
+    assert {BY_NAME[name].place for name in names} == {"disk"}
+    assert set(omitted) == {"storage-outage", "bucket-flip"}
+    with pytest.raises(UsageError, match="bucket-flip: not applicable: the data are in a bucket"):
+        applicable("bucket-flip")

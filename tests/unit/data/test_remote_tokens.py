@@ -29,9 +29,9 @@ from jaxres.data.remote_items import RemoteItems
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files, gcs_client
 from jaxres.storage.path import GcsPath
+from jaxres.testing.gcs import GcsServer
+from jaxres.testing.gcs.objects import SparseData
 from tests.damage import flip_bit_at
-from tests.emulators.gcs import GcsServer
-from tests.emulators.gcs.objects import SparseData
 
 BLOCK = 2**16
 VOCAB = 900

@@ -26,7 +26,7 @@ from google.api_core import exceptions
 from google.cloud import storage as gcs
 from orbax.checkpoint import v1 as ocp
 
-from tests.emulators.gcs import GcsServer
+from jaxres.testing.gcs import GcsServer
 
 NO_RETRY: dict[str, Any] = {"retry": None}
 
@@ -201,7 +201,7 @@ def test_orbax_saves_and_loads(bucket: Any) -> None:
 
 
 def test_the_emulator_starts_from_the_command_line_and_accepts_faults() -> None:
-    command = [sys.executable, "-m", "tests.emulators.gcs"]
+    command = [sys.executable, "-m", "jaxres.testing.gcs"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -14,7 +14,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import gce
 from jaxres.storage import gcs_client
-from tests.emulators.gcs import GcsServer
+from jaxres.testing.gcs import GcsServer
 
 Init = Callable[..., str]
 KEEPS = {"action": {"type": "Delete"}, "condition": {"age": 30, "numNewerVersions": 2}}

@@ -15,7 +15,7 @@ from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.lease import TAKEOVER_TERMS, Lease
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
-from tests.emulators.gcs import GcsServer
+from jaxres.testing.gcs import GcsServer
 
 RACERS = 3
 TERM = 60.0

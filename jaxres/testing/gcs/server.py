@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import re
 import threading
-import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from tests.emulators.gcs.buckets import Buckets
-from tests.emulators.gcs.faults import AFTER, FaultRule, Faults, RequestFault, damaged
-from tests.emulators.gcs.objects import GcsError, Objects, Stored
-from tests.emulators.gcs.uploads import Uploads, multipart
-from tests.emulators.serving import Quiet, Serving
+from jaxres.testing.gcs.buckets import Buckets
+from jaxres.testing.gcs.faults import AFTER, CLOCK, FaultRule, Faults, RequestFault, damaged
+from jaxres.testing.gcs.objects import GcsError, Objects, Stored
+from jaxres.testing.gcs.uploads import Uploads, multipart
+from jaxres.testing.serving import Quiet, Serving
 
 CONTROL = "/emulator/"
 MOST_PARTS = 32
@@ -68,9 +68,11 @@ class Bandwidth:
             self.num_bytes += num_bytes
             if not self.bytes_per_second:
                 return
-            self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self.bytes_per_second
-            seconds = self._free_at - time.monotonic()
-        time.sleep(max(0.0, seconds))
+            self._free_at = (
+                max(self._free_at, CLOCK.monotonic()) + num_bytes / self.bytes_per_second
+            )
+            seconds = self._free_at - CLOCK.monotonic()
+        CLOCK.sleep(max(0.0, seconds))
 
 
 class GcsServer:
@@ -116,6 +118,20 @@ class GcsServer:
     def fail(self, kind: str, **rule: Any) -> FaultRule:
         """Makes the next requests that a rule matches fail; see FaultRule."""
         return self.faults.add(FaultRule(kind, **rule))
+
+    def flip_bit(self, name: str, chance: random.Random, *, bucket: str = "bucket") -> int:
+        """Damages a stored object silently: its checksums are those of what it has now.
+
+        Returns:
+          The number of the byte in which a bit is another.
+        """
+        with self.objects.lock:
+            found = self.objects.now[bucket, name]
+            where, bit = chance.randrange(len(found.data)), chance.randrange(8)
+            data = bytearray(found.data)
+            data[where] ^= 1 << bit
+            self.objects.now[bucket, name] = dataclasses.replace(found, data=bytes(data))
+        return where
 
     def body(self, name: str, *, bucket: str = "bucket") -> bytes:
         return self.objects.now[bucket, name].data
@@ -341,10 +357,10 @@ class _Request(Quiet):
         if server.log is not None:
             server.log.append(f"{self.command} {self.path}")
         if server.late_seconds:
-            time.sleep(server.late_seconds)
+            CLOCK.sleep(server.late_seconds)
         fault = server.faults.of(self.command, self.path)
         if fault and fault.word == "stall":
-            time.sleep(fault.late_seconds)
+            CLOCK.sleep(fault.late_seconds)
         if fault and fault.word == "damage" and request.body and self.command != "GET":
             request = dataclasses.replace(request, is_damaged=True)
         is_lost = fault is not None and (fault.word == "drop" or fault.word.isdigit())

@@ -16,7 +16,7 @@ class Quiet(BaseHTTPRequestHandler):
     wbufsize, disable_nagle_algorithm = 1 << 16, True
     timeout = 600
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""
 
     def handle(self) -> None:
@@ -42,7 +42,7 @@ class Serving:
                 taken.discard(request)
                 super().shutdown_request(request)
 
-            def handle_error(self, *_: object) -> None:
+            def handle_error(self, request: object, client_address: object) -> None:
                 """Ignores a client that disconnects during a request."""
 
         bound = type("Bound", (handler,), {"emulator": emulator})

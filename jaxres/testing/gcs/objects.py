@@ -13,7 +13,6 @@ import functools
 import hashlib
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,9 @@ from urllib.parse import quote
 
 import google_crc32c
 
+from jaxres.clock import SystemClock
+
+CLOCK = SystemClock()
 OFTEN_SECONDS = 1.0
 """Minimum interval between writes of one name (storage/quotas)."""
 PAGE = 1000
@@ -171,12 +173,12 @@ class Objects:
                 fields.pop(word, None)
             fields.setdefault("contentType", "application/octet-stream")
             found = Stored(
-                bucket, name, data, self._generation(), 1, fields, time.monotonic(), stamp()
+                bucket, name, data, self._generation(), 1, fields, CLOCK.monotonic(), stamp()
             )
             if before is None:
                 bisect.insort(self.buckets[bucket], name)
             else:
-                self.gone.append((time.monotonic(), before))
+                self.gone.append((CLOCK.monotonic(), before))
             self.now[bucket, name] = found
             return found
 
@@ -201,7 +203,7 @@ class Objects:
             del self.now[bucket, name]
             names = self.buckets[bucket]
             del names[bisect.bisect_left(names, name)]
-            self.gone.append((time.monotonic(), found))
+            self.gone.append((CLOCK.monotonic(), found))
 
     def page(
         self, bucket: str, query: Mapping[str, str], *, stale_seconds: float = 0.0
@@ -211,7 +213,7 @@ class Objects:
             self.refuse_unknown(bucket)
             names, found = self.buckets[bucket], self.now
             if stale_seconds:
-                names, found = self._as_of(bucket, time.monotonic() - stale_seconds)
+                names, found = self._as_of(bucket, CLOCK.monotonic() - stale_seconds)
             return _page(bucket, names, found, query)
 
     def _as_of(self, bucket: str, when: float) -> tuple[list[str], dict[tuple[str, str], Stored]]:
@@ -235,7 +237,7 @@ class Objects:
                 return number
 
     def _note_rate(self, before: Stored | None, bucket: str, name: str) -> None:
-        if before is not None and time.monotonic() - before.born < OFTEN_SECONDS:
+        if before is not None and CLOCK.monotonic() - before.born < OFTEN_SECONDS:
             self.too_often[f"{bucket}/{name}"] += 1
             if self.refuses_too_often:
                 raise GcsError(429, "rateLimitExceeded", f"{name}: the object is changed too often")

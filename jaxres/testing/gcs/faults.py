@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import re
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass
 
+from jaxres.clock import SystemClock
+
+CLOCK = SystemClock()
 BEFORE, AFTER = "before", "after"
 STORM = ("429", "500", "503", "drop", "stall", "503 after", "drop after", "damage")
 STALL_SECONDS = 0.3
@@ -44,12 +46,12 @@ class FaultRule:
 
     def takes(self, method: str, path: str) -> bool:
         """Returns whether it applies to this request, and counts it."""
-        if self.times == 0 or (self.until is not None and time.monotonic() > self.until):
+        if self.times == 0 or (self.until is not None and CLOCK.monotonic() > self.until):
             return False
         if not (re.fullmatch(self.method, method) and re.search(self.path, path)):
             return False
         if self.seconds is not None and self.until is None:
-            self.until = time.monotonic() + self.seconds
+            self.until = CLOCK.monotonic() + self.seconds
         if self.probability < 1.0 and self.chance.random() >= self.probability:
             return False
         if self.times is not None:

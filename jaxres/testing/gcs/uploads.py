@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from tests.emulators.gcs.objects import GcsError, Objects, Stored
+from jaxres.testing.gcs.objects import GcsError, Objects, Stored
 
 PART_MULTIPLE = 256 * 1024
 

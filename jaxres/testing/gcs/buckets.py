@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tests.emulators.gcs.objects import GcsError, Objects, stamp
+from jaxres.testing.gcs.objects import GcsError, Objects, stamp
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*[a-z0-9]")
 MULTI = ("ASIA", "EU", "US")

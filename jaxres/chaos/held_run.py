@@ -1,0 +1,181 @@
+"""One short run with faults, while the hook of `train/break_hook.py` holds it after a step.
+
+What the scenarios share: they look at the run, wait, start it and stop it by this class. Holds are
+numbered as the planned faults are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxres.chaos.schedule import PlannedRun
+from jaxres.chaos.short_runs import Runner, Topology
+from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.runlog import metrics, run_log
+from jaxres.runlog.history import RunHistory
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import RunPath
+from jaxres.testing.gcs import GcsServer
+from jaxres.train import break_hook
+
+COMMIT_SECONDS = 300.0
+"""Longest wait for a commit, or for a replica to have it."""
+AGAIN = 1000
+"""Number of the second hold of the first fault; a run has fewer faults."""
+
+
+@dataclass
+class HeldRun:
+    """A run, its directory and what the faults have done to it so far."""
+
+    runner: Runner
+    planned: PlannedRun
+    topology: Topology
+    name: str
+    """Name of the run directory; another one after the loss of a region."""
+    server: GcsServer | None = None
+    """The emulated Cloud Storage, if the run is in a bucket."""
+    torn: list[tuple[Path, int]] = field(default_factory=list)
+    """Files with a torn line, and where it ends."""
+    uncommitted: set[int] = field(default_factory=set)
+    """Steps whose save was made to fail."""
+    set_aside: set[int] = field(default_factory=set)
+    """Attempts that a fault explains, besides the one that it ends: they have not trained."""
+
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Commands of this run besides the runner's, which a fault has left."""
+    fault_at: float | None = None
+    """When the newest fault happened, on the clock of `now`."""
+
+    @property
+    def run_dir(self) -> RunDir:
+        """The run directory."""
+        return self.runner.run_dir(self.name)
+
+    @property
+    def root(self) -> RunPath:
+        """Path of the run directory."""
+        return self.run_dir.root
+
+    @property
+    def disk(self) -> Path:
+        """Path of the run directory, which is on a disk."""
+        root = self.root
+        assert isinstance(root, Path), root
+        return root
+
+    def history(self) -> RunHistory:
+        """Reads the run log."""
+        return run_log.fold(run_log.read_records(self.run_dir.log))
+
+    def mark_fault(self) -> None:
+        """Notes that a fault happens now: the recovery is timed from here."""
+        self.fault_at = self.now()
+
+    def now(self) -> float:
+        """Seconds of the clock of all waits."""
+        return self.runner.clock.monotonic()
+
+    def folder(self, what: str) -> Path:
+        """Returns a folder of this run beside the run directories, such as its replica."""
+        return self.runner.folder / f"{self.planned.name}-{what}"
+
+    def start(self) -> None:
+        """Starts the command, or starts it again, with the settings that the scenarios need."""
+        names = {fault.scenario for fault in self.planned.faults}
+        extra = [f"{key}={self.folder(what)}" for name, key, what in OWN_FOLDERS if name in names]
+        self.runner.start(self.name, self.topology, hang="hang" in names, extra=extra)
+
+    def plan(self, number: int) -> None:
+        """Plans the hold for a fault, if there is one; a region that is lost has no other hold."""
+        if number < len(self.planned.faults):
+            self.plan_hold(number, step=self.planned.faults[number].step)
+
+    def plan_hold(self, number: int, *, step: int) -> None:
+        """Plans a hold after a step."""
+        break_hook.plan_next(self.root, number=number, step=step)
+
+    def release(self, number: int, *, root: RunPath | None = None) -> None:
+        """Ends a hold, of the run directory or of the one that a region has lost."""
+        break_hook.release(self.root if root is None else root, number=number)
+
+    def end_others(self) -> None:
+        """Kills the commands that a fault has left."""
+        for process in self.others:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    @contextlib.contextmanager
+    def held_again(self, number: int, *, step: int) -> Iterator[None]:
+        """Ends a hold, and holds the workers after another step as long as the block lasts.
+
+        A save that began at the first hold is written meanwhile; no other one begins.
+        """
+        again = AGAIN + number
+        self.plan_hold(again, step=step)
+        self.release(number)
+        self.wait_held(again)
+        yield
+        self.plan(number + 1)  # Before a worker trains on.
+        self.release(again)
+
+    def held(self, number: int, host: int) -> Path:
+        """Returns the file that exists once a worker holds."""
+        return break_hook.reached(self.root, number=number, host=host)
+
+    def wait_held(self, number: int) -> bool:
+        """Waits until every worker holds; returns False if the command has ended."""
+        files = [self.held(number, host) for host in range(self.topology.hosts)]
+        return self.runner.wait(lambda: all(file.exists() for file in files))
+
+    def pid(self, number: int, host: int) -> int:
+        """Returns the pid of a worker that holds."""
+        return int(self.held(number, host).read_text())
+
+    def wait_limited(self, condition: Callable[[], bool]) -> bool:
+        """Waits for a condition, at most COMMIT_SECONDS; returns whether it holds."""
+        deadline = self.now() + COMMIT_SECONDS
+        self.runner.wait(lambda: condition() or self.now() > deadline)
+        return condition()
+
+    def wait_commit(self, step: int) -> str:
+        """Waits for the commit of the newest step saved before one; returns why there is none."""
+        wanted = (step - 1) // self.runner.save_every * self.runner.save_every
+        is_there = self.wait_limited(lambda: self.history().step >= wanted)
+        return "" if is_there else f"step {wanted} was not committed in {COMMIT_SECONDS:g} s"
+
+    def wait_trained(self, attempt: int, number: int) -> float | None:
+        """Waits for the first step that a later attempt finishes; returns the seconds since the
+        fault. None: there is no such step.
+        """
+        held = self.held(number + 1, 0)  # Reached before the step's line is written.
+
+        def has_trained() -> bool:
+            later = range(attempt + 1, attempt + 4)
+            return held.exists() or any(metrics.read_attempt(self.run_dir, n) for n in later)
+
+        return self.seconds() if self.runner.wait(has_trained) else None
+
+    def seconds(self) -> float:
+        """Returns the seconds since the fault, as they are reported."""
+        assert self.fault_at is not None
+        return round(self.now() - self.fault_at, 1)
+
+    def stop(self, number: int) -> str:
+        """Stops the run by a notice; returns why it has not stopped by it."""
+        self.runner.send_notice(self.name, self.root, number)
+        code = self.runner.wait_exit()
+        return "" if code == ExitCode.PREEMPTED else f"the command exited with {exit_name(code)}"
+
+
+OWN_FOLDERS: Sequence[tuple[str, str, str]] = (
+    ("region-loss", "checkpoint.replica.path", "replica"),
+    ("damaged-cache", "compilation.cache_dir", "compiled"),
+    ("damaged-data", "data.cache_dir", "data"),
+)
+"""Scenario, and the setting that gives its run a folder of its own, which is damaged or used."""
