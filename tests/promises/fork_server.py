@@ -106,7 +106,7 @@ def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
     os.close(output)
     spares = [Spare(answer) for _ in range(order["spares"])]
     subprocess.Popen = _popen(spares)  # type: ignore[misc, assignment]
-    _hide_children({spare.pid for spare in spares})
+    _hide(spares)
     _become(order["command"], order["env"])
     with socket.socket(fileno=answer) as asked:
         asked.send(str(os.getpid()).encode())
@@ -115,12 +115,22 @@ def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
     _run(order["command"])
 
 
-def _hide_children(pids: set[int]) -> None:
-    """Lets a supervisor take this process for one that has no children yet."""
+def _hide(spares: list[Spare]) -> None:
+    """Lets a supervisor take its spare processes neither for children nor for leftovers.
+
+    One that has become a worker is no longer in the list, and is a child like any other.
+    """
     from jaxres.supervisor import processes
 
-    children = processes._children
-    processes._children = lambda: children() - pids
+    children, find = processes._children, processes._find_leftovers
+
+    def pids() -> set[int]:
+        return {spare.pid for spare in spares}
+
+    processes._children = lambda: children() - pids()
+    processes._find_leftovers = lambda *args, keep, **kwargs: find(
+        *args, keep={*keep, *pids()}, **kwargs
+    )
 
 
 class Spare:
