@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from typing import Any, NoReturn
 
 ORDER_BYTES = 1 << 18
 ADOPTED_SECONDS = 10.0
+CLONE_NEWNS = 0x00020000
 IMPORTED = (
     "jaxres.train.__main__",
     "jaxres.train.worker",
@@ -40,6 +42,7 @@ IMPORTED = (
 )
 MAY_DIFFER = (
     *("PACE", "HELDOUT_PACE", "FAULT", "POISON", "JITTER", "TAG", "NPROC", "HOME"),
+    *("GATE", "FLIP", "WRONG_PRODUCT", "WRONG_STEP", "BAD_HOST", "STEP_SECONDS", "HOLD", "DEAD"),
     *("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "STORAGE_EMULATOR_HOST"),
     *("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING", "NO_GCE_CHECK"),
     *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST"),
@@ -48,6 +51,8 @@ MAY_DIFFER = (
 """Variables that no import reads, besides those of jaxres itself. LD_LIBRARY_PATH has the fake of
 NVIDIA's library, which only a process of its own loads. The C library reads its own when
 this process starts, which has those of a worker; no result depends on them."""
+SET_AGAIN = ("JAX_NUM_CPU_DEVICES", "PYTHONPATH")
+"""Variables that are read once, at the start or at an import, and that a fork reads again."""
 BASE = dict(os.environ)
 
 
@@ -61,7 +66,8 @@ def may_fork(env: Mapping[str, str], base: Mapping[str, str]) -> bool:
     True
     """
     names = {name for name in {*env, *base} if env.get(name) != base.get(name)}
-    return all(name in MAY_DIFFER or name.startswith("JAXRES_") for name in names)
+    may_differ = {*MAY_DIFFER, *SET_AGAIN}
+    return all(name in may_differ or name.startswith("JAXRES_") for name in names)
 
 
 def main(control: socket.socket) -> NoReturn:
@@ -85,8 +91,6 @@ def main(control: socket.socket) -> NoReturn:
 
 def prepare() -> None:
     """Imports the modules of the commands; asserts that a fork is safe."""
-    import importlib
-
     for name in IMPORTED:
         importlib.import_module(name)
     from jaxres.train import forkserver
@@ -101,12 +105,14 @@ def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
         if time.monotonic() > until:
             os._exit(1)
         time.sleep(0.0005)
+    if order["mounts_of"] is not None:
+        _enter_mounts(order["mounts_of"])
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     spares = [Spare(answer) for _ in range(order["spares"])]
     subprocess.Popen = _popen(spares)  # type: ignore[misc, assignment]
-    _hide_children({spare.pid for spare in spares})
+    _hide(spares)
     _become(order["command"], order["env"])
     with socket.socket(fileno=answer) as asked:
         asked.send(str(os.getpid()).encode())
@@ -115,12 +121,32 @@ def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
     _run(order["command"])
 
 
-def _hide_children(pids: set[int]) -> None:
-    """Lets a supervisor take this process for one that has no children yet."""
+def _enter_mounts(pid: int) -> None:
+    """Enters the mount namespace of a process and keeps the working directory, as nsenter does."""
+    folder = os.getcwd()
+    with Path(f"/proc/{pid}/ns/mnt").open() as file:
+        failed = ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNS)
+        if failed:
+            raise OSError(ctypes.get_errno(), "setns")
+    os.chdir(folder)
+
+
+def _hide(spares: list[Spare]) -> None:
+    """Lets a supervisor take its spare processes neither for children nor for leftovers.
+
+    One that has become a worker is no longer in the list, and is a child like any other.
+    """
     from jaxres.supervisor import processes
 
-    children = processes._children
-    processes._children = lambda: children() - pids
+    children, find = processes._children, processes._find_leftovers
+
+    def pids() -> set[int]:
+        return {spare.pid for spare in spares}
+
+    processes._children = lambda: children() - pids()
+    processes._find_leftovers = lambda *args, keep, **kwargs: find(
+        *args, keep={*keep, *pids()}, **kwargs
+    )
 
 
 class Spare:
@@ -202,10 +228,22 @@ def _become(command: Sequence[str], env: Mapping[str, str]) -> None:
     """
     os.environ.clear()
     os.environ.update(env)  # The C library's copies are elsewhere from here on.
+    _set_again(env)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end, env_begin, env_end = map(int, fields[45:49])
     _write(begin, end, [os.fsencode(argument) for argument in command])
     _write(env_begin, env_end, [os.fsencode(f"{name}={value}") for name, value in env.items()])
+
+
+def _set_again(env: Mapping[str, str]) -> None:
+    """Does what the start of Python and the import of jax do with SET_AGAIN."""
+    num_devices = int(env.get("JAX_NUM_CPU_DEVICES", -1))
+    sys.modules["jax"].config.update("jax_num_cpu_devices", num_devices)
+    folders = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[1:1] = [folder for folder in folders if folder not in sys.path]
+    if any((Path(folder) / "sitecustomize.py").exists() for folder in folders):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
 
 
 def _write(begin: int, end: int, arguments: list[bytes]) -> None:

@@ -56,12 +56,26 @@ class TestForkServer:
         self.control = ours
 
     def start(
-        self, command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], spares: int
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        output: IO[bytes],
+        spares: int,
+        mounts_of: int | None = None,
     ) -> Forked:
-        """Forks a command, `python -m MODULE ...`, and this many processes for its workers."""
+        """Forks a command, `python -m MODULE ...`, and this many processes for its workers.
+
+        Args:
+          command: its argv.
+          env: its environment.
+          output: where it prints.
+          spares: number of processes for its workers.
+          mounts_of: pid of a process whose mount namespace they enter.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = {"command": list(command), "env": dict(env)}
-        order |= {"spares": spares, "parent": os.getpid()}
+        order |= {"spares": spares, "parent": os.getpid(), "mounts_of": mounts_of}
         with ours, _adopting():
             with theirs:
                 files = [theirs.fileno(), output.fileno()]

@@ -6,10 +6,23 @@ import contextlib
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 PAGE_BYTES = 4096
+
+
+def entered(prefix: Sequence[str]) -> int | None:
+    """Returns the pid whose mounts a command prefix enters, if that is all that it does.
+
+    >>> entered(["nsenter", "--target=7", "--mount", "--wdns=/tmp"]), entered(["nohup"])
+    (7, None)
+    """
+    match prefix:
+        case ["nsenter", target, "--mount", folder] if folder.startswith("--wdns="):
+            return int(target.removeprefix("--target="))
+    return None
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         *(str(TINY), *MLP, f"run.dir={inside / 'run'}", f"data.cache_dir={workspace.caches}"),
         *(f"compilation.cache_dir={workspace.caches / 'xla'}", "--hosts", "1", TARGETS),
         *("train.steps=1000000", "model.d_model=256", "checkpoint.max_failed_saves=100000"),
+        "hardware.health.disk_free_gb=null",  # Else so small a disk is an incident in a minute.
     ]
     with served() as hook:
         env = {"HOOK": hook.url}

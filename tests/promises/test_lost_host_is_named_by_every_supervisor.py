@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -31,8 +32,10 @@ from tests.promises.trainer import (
 
 HOSTS = 3
 HEARTBEAT_SECONDS = 5
-LONG = (*MLP, ENDLESS, f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
+LONG = (ENDLESS, f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
 SHORT = (*LONG, "train.steps=80")
+SLOW = {"PACE": "0.005"}
+"""Two seconds from the step at which a host is lost to the last one."""
 MARGIN = 3
 """Deadlines are asserted at three times their value because the machine may be busy."""
 
@@ -71,7 +74,7 @@ LOSSES = {
 def fault_free(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """The same run without a lost host."""
     workspace = Workspace(tmp_path_factory.mktemp("fault-free"), caches)
-    workspace.launched("fault-free", *SHORT, hosts=HOSTS)
+    workspace.launched("fault-free", *SHORT, hosts=HOSTS, config=FAULTY)
     return workspace.run_dir("fault-free")
 
 
@@ -102,7 +105,7 @@ def test_a_lost_host_is_named_by_every_other_supervisor(
     workspace: Workspace, fault_free: RunDir, name: str
 ) -> None:
     loss = LOSSES[name]
-    trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS)
+    trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS, config=FAULTY, env=SLOW)
     under_way(trainers)
     loss.lose(trainers[loss.host])
     named_by_the_others(trainers, loss.host, seconds=loss.seconds)
@@ -110,7 +113,7 @@ def test_a_lost_host_is_named_by_every_other_supervisor(
         assert trainers[loss.host].wait_exit() == loss.own_code, trainers[loss.host].printed()
     workspace.end_all()
 
-    workspace.launched("run", *SHORT, hosts=HOSTS)
+    workspace.launched("run", *SHORT, hosts=HOSTS, config=FAULTY)
     assert starts(workspace.run_dir("run"))[1] >= 20, "it has resumed"
     assert_bit_exact(workspace.run_dir("run"), fault_free)
 
@@ -144,16 +147,14 @@ CutOff = tuple[list[TrainingProcess], Callable[[], None]]
 @contextlib.contextmanager
 def cut_off(workspace: Workspace, folder: Path, *, lost: int) -> Iterator[CutOff]:
     """Yields the supervisors, and a function that disconnects one of them from the rest."""
+    start = functools.partial(
+        workspace.start_host, "run", *LONG, hosts=HOSTS, config=FAULTY, env=SLOW
+    )
     if permitted():
         with network(HOSTS, folder=folder) as net:
             at = f"{net.machines[0].address}:7077"
             yield (
-                [
-                    workspace.start_host(
-                        "run", *LONG, host=m.host, hosts=HOSTS, at=at, through=m.through
-                    )
-                    for m in net.machines
-                ],
+                [start(host=m.host, at=at, through=m.through) for m in net.machines],
                 lambda: net.cut(lost),
             )
         return
@@ -161,10 +162,7 @@ def cut_off(workspace: Workspace, folder: Path, *, lost: int) -> Iterator[CutOff
     with proxy(at) as between:
         addresses = [between.address if host == lost else at for host in range(HOSTS)]
         yield (
-            [
-                workspace.start_host("run", *LONG, host=host, hosts=HOSTS, at=address)
-                for host, address in enumerate(addresses)
-            ],
+            [start(host=host, at=address) for host, address in enumerate(addresses)],
             between.cut,
         )
 

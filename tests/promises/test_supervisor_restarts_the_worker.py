@@ -125,6 +125,8 @@ def test_killed_workers_are_restarted_bit_exact(
     reported = decisions(trainer)
     assert [event["exit"] for event in reported] == [128 + signal.SIGKILL] * 2, trainer.printed()
     assert len(decisions(trainer, "supervision_ended")) == 1
+    # The tests' spare processes neither: else each supervised worker of a test imports jax again.
+    assert "had left behind" not in trainer.printed()
     assert_bit_exact(trainer.run_dir, fault_free if hosts == 1 else fault_free_pair)
     assert_nothing_left(trainer.run_dir)
 

@@ -31,7 +31,7 @@ from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.forkserver_client import WORKER
 from jaxres.train.worker import NAME_PREFIX
-from tests.promises import forks
+from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork
 
 ENDLESS = "train.steps=1000000"
@@ -288,9 +288,12 @@ class Workspace:
         self, prefix: list[str], command: list[str], *, env: dict[str, str], output: IO[bytes]
     ) -> forks.Process:
         """Starts a command; forks it if only the start-up time differs."""
-        is_forked = not prefix and not self.fresh and os.environ.get(FRESH) is None
+        mounts_of = mounts.entered(prefix)
+        is_forked = (not prefix or mounts_of) and not self.fresh and os.environ.get(FRESH) is None
         if is_forked and may_fork(env, (server := forks.server()).base):
-            return server.start(command, env=env, output=output, spares=_spares(command))
+            return server.start(
+                command, env=env, output=output, spares=_spares(command), mounts_of=mounts_of
+            )
         return subprocess.Popen(
             [*prefix, *command],
             cwd=ROOT,

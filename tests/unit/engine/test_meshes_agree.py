@@ -98,13 +98,12 @@ def test_a_mesh_has_the_same_initial_bits_and_losses_as_one_device(name: str) ->
     np.testing.assert_allclose(losses, expected_losses, rtol=BOUND)
 
 
-@pytest.mark.slow
-def test_a_step_needs_less_memory_per_device_if_the_state_is_split() -> None:
+@pytest.mark.parametrize("name", [*slow_but(["fsdp=4 tensor=2"]), *campaign(["fsdp=8"])])
+def test_a_step_needs_less_memory_per_device_if_the_state_is_split(name: str) -> None:
     # XLA once split the width of the activations as the parameters', so each device held those
     # of the whole batch: three times the bytes, with the right numbers.
     whole = sharding_report.step_bytes(trained("data=8")[2])
-    for name in ("fsdp=8", "fsdp=4 tensor=2"):
-        split = sharding_report.step_bytes(trained(name)[2])
-        assert whole is not None
-        assert split is not None
-        assert split < whole
+    split = sharding_report.step_bytes(trained(name)[2])
+    assert whole is not None
+    assert split is not None
+    assert split < whole

@@ -22,7 +22,7 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog import launch_events
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
-from tests.tiers import slow_but
+from tests.tiers import campaign, slow_but
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.simulated_cloud import FaultRates, Killed, SimulatedCloud, SimulatedCompute
 
@@ -213,7 +213,7 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     return ExitCode(desired.end.exit)
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 60, 6), 0))
+@pytest.mark.parametrize("first", [*slow_but(range(0, 24, 6), 0), *campaign(range(24, 60, 6))])
 def test_no_vm_is_left_or_lost_under_random_faults(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
