@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ from jaxres.chaos import leftovers, short_runs
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import verify
 from jaxres.clock import SystemClock
-from jaxres.exit_codes import SIGNAL_BASE
+from jaxres.exit_codes import SIGNAL_BASE, ExitCode
 from jaxres.faults import RunError
 from jaxres.runlog import attempt_history, run_log, step_dirs
 from jaxres.runlog.event_log import read_events, read_json_lines
@@ -24,6 +25,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import AttemptEnded
 from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
 from jaxres.runlog.run_log import RunHistory
+from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import proc_stat
 from jaxres.train.forkserver import PROCESS_NAME
@@ -38,6 +40,7 @@ PACE_SECONDS = "0.001"
 LIMIT_SECONDS = 600.0
 """Longest wait for a place, an end or a start: what takes longer is a broken promise."""
 POLL_SECONDS = 0.002
+PRINTED_STEP = re.compile(rf"step (\d+)/{STEPS}")
 STARTING = threading.Lock()
 """The tests' fork server serves one thread at a time."""
 
@@ -111,6 +114,8 @@ class Execution:
     _since: float = 0.0
     _attempt: int = 0
     """The newest attempt that was killed."""
+    _printed: int = 0
+    """Length of the command's output at the last kill."""
 
     @property
     def name(self) -> str:
@@ -140,7 +145,7 @@ class Execution:
 
     def _start(self) -> None:
         self._trainer = start(self.workspace, self.plan, self.name)
-        self._since = time.monotonic()
+        self._since, self._printed = time.monotonic(), 0
 
     def _history(self) -> RunHistory:
         return run_history(self._command.run_dir)
@@ -184,16 +189,40 @@ class Execution:
         if kill.place == "write request":
             return self._kill_at_request(kill)
         if kill.place in ("any time", "start-up", "between attempts"):
-            committed = self._history().step
-            expected = self.timing.expected(committed)
-            seconds = self.timing.startup if kill.place == "start-up" else expected
-            if not self._sleep_until(self._since + kill.fraction * seconds):
+            if not self._wait_fraction(kill):
                 return False
         elif not self._wait_place(kill):
             return False
         if kill.place == "between attempts":
             return self._kill_between(kill)
         return self._strike(kill, kill.target)
+
+    def _wait_fraction(self, kill: Kill) -> bool:
+        """Waits for a part of the attempt's expected time; False: the run is complete first.
+
+        After the start-up the time is that of finished steps, so that a machine whose speed changes
+        does not miss the kill.
+        """
+        timing, committed = self.timing, self._history().step
+        if kill.place == "start-up":
+            return self._sleep_until(self._since + kill.fraction * timing.startup)
+        seconds = kill.fraction * timing.expected(committed)
+        if not self._sleep_until(self._since + min(seconds, timing.startup)):
+            return False
+        step, part = divmod(max(0.0, seconds - timing.startup) / timing.step, 1.0)
+        wanted = committed + int(step)
+        if step and not self._wait(lambda: self._progress() >= wanted, what=f"step {wanted}"):
+            return False
+        return self._sleep_until(time.monotonic() + part * timing.step)
+
+    def _progress(self) -> int:
+        """Returns the newest finished step since the last kill; in a bucket, what was printed."""
+        if isinstance(self._command.run_dir.root, GcsPath):
+            found = PRINTED_STEP.findall(self._command.printed()[self._printed :])
+            return int(found[-1]) if found else 0
+        attempt = self._history().attempt
+        steps = self._steps(attempt) if attempt > self._attempt else []
+        return steps[-1] if steps else 0
 
     def _wait_place(self, kill: Kill) -> bool:
         """Waits for a new attempt and the place in it; False: the run is complete first."""
@@ -262,6 +291,7 @@ class Execution:
         self.landed.append(landed)
         self._since = time.monotonic()
         self._attempt = max(self._attempt, landed.attempt)
+        self._printed = len(self._command.printed())
 
     def _fork_server(self) -> int | None:
         supervisor = self._command.process.pid
@@ -414,13 +444,15 @@ def start(workspace: Workspace, plan: RunPlan, name: str, *extra: str) -> Traini
 
 def unbroken(workspace: Workspace, plan: RunPlan, name: str) -> tuple[RunFacts, Timing]:
     """Runs a plan's config without a kill; returns what it has done, and its times."""
-    command = start(workspace, plan, name, "checkpoint.keep_last=100")
-    code = command.wait_exit(LIMIT_SECONDS)
-    run_dir = command.run_dir
-    facts = short_runs.observe(run_dir, name=name, exit=code, message=command.printed())
-    timing = measured(run_dir, facts.attempts[0]) if facts.attempts else None
-    if code != 0 or timing is None:
-        raise RuntimeError(f"the unbroken run ended with {code}:\n{facts.message}")
+    run_dir = workspace.run_dir(name)
+    if not files.exists(run_dir.log) or run_history(run_dir).step < STEPS:
+        command = start(workspace, plan, name, "checkpoint.keep_last=100")
+        if code := command.wait_exit(LIMIT_SECONDS):
+            raise RuntimeError(f"the unbroken run ended with {code}:\n{command.printed()}")
+    facts = short_runs.observe(run_dir, name=name, exit=ExitCode.DONE)
+    timing = measured(run_dir, facts.attempts[-1])
+    if timing is None or len(facts.attempts) > 1:
+        raise RuntimeError(f"{run_dir.root}: it was broken: delete it")
     return facts, timing
 
 

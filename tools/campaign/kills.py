@@ -44,7 +44,13 @@ from tools.campaign.plan import PLACES, RunPlan, plan_run, schedule  # noqa: E40
 from tools.campaign.verdict import judge  # noqa: E402
 
 HERE = ROOT / "experiments" / "campaign"
+BUILD = ROOT / "build" / "campaign"
+"""Folder of what later slices use too."""
+CACHES = BUILD / "caches"
 BUCKET = "bucket"
+MORE_SPARES = 6
+CHANGED = "+changes"
+"""End of a commit's name if the tree is not the commit's."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -53,11 +59,13 @@ class Slice:
     """One call of the command."""
 
     folder: Path
+    unbroken: Path
+    """Folder of the unbroken runs."""
     server: KillingServer
     seed: int
     only: tuple[str, ...]
     record: Path
-    references: dict[tuple[int, str, int], RunFacts] = field(default_factory=dict)
+    references: dict[tuple[int, int], RunFacts] = field(default_factory=dict)
     timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
     """Hosts and storage -> times of their newest attempt that ended by itself."""
     workspaces: list[Workspace] = field(default_factory=list)
@@ -67,21 +75,24 @@ class Slice:
     _cpu: float = 0.0
 
     def reference(self, plan: RunPlan) -> RunFacts:
-        """Returns the unbroken run of a plan's config, which is made once."""
-        key = (plan.hosts, plan.storage, plan.run_seed)
+        """Returns the unbroken run of a plan's config, on a disk; it is made once a commit."""
+        key = (plan.hosts, plan.run_seed)
         with self._lock:
             if key not in self.references:
-                name = "unbroken-" + "-".join(map(str, key))
-                workspace = self._workspace(plan.storage, name)
-                self.references[key], timing = unbroken(workspace, plan, name)
-                self.timings.setdefault(key[:2], timing)
+                name = f"unbroken-{plan.hosts}-{plan.run_seed}"
+                workspace = self._workspace(self.unbroken, name)
+                facts, timing = unbroken(workspace, plan, name)
+                self.references[key] = facts
+                self.timings.setdefault((plan.hosts, "disk"), timing)
+                slower = Timing(2 * timing.startup, 10 * timing.step)  # The pace is another.
+                self.timings.setdefault((plan.hosts, "bucket"), slower)
             return self.references[key]
 
-    def _workspace(self, storage: str, name: str) -> Workspace:
-        root = self.folder / name
-        root.mkdir()
+    def _workspace(self, folder: Path, name: str, storage: str = "disk") -> Workspace:
+        root = folder / name
+        root.mkdir(parents=True, exist_ok=True)
         bucket = GcsPath(BUCKET, "runs") if storage == "bucket" else None
-        workspace = Workspace(root, self.folder / "caches", bucket=bucket)
+        workspace = Workspace(root, CACHES, bucket=bucket, more_spares=MORE_SPARES)
         self.workspaces.append(workspace)
         return workspace
 
@@ -90,7 +101,7 @@ class Slice:
         reference, key = self.reference(plan), (plan.hosts, plan.storage)
         began = time.monotonic()
         with self._lock:
-            workspace = self._workspace(plan.storage, f"{plan.number:04d}")
+            workspace = self._workspace(self.folder, f"{plan.number:04d}", plan.storage)
         execution = Execution(workspace, plan, self.timings[key], self.server)
         seen, landed = execution.execute()
         broken = judge(reference, seen)
@@ -172,7 +183,7 @@ def _commit() -> str:
         ).stdout.strip()
 
     changed = git("status", "--porcelain", "--", "jaxres", "tests", "tools")
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
+    return git("rev-parse", "--short", "HEAD") + (CHANGED if changed else "")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -220,7 +231,10 @@ def run_slice(
     with KillingServer(buckets=(BUCKET,)) as server:
         os.environ.update(server.env)
         server.objects.refuses_too_often = True
-        one = Slice(folder, server, options.seed, only, record)
+        commit = _commit()
+        # Of a tree that has changed, no later slice can use anything.
+        runs = folder if commit.endswith(CHANGED) else BUILD / commit
+        one = Slice(folder, runs, server, options.seed, only, record)
         one._cpu = cpu_seconds()
 
         def run(plan: RunPlan) -> None:

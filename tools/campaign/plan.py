@@ -14,7 +14,7 @@ STEPS = 60
 RUN_SEEDS = (0, 1)
 LEAST_KILLS, MOST_KILLS = 5, 10
 """Kills that are planned for one run."""
-LAYOUTS = {(1, "disk"): 5, (2, "disk"): 3, (1, "bucket"): 2, (2, "bucket"): 1}
+LAYOUTS = {(1, "disk"): 6, (2, "disk"): 2, (1, "bucket"): 3, (2, "bucket"): 1}
 """Hosts and storage of a run -> weight."""
 TARGETS = {"worker": 5, "supervisor": 3, "both": 2, "fork server": 1}
 """Process -> weight. `both`: the worker, and at once its supervisor."""
