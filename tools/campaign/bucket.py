@@ -36,6 +36,10 @@ class KillingServer(GcsServer):
         self.orders: dict[str, Order] = {}
         self._counting = threading.Lock()
 
+    def __enter__(self) -> KillingServer:
+        super().__enter__()
+        return self
+
     def answer(self, request: GcsRequest, fault: RequestFault | None) -> GcsResponse:
         """Answers a request; the order that it completes kills after its effect, or prevents it."""
         order = self._due(request)

@@ -147,7 +147,9 @@ class Slice:
         for text in broken:
             print(f"  {text}")
         print(f"  kept: {workspace.root}")
-        print(f"  again: python tools/campaign/kills.py --seed {self.seed}{only} --run {plan.number}")
+        print(
+            f"  again: python tools/campaign/kills.py --seed {self.seed}{only} --run {plan.number}"
+        )
 
     def _keep_objects(self, workspace: Workspace, prefix: str) -> None:
         for name in self.server.names(prefix):
