@@ -11,13 +11,17 @@ import pytest
 
 from jaxres.runlog.records import Body, Commit, Quarantine, Record, Start
 from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
+from tests.promises.trainer import Workspace
 from tools.campaign import results
+from tools.campaign.killed_run import Execution, unbroken
 from tools.campaign.plan import (
     LAYOUTS,
     LEAST_KILLS,
     MOST_KILLS,
     PLACES,
     TARGETS,
+    Kill,
+    RunPlan,
     plan_run,
     schedule,
 )
@@ -139,3 +143,30 @@ def test_a_run_that_equals_the_unbroken_one_breaks_nothing() -> None:
 )
 def test_each_broken_promise_is_named(changes: dict[str, Any], text: str) -> None:
     assert any(text in found for found in judge(RUN, dataclasses.replace(GOOD, **changes)))
+
+
+KILLS = (
+    Kill("save: commit", "worker"),
+    Kill("prune: bytes", "worker"),
+    Kill("between attempts", "both", fraction=0.5),
+    Kill("first step", "supervisor"),
+)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_chosen_places_ends_bit_exact_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    workspace = Workspace(tmp_path, tmp_path / "caches", more_spares=6)
+    plan = RunPlan(0, 1, "disk", 0, KILLS)
+    try:
+        reference, timing = unbroken(workspace, plan, "unbroken")
+        seen, landed = Execution(workspace, plan, timing).execute()
+    finally:
+        workspace.end_all()
+    assert [kill.place for kill in landed] == [kill.place for kill in KILLS]
+    assert judge(reference, seen) == ()
+    assert len(seen.run.attempts) > len(KILLS)
+    assert max(attempt.start_step or 0 for attempt in seen.run.attempts) >= 6, "nothing restored"
+    wrong = dataclasses.replace(reference, digests=dict.fromkeys(reference.digests, "other"))
+    assert judge(wrong, seen), "the verdict sees no other state"
