@@ -232,7 +232,7 @@ class Execution:
         before = {one.name for one in step_dirs.listed(self._command.run_dir.checkpoints)}
         conditions: Mapping[str, Callable[[], Any]] = {
             "compile": lambda: self._phase(attempt) in ("compile", "train"),
-            "restore": lambda: self._phase(attempt) in ("restore", "compile", "train"),
+            "restore": lambda: self._phase(attempt) in ("restore", "init", "train"),
             "first step": lambda: self._steps(attempt),
             "evaluation": lambda: self._phase(attempt) == "evaluate",
             "save": lambda: self._open_saves() - before,
@@ -269,13 +269,15 @@ class Execution:
         landed, supervisor = self._look(kill, target), self._command.process
         workers = self._workers()
         worker = workers.get(kill.host, next(iter(workers.values()), None))
-        if target == "fork server":
-            worker = self._fork_server()
+        fork_server = self._fork_server() if target == "fork server" else None
         if worker is None and target in ("worker", "fork server"):
             landed = replace(landed, target="supervisor")
-        if worker is not None and target != "supervisor":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
+        elif target == "fork server" and fork_server is None:
+            landed = replace(landed, target="worker")
+        for pid in (fork_server, None if landed.target == "supervisor" else worker):
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         if landed.target not in ("supervisor", "both"):
             self._note(landed)
             return True
@@ -377,7 +379,7 @@ class Execution:
                 before,
                 attempt=attempt,
                 phase=self._phase(attempt),
-                in_save=True,
+                in_save=kill.place.startswith("save"),
                 step=steps[-1] if steps else None,
                 seconds=round(time.monotonic() - self._since, 3),
             )

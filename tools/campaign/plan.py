@@ -17,7 +17,8 @@ LEAST_KILLS, MOST_KILLS = 5, 10
 LAYOUTS = {(1, "disk"): 6, (2, "disk"): 2, (1, "bucket"): 3, (2, "bucket"): 1}
 """Hosts and storage of a run -> weight."""
 TARGETS = {"worker": 5, "supervisor": 3, "both": 2, "fork server": 1}
-"""Process -> weight. `both`: the worker, and at once its supervisor."""
+"""Process -> weight. `both`: the worker and at once its supervisor; `fork server`: it and at once
+the worker, which then has to be restarted without it."""
 MOST_WRITES = 40
 """Largest number of a bucket's write request, counted from the kill before, at which one hits."""
 
@@ -132,7 +133,7 @@ def _kill(name: str, chance: random.Random, hosts: int) -> Kill:
     if name == "between attempts":
         target = "both"
     if target == "fork server" and name != "any time":
-        target = "worker"  # The death of a fork server ends no attempt.
+        target = "worker"
     if name == "write request":
         count = chance.randint(1, MOST_WRITES)
         return Kill(name, target, host, count=count, is_after=is_after)
