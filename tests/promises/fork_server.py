@@ -107,6 +107,8 @@ def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
     spares = [Spare(answer) for _ in range(order["spares"])]
     subprocess.Popen = _popen(spares)  # type: ignore[misc, assignment]
     _hide_children({spare.pid for spare in spares})
+    if order["more_spares"]:
+        _keep_spares(spares)
     _become(order["command"], order["env"])
     with socket.socket(fileno=answer) as asked:
         asked.send(str(os.getpid()).encode())
@@ -121,6 +123,16 @@ def _hide_children(pids: set[int]) -> None:
 
     children = processes._children
     processes._children = lambda: children() - pids
+
+
+def _keep_spares(spares: list[Spare]) -> None:
+    """Lets a supervisor take no unused spare for a leftover: later attempts use them."""
+    from jaxres.supervisor import processes
+
+    found = processes._find_leftovers
+    processes._find_leftovers = lambda *arguments, **others: (
+        found(*arguments, **others) - {spare.pid for spare in spares}
+    )
 
 
 class Spare:

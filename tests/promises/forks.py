@@ -56,12 +56,22 @@ class TestForkServer:
         self.control = ours
 
     def start(
-        self, command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes], spares: int
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        output: IO[bytes],
+        spares: int,
+        more_spares: int = 0,
     ) -> Forked:
-        """Forks a command, `python -m MODULE ...`, and this many processes for its workers."""
+        """Forks a command, `python -m MODULE ...`, and this many processes for its workers.
+
+        `more_spares` are for the workers of later attempts.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = {"command": list(command), "env": dict(env)}
-        order |= {"spares": spares, "parent": os.getpid()}
+        order |= {"spares": spares + more_spares, "more_spares": more_spares}
+        order |= {"parent": os.getpid()}
         with ours, _adopting():
             with theirs:
                 files = [theirs.fileno(), output.fileno()]

@@ -292,8 +292,10 @@ class Workspace:
         """Starts a command; forks it if only the start-up time differs."""
         is_forked = not prefix and not self.fresh and os.environ.get(FRESH) is None
         if is_forked and may_fork(env, (server := forks.server()).base):
-            spares = _spares(command) + self.more_spares
-            return server.start(command, env=env, output=output, spares=spares)
+            more = self.more_spares
+            return server.start(
+                command, env=env, output=output, spares=_spares(command), more_spares=more
+            )
         return subprocess.Popen(
             [*prefix, *command],
             cwd=ROOT,
