@@ -93,6 +93,10 @@ def test_the_tables_count_what_has_happened(tmp_path: Path) -> None:
     assert "step 3, loss" in text
 
 
+def test_without_a_recorded_run_no_promise_has_held() -> None:
+    assert results.tables([]) == "No run is recorded yet."
+
+
 def records(*bodies: Body) -> list[Record]:
     return [Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies)]
 

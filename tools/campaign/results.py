@@ -37,6 +37,8 @@ def left(
 
 def tables(recorded: Sequence[Line]) -> str:
     """Returns the results as Markdown."""
+    if not recorded:
+        return "No run is recorded yet."
     kills = [(line, kill) for line in recorded for kill in line["kills"]]
     failed = [line for line in recorded if line["outcome"] != HELD]
     missed = sum(len(line["missed"]) for line in recorded)
