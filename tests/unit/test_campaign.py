@@ -157,7 +157,7 @@ KILLS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_killed_at_chosen_places_ends_bit_exact_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
