@@ -65,6 +65,8 @@ class Slice:
     seed: int
     only: tuple[str, ...]
     record: Path
+    commit: str
+    """The tree's when the slice began."""
     references: dict[tuple[int, int], RunFacts] = field(default_factory=dict)
     timings: dict[tuple[int, str], Timing] = field(default_factory=dict)
     """Hosts and storage -> times of their newest attempt that ended by itself."""
@@ -109,7 +111,7 @@ class Slice:
             timing = measured(workspace.run_dir(execution.name), seen.run.attempts[-1])
             self.timings[key] = timing or self.timings[key]
         line = {
-            "commit": _commit(),
+            "commit": self.commit,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "seed": self.seed,
             "run": plan.number,
@@ -236,7 +238,7 @@ def run_slice(
         commit = _commit()
         # Of a tree that has changed, no later slice can use anything.
         runs = folder if commit.endswith(CHANGED) else BUILD / commit
-        one = Slice(folder, runs, server, options.seed, only, record)
+        one = Slice(folder, runs, server, options.seed, only, record, commit)
         one._cpu = cpu_seconds()
 
         def run(plan: RunPlan) -> None:
