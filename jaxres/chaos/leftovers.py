@@ -46,8 +46,7 @@ def find(run_dir: RunDir, clock: Clock) -> tuple[str, ...]:
     """Returns what a run that has ended has left behind, one text for each thing."""
     root = run_dir.root
     left = [f"process {pid}" for pid in wait_gone(root, clock)]
-    if isinstance(root, Path):
-        left += [f"temporary file {path}" for path in sorted(root.rglob(".*.tmp"))]
+    left += [f"temporary file {path}" for path in sorted(run_dir.local.rglob(".*.tmp"))]
     known = run_log.fold(run_log.read_records(run_dir.log)).protected_dirs
     names = [one.name for one in step_dirs.listed(run_dir.checkpoints)]
     left += [f"uncommitted save {name}" for name in sorted(set(names) - known)]

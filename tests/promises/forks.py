@@ -21,7 +21,7 @@ from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
 ROOT = Path(__file__).parents[2]
 ROOM = "-" * 8192
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-READY_SECONDS = 120.0
+READY_SECONDS = 400.0
 LIBC = ctypes.CDLL(None)
 
 

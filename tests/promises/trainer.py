@@ -210,6 +210,8 @@ class Workspace:
     """Parent of the run directories, if not `root`."""
     fresh: bool = False
     """Whether no process is forked by the fork server, for tests of process starts."""
+    more_spares: int = 0
+    """Forked processes that later attempts of a command may use, besides those of the first."""
 
     def run_dir(self, name: str) -> RunDir:
         """Returns a run directory of that name."""
@@ -292,7 +294,11 @@ class Workspace:
         is_forked = (not prefix or mounts_of) and not self.fresh and os.environ.get(FRESH) is None
         if is_forked and may_fork(env, (server := forks.server()).base):
             return server.start(
-                command, env=env, output=output, spares=_spares(command), mounts_of=mounts_of
+                command,
+                env=env,
+                output=output,
+                spares=_spares(command) + self.more_spares,
+                mounts_of=mounts_of,
             )
         return subprocess.Popen(
             [*prefix, *command],

@@ -9,7 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = ROOT / "experiments"
 PROGRAMS = ROOT / "tools" / "experiments"
-FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("*/README.md"))
+CAMPAIGN = EXPERIMENTS / "campaign"
+"""What tools/campaign has recorded, in slices: no result of one command."""
+FOLDERS = sorted({path.parent for path in EXPERIMENTS.glob("*/README.md")} - {CAMPAIGN})
 HEADINGS = ["Question", "Command", "Result", "Date", "Machine", "Limits"]
 
 

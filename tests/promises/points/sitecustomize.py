@@ -39,7 +39,8 @@ def _point(event, args):
     return None
 
 
-def _arm(fault):
+def arm(fault):
+    """Sends this process a signal right before an operation, `<point>:<n>:<signal>`."""
     point, count, signal = fault.split(":")
     seen = []
     busy = []
@@ -61,4 +62,4 @@ def _arm(fault):
 
 
 if "FAULT" in os.environ:
-    _arm(os.environ["FAULT"])
+    arm(os.environ["FAULT"])

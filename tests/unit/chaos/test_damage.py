@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jaxres.chaos import damage, leftovers
+from jaxres.storage.path import GcsPath, RunPath
 
 
 def test_a_line_that_continues_a_torn_one_is_lost(tmp_path: Path) -> None:
@@ -29,12 +32,13 @@ def test_a_bit_of_each_block_is_flipped(tmp_path: Path) -> None:
     assert path.read_bytes() == bytes([1, 0, 0, 0, 1, 0, 0, 0, 1, 0])
 
 
-def test_a_process_of_the_run_is_found_and_that_of_another_is_not(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "input()", f"run.dir={tmp_path / 'run-1'}"]
+@pytest.mark.parametrize("parent", [Path("/no/runs"), GcsPath("bucket", "no-runs")])
+def test_a_process_of_the_run_is_found_and_that_of_another_is_not(parent: RunPath) -> None:
+    command = [sys.executable, "-c", "input()", f"run.dir={parent / 'run-1'}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:
-            assert leftovers.processes(tmp_path / "run-1") == [process.pid]
-            assert leftovers.processes(tmp_path / "run") == []
+            assert leftovers.processes(parent / "run-1") == [process.pid]
+            assert leftovers.processes(parent / "run") == []
         finally:
             process.kill()
-    assert leftovers.processes(tmp_path / "run-1") == []
+    assert leftovers.processes(parent / "run-1") == []
