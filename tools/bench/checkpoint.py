@@ -219,6 +219,15 @@ def plain_write(data: list[np.ndarray], target: Path) -> None:
         os.fsync(file.fileno())
 
 
+def plain_read_back(target: Path) -> None:
+    """Reads a durable file from the disk, with the page cache dropped before."""
+    buffer = memoryview(bytearray(CHUNK))
+    with target.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while file.readinto(buffer):
+            pass
+
+
 def main() -> int:
     """Measures, and prints medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -258,11 +267,12 @@ def main() -> int:
             "Orbax, its defaults": orbax(folder / "stock", ocp.Context()),
         }
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-        copies, writes, idle = [], [], []
+        copies, writes, read_backs, idle = [], [], [], []
         for round_number in range(options.rounds + 1):
             times = {name: way.times(make) for name, way in ways.items()}
             copied = seconds(lambda: [np.copyto(w, h) for w, h in zip(warm, host, strict=True)])
             written = seconds(lambda: plain_write(host, folder / "plain"))
+            read = seconds(lambda: plain_read_back(folder / "plain"))
             state = jax.block_until_ready(step(make()))
             stepped = seconds(lambda s=state: jax.block_until_ready(step(s)))
             if round_number:  # The first one warms up.
@@ -270,8 +280,9 @@ def main() -> int:
                     found[name].append(value)
                 copies.append(copied)
                 writes.append(written)
+                read_backs.append(written + read)
                 idle.append(stepped)
-        _print_saves(found, copies=copies, writes=writes, idle=idle)
+        _print_saves(found, copies=copies, writes=writes, read_backs=read_backs, idle=idle)
         if options.saves_only:
             return 0
         _print_restores(restores(folder, make, rounds=options.rounds), size=size)
@@ -285,11 +296,15 @@ def _print_saves(
     *,
     copies: list[float],
     writes: list[float],
+    read_backs: list[float],
     idle: list[float],
 ) -> None:
-    copy, write, step_seconds = (statistics.median(x) for x in (copies, writes, idle))
+    copy, write, read_back, step_seconds = (
+        statistics.median(x) for x in (copies, writes, read_backs, idle)
+    )
     print(
-        f"plain copy {copy:.3f} s, plain write with fsync {write:.3f} s, step {step_seconds:.3f} s"
+        f"plain copy {copy:.3f} s, plain write with fsync {write:.3f} s, the same and read back "
+        f"from the disk {read_back:.3f} s, step {step_seconds:.3f} s"
     )
     stock = found["Orbax, its defaults"]
     bare = found["Orbax, the same settings"]
@@ -303,7 +318,7 @@ def _print_saves(
             f"  {name:<26} call {call:.3f} s, step after it {after:.3f} s: held up {held:.3f} s "
             f"({held / copy:.2f} x plain copy, {held / others:.2f} x stock); whole {whole:.2f} s "
             f"({by_bare:.2f} x same settings, {by_stock:.2f} x stock, {whole / write:.2f} x plain "
-            "write)"
+            f"write, {whole / read_back:.2f} x write and read back)"
         )
 
 

@@ -30,9 +30,9 @@ from jaxres.launch.desired_state import DesiredState, decode_state
 from jaxres.launch.observed_state import AgentReport
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
+from jaxres.testing.gcs import GcsServer
+from jaxres.testing.gcs.objects import GcsError
 from tests.emulators.gce import GceEmulator
-from tests.emulators.gcs import GcsServer
-from tests.emulators.gcs.objects import GcsError
 
 CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "faulty.yaml"
 BUCKET = "bucket"
