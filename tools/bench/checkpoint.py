@@ -228,6 +228,12 @@ def plain_read_back(target: Path) -> None:
             pass
 
 
+def write_and_read_back(data: list[np.ndarray], target: Path) -> tuple[float, float]:
+    """Returns the seconds of a plain write, and of reading it back from the disk."""
+    written = seconds(lambda: plain_write(data, target))
+    return written, seconds(lambda: plain_read_back(target))
+
+
 def main() -> int:
     """Measures, and prints medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -271,8 +277,7 @@ def main() -> int:
         for round_number in range(options.rounds + 1):
             times = {name: way.times(make) for name, way in ways.items()}
             copied = seconds(lambda: [np.copyto(w, h) for w, h in zip(warm, host, strict=True)])
-            written = seconds(lambda: plain_write(host, folder / "plain"))
-            read = seconds(lambda: plain_read_back(folder / "plain"))
+            written, read = write_and_read_back(host, folder / "plain")
             state = jax.block_until_ready(step(make()))
             stepped = seconds(lambda s=state: jax.block_until_ready(step(s)))
             if round_number:  # The first one warms up.
