@@ -63,7 +63,7 @@ def account(run: HeldRun, clock_moved_seconds: float) -> TimeAccount | None:
         seconds=found.seconds,
         wall_seconds=ends[-1] - begins[0],
         clock_moved_seconds=clock_moved_seconds,
-        incidents=found.incidents,
+        incidents=tuple(one for one in found.incidents if one.attempt not in run.set_aside),
     )
 
 

@@ -224,14 +224,13 @@ def _account(facts: ChaosFacts) -> Iterator[Broken]:
     if facts.account is None:
         yield Broken("accounted", "the run has no report")
         return
-    known = [one for one in outcomes(facts) if one.ended is not None]
-    ended = [
-        (name, one.ended, BY_NAME[name].ends)
-        for one in known
-        for name in (one.injection.fault.scenario,)
-        if one.ended is not None
-    ]
-    resumed = [None if one.resumed is None else one.resumed.start_step for one in known]
+    ended: list[tuple[str, AttemptFacts, frozenset[int | None]]] = []
+    resumed: list[int | None] = []
+    for one in outcomes(facts):
+        name = one.injection.fault.scenario
+        if one.ended is not None and BY_NAME[name].ends:
+            ended.append((name, one.ended, BY_NAME[name].ends))
+            resumed.append(None if one.resumed is None else one.resumed.start_step)
     for text in time_account.differences(facts.account, facts.run.rows, ended, resumed):
         yield Broken("accounted", text)
 

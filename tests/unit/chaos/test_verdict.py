@@ -226,7 +226,8 @@ def with_outage(**changes: Any) -> ChaosFacts:
     """Returns a run in which storage was away for a while, and no attempt ended by it."""
     run = dataclasses.replace(REFERENCE, name="run-1", **changes)
     injection = Injection(OUTAGE, "503 for every request", recovery_seconds=1.0)
-    return ChaosFacts(PlannedRun("run-1", (OUTAGE,)), run, (injection,))
+    account = dataclasses.replace(ACCOUNT, incidents=())
+    return ChaosFacts(PlannedRun("run-1", (OUTAGE,)), run, (injection,), account=account)
 
 
 def test_a_fault_may_end_no_attempt() -> None:
