@@ -93,7 +93,8 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         trainer.kill(signal.SIGINT, target="supervisor")
         trainer.assert_fails(ExitCode.STOPPED)
     reported = [(body["kind"], body["step"], body["attempt"]) for body in hook.accepted]
-    assert "could not be saved" in hook.accepted[0]["reason"], "in the middle of a save"
+    assert "/checkpoints/" in hook.accepted[0]["reason"], "in the middle of a save"
+    assert "no space left" in hook.accepted[0]["reason"]
     assert reported[0] == ("saves_failing", good, 1)
     assert reported[1][0] == "saves_recovered"
     assert reported[1][1] > max(good, refused_at - 20), "training went on meanwhile"
