@@ -28,8 +28,7 @@ def damage_step(run: HeldRun, number: int, fault: Fault) -> Injection:
     chance = random.Random(f"{fault}")
     did = damage.DAMAGES[fault.scenario](run.disk, newest, chance)
     run.mark_fault()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     return Injection(fault, did, damaged_step=newest.step)
 
 
@@ -43,8 +42,7 @@ def tear_lines(run: HeldRun, number: int, fault: Fault) -> Injection:
     torn = [(path, end) for path, end in ends.items() if end is not None]
     run.torn += torn
     run.mark_fault()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     names = ", ".join(path.name for path, _ in torn)
     if not names:
         return Injection(fault, problem="the run has no log with a line")
@@ -80,8 +78,7 @@ def lose_log(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem=problem)
     run.mark_fault()
     shutil.rmtree(run.disk / "log")
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     refused = run.runner.wait_exit()
     unkept = "" if refused == ExitCode.UNRESTORABLE else f"a start exited with {exit_name(refused)}"
     if refused == ExitCode.DONE:  # It has trained all steps again, without a log.
@@ -104,8 +101,7 @@ def damage_cache(run: HeldRun, number: int, fault: Fault) -> Injection:
     for path in paths:
         _truncate(path)
     run.mark_fault()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     if not paths:
         return Injection(fault, problem="the run has cached no compiled program")
     return Injection(fault, f"{len(paths)} files of the cache are cut in half")
@@ -124,8 +120,7 @@ def damage_data(run: HeldRun, number: int, fault: Fault) -> Injection:
     paths = sorted(run.folder("data").glob("corpora/*/**/tokens.bin"))
     blocks = sum(damage.flip_blocks(path) for path in paths)
     run.mark_fault()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     if not blocks:
         return Injection(fault, problem="the run has cached no corpus: data.source is no text")
     seconds = run.wait_trained(attempt, number)

@@ -90,6 +90,11 @@ class HeldRun:
         extra = [f"{key}={self.folder(what)}" for name, key, what in OWN_FOLDERS if name in names]
         self.runner.start(self.name, self.topology, hang="hang" in names, extra=extra)
 
+    def resume(self, number: int) -> None:
+        """Starts the command again after a fault, with the hold for the next one planned."""
+        self.plan(number + 1)
+        self.start()
+
     def plan(self, number: int) -> None:
         """Plans the hold for a fault, if there is one; a region that is lost has no other hold."""
         if number < len(self.planned.faults):

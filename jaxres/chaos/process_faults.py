@@ -87,8 +87,7 @@ def notice(run: HeldRun, number: int, fault: Fault) -> Injection:
     run.mark_fault()
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     return Injection(fault, "the command exited with PREEMPTED")
 
 
@@ -101,8 +100,7 @@ def kill_supervisor(run: HeldRun, number: int, fault: Fault) -> Injection:
     pid = run.pid(number, fault.host)
     run.mark_fault()
     run.runner.stop()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     evidence = f"SIGKILL to the supervisor of pid {pid}"
     return Injection(fault, evidence)
 
@@ -122,8 +120,7 @@ def stop_and_resume(run: HeldRun, number: int, fault: Fault) -> Injection:
     run.runner.clock.sleep(SENT_SECONDS)
     run.release(number)
     code = run.runner.wait_exit()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     kept = code == ExitCode.STOPPED
     return Injection(fault, by, unkept="" if kept else f"it exited with {exit_name(code)}")
 
@@ -139,8 +136,7 @@ def leave_zombie(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem="the supervisor was not suspended")
     run.others.append(zombie)
     run.mark_fault()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     seconds = run.wait_trained(attempt, number)
     zombie.send_signal(signal.SIGCONT)
     ended = run.wait_limited(lambda: zombie.poll() is not None)

@@ -45,12 +45,12 @@ INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
 """Scenario -> what injects it, while every worker holds after the planned step."""
 
 
-def clock_offset(clock: Clock) -> float:
+def _clock_offset(clock: Clock) -> float:
     """Returns by how much the wall clock is ahead of the monotonic one."""
     return clock.wall() - clock.monotonic()
 
 
-def account(run: HeldRun, clock_moved_seconds: float) -> TimeAccount | None:
+def _account(run: HeldRun, clock_moved_seconds: float) -> TimeAccount | None:
     """Returns what `jaxres report` says of the run; None: no attempt has recorded its end."""
     records = run_log.in_force(run_log.read_records(run.run_dir.log))
     begins = [record.time for record in records if isinstance(record.body, Claim)]
@@ -84,7 +84,7 @@ class FaultyRun:
             return self._execute(HeldRun(runner, self.planned, self.topology, name, server=server))
 
     def _execute(self, run: HeldRun) -> ChaosFacts:
-        offset = clock_offset(run.runner.clock)
+        offset = _clock_offset(run.runner.clock)
         try:
             injections = self._inject(run)
             code = run.runner.wait_exit()
@@ -101,7 +101,7 @@ class FaultyRun:
             uncommitted=frozenset(run.uncommitted),
             merged_lines=tuple(str(path) for path, end in run.torn if damage.is_merged(path, end)),
             left=left,
-            account=account(run, abs(clock_offset(run.runner.clock) - offset)),
+            account=_account(run, abs(_clock_offset(run.runner.clock) - offset)),
         )
 
     def _inject(self, run: HeldRun) -> list[Injection]:

@@ -135,8 +135,7 @@ def flip_in_bucket(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem=f"the largest file of the arrays has only {size} bytes")
     where = server.flip_bit(largest, random.Random(f"{fault}"), bucket=root.bucket)
     run.mark_fault()
-    run.plan(number + 1)
-    run.start()
+    run.resume(number)
     did = f"step {newest.step}: a bit of byte {where} of {largest[len(prefix) :]} is flipped"
     return Injection(fault, did, damaged_step=newest.step)
 

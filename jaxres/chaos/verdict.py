@@ -181,7 +181,7 @@ def _causes(facts: ChaosFacts) -> Iterator[Broken]:
         name, ended = one.injection.fault.scenario, one.ended
         if ended is None:
             yield Broken("causes", f"{name}: the run log has no attempt that it ended")
-        elif BY_NAME[name].ends and ended.exit not in BY_NAME[name].ends:
+        elif _ends_attempt(one.injection) and ended.exit not in BY_NAME[name].ends:
             yield Broken("causes", f"attempt {ended.attempt}: {_end(ended)} after {name}")
         elif one.resumed is None:
             yield Broken("causes", f"{name}: the next attempt has not trained")
@@ -228,7 +228,7 @@ def _account(facts: ChaosFacts) -> Iterator[Broken]:
     resumed: list[int | None] = []
     for one in outcomes(facts):
         name = one.injection.fault.scenario
-        if one.ended is not None and BY_NAME[name].ends:
+        if one.ended is not None and _ends_attempt(one.injection):
             ended.append((name, one.ended, BY_NAME[name].ends))
             resumed.append(None if one.resumed is None else one.resumed.start_step)
     for text in time_account.differences(facts.account, facts.run.rows, ended, resumed):

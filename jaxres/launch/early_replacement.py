@@ -14,7 +14,7 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import lost_vms, provisioning
+from jaxres.launch import lost_vms, provisioning, replacement_budget
 from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import EVENTS, CreateFailed, ObservedState
@@ -42,7 +42,7 @@ def find_leaving(
 ) -> dict[str, str]:
     """Returns the hosts that would be replaced now if the attempt ended, with the cause of each.
 
-    None if no attempt will follow: the job is stopped, or its last step is committed.
+    Empty if no attempt will follow: the job is stopped, or its last step is committed.
     """
     is_stopping = desired.end is not None or observed.stop_requested or observed.down_requested
     exits = [r.exit for r in observed.reports.values() if r.attempt == desired.attempt]
@@ -123,12 +123,13 @@ def _request(
 ) -> Transition:
     """Requests one replacement for each of these hosts, in their zone, by one creation.
 
-    None if the next replacement ends the job, if the zone is being skipped, or if the capacity
-    option has a queue: a VM may be in it for hours.
+    Requests nothing if the next replacement ends the job, if the zone is being skipped, or if the
+    capacity option has a queue: a VM may be in it for hours.
     """
     desired, now = found.desired, observed.now
     old = [vm for vm in desired.vms if vm.name in leaving]
-    if not old or _replacements(desired, observed) >= gce.max_replacements_without_commit:
+    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
+    if not old or count.times >= gce.max_replacements_without_commit:
         return found
     site = (old[0].option, old[0].zone)
     is_skipped = any((c.option, c.zone) == site and c.until > now for c in desired.backoffs)
@@ -153,12 +154,6 @@ def _request(
         desired=provisioning.with_request(new, names),
         messages=(*found.messages, *lines),
     )
-
-
-def _replacements(desired: DesiredState, observed: ObservedState) -> int:
-    """Returns how often VMs were replaced since the newest committed step."""
-    count = desired.replacements
-    return count.times if observed.log.step <= count.step else 0
 
 
 def settle(desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedState) -> Transition:

@@ -36,8 +36,7 @@ def add(
       vm_seconds: lifetime of these VMs.
       dollars: their costs.
     """
-    if step > before.step:
-        before = Replacements()
+    before = since_commit(before, step=step)
     is_next = before.times == 0 or any(vm.requested_at > before.at or vm.replaces for vm, _ in vms)
     losses = Counter({count.kind: count.vms for count in before.losses})
     losses.update(kind for _, kind in vms)
@@ -49,6 +48,11 @@ def add(
         vm_seconds=before.vm_seconds + vm_seconds,
         dollars=before.dollars + dollars,
     )
+
+
+def since_commit(count: Replacements, *, step: int) -> Replacements:
+    """Returns a count, or an empty one if a step was committed since; `step`: the newest one."""
+    return Replacements() if step > count.step else count
 
 
 def end_of_job(

@@ -29,7 +29,7 @@ class DirectWriter:
 
     def __init__(self, path: Path) -> None:
         """Creates the file; FileExistsError: there is one."""
-        self._file = _create(path)
+        self._file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         self._memory = np.frombuffer(mmap.mmap(-1, BUFFER_BYTES), np.uint8)
         self._filled = 0
         self._written = 0
@@ -101,7 +101,7 @@ class DirectReader:
           longest: most bytes that `take` is asked for.
         """
         self._path = path
-        self._file = _open(path)
+        self._file = _open(path, os.O_RDONLY)
         self.size_bytes = os.fstat(self._file).st_size
         """Size of the file."""
         self._kept = -(-longest // ALIGNMENT) * ALIGNMENT
@@ -147,13 +147,16 @@ class DirectReader:
         os.close(self._file)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, flags: int) -> int:
+    """Opens a file past the page cache, or through it if its file system refuses that."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o666)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if flags & os.O_CREAT:  # Some file systems have made it nevertheless.
+            path.unlink(missing_ok=True)
+        return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
 
 def _give_up_direct(file: int, error: OSError) -> None:
@@ -165,14 +168,3 @@ def _give_up_direct(file: int, error: OSError) -> None:
     if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
         raise error
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-
-
-def _create(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        path.unlink(missing_ok=True)  # Some file systems have made it nevertheless.
-        return os.open(path, flags, 0o666)
