@@ -29,7 +29,8 @@ from jaxres.storage import files, line_writer
 from jaxres.storage.path import RunPath, is_remote
 
 TRIES = 3
-"""How often a file is copied until it reads back as it should, and read until it is damaged."""
+"""How often a file is copied until it reads back as it should, and read until it is damaged; and
+how often the steps in force are looked up until none was pruned while it was copied."""
 MAX_WAITING_LINES = 1_000_000
 OWN_FILES = (replica_files.MARKER, replica_files.UPDATE, "config.yaml", "events-supervisor.jsonl")
 """Files in the root of a replica that its updates write."""
@@ -147,15 +148,8 @@ class Replica:
         """
         self.has_news()
         self._open()
-        records, history = list(self._records), fold(self._records)
-        done, staged = ReplicaUpdate(), dict[str, bytes]()
-        for commit in reversed(history.committed):
-            if commit.path in self._whole:
-                continue
-            manifest = self._copy_unless_gone(commit, done)
-            if manifest is not None:
-                staged[commit.path] = manifest
-                done.copied.append(commit.step)
+        done = ReplicaUpdate()
+        records, staged = self._copy_steps(done)
         whole = self._whole | set(staged)
         end = publishable(records, whole=whole, after=self._num_there)
         in_force = {commit.path: commit for commit in fold(records[:end]).committed}
@@ -214,6 +208,27 @@ class Replica:
     def _refuse_diverged(self) -> None:
         if files.read(self._target.log / file_name(self._num_there + 1)) is not None:
             raise replica_files.diverged(self._target)
+
+    def _copy_steps(self, done: ReplicaUpdate) -> tuple[list[Record], dict[str, bytes]]:
+        """Copies the steps in force; returns the records they follow from, and their manifests.
+
+        The source may prune one meanwhile: then its new records say what is in force.
+        """
+        staged = dict[str, bytes]()
+        for _ in range(TRIES):
+            records, is_complete = list(self._records), True
+            for commit in reversed(fold(records).committed):
+                if commit.path in self._whole | set(staged) or commit.step in done.damaged:
+                    continue
+                manifest = self._copy_unless_gone(commit, done)
+                if manifest is not None:
+                    staged[commit.path] = manifest
+                    done.copied.append(commit.step)
+                elif commit.step not in done.damaged:
+                    is_complete = False
+            if is_complete:
+                break
+        return records, staged
 
     def _copy_unless_gone(self, commit: Commit, done: ReplicaUpdate) -> bytes | None:
         """Copies a step and returns its manifest; None: it is pruned meanwhile, or damaged."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +26,19 @@ def found(verb: str, *words: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def hold_after(path: Path, steps: int) -> None:
+    """Holds the run after these steps; at once, because it reads the file all the time."""
+    new = path.with_suffix(".new")
+    new.write_text(str(steps))
+    new.replace(path)
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_three_times_is_simulated_with_its_own_failures(
     workspace: Workspace,
 ) -> None:
     hold = workspace.root / "hold"
-    hold.write_text(str(HELD[0]))
+    hold_after(hold, HELD[0])
     overrides = (f"train.steps={LAST_STEP}", "restart.backoff_seconds=0.5")
     environment = {"STEP_SECONDS": "0.2", "HOLD": str(hold)}
     trainer = workspace.launch(
@@ -38,13 +46,13 @@ def test_a_run_that_was_killed_three_times_is_simulated_with_its_own_failures(
     )
     for attempt, steps in enumerate(HELD, start=1):
         trainer.attempt = attempt
-        hold.write_text(str(steps))
+        hold_after(hold, steps)
         trainer.wait_commit(steps // 10 * 10)
         trainer.wait_step(steps - 1)  # The last step that is completed before the held one.
         trainer.kill(target="worker")
     trainer.attempt += 1
     trainer.wait_step(1)
-    hold.write_text(str(10 * LAST_STEP))
+    hold_after(hold, 10 * LAST_STEP)
     assert trainer.wait_exit() == 0, trainer.printed()
 
     run_dir = trainer.run_dir

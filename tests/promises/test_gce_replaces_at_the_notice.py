@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,11 @@ def test_the_vm_requested_at_the_notice_trains_in_the_next_attempt(
     )
     kept, taken = cloud.member(0), cloud.member(1)
     cloud.gce.preempt(taken, notice=True, seconds=LONG)
-    requested = f"{taken}: this VM is being preempted; requesting its replacement "
-    cloud.wait(lambda: requested in launcher.printed(), of="request at the notice")
+    # The agent of the VM or the list of the service's operations tells it, whichever is first.
+    requested = re.compile(
+        f"{taken}: (this VM is being|it was) preempted; requesting its replacement "
+    )
+    cloud.wait(lambda: requested.search(launcher.printed()), of="request at the notice")
     desired = cloud.desired_state()
     assert desired is not None
     assert (desired.phase, desired.attempt) == ("running", 1), "the attempt has ended"
