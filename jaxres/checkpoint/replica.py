@@ -214,7 +214,7 @@ class Replica:
 
         The source may prune one meanwhile: then its new records say what is in force.
         """
-        staged = dict[str, bytes]()
+        records, staged = list[Record](), dict[str, bytes]()
         for _ in range(TRIES):
             records, is_complete = list(self._records), True
             for commit in reversed(fold(records).committed):
