@@ -17,6 +17,7 @@ from jaxres.cli.check import Check, Found, Status, fail, not_applicable, ok, war
 from jaxres.cli.checklist_facts import Facts
 from jaxres.config import RunConfig
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, StepsWhen, When
+from jaxres.report import number_text
 from jaxres.storage.path import is_remote
 from jaxres.telemetry import incidents
 from jaxres.telemetry.stdio import format_bytes
@@ -128,9 +129,9 @@ def _interval(config: RunConfig, facts: Facts) -> Found:
         )
     best, lost = estimates.best_interval(seconds, facts)
     found = (
-        f"a save every {_when_text(when)} ({estimates.duration_text(seconds)}"
+        f"a save every {_when_text(when)} ({number_text.duration(seconds)}"
         f"{estimates.step_source(config, facts)}), the optimum is about "
-        f"{estimates.duration_text(best)}"
+        f"{number_text.duration(best)}"
     )
     if lost <= estimates.MAX_LOST_SHARE:
         return ok(found)

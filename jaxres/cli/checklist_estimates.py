@@ -136,14 +136,3 @@ def _num_kept(config: RunConfig, facts: Facts, size: int) -> int:
         steps_per_save=when.every_steps if isinstance(when, StepsWhen) else 1,
     )
     return bill.kept
-
-
-def duration_text(seconds: float) -> str:
-    """Returns a duration to read.
-
-    >>> duration_text(42), duration_text(3300), duration_text(36_000)
-    ('42 s', '55 min', '10 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 2 * HOUR_SECONDS else f"{seconds / 3600:,.0f} h"

@@ -17,7 +17,7 @@ from jaxres.goodput import read_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import Incident, Summary
-from jaxres.report import comparison
+from jaxres.report import comparison, number_text
 from jaxres.report.contents import Contents, Sources, collect
 from jaxres.report.page import run_page
 from jaxres.runlog import launch_events, metrics_columns, run_log
@@ -140,10 +140,10 @@ def as_text(run_dir: RunDir, found: Summary) -> str:
 
 def _lines(run_dir: RunDir, found: Summary) -> Iterator[str]:
     at = datetime.fromtimestamp(found.began).isoformat(sep=" ", timespec="seconds")
-    yield (
-        f"{run_dir.root}: {_count(found.num_attempts, 'attempt')}, "
-        f"{_count(len(found.incidents), 'incident')}; {_duration(found.seconds)} since {at}"
-    )
+    attempts = number_text.count(found.num_attempts, "attempt")
+    incidents = number_text.count(len(found.incidents), "incident")
+    took = number_text.duration(found.seconds)
+    yield f"{run_dir.root}: {attempts}, {incidents}; {took} since {at}"
     if found.goodput is None:
         return
     share = 100 * found.goodput
@@ -177,16 +177,14 @@ def _incident(incident: Incident) -> Iterator[str]:
     host = "" if incident.culprit is None else f", host {incident.culprit}"
     hours = "" if incident.device_hours is None else f", {incident.device_hours:.3f} device hours"
     dollars = "" if incident.dollars is None else f", ${incident.dollars:.2f}"
-    yield (
-        f"after {_duration(incident.at)}: attempt {incident.attempt} {incident.cause}{host}: "
-        f"{_duration(incident.seconds)}{hours}{dollars}"
-    )
+    at, took = number_text.duration(incident.at), number_text.duration(incident.seconds)
+    yield f"after {at}: attempt {incident.attempt} {incident.cause}{host}: {took}{hours}{dollars}"
     of_vms = {
         "capacity wait": incident.capacity_wait_seconds,
         "VM boot": incident.vm_boot_seconds,
     }
     parts = {
-        f"{_count(incident.steps_lost, 'step')} lost": incident.replayed_seconds,
+        f"{number_text.count(incident.steps_lost, 'step')} lost": incident.replayed_seconds,
         "detection": incident.detection_seconds,
         **({} if not any(of_vms.values()) else of_vms),
         "down": incident.down_seconds,
@@ -195,17 +193,3 @@ def _incident(incident: Incident) -> Iterator[str]:
     yield "    " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
     if incident.reason and incident.cause != exit_row(ExitCode.STOPPED).name:
         yield f"    {incident.reason.splitlines()[0]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _duration(seconds: float) -> str:
-    """Returns hours, minutes and seconds.
-
-    >>> _duration(3725.4)
-    '1:02:05'
-    """
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -17,6 +17,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config.errors import show
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
+from jaxres.report import number_text
 from jaxres.runlog import evaluations, metrics, run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -171,7 +172,7 @@ def rows_as_text(rows: Sequence[RunRow]) -> str:
         step = "-" if row.step is None else f"{row.step:,} of {row.steps:,}"
         cells = (_number(row.loss), _number(row.heldout_loss))
         rate = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
-        trained = "-" if row.train_seconds is None else duration(row.train_seconds)
+        trained = "-" if row.train_seconds is None else number_text.duration(row.train_seconds)
         table.append((name + tags, row.state, step, *cells, rate, trained, _time(row.last_time)))
     problems = "".join(f"{row.run}: {row.problem}\n" for row in rows if row.problem)
     return _table(table) + problems
@@ -194,18 +195,6 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def duration(seconds: float) -> str:
-    """Returns a duration as text.
-
-    >>> duration(59.4), duration(3700), duration(200000)
-    ('59 s', '1 h 01 min', '55 h 33 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    hours, minutes = divmod(int(seconds // 60), 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
 
 
 def compare(run_dirs: Sequence[RunDir]) -> dict[str, Any]:
@@ -341,6 +330,6 @@ def compared_as_text(compared: Mapping[str, Any]) -> str:
         "-" if step is None else f"{_number(loss)} at {step:,}"
         for step, loss in zip(compared["last_step"], compared["last_loss"], strict=True)
     ]
-    times = map(duration, compared["train_seconds"])
+    times = map(number_text.duration, compared["train_seconds"])
     rest = [("last loss", *last), ("tokens/s", *speed), ("trained", *times)]
     return "".join(texts) + "\n" + _table([("", *names), *rest])

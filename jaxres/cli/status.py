@@ -15,6 +15,7 @@ from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.report import number_text
 from jaxres.runlog import (
     attempt_history,
     faulty_hosts,
@@ -208,7 +209,7 @@ def as_text(status: Status) -> str:
             rows.append(("epochs", f"at step {status.evaluation['step']}: {', '.join(epochs)}"))
     if history.commits:
         age = status.now - history.commits[-1].time
-        rows.append(("committed", f"step {history.step}, {_age(age)} ago"))
+        rows.append(("committed", f"step {history.step}, {number_text.duration(age)} ago"))
     else:
         rows.append(("committed", "nothing yet"))
     rows += _replica(status)
@@ -232,7 +233,7 @@ def _replica(status: Status) -> list[tuple[str, str]]:
     rows = []
     if status.replica is not None:
         behind = _lag_seconds(status)
-        lag = "up to date" if behind is None else f"{_age(behind)} behind"
+        lag = "up to date" if behind is None else f"{number_text.duration(behind)} behind"
         error = f": {status.replica.error.splitlines()[0]}" if status.replica.error else ""
         rows.append(
             ("replica", f"step {status.replica.step} in {status.replica.path}, {lag}{error}")
@@ -267,7 +268,8 @@ def _alive(status: Status) -> str:
 def _host(snapshot: HostSnapshot) -> str:
     step = "" if snapshot.step is None else f", step {snapshot.step}"
     detail = f" ({snapshot.detail})" if snapshot.detail else ""
-    return f"{snapshot.phase}{detail}{step}, last event {_age(snapshot.age_seconds)} ago"
+    age = number_text.duration(snapshot.age_seconds)
+    return f"{snapshot.phase}{detail}{step}, last event {age} ago"
 
 
 def _incidents(status: Status) -> list[AttemptSummary]:
@@ -353,14 +355,3 @@ def _replica_fields(status: Status) -> dict[str, Any]:
         "lag_seconds": _lag_seconds(status),
         "error": status.replica.error,
     }
-
-
-def _age(seconds: float) -> str:
-    """Returns a duration in the largest unit that fits.
-
-    >>> _age(59), _age(3700), _age(200000)
-    ('59 s', '62 min', '56 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

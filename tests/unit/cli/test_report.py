@@ -39,7 +39,7 @@ def crashed() -> SimulatedRun:
 def test_the_text_has_each_class_and_what_each_incident_has_cost(crashed: SimulatedRun):
     found = summary.summarize(fold(crashed), dollars_per_host_hour=3600.0)
     text = report.as_text(RunDir(Path("runs/x")), found)
-    assert text.startswith("runs/x: 2 attempts, 1 incident; 1:00:15 since ")
+    assert text.startswith("runs/x: 2 attempts, 1 incident; 1 h 00 min since ")
     assert "  productive              4.0 s    0.1 %\n" in text
     assert "  down                3,600.0 s   99.6 %\n" in text
     assert (
@@ -47,7 +47,7 @@ def test_the_text_has_each_class_and_what_each_incident_has_cost(crashed: Simula
     )
     assert "money: $4.00 useful, $11.00 not, while attempts ran\n" in text
     assert text.endswith(
-        "after 0:00:11: attempt 1 HUNG: 1:00:07, 0.008 device hours, $7.00\n"
+        "after 11 s: attempt 1 HUNG: 1 h 00 min, 0.008 device hours, $7.00\n"
         "    2 steps lost 2.0 s, detection 3.0 s, down 3600.0 s, start up 1.0 s, compile 0.0 s, "
         "restore 1.0 s\n    why\n"
     )

@@ -261,7 +261,7 @@ def test_each_host_of_the_attempt_is_shown_with_phase_step_and_age(tmp_path):
     )
     rows = status_rows(run_dir, clock)
     assert rows["host 0"] == "train, step 8, last event 5 s ago"
-    assert rows["host 1"] == "restore (x), last event 5 min ago"
+    assert rows["host 1"] == "restore (x), last event 5 min 00 s ago"
     assert "host 2" not in rows, "it has emitted no event yet"
     found = json.loads(status.as_json(read_status(run_dir, clock)))["hosts"]
     assert [(host["host"], host["phase"], host["step"]) for host in found] == [
