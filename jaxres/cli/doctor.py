@@ -239,13 +239,13 @@ class Doctor:
 
     def _devices(self) -> Checks:
         from jaxres.engine import mesh as meshes
-        from jaxres.train import build
+        from jaxres.train import assemble
 
         config = self._config
         if self._num_devices is None:
             import jax
 
-            self._plan, self._mesh, slow = build.devices_here(config)
+            self._plan, self._mesh, slow = assemble.devices_here(config)
             self._platform = jax.default_backend()
             what = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
         else:
@@ -274,10 +274,10 @@ class Doctor:
 
     def _state(self) -> Checks:
         from jaxres.engine import sharding_report
-        from jaxres.train import build
+        from jaxres.train import assemble
 
         assert self._plan is not None
-        shapes, model = build.state_shapes(
+        shapes, model = assemble.state_shapes(
             self._config,
             vocab_size=self._dataset.vocab_size if self._dataset else None,
             mesh=self._mesh,
@@ -341,11 +341,11 @@ class Doctor:
         import jax
 
         from jaxres.engine import sharding_report
-        from jaxres.train import build, jitted_steps
+        from jaxres.train import assemble, jitted_steps
 
         assert self._dataset is not None
         assert self._plan is not None
-        parts = build.assemble(
+        parts = assemble.components(
             self._config,
             self._dataset,
             plan=self._plan,

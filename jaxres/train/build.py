@@ -17,7 +17,6 @@ from jaxres import data, models
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.frozen_arrays import split_state
 from jaxres.checkpoint.memory_tier import MemoryTier
-from jaxres.checkpoint.orbax_io import array_infos
 from jaxres.checkpoint.snapshot import prepare_copies
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.config import RunConfig
@@ -29,19 +28,17 @@ from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine.guards import Guard
-from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.sharding_report import Layout
-from jaxres.engine.state import TrainState
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
 from jaxres.models import Model
-from jaxres.models.interface import anywhere
 from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files, memory_folder
 from jaxres.supervisor import processes
 from jaxres.train import (
+    assemble,
     compile_cache,
     data_loader,
     device_check,
@@ -228,7 +225,7 @@ def _rotated(parts: Components, context: AttemptContext) -> Components | None:
         note = "no host has two devices, so replays are computed on the same devices"
         context.emit(Noted(f"guards.corruption.replay_on=rotated: {note}"))
         return None
-    return assemble(
+    return assemble.components(
         parts.config, parts.dataset, plan=parts.plan, mesh=mesh, platform=jax.default_backend()
     )
 
@@ -349,10 +346,12 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
     emit(PhaseChanged("build", "devices, model, optimizer"))
     _check_devices(config, context)
     _test_hardware(config, context)
-    plan, mesh, slow = devices_here(config)
+    plan, mesh, slow = assemble.devices_here(config)
     if slow is not None:
         emit(Noted(slow))
-    parts = assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    parts = assemble.components(
+        config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend()
+    )
     if config.telemetry.sample_tokens and parts.model.logits is None:
         emit(Noted("telemetry.sample_tokens: the model has no logits, so no text is sampled"))
     return parts
@@ -403,67 +402,6 @@ def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
     context.emit(
         Noted(f"hardware.preflight={setting}: passed in {seconds:.1f} s: {'; '.join(passed)}")
     )
-
-
-def devices_here(config: RunConfig) -> tuple[MeshPlan, Mesh, str | None]:
-    """Returns the mesh plan, the mesh of this job's devices, and a warning if the plan is slow.
-
-    Raises:
-      ConfigError: the number of devices does not fit the config.
-    """
-    devices = jax.devices()
-    plan = mesh_plan.plan(
-        config.mesh,
-        config.train,
-        config.model,
-        num_devices=len(devices),
-        num_hosts=jax.process_count(),
-    )
-    slow = mesh_plan.crosses_hosts(plan, devices_per_host=jax.local_device_count())
-    return plan, meshes.build(config.mesh, devices=devices), slow
-
-
-def assemble(
-    config: RunConfig, dataset: Dataset, *, plan: MeshPlan, mesh: Mesh, platform: str
-) -> Components:
-    """Returns the components for a mesh, which may be abstract; computes nothing yet."""
-    model = models.build(
-        config.model,
-        vocab_size=dataset.vocab_size,
-        seq_len=config.data.seq_len,
-        platform=platform,
-        keep_rows=meshes.pin_batch_dim(mesh) if plan.virtual_shards is None else anywhere,
-        adapters=config.lora,
-    )
-    tx = optimizer.build(config.optimizer, axes=model.axes)
-    trainable = optimizer.trainable(config.optimizer, model.axes)
-    shapes, init = _initializer(model, tx, trainable, mesh, config)
-    _check_classes(config, dataset)
-    return Components(config, dataset, plan, mesh, model, tx, trainable, shapes, init)
-
-
-def _check_classes(config: RunConfig, dataset: Dataset) -> None:
-    if config.model.kind == "vit" and len(dataset.classes) > config.model.num_classes:
-        raise ConfigError(
-            f"model.num_classes: the data has {len(dataset.classes)} classes "
-            f"({', '.join(dataset.classes[:5])}, ...), the model {config.model.num_classes}."
-        )
-
-
-def state_shapes(
-    config: RunConfig, *, vocab_size: int | None, mesh: Mesh, platform: str
-) -> tuple[TrainState, Model]:
-    """Returns the state's shapes with shardings, and the model; needs no data set."""
-    model = models.build(
-        config.model,
-        vocab_size=vocab_size,
-        seq_len=config.data.seq_len,
-        platform=platform,
-        adapters=config.lora,
-    )
-    tx = optimizer.build(config.optimizer, axes=model.axes)
-    trainable = optimizer.trainable(config.optimizer, model.axes)
-    return _initializer(model, tx, trainable, mesh, config)[0], model
 
 
 def _text_bytes(parts: Components, context: AttemptContext) -> dict[str, float]:
@@ -553,35 +491,6 @@ def _memory(
     )
     stack.callback(tier.close)
     return tier
-
-
-def _initializer(
-    model: Model, tx: Any, trainable: Trainable, mesh: Mesh, config: RunConfig
-) -> tuple[TrainState, Callable[[], TrainState]]:
-    """Returns the state's shapes with shardings, and a function that creates it sharded.
-
-    Raises:
-      ConfigError: an array can't be stored.
-    """
-
-    def init() -> TrainState:
-        return states.init(
-            model,
-            tx,
-            seed=config.run.seed,
-            loss_scale=configs.loss_scale(config),
-            trainable=trainable,
-            ema_decay=config.optimizer.ema_decay,
-        )
-
-    bare = jax.eval_shape(init)
-    array_infos(states.to_plain(bare))  # Raises for what no checkpoint can store.
-    shardings = states.shardings(bare, model, mesh)
-    shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), bare, shardings
-    )
-    jitted = jax.jit(init, out_shardings=shardings, compiler_options=states.INIT_OPTIONS)
-    return shapes, jitted
 
 
 def _built(parts: Components, laid: Layout) -> RunBuilt:

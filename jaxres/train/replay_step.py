@@ -26,7 +26,7 @@ from jaxres.models import Model
 from jaxres.models.interface import compute_loss
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
-from jaxres.train import build, compile_cache, jitted_steps
+from jaxres.train import assemble, compile_cache, jitted_steps
 from jaxres.train.components import Components
 from jaxres.train.nonfinite_trace import NonFinite, first_nonfinite
 from jaxres.train.resume import check_dataset
@@ -55,8 +55,10 @@ def replay_step(
     compile_cache.set_determinism(config.run.determinism)
     dataset = data.open_dataset(config.data)
     check_dataset(dataset.fingerprint, history)
-    plan, mesh, _ = build.devices_here(config)
-    parts = build.assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    plan, mesh, _ = assemble.devices_here(config)
+    parts = assemble.components(
+        config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend()
+    )
     state, progress = _begin(parts, run_dir, commit)
     function = jitted_steps.traced_step(parts).lower().compile()
     peak_rate = optimizer.rate_arrays(config.optimizer.learning_rate, mesh)

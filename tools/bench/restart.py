@@ -133,14 +133,14 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     from jaxres.engine import mesh as meshes
     from jaxres.engine import optimizer
     from jaxres.engine.state import from_plain, to_plain
-    from jaxres.train import build, compile_cache, jitted_steps
+    from jaxres.train import assemble, compile_cache, jitted_steps
 
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
     compile_cache.use_compilation_cache(caches / "floor")
     (corpus,) = (caches / "corpora").iterdir()
     rows = dataset._tokens(open_tokens(corpus), None, config.data)
-    plan, mesh, _ = build.devices_here(config)
-    parts = build.assemble(config, rows, plan=plan, mesh=mesh, platform=jax.default_backend())
+    plan, mesh, _ = assemble.devices_here(config)
+    parts = assemble.components(config, rows, plan=plan, mesh=mesh, platform=jax.default_backend())
     step = jitted_steps.traced_step(parts).lower().compile()
     jitted_steps.traced_evaluation(parts, facts=None, rows=plan.rows_at_once).lower().compile()
     commit = run_log.fold(run_log.read_records(run_dir.log)).newest

@@ -14,7 +14,7 @@ from jaxres import config as configs
 from jaxres import data
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report
-from jaxres.train import build, jitted_steps
+from jaxres.train import assemble, jitted_steps
 from jaxres.train.components import Components
 from tools.gpu.runs import NO_GPU, REHEARSED, Figures, every, quickstart, seconds, sized
 
@@ -43,8 +43,10 @@ def _assembled(folder: Path, *overrides: str) -> Components:
     arguments = quickstart(folder, *own, *overrides, f"run.dir={folder / 'run'}")
     config = configs.load(Path(arguments[0]), arguments[1:]).config
     dataset = data.open_dataset(config.data)
-    plan, mesh, _ = build.devices_here(config)
-    return build.assemble(config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend())
+    plan, mesh, _ = assemble.devices_here(config)
+    return assemble.components(
+        config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend()
+    )
 
 
 def _batch(parts: Components) -> dict[str, jax.Array]:

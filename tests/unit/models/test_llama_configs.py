@@ -13,7 +13,7 @@ from jaxres import data, models
 from jaxres.data.token_writer import write_tokens
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, sharding_report
-from jaxres.train import build, jitted_steps
+from jaxres.train import assemble, jitted_steps
 from jaxres.train.components import Components
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -44,7 +44,9 @@ def parts(request: pytest.FixtureRequest, tokens: Path) -> Any:
     )
     assert mesh_plan.crosses_hosts(plan, devices_per_host=8) is None
     dataset = data.open_dataset(config.data)
-    return build.assemble(config, dataset, plan=plan, mesh=meshes.abstract(plan), platform="gpu")
+    return assemble.components(
+        config, dataset, plan=plan, mesh=meshes.abstract(plan), platform="gpu"
+    )
 
 
 @pytest.mark.parametrize(

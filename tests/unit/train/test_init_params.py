@@ -26,7 +26,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory, RunLog, Start
 from jaxres.telemetry.observers import Observers
-from jaxres.train import build, init_params
+from jaxres.train import assemble, init_params
 from jaxres.train.context import AttemptContext
 from tests import bpe
 from tests.unit.checkpoint import llama_run
@@ -88,7 +88,7 @@ def parts_of(corpus, tmp_path, *, mesh=None, **init_from):
     plan = mesh_plan.plan(
         config.mesh, config.train, config.model, num_devices=len(devices), num_hosts=1
     )
-    return build.assemble(
+    return assemble.components(
         config,
         data.open_dataset(config.data),
         plan=plan,
