@@ -118,7 +118,7 @@ def test_a_save_returns_before_the_step_is_committed(attempt):
 
 
 def assert_set(event):
-    assert event.wait(timeout=30), "no call has waited for the save"
+    assert event.wait(timeout=120), "no call has waited for the save"
 
 
 def test_a_save_due_while_one_is_in_flight_waits_and_reports_it(attempt):
@@ -171,7 +171,7 @@ def inject():
 
 def wait_settled(checkpoints):
     """Waits until the save in flight has ended; raises none of its errors."""
-    checkpoints._flight._work.exception(timeout=30)
+    checkpoints._flight._work.exception(timeout=120)
 
 
 def test_a_failure_before_the_record_is_raised_at_the_next_check_and_commits_nothing(attempt):

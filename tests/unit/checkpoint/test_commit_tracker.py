@@ -10,7 +10,7 @@ from .conftest import progress, state
 
 
 def assert_set(event):
-    assert event.wait(timeout=30), "no call has waited for the save"
+    assert event.wait(timeout=120), "no call has waited for the save"
 
 
 class FollowerHost(SingleHost):

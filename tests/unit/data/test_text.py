@@ -330,7 +330,7 @@ def test_processes_that_build_concurrently_all_get_a_complete_corpus(corpus, tmp
         assert process.stdout.readline() == "ready\n"
     for process in builders:
         release(process)
-    lines = {process.communicate(timeout=30)[0].splitlines()[-1] for process in builders}
+    lines = {process.communicate(timeout=120)[0].splitlines()[-1] for process in builders}
     assert [process.returncode for process in builders] == [0, 0]
     (entry,) = (cache / "corpora").iterdir()
     (line,) = lines
@@ -344,7 +344,7 @@ def test_a_killed_build_does_not_affect_the_next_one(corpus, tmp_path):
     while process.stdout.readline() != "reading\n":
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=120)
     (left,) = (cache / "corpora").iterdir()
     assert left.name.startswith(".building-")
     dataset = open_dataset(config(corpus, cache))

@@ -320,7 +320,7 @@ def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
             assert time.monotonic() < until, keeper.marked(mark)
             time.sleep(0.02)
         process.send_signal(number)
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     until = time.monotonic() + 20
     while (keeper.marked(mark) or folder.exists()) and time.monotonic() < until:
         time.sleep(0.02)

@@ -51,7 +51,7 @@ def rendered(runtime: Any, *, run: GcsPath = RUN, **gce: Any) -> str:
 def test_the_script_is_valid_shell(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "startup.sh"
     script.write_text(rendered(RUNTIMES[kind].model_dump(mode="json"), env=SPECIAL))
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     shellcheck = (
         Path(sysconfig.get_path("scripts")) / "shellcheck"
     )  # The environment may not be activated.

@@ -284,7 +284,7 @@ def test_hung_storage_delays_append_once_and_gets_all_lines_in_the_end(tmp_path,
     began = time.monotonic()
     for number in range(10):
         appender.append(b"%d" % number)
-    assert 0.3 <= time.monotonic() - began < 2 * 0.3, "each line has waited"
+    assert 0.3 <= time.monotonic() - began < 8 * 0.3, "each line has waited"
     assert (tmp_path / "a").read_bytes() == b""
     resumed.set()
     appender.append(b"10")

@@ -73,7 +73,7 @@ class SupervisorProcess:
     def ended(self):
         """Returns how it ended and after how long; checks that no worker is left behind."""
         since = time.monotonic()
-        out, _ = self.process.communicate(timeout=20)
+        out, _ = self.process.communicate(timeout=120)
         seconds = time.monotonic() - since
         assert out, self.printed()
         for host in range(self.num_hosts):
