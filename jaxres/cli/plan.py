@@ -181,7 +181,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repair-hours", type=any_number)
     parser.add_argument("--saves", choices=("async", "sync"), default="async")
     parser.add_argument("--memory", choices=("off", "own", "neighbor"))
-    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--spares", type=int)
     for flag in ("--gpu-hour-price", "--spot-price", "--storage-price"):
         parser.add_argument(flag, type=any_number)
     parser.add_argument("--replications", type=int, default=1000)
@@ -195,7 +195,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= most:
             parser.error(f"--{name.replace('_', '-')} {value}: expected a number from 1 to {most}")
-    if not 0 <= options.spares <= MAX_GPUS:
+    if options.spares is not None and not 0 <= options.spares <= MAX_GPUS:
         parser.error(f"--spares {options.spares}: expected a number from 0 to {MAX_GPUS}")
     return options
 
@@ -263,7 +263,7 @@ def _job(
         measures=Measures(
             options.saves == "async",
             memory,
-            options.spares,
+            _spares(options, config),
             falls_back=options.on_demand_fallback,
         ),
     )
@@ -407,6 +407,13 @@ def _memory(config: RunConfig | None) -> MemoryTier:
     if memory is None:
         return "off"
     return "neighbor" if memory.neighbor_copies else "own"
+
+
+def _spares(options: argparse.Namespace, config: RunConfig | None) -> int:
+    if options.spares is not None:
+        return options.spares
+    gce = None if config is None else config.launch.gce
+    return 0 if gce is None else gce.spares
 
 
 def _notice(options: argparse.Namespace, config: RunConfig | None, value: _Values) -> float:

@@ -108,6 +108,11 @@ class GceSection(Section):
     """Google Cloud project that is billed."""
     num_hosts: PositiveInt = free(1)
     """Number of VMs of the job."""
+    spares: NonNegativeInt = free(0)
+    """Number of further VMs that wait, ready, to replace lost VMs of the job at once.
+
+    They are requested in the zone of the others once an attempt runs, and cost as much as these. No
+    job waits for them, and none fails if there are none. Not with a flex_start option."""
     capacity_options: tuple[CapacityOption, ...] = free(...)
     """Capacity options in order of preference: machine type, zones, provisioning model.
 

@@ -265,7 +265,8 @@ class Controller:
         self._observer.update_waits(self._log.step, lacks_vms=lacks_vms, since=since)
         wanted = {vm.name: vm.created for vm in desired.all_vms}
         creation, not_found = None, frozenset[str]()
-        vms, ready_seconds = (*desired.vms, *desired.early_vms), 60 * self._gce().ready_minutes
+        vms = (*desired.vms, *desired.early_vms, *desired.spares)
+        ready_seconds = 60 * self._gce().ready_minutes
         boots = self._boots.observe(vms, listed, now=self._wall(), ready_seconds=ready_seconds)
         try:
             if not is_running or any_ended or now - self._listed_at >= LIST_SECONDS:
@@ -297,7 +298,8 @@ class Controller:
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
         """Returns the VMs whose agents are silent."""
         silent = self._observer.silent_since(self._gce().lost_seconds)
-        return [vm for vm in desired.vms if vm.created and vm.name in silent]
+        known = (*desired.vms, *desired.spares)
+        return [vm for vm in known if vm.created and vm.name in silent]
 
     def _heartbeat(self, desired: DesiredState) -> int | None:
         """Returns the generation of the heartbeat of the run lock; None: no VM is suspected."""

@@ -20,7 +20,7 @@ from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath
 
-SpendingCause = Literal["training", "boot", "waiting"]
+SpendingCause = Literal["training", "boot", "waiting", "spare"]
 Phase = Literal["placing", "running", "ending", "ended"]
 FORMAT = 2
 WRITES = 3
@@ -48,7 +48,9 @@ class VmSpec:
     trained_seconds: float = 0.0
     """Duration of the attempts on it that have ended."""
     replaces: str = ""
-    """VM at whose notice it was requested, before that VM was lost; empty: it was not."""
+    """VM that it replaces, if it was requested before that VM was lost; empty: it was not."""
+    spare_seconds: float = 0.0
+    """For how long it was a spare, from its request on, once it is none any more."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class PendingCreate:
 
     names: tuple[str, ...]
     request_id: str
+    is_of_spares: bool = False
+    """Whether no slot needs these VMs, so that no attempt waits for them."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,12 @@ class DesiredState:
     """Replacements of hosts with a notice, until the attempt ends; see early_replacement.py."""
     early_for: tuple[str, ...] = ()
     """Hosts of the attempt for which one was requested: once each, whatever became of it."""
+    spares: tuple[VmSpec, ...] = ()
+    """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py."""
+    spare_failures: int = 0
+    """How often a spare was lost or refused since all of them were ready."""
+    spares_not_before: float = 0.0
+    """Earliest next request for spares, in seconds since the epoch."""
     creation: PendingCreate | None = None
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""
@@ -238,12 +248,12 @@ class DesiredState:
     @property
     def names(self) -> frozenset[str]:
         """Names of the VMs that should exist."""
-        return frozenset(vm.name for vm in (*self.vms, *self.early_vms))
+        return frozenset(vm.name for vm in (*self.vms, *self.early_vms, *self.spares))
 
     @property
     def all_vms(self) -> tuple[VmSpec, ...]:
         """VMs that should exist or that are being deleted."""
-        return (*self.vms, *self.early_vms, *self.deleting)
+        return (*self.vms, *self.early_vms, *self.spares, *self.deleting)
 
 
 @dataclass(frozen=True)
@@ -255,7 +265,7 @@ class Transition:
     losses: Mapping[str, str] = field(default_factory=dict[str, str])
     """Kind of the loss of VMs that are replaced, by name."""
     unused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Why early replacements are deleted that no attempt has used, by name."""
+    """Why early replacements and spares are deleted that no attempt has used, by name."""
 
 
 class StateDamaged(StorageUnavailable):

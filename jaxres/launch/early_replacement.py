@@ -14,7 +14,7 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import lost_vms, provisioning, replacement_budget
+from jaxres.launch import lost_vms, provisioning, replacement_budget, spares
 from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
 from jaxres.launch.observed_state import EVENTS, CreateFailed, ObservedState
@@ -29,11 +29,14 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
     assert gce is not None, config
     if found.desired.phase != "running":
         return found
-    leaving = find_leaving(found.desired, observed, config)
-    if found.desired.creation is not None:
+    leaving, creation = find_leaving(found.desired, observed, config), found.desired.creation
+    if creation is not None and not creation.is_of_spares:
         return _await_creation(found, observed, gce)
     found = _delete_unneeded(found, leaving, observed)
-    names = [name for name in leaving if name not in found.desired.early_for]
+    if creation is not None:
+        return found
+    num_ready = len(spares.find_ready(found.desired, observed, gce))  # They replace the first ones.
+    names = [name for name in leaving if name not in found.desired.early_for][num_ready:]
     return _request(found, {name: leaving[name] for name in names}, observed, gce)
 
 

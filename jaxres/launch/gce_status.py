@@ -127,6 +127,7 @@ def _job_status(
         "lease_age_seconds": age,
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],
         "early_vms": [dataclasses.asdict(vm) for vm in desired.early_vms],
+        "spares": [dataclasses.asdict(vm) for vm in desired.spares],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
         "suspected": list(desired.suspected),
         "cordoned": {n: host.reason for n, host in cordoned.items()},
@@ -146,8 +147,7 @@ def _job_status(
         lines.append(f"  lease held by {held_by}")
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
-    lines += [spending.describe(one, gce) for one in spent_by_cause]
-    lines += [_recovery_line(recovery)] if recovery else []
+    lines += [spending.describe(one, gce) for one in spent_by_cause] + _recovery_lines(recovery)
     lines += _vm_lines(paths, desired, gce, reports)
     lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
@@ -161,9 +161,11 @@ def _reports(paths: LaunchPaths) -> dict[str, AgentReport | None]:
     return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
 
 
-def _recovery_line(seconds: Mapping[str, float]) -> str:
+def _recovery_lines(seconds: Mapping[str, float]) -> list[str]:
+    if not seconds:
+        return []
     parts = ", ".join(f"{name.replace('_', ' ')} {s:.0f} s" for name, s in seconds.items())
-    return f"  last recovery: {parts}"
+    return [f"  last recovery: {parts}"]
 
 
 def newest_recovery(events: Sequence[LaunchEvent], *, now: float) -> dict[str, float]:
@@ -205,6 +207,10 @@ def _vm_lines(
     vms = (*desired.vms, *desired.early_vms)
     lines = [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
     lines += [
+        f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; a spare"
+        for vm in desired.spares
+    ]
+    lines += [
         f"  {name}: may be lost: its agent is silent; the VM is kept until that is confirmed"
         for name in desired.suspected
     ]
@@ -239,7 +245,8 @@ def _vm_line(
     if report is not None:
         notice = f"; {report.notice}" if report.notice else ""
         state = f"{report.state}, attempt {report.attempt}{notice}"
-    replaces = f"; replaces {vm.replaces}, requested at its notice" if vm.replaces else ""
+    cause = "was a spare" if vm.spare_seconds else "requested at its notice"
+    replaces = f"; replaces {vm.replaces}, {cause}" if vm.replaces else ""
     return f"  {vm.name}: {option.machine_type} ({option.kind}) in {vm.zone}: {state}{replaces}"
 
 

@@ -47,7 +47,7 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
         f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({RUN_ID}: random)",
         "tried in this order:",
     ]
-    found += _option_lines(gce)
+    found += [*_option_lines(gce), *_spare_lines(gce)]
     first = next(zone_choices(gce.capacity_options))
     name = f"{desired.name_prefix}-{0:04d}"
     vm = VmSpec(name, first.zone, first.option, 0.0)
@@ -72,11 +72,18 @@ def _option_lines(gce: GceSection) -> list[str]:
         price = option.dollars_per_hour
         costs = "price unknown: give dollars_per_hour"
         if price is not None:
-            costs = f"${price * gce.num_hosts:.2f} an hour for all"
+            costs = f"${price * (gce.num_hosts + gce.spares):.2f} an hour for all"
         found.append(
             f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
     return found
+
+
+def _spare_lines(gce: GceSection) -> list[str]:
+    """Returns how many spares there will be; the prices of all VMs include them."""
+    if not gce.spares:
+        return []
+    return [f"{gce.spares} more as spares, once an attempt runs; the prices include them"]
 
 
 def _limit_lines(config: RunConfig) -> list[str]:
@@ -157,7 +164,7 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     results = [*_results(gce, compute, run)]
     num_failed = sum(result.state == "failed" for result in results)
     found = [f"project {gce.project}, run {run}: {gce.num_hosts} VMs", *table(results)]
-    found += ["prices:", *_option_lines(gce), *_limit_lines(config)]
+    found += ["prices:", *_option_lines(gce), *_spare_lines(gce), *_limit_lines(config)]
     counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
     found += [f"{counts}; nothing was created"]
     sys.stdout.write("".join(f"{line}\n" for line in found))

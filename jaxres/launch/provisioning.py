@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import boot_report, capacity_options, held_capacity, lost_vms
+from jaxres.launch import boot_report, capacity_options, held_capacity, lost_vms, spares
 from jaxres.launch.capacity_options import NEVER, ZoneChoice
 from jaxres.launch.desired_state import (
     BootFailure,
@@ -47,7 +47,7 @@ def provision(
     """
     if not desired.vms:
         return _choose_zone(desired, observed, gce)
-    if desired.creation is not None:
+    if desired.creation is not None and not desired.creation.is_of_spares:
         return _await_creation(desired, desired.creation, observed, gce)
     lost = lost_vms.find_faulty(desired.vms, observed)
     lost |= lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
@@ -66,7 +66,9 @@ def provision(
             return Transition(
                 replace(desired, end=JobEnd(ExitCode.NO_PROGRESS, reason, observed.now))
             )
-        return replace_vms(replace(desired, unready=unready), lost, observed)
+        return replace_vms(replace(desired, unready=unready), lost, observed, gce)
+    if (filled := spares.fill_slots(desired, observed, gce)).messages:
+        return filled
     if missing := [vm for vm in desired.vms if not vm.created]:
         return _refill(desired, missing, observed, gce)
     return _start(desired, observed, gce)
@@ -118,12 +120,15 @@ def new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[st
     return replace(desired, next_name=first + count), names
 
 
-def with_request(desired: DesiredState, names: tuple[str, ...]) -> DesiredState:
+def with_request(
+    desired: DesiredState, names: tuple[str, ...], *, is_of_spares: bool = False
+) -> DesiredState:
     """Returns the state with a creation whose request id is derived from what it requests."""
     zone = next(vm.zone for vm in desired.all_vms if vm.name == names[0])
     # A deleted run may have used these names: `started_at` makes the request id differ.
     text = f"{desired.run}/{desired.started_at}/{zone}/{','.join(names)}"
-    return replace(desired, creation=PendingCreate(names, str(uuid.uuid5(NAMESPACE, text))))
+    request_id = str(uuid.uuid5(NAMESPACE, text))
+    return replace(desired, creation=PendingCreate(names, request_id, is_of_spares))
 
 
 def _await_creation(
@@ -159,7 +164,7 @@ def _await_creation(
     new = replace(desired, backoffs=backoffs, creation=None, reason=reason)
     if were_made or kind == "passing":  # VMs of it may count against the quota for a while.
         new = replace(new, freed_at=observed.now)
-    is_refill = len(requested) < len(desired.vms)
+    is_refill = len(requested) < len(desired.vms) or bool(desired.spares)
     since = desired.refill_since if desired.refill_since is not None else observed.now
     if is_refill and observed.now - since < 60 * gce.repair_minutes:
         return Transition(_renamed(new, requested, now=observed.now), (reason,), lost_kinds)
@@ -195,6 +200,7 @@ def created(desired: DesiredState, creation: PendingCreate) -> Transition:
         desired,
         vms=marked(desired.vms),
         early_vms=marked(desired.early_vms),
+        spares=marked(desired.spares),
         deleting=marked(desired.deleting),
         creation=None,
         backoffs=backoffs,
@@ -232,9 +238,11 @@ def create_timed_out(
 
 def release_all(desired: DesiredState, *, now: float) -> DesiredState:
     """Returns the state with all VMs to be deleted."""
-    deleting = (*desired.deleting, *to_delete((*desired.vms, *desired.early_vms), now=now))
+    waiting = spares.end_spare_time(desired.spares, now=now)
+    released = to_delete((*desired.vms, *desired.early_vms, *waiting), now=now)
+    deleting = (*desired.deleting, *released)
     new = replace(desired, vms=(), hosts=(), deleting=deleting, creation=None, refill_since=None)
-    return replace(new, early_vms=(), early_for=())
+    return replace(new, early_vms=(), early_for=(), spares=())
 
 
 def to_delete(vms: Iterable[VmSpec], *, now: float) -> tuple[VmSpec, ...]:
@@ -254,21 +262,26 @@ def _renamed(desired: DesiredState, lost: Sequence[VmSpec], *, now: float) -> De
 
 
 def replace_vms(
-    desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedState
+    desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedState, gce: GceSection
 ) -> Transition:
-    """Replaces lost VMs by new ones in the same zone; if all VMs are lost, releases the zone."""
+    """Replaces lost VMs by ready spares, and else by new VMs in the same zone.
+
+    If all VMs are lost and there is no spare, it releases the zone.
+    """
     messages = tuple(f"{name}: {loss.text}" for name, loss in lost.items())
     kinds = lost_vms.kinds(lost)
-    if len(lost) == len(desired.vms):
+    if len(lost) == len(desired.vms) and not desired.spares:
         released = release_all(replace(desired, reason=messages[0]), now=observed.now)
         return Transition(released, messages, kinds)
     since = desired.refill_since if desired.refill_since is not None else observed.now
-    gone = [vm for vm in desired.vms if vm.name in lost]
-    return Transition(
-        _renamed(replace(desired, refill_since=since, reason=messages[0]), gone, now=observed.now),
-        messages,
-        kinds,
-    )
+    gone, now = [vm for vm in desired.vms if vm.name in lost], observed.now
+    ready = spares.find_ready(desired, observed, gce)
+    taken = {vm.name: spare for vm, spare in zip(gone, ready, strict=False)}
+    new = spares.exchange(replace(desired, refill_since=since, reason=messages[0]), taken, now=now)
+    replaced = to_delete(gone[: len(taken)], now=now)
+    new = replace(new, deleting=(*new.deleting, *replaced))
+    lines = tuple(f"{spare.name}, a spare, replaces {name}" for name, spare in taken.items())
+    return Transition(_renamed(new, gone[len(taken) :], now=now), (*messages, *lines), kinds)
 
 
 def _refill(
@@ -281,6 +294,8 @@ def _refill(
         return Transition(release_all(replace(desired, reason=reason), now=observed.now), (reason,))
     site = (missing[0].option, missing[0].zone)
     until = [c.until for c in desired.backoffs if (c.option, c.zone) == site]
+    if desired.creation is not None:  # That of spares, of which one may fill the slot soon.
+        return Transition(replace(desired, refill_since=since))
     if until and until[0] > observed.now:
         return Transition(replace(desired, refill_since=since))
     names = tuple(vm.name for vm in missing)

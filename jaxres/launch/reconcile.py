@@ -19,6 +19,7 @@ from jaxres.launch import (
     lost_vms,
     provisioning,
     replacement_budget,
+    spare_requests,
     spending,
     transition_events,
 )
@@ -63,8 +64,10 @@ def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -
         most = config.restart.max_preemptions_without_commit
         if not any(vm.name in observed.reports for vm in desired.vms):
             most = config.restart.max_attempts_without_commit  # No agent has ever reported.
-        return provisioning.provision(desired, observed, gce, most_unready=most)
-    return early_replacement.note(while_running(desired, observed, config), observed, config)
+        found = provisioning.provision(desired, observed, gce, most_unready=most)
+        return spare_requests.note(found, observed, config)
+    found = early_replacement.note(while_running(desired, observed, config), observed, config)
+    return spare_requests.note(found, observed, config)
 
 
 def _count_replacements(
@@ -81,6 +84,8 @@ def _count_replacements(
         replaced = [
             (vm, found.unused[vm.name]) for vm in before.early_vms if vm.name in found.unused
         ]
+    is_only_spares = not replaced
+    replaced += [(vm, found.unused[vm.name]) for vm in before.spares if vm.name in found.unused]
     if not replaced or after.phase not in ("placing", "running") or after.end is not None:
         return found
     count = replacement_budget.add(
@@ -98,6 +103,7 @@ def _count_replacements(
         has_prices=all(option.dollars_per_hour is not None for option in gce.capacity_options),
         now=observed.now,
     )
+    end = None if is_only_spares else end  # A lost spare ends no job.
     return replace(found, desired=replace(after, replacements=count, end=end))
 
 
@@ -388,7 +394,7 @@ def _after_attempt(
     messages = (f"{message}; {decision.reason}", *settled.messages)
     if not (rest := {name: loss for name, loss in lost.items() if name in settled.desired.names}):
         return replace(settled, messages=messages)
-    replaced = replace_vms(settled.desired, rest, observed)
+    replaced = replace_vms(settled.desired, rest, observed, gce)
     losses = {**settled.losses, **replaced.losses}
     return Transition(replaced.desired, (*messages, *replaced.messages), losses)
 

@@ -1,8 +1,8 @@
 """What the VMs of a job cost, by capacity option and cause. Pure.
 
-The life of a VM has three causes: `boot` until its first attempt starts (creation and the wait for
-the other VMs included), `training` while an attempt runs on it, `waiting` otherwise: between
-attempts, and until its deletion is done.
+The life of a VM has four causes: `spare` while it is one, from its request on, `boot` until its
+first attempt starts (creation and the wait for the other VMs included), `training` while an attempt
+runs on it, `waiting` otherwise: between attempts, and until its deletion is done.
 """
 
 from __future__ import annotations
@@ -67,9 +67,12 @@ def _seconds_by_cause(
     if desired.phase == "running" and any(host.name == vm.name for host in desired.hosts):
         training += _attempt_seconds(desired, now=now)
     training = min(life, training)
+    is_spare = any(spare.name == vm.name for spare in desired.spares)
+    spare = min(life - training, life if is_spare else vm.spare_seconds)
     boot = life if not vm.trained_from else max(0.0, vm.trained_from - vm.requested_at)
-    boot = min(life - training, boot)
-    return {"training": training, "boot": boot, "waiting": life - training - boot}
+    boot = max(0.0, min(life - training, boot) - spare)
+    waiting = life - training - spare - boot
+    return {"training": training, "boot": boot, "waiting": waiting, "spare": spare}
 
 
 def add(

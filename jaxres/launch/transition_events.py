@@ -92,9 +92,9 @@ def _ends(before: DesiredState, found: Transition, observed: ObservedState) -> I
 def _requests(
     before: DesiredState, after: DesiredState, observed: ObservedState
 ) -> Iterator[Fields]:
-    """Yields the result of a request for VMs, and the next request."""
+    """Yields the result of a request for VMs, and the next request; no attempt waits for spares."""
     request = before.creation
-    if request is not None and after.creation != request:
+    if request is not None and not request.is_of_spares and after.creation != request:
         zones = {vm.name: vm.zone for vm in before.all_vms}
         fields = {"vms": request.names, "zone": zones.get(request.names[0], "")}
         created = {vm.name for vm in after.all_vms if vm.created}
@@ -108,9 +108,10 @@ def _requests(
             cause = "" if known is None else known.error
             reason = "" if failure is None else failure.message[:MAX_REASON]
             yield "request_failed", {**fields, "cause": cause, "reason": reason}
-    if after.creation is not None and after.creation != request:
-        zone = next(vm.zone for vm in after.all_vms if vm.name in after.creation.names)
-        yield "vms_requested", {"vms": after.creation.names, "zone": zone}
+    next_one = after.creation
+    if next_one is not None and not next_one.is_of_spares and next_one != request:
+        zone = next(vm.zone for vm in after.all_vms if vm.name in next_one.names)
+        yield "vms_requested", {"vms": next_one.names, "zone": zone}
 
 
 def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) -> Iterator[Fields]:

@@ -26,10 +26,11 @@ def find_vm(desired: DesiredState, name: str | None) -> VmSpec:
     """
     if name is None and desired.hosts:
         name = desired.hosts[0].name
-    for vm in desired.vms:
+    vms = (*desired.vms, *desired.spares)
+    for vm in vms:
         if name in (None, vm.name):
             return vm
-    names = ", ".join(vm.name for vm in desired.vms) or "none"
+    names = ", ".join(vm.name for vm in vms) or "none"
     what = "it has no VM now" if name is None else f"--vm {name}: the job has no such VM now"
     raise UsageError(f"{what} (phase: {desired.phase}; its VMs: {names})")
 

@@ -59,7 +59,7 @@ class LaunchEvent:
     step: int = 0
     """Newest committed step then."""
     replaced_by: str = ""
-    """Of a loss: the VM that was requested at the notice before; empty: there is none."""
+    """Of a loss: the VM that was requested at the notice, or was a spare; empty: there is none."""
     is_last: bool = False
     """Whether no other attempt follows the one that has ended."""
 

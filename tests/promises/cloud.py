@@ -101,10 +101,14 @@ class Cloud:
 
     def launch(self, *arguments: str, verb: str = "up", **env: str) -> Launcher:
         """Starts `launch gce VERB` with these arguments."""
+        return self.start([sys.executable, "-m", "jaxres.launch", "gce", verb, *arguments], **env)
+
+    def start(self, command: list[str], **env: str) -> Launcher:
+        """Starts a launcher."""
         output = self.root / f"launcher-{len(self.launchers)}.txt"
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.launch", "gce", verb, *arguments],
+                command,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

@@ -1,13 +1,14 @@
-"""Benchmark of the replacement that `launch gce` requests at a preemption notice.
+"""Benchmark of spares and of the replacement that `launch gce` requests at a preemption notice.
 
-    python tools/bench/early_replacement.py --boot 0 20 60 --save 10
+    python tools/bench/early_replacement.py --boot 0 60 180 --save 10
 
 Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
 `launch gce up` with two VMs. This program writes the reports of the agents: the agent of a new VM
 reports so many seconds after the VM runs (`--boot`), the hosts exit with 75 so long after the
-notice (`--save`). Prints the seconds from the notice to the start of the next attempt, with the
-request at the notice and without it. What follows
-the start (processes, restore, first step) is the same in both and not in it.
+notice (`--save`); without a notice the other host exits 3 s after the VM is gone. Prints the
+seconds from the notice, or from the loss, to the start of the next attempt: with and without the
+request at the notice, and with a spare that is ready. What follows the start (processes, restore,
+first step) is the same in all and not in it: `tools/bench/spares.py` has it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxres.exit_codes import ExitCode
@@ -43,6 +44,26 @@ WITHOUT = (
     "import runpy; runpy.run_module('jaxres.launch', run_name='__main__')"
 )
 """A launcher that requests the replacement once the attempt has ended."""
+PEER_SECONDS = 3.0
+"""Until the supervisor of the other host has seen the loss of a VM, and exits."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a VM is lost, and what replaces it."""
+
+    has_notice: bool
+    is_early: bool = False
+    spares: int = 0
+
+
+WAYS = {
+    "no notice": Way(False),
+    "no notice, a spare": Way(False, spares=1),
+    "notice, requested after the attempt": Way(True),
+    "notice": Way(True, is_early=True),
+    "notice, a spare": Way(True, is_early=True, spares=1),
+}
 
 
 class Agents:
@@ -52,9 +73,12 @@ class Agents:
         self, gce: GceEmulator, gcs: GcsServer, paths: LaunchPaths, *, boot: float, save: float
     ) -> None:
         self.gce, self.gcs, self.paths, self.boot, self.save = gce, gcs, paths, boot, save
+        self.exit = ExitCode.PREEMPTED
         self.noticed: dict[str, float] = {}
-        """VMs with a notice, and when they got it."""
-        self._running: dict[str, float] = {}
+        """VMs that are lost, or about to be, and since when."""
+        self.hosts: set[str] = set()
+        """Hosts of the first attempt."""
+        self.running: dict[str, float] = {}
         """Since when each VM runs."""
         self._first: set[str] = set()
         """VMs of the first attempt, which boot at once."""
@@ -91,10 +115,11 @@ class Agents:
     def _report(self, desired: DesiredState, *, now: float) -> None:
         if not self.noticed:
             self._first |= desired.names
+            self.hosts |= {host.name for host in desired.hosts}
         for name, status in self.gce.vms().items():
             if status != "RUNNING":
                 continue
-            since = self._running.setdefault(name, now)
+            since = self.running.setdefault(name, now)
             if name not in self._first and now - since < self.boot:
                 continue
             report = self._of(name, desired, now=now)
@@ -107,11 +132,12 @@ class Agents:
         if is_host and desired.phase == "running":
             report = replace(report, state="running", attempt=desired.attempt)
         begun = min(self.noticed.values(), default=now)
-        if name in self._first and self.noticed and now - begun >= self.save:
-            report = replace(report, state="ended", attempt=1, exit=ExitCode.PREEMPTED)
+        if name in self.hosts and self.noticed and now - begun >= self.save:
+            report = replace(report, state="ended", attempt=1, exit=self.exit)
             if is_host and desired.attempt > 1:
                 report = replace(report, state="running", attempt=desired.attempt, exit=None)
-        if (at := self.noticed.get(name)) is not None:
+        at = self.noticed.get(name) if self.exit == ExitCode.PREEMPTED else None
+        if at is not None:
             until = time.time() + at + 120.0 - now
             report = replace(report, notice="this VM is being preempted", notice_until=until)
         return report
@@ -132,8 +158,9 @@ def launched(command: list[str], folder: Path, env: dict[str, str]) -> Iterator[
         launcher.wait()
 
 
-def measure(*, boot: float, save: float, is_early: bool) -> float:
-    """Returns the seconds from the notice to the start of the next attempt."""
+def measure(way: Way, *, boot: float, save: float) -> float:
+    """Returns the seconds from the notice or the loss to the start of the next attempt."""
+    save = save if way.has_notice else PEER_SECONDS
     paths = LaunchPaths(GcsPath(BUCKET, "run"))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -142,25 +169,38 @@ def measure(*, boot: float, save: float, is_early: bool) -> float:
         Agents(gce, gcs, paths, boot=boot, save=save) as agents,
     ):
         gcs.objects.facts[BUCKET] = {"location": "US-CENTRAL1", "locationType": "region"}
-        config = _config(Path(folder), paths.run, project=gce.project)
-        words = ["-m", "jaxres.launch"] if is_early else ["-c", WITHOUT]
+        config = _config(Path(folder), paths.run, project=gce.project, spares=way.spares)
+        words = ["-m", "jaxres.launch"] if way.is_early else ["-c", WITHOUT]
         command = [sys.executable, *words, "gce", "up", str(config)]
         with launched(command, Path(folder), {**os.environ, **gcs.env, **gce.env}):
             _wait(lambda: agents.attempt() == 1)
             time.sleep(5.0)
+            _wait(lambda: len(_ready_spares(agents)) == way.spares)
             desired = agents.desired()
             assert desired is not None
-            start = time.monotonic()
-            agents.noticed[desired.hosts[1].name] = start
+            start, taken = time.monotonic(), desired.hosts[1].name
+            if not way.has_notice:
+                agents.exit = ExitCode.PEER_LOST
+                gce.preempt(taken, notice=False)
+            agents.noticed[taken] = start
             _wait(lambda: agents.attempt() == 2)
             return time.monotonic() - start
 
 
-def _config(folder: Path, run: GcsPath, *, project: str) -> Path:
+def _ready_spares(agents: Agents) -> list[str]:
+    """Returns the spares that have reported for some seconds."""
+    desired = agents.desired()
+    vms = () if desired is None else desired.spares
+    known, now = agents.running, time.monotonic()
+    return [vm.name for vm in vms if vm.created and now - known.get(vm.name, now) > 5.0]
+
+
+def _config(folder: Path, run: GcsPath, *, project: str, spares: int) -> Path:
     option = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
     section = {
         "project": project,
         "num_hosts": 2,
+        "spares": spares,
         "capacity_options": [option],
         "image": "projects/debian-cloud/global/images/family/debian-12",
     }
@@ -181,13 +221,13 @@ def _wait(what: Callable[[], bool]) -> None:
 def main() -> None:
     """Prints a row for each duration of a boot."""
     parser = argparse.ArgumentParser(prog="python tools/bench/early_replacement.py")
-    parser.add_argument("--boot", type=float, nargs="+", default=[0.0, 20.0, 60.0])
+    parser.add_argument("--boot", type=float, nargs="+", default=[0.0, 60.0, 180.0])
     parser.add_argument("--save", type=float, default=10.0)
     options = parser.parse_args()
-    print("| boot | at the end of the attempt | at the notice |\n|---|---|---|")
+    print(f"| boot | {' | '.join(WAYS)} |\n|---{'|---' * len(WAYS)}|")
     for boot in options.boot:
-        found = [measure(boot=boot, save=options.save, is_early=early) for early in (False, True)]
-        print(f"| {boot:.0f} s | {found[0]:.1f} s | {found[1]:.1f} s |", flush=True)
+        found = [measure(way, boot=boot, save=options.save) for way in WAYS.values()]
+        print(f"| {boot:.0f} s | {' | '.join(f'{one:.1f} s' for one in found)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ launch:
   gce:
     project: project
     num_hosts: 4
+    spares: 1
     image: projects/p/global/images/family/f
     runtime: {{kind: container, image: i}}
     capacity_options:
@@ -113,6 +114,11 @@ launch:
     assert found["prices"]["spot"] == 3.0
     assert found["prices"]["on_demand"] == 10.0
     assert found["saves"]["largest_state_at_notice_bytes"] == pytest.approx(115 * 4e9)
+    (spares,) = (one for one in found["insurance"]["with"]["lines"] if one["name"] == "spare hosts")
+    assert spares["dollars"] > 0.0, "the spares of launch.gce are not in the costs"
+    none = planned(capsys, str(config), "--spares", "0")
+    (spares,) = (one for one in none["insurance"]["with"]["lines"] if one["name"] == "spare hosts")
+    assert spares["dollars"] == 0.0
 
 
 def test_a_run_gives_what_it_has_measured(tmp_path, capsys, monkeypatch):

@@ -125,6 +125,8 @@ class RandomWorld:
     limits: dict[int, int] = field(default_factory=dict)
     """Most VMs of a capacity option that may exist: its quota or reservation."""
     num_made: int = 0
+    num_spares_used: int = 0
+    """Most slots that spares have taken."""
     num_faults: int = 0
     """Faults that were seen and that may cost VMs."""
     was_refused: bool = False

@@ -68,7 +68,7 @@ def test_a_desired_state_is_read_back_as_it_was_written(desired: DesiredState) -
 
 
 def test_fields_of_a_newer_version_are_skipped() -> None:
-    fields = json.loads(encode_state(FULL)) | {"spares": [{"name": "jx-run-0009"}], "cordons": {}}
+    fields = json.loads(encode_state(FULL)) | {"standbys": [{"name": "jx-run-0009"}], "cordons": {}}
     assert decode_state(json.dumps(fields).encode(), PATH) == FULL
 
 

@@ -37,6 +37,15 @@ def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
     ), text
 
 
+def test_the_price_of_all_vms_includes_the_spares() -> None:
+    lines = preflight.lines(config(spares=1), RUN)
+    assert (
+        "  1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $4.50 an hour for all"
+        in lines
+    ), "the spare is free of charge"
+    assert "1 more as spares, once an attempt runs; the prices include them" in lines
+
+
 def test_the_plan_shows_the_request_without_its_script() -> None:
     text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
     for expected in (

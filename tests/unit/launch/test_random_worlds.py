@@ -18,7 +18,7 @@ import pytest
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import reconcile, transition_events
+from jaxres.launch import reconcile, spares, transition_events
 from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, PendingCreate
 from jaxres.launch.observed_state import CreateFailed, ObservedState, StateObserver
@@ -53,9 +53,10 @@ EVERLASTING: tuple[FaultKind, ...] = (
 
 
 @functools.cache
-def job(hosts: int, options: int) -> RunConfig:
+def job(hosts: int, options: int, num_spares: int = 0) -> RunConfig:
     return config(
         num_hosts=hosts,
+        spares=num_spares,
         capacity_options=OPTIONS[options],
         ready_minutes=5.0,
         repair_minutes=3.0,
@@ -172,6 +173,7 @@ def check_change(
     assert spent[1] >= spent[0] - 1e-9, f"costs decrease: {spent}"
     for count in ("attempt", "placement", "next_name", "vm_seconds", "spent_dollars"):
         assert getattr(after, count) >= getattr(before, count), f"{count} decreases"
+    check_spares(world, before, after, observed)
     gone = before.names - after.names
     assert gone <= {vm.name for vm in after.deleting}, "a VM is forgotten without a deletion"
     is_first = all(vm.option == 0 for vm in after.vms)
@@ -198,11 +200,32 @@ def check_change(
         world.num_faults += vm.is_alive and not vm.has_failed  # No sign of life is a fault, too.
 
 
+def check_spares(
+    world: RandomWorld, before: DesiredState, after: DesiredState, observed: ObservedState
+) -> None:
+    """Checks that spares are no hosts, and that a ready one does not wait beside an empty slot."""
+    names = {vm.name for vm in after.spares}
+    assert len(names) <= world.gce.spares, "too many spares"
+    assert len(after.hosts) in (0, world.gce.num_hosts), "another number of hosts"
+    assert names.isdisjoint(host.name for host in after.hosts), "a spare is a host"
+    assert names.isdisjoint(vm.name for vm in after.vms), "a spare has a slot"
+    creations = (before.creation, after.creation)
+    if after.phase != "placing" or after.end is not None or creations != (None, None):
+        return
+    if any(not vm.created for vm in after.vms):
+        ready = {vm.name for vm in spares.find_ready(before, observed, world.gce)}
+        assert not ready & names, f"{ready & names} wait beside an empty slot"
+    world.num_spares_used = max(
+        world.num_spares_used, sum(vm.spare_seconds > 0 for vm in after.vms)
+    )
+
+
 def lives(vm: ModelVm, world: RandomWorld) -> bool:
     """Returns whether a VM that nothing has happened to has shown a sign of life lately."""
     if not vm.is_alive or vm.has_failed or vm.agent is None:
         return False
-    signs = [vm.reported_at, world.step_at if world.is_training else -inf]
+    is_host = world.is_training and vm.attempt  # A spare shows nothing but its reports.
+    signs = [vm.reported_at, world.step_at if is_host else -inf]
     return world.now - max(signs) < world.gce.confirm_lost_seconds
 
 
@@ -265,7 +288,7 @@ def bound(world: RandomWorld) -> int:
 
     A fault costs a VM; where the zone has no other one, it costs all of them.
     """
-    hosts = world.gce.num_hosts
+    hosts = world.gce.num_hosts + world.gce.spares
     if world.always is not None and world.always not in HARMLESS:
         return hosts * (REPLACEMENTS + 2)
     return hosts * (1 + world.num_faults)
@@ -275,12 +298,15 @@ def made(seed: int) -> RandomWorld:
     """Returns the world of a seed, with its faults ahead."""
     draw = random.Random(f"faults-{seed}")
     hosts, options = draw.choice([1, 2, 4]), draw.randrange(len(OPTIONS))
-    world = RandomWorld(f"world-{seed}", job(hosts, options), steps=draw.choice([3, 30, 60]))
+    num_spares = random.Random(f"spares-{seed}").choice([0, 1, 2])
+    settings = job(hosts, options, num_spares)
+    world = RandomWorld(f"world-{seed}", settings, steps=draw.choice([3, 30, 60]))
     world.config = world.config.model_copy(
         update={"train": world.config.train.model_copy(update={"steps": world.steps})}
     )
     if draw.random() < 0.4:  # Quotas and reservations of exactly what the job needs.
-        world.limits = dict.fromkeys(range(len(OPTIONS[options])), hosts)
+        limit = hosts + random.Random(f"limit-{seed}").choice([0, num_spares])
+        world.limits = dict.fromkeys(range(len(OPTIONS[options])), limit)
     if draw.random() < 0.15:
         world.always = draw.choice(EVERLASTING)
         return world
@@ -319,12 +345,14 @@ def check(seed: int) -> RandomWorld:
 OTHER_ENDS = (ExitCode.OUT_OF_MEMORY,)
 
 
-def ends(seeds: Sequence[int]) -> dict[int, int]:
-    """Returns how often the worlds of these seeds end with each exit code."""
-    counts: dict[int, int] = {}
+def ends(seeds: Sequence[int]) -> Counter[int | str]:
+    """Returns how often the worlds of these seeds end with each exit code, and have used spares."""
+    counts = Counter[int | str]()
     for seed in seeds:
-        desired: Any = check(seed).desired
-        counts[desired.end.exit] = counts.get(desired.end.exit, 0) + 1
+        world = check(seed)
+        desired: Any = world.desired
+        counts[desired.end.exit] += 1
+        counts["spares used"] += world.num_spares_used > 0
     return counts
 
 
@@ -332,4 +360,5 @@ def ends(seeds: Sequence[int]) -> dict[int, int]:
 def test_every_job_trains_or_ends_and_no_healthy_vm_is_deleted_in_random_worlds(first: int) -> None:
     counts = ends(range(first, first + 200))
     assert counts[ExitCode.DONE] > 100, counts
+    assert counts["spares used"] > 2, "spares were not tested"
     assert counts[ExitCode.NO_PROGRESS] > 5, counts

@@ -1,0 +1,134 @@
+"""Requests the spares of a job while an attempt runs, and deletes those that are lost. Pure.
+
+No attempt waits for a spare: spares are requested once an attempt runs, and a request that is
+pending when it ends stays so. A lost spare is replaced after a wait that doubles until all spares
+are ready; its loss uses the budget of replacements, and ends no job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxres.config import RunConfig
+from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.launch import lost_vms, provisioning, replacement_budget, spares
+from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
+from jaxres.launch.observed_state import CreateFailed, ObservedState
+
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 60.0, 3600.0
+"""Wait after a spare is lost or refused, doubled each time, and its longest value."""
+
+
+def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
+    """Returns the decision with what follows for the spares."""
+    gce = config.launch.gce
+    assert gce is not None, config
+    if found.desired.phase not in ("placing", "running") or found.desired.end is not None:
+        return found
+    if not gce.spares and not found.desired.spares:
+        return found
+    found = _reset_wait(_without_lost(found, observed, gce), observed, gce)
+    if found.desired.creation is not None and found.desired.creation.is_of_spares:
+        return _await_creation(found, observed, gce)
+    if not _may_request(found.desired, observed, config):
+        return found
+    return _request(found, gce, now=observed.now)
+
+
+def _without_lost(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
+    desired, now = found.desired, observed.now
+    lost = spares.find_lost(desired, observed, gce)
+    if not lost:
+        return found
+    gone = [vm for vm in desired.spares if vm.name in lost]
+    lines = tuple(f"{name}: a spare: {loss.text}" for name, loss in lost.items())
+    return replace(
+        found,
+        desired=_wait(_dropped(desired, {*lost}, now=now), now=now),
+        messages=(*found.messages, *lines),
+        unused={**found.unused, **lost_vms.kinds({vm.name: lost[vm.name] for vm in gone})},
+    )
+
+
+def _dropped(desired: DesiredState, names: set[str], *, now: float) -> DesiredState:
+    """Returns the state with some spares to be deleted."""
+    gone = spares.end_spare_time((vm for vm in desired.spares if vm.name in names), now=now)
+    return replace(
+        desired,
+        spares=tuple(vm for vm in desired.spares if vm.name not in names),
+        deleting=(*desired.deleting, *provisioning.to_delete(gone, now=now)),
+    )
+
+
+def _wait(desired: DesiredState, *, now: float) -> DesiredState:
+    """Returns the state in which the next spare is requested after a wait."""
+    seconds = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** min(desired.spare_failures, 10))
+    failures = desired.spare_failures + 1
+    return replace(desired, spare_failures=failures, spares_not_before=now + seconds)
+
+
+def _reset_wait(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
+    desired = found.desired
+    num_ready = len(spares.find_ready(desired, observed, gce)) if desired.spare_failures else 0
+    if not num_ready or num_ready < gce.spares:
+        return found
+    return replace(found, desired=replace(desired, spare_failures=0, spares_not_before=0.0))
+
+
+def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
+    """Returns what follows the result of the request; a failure has no consequence but a wait."""
+    desired, creation = found.desired, found.desired.creation
+    assert creation is not None, desired
+    answer = provisioning.creation_answer(desired, creation, observed, gce)
+    if answer is True:
+        made = provisioning.created(desired, creation)
+        return replace(found, desired=made.desired, messages=(*found.messages, *made.messages))
+    if not isinstance(answer, CreateFailed):
+        return found
+    new = _wait(_dropped(desired, {*creation.names}, now=observed.now), now=observed.now)
+    if answer.kind in ("preempted", "passing"):  # VMs of it may count against the quota.
+        new = replace(new, freed_at=observed.now)
+    seconds = new.spares_not_before - observed.now
+    line = f"no spare: {answer.kind}: {answer.message}; requested again in {seconds:.0f} s"
+    return replace(found, desired=replace(new, creation=None), messages=(*found.messages, line))
+
+
+def _may_request(desired: DesiredState, observed: ObservedState, config: RunConfig) -> bool:
+    """Returns whether spares are lacking, and may be requested now.
+
+    None is requested if no attempt will follow, if the next replacement ends the job, if the zone
+    is being skipped, or if the capacity option has a queue: a VM may be in it for hours.
+    """
+    gce = config.launch.gce
+    assert gce is not None, config
+    if desired.phase != "running" or desired.creation is not None:
+        return False
+    if len(desired.spares) >= gce.spares:
+        return False
+    is_ending = observed.stop_requested or observed.down_requested
+    if is_ending or observed.log.step >= config.train.steps:
+        return False
+    wait = desired.spares_not_before - observed.now
+    if 0.0 < wait <= LONGEST_WAIT_SECONDS:  # A longer one: the last launcher's clock was ahead.
+        return False
+    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
+    site = (desired.vms[0].option, desired.vms[0].zone)
+    is_skipped = any(
+        (c.option, c.zone) == site and c.until > observed.now for c in desired.backoffs
+    )
+    is_queue = isinstance(gce.capacity_options[site[0]], FlexStartOption)
+    return count.times < gce.max_replacements_without_commit and not is_skipped and not is_queue
+
+
+def _request(found: Transition, gce: GceSection, *, now: float) -> Transition:
+    """Requests all spares that are lacking, by one creation in the zone of the hosts."""
+    desired, like = found.desired, found.desired.vms[0]
+    new, names = provisioning.new_names(desired, gce.spares - len(desired.spares))
+    more = tuple(VmSpec(name, like.zone, like.option, now) for name in names)
+    new = replace(new, spares=(*desired.spares, *more))
+    line = f"requesting {len(names)} more in {like.zone} as spares"
+    return replace(
+        found,
+        desired=provisioning.with_request(new, names, is_of_spares=True),
+        messages=(*found.messages, line),
+    )

@@ -1,0 +1,84 @@
+"""Which spares are ready, and how they take the slots of other VMs. Pure.
+
+A spare (`launch.gce.spares`) is a VM of the job without a slot: its agent waits, and no attempt
+runs on it. A ready one takes the slot of a lost VM at once, so no VM is created and none boots
+before the next attempt. `spare_requests.py` requests spares and deletes lost ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from jaxres.config.schema_gce import GceSection
+from jaxres.launch import lost_vms
+from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
+from jaxres.launch.lost_vms import Loss
+from jaxres.launch.observed_state import ObservedState
+
+
+def find_lost(desired: DesiredState, observed: ObservedState, gce: GceSection) -> dict[str, Loss]:
+    """Returns the spares that are lost, will soon be stopped, or that the run leaves out."""
+    lost = lost_vms.find_lost(desired.spares, observed, gce, is_training=False)
+    return lost_vms.find_faulty(desired.spares, observed) | lost
+
+
+def find_ready(
+    desired: DesiredState, observed: ObservedState, gce: GceSection
+) -> tuple[VmSpec, ...]:
+    """Returns the spares on which an attempt may start now: listed, with an agent that reports."""
+    lost, listed = find_lost(desired, observed, gce), observed.vms or {}
+    return tuple(
+        vm
+        for vm in desired.spares
+        if vm.created
+        and vm.name in listed
+        and vm.name not in lost
+        and vm.name in observed.reports
+        and observed.silent.get(vm.name, 0.0) < gce.lost_seconds
+    )
+
+
+def exchange(desired: DesiredState, taken: Mapping[str, VmSpec], *, now: float) -> DesiredState:
+    """Returns the state with spares in the slots of other VMs, which are no longer in the state.
+
+    Args:
+      desired: the desired state.
+      taken: the spare of each VM that leaves its slot, by the name of the latter.
+      now: seconds since the epoch.
+    """
+    new = {
+        name: replace(spare, replaces=name)
+        for name, spare in zip(taken, end_spare_time(taken.values(), now=now), strict=True)
+    }
+    left = {spare.name for spare in taken.values()}
+    return replace(
+        desired,
+        vms=tuple(new.get(vm.name, vm) for vm in desired.vms),
+        spares=tuple(vm for vm in desired.spares if vm.name not in left),
+    )
+
+
+def fill_slots(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
+    """Puts ready spares into the slots of VMs that do not exist yet or still boot.
+
+    The VMs that boot become spares. The other VMs of the state are not being created.
+    """
+    late = [vm for vm in desired.vms if vm.name not in observed.reports]
+    ready = find_ready(desired, observed, gce) if late else ()
+    late.sort(key=lambda vm: vm.created)
+    taken = {vm.name: spare for vm, spare in zip(late, ready, strict=False)}
+    if not taken:
+        return Transition(desired)
+    left = [vm for vm in late if vm.name in taken]
+    booting = tuple(vm for vm in left if vm.created)
+    others = tuple(replace(vm, deleting_since=observed.now) for vm in left if not vm.created)
+    new = exchange(desired, taken, now=observed.now)
+    new = replace(new, spares=(*new.spares, *booting), deleting=(*new.deleting, *others))
+    lines = tuple(f"{spare.name}, a spare, takes the slot of {n}" for n, spare in taken.items())
+    return Transition(new, lines)
+
+
+def end_spare_time(vms: Iterable[VmSpec], *, now: float) -> tuple[VmSpec, ...]:
+    """Returns VMs that are no longer spares; `now`: seconds since the epoch, for the costs."""
+    return tuple(replace(vm, spare_seconds=max(0.0, now - vm.requested_at)) for vm in vms)
