@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
@@ -85,6 +85,7 @@ class ArrayWriter:
         describe: Callable[[], Mapping[str, bytes]],
         *,
         process: int,
+        num_hosts: int = 1,
         is_own: bool,
         pace: Throttle,
         sums: BitSums = NO_SUMS,
@@ -96,6 +97,7 @@ class ArrayWriter:
           folders: folder of the step -> path -> info and jax.Array.
           describe: returns name -> content of Orbax's files (orbax_files.py).
           process: number of this host.
+          num_hosts: number of hosts; the parts do not depend on it.
           is_own: whether the arrays are such a copy.
           pace: throttle of the writing, the digests and the read-back.
           sums: sums of the bits of the state itself, with which what is written is compared.
@@ -116,7 +118,7 @@ class ArrayWriter:
         if not is_own:
             self._described, self._describe = describe(), None
             for path, (info, array) in itertools.chain(*(a.items() for a in folders.values())):
-                self._fetched[path] = _fetch(info, array)
+                self._fetched[path] = fetch(info, array)
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
 
@@ -132,10 +134,11 @@ class ArrayWriter:
         finally:
             self._folders, self._fetched, self._describe = {}, {}, None
 
-    def complete(self, reports: Sequence[HostReport]) -> None:
+    def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """Makes the parts of all hosts one checkpoint, under the step's name.
 
-        Host 0 calls it when all have written.
+        Host 0 calls it when all have written. Returns a report on nothing: what this writes is read
+        once it is durable.
 
         Args:
           reports: those of all hosts, which name the files of their parts.
@@ -147,7 +150,7 @@ class ArrayWriter:
         with files.typed_errors(self.step_dir):
             self._folder.stat()  # TensorStore would make it, if it is gone.
             for folder in self._names:
-                names = _databases(folder, reports)
+                names = databases(folder, reports)
                 try:
                     _merge(self._folder, folder, names, self._context)
                 except (ValueError, KeyError) as error:  # The parts were valid a moment ago.
@@ -159,6 +162,7 @@ class ArrayWriter:
             for name, content in self._described.items():
                 (self._folder / name).write_bytes(content)
             self._folder.rename(self.step_dir)
+        return HostReport({})
 
     def _write(self) -> HostReport:
         self._context = orbax_stores.get_ts_context()  # orbax_io.use_lockfiles_if_needed
@@ -176,7 +180,7 @@ class ArrayWriter:
         with ThreadPoolExecutor(THREADS, "jaxres-write") as pool:
             written = pool.map(
                 lambda numbered: self._write_part(folder, *numbered),
-                enumerate(list(_parts(arrays))),
+                enumerate(list(parts_of(arrays, PART_BYTES))),
             )
             parts = list(written)
         digests = {path: each for _, own in parts for path, each in own.items()}
@@ -197,7 +201,7 @@ class ArrayWriter:
         self, folder: str, number: int, paths: list[str]
     ) -> tuple[HostReport, dict[str, Digests]]:
         arrays, database = self._folders[folder], database_name(folder, self._process, number)
-        held = {path: self._fetched.pop(path, None) or _fetch(*arrays[path]) for path in paths}
+        held = {path: self._fetched.pop(path, None) or fetch(*arrays[path]) for path in paths}
         for path in paths:
             del arrays[path]
         digests: dict[str, Digests] = {}
@@ -230,21 +234,25 @@ def database_name(folder: str, process: int, number: int) -> str:
     return f"{folder}/ocdbt.process_{process}.{number}"
 
 
-def _parts(arrays: Mapping[str, tuple[ArrayInfo, Any]]) -> Iterator[list[str]]:
-    """Yields the paths of the arrays of each part; the same on every host."""
+def parts_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], least_bytes: int) -> Iterator[list[str]]:
+    """Yields the paths of the arrays of each part; the same on every host.
+
+    A part ends once its arrays have so many bytes.
+    """
     part: list[str] = []
     size_bytes = 0
     for path, (info, _) in arrays.items():
         part.append(path)
         size_bytes += math.prod(info.shape) * info.itemsize
-        if size_bytes >= PART_BYTES:
+        if size_bytes >= least_bytes:
             yield part
             part, size_bytes = [], 0
     if part:
         yield part
 
 
-def _fetch(info: ArrayInfo, array: Any) -> HostPieces:
+def fetch(info: ArrayInfo, array: Any) -> HostPieces:
+    """Returns this host's pieces of an array, in its memory."""
     return HostPieces(info, *shape_and_pieces(array))
 
 
@@ -259,17 +267,41 @@ def _write_database(
     values: dict[str, bytes | ocdbt.Place] = {}
     with DirectWriter(database / ocdbt.DATA_FILE) as file:
         for path, each in held.items():
-            key = key_of(path)
-            values[f"{key}zarr.json"] = canonical_json(_metadata(each))
-            for box, items in each.items.items():
-                if items.size:
-                    with pace.piece():
-                        values[key + _chunk_key(box, each.chunk_shape)] = _append(file, items)
+            values |= append_array(file, path, each, pace)
             yield path, each
     ocdbt.write_index(database, values)
 
 
-def _append(file: DirectWriter, items: np.ndarray) -> bytes | ocdbt.Place:
+class Appendable(Protocol):
+    """A data file that is written from its start to its end."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def append(self, data: np.ndarray | bytes | memoryview) -> None: ...
+
+    def align(self, num_bytes: int) -> None: ...
+
+
+def append_array(
+    file: Appendable,
+    path: str,
+    each: HostPieces,
+    pace: Throttle,
+    *,
+    data_file: str = ocdbt.DATA_FILE,
+) -> dict[str, bytes | ocdbt.Place]:
+    """Appends the pieces of an array to a data file; returns the entries of the index."""
+    key = key_of(path)
+    values: dict[str, bytes | ocdbt.Place] = {f"{key}zarr.json": canonical_json(_metadata(each))}
+    for box, items in each.items.items():
+        if items.size:
+            with pace.piece():
+                values[key + chunk_key(box, each.chunk_shape)] = _append(file, items, data_file)
+    return values
+
+
+def _append(file: Appendable, items: np.ndarray, name: str) -> bytes | ocdbt.Place:
     """Appends a chunk, as the codec `sharding_indexed` has it, unless it belongs into the index."""
     data = as_bytes(items)
     index = chunk_index(len(data))
@@ -279,13 +311,13 @@ def _append(file: DirectWriter, items: np.ndarray) -> bytes | ocdbt.Place:
     offset = file.size_bytes
     file.append(data)
     file.append(index)
-    return ocdbt.Place(offset, len(data) + len(index))
+    return ocdbt.Place(offset, len(data) + len(index), name)
 
 
-def _chunk_key(box: Box, chunk_shape: Sequence[int]) -> str:
+def chunk_key(box: Box, chunk_shape: Sequence[int]) -> str:
     """Returns the key of a chunk below that of its array.
 
-    >>> _chunk_key(((4, 8), (0, 64)), (4, 64)), _chunk_key((), ())
+    >>> chunk_key(((4, 8), (0, 64)), (4, 64)), chunk_key((), ())
     ('c/1/0', 'c')
     """
     return "/".join(["c", *(str(a // n) for (a, _), n in zip(box, chunk_shape, strict=True))])
@@ -317,7 +349,7 @@ def _fill_value(dtype: np.dtype) -> Any:
     return np.zeros((), dtype).item()
 
 
-def _databases(folder: str, reports: Sequence[HostReport]) -> list[str]:
+def databases(folder: str, reports: Sequence[HostReport]) -> list[str]:
     """Returns the names of all hosts' parts in a folder.
 
     They are taken from the reports: the list of a folder on a network may be old.

@@ -1,4 +1,4 @@
-"""Saves in the background, by our own writer (array_writer.py) or Orbax, and their typed errors.
+"""Saves in the background, by our own writers or Orbax, and their typed errors.
 
 The result of every save is awaited: otherwise Orbax raises the error of a failed save in the next
 save, which then saves nothing.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -19,7 +19,8 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_files
 from jaxres.checkpoint.array_writer import ArrayWriter
-from jaxres.checkpoint.bit_sums import sums_of
+from jaxres.checkpoint.bit_sums import BitSums, sums_of
+from jaxres.checkpoint.bucket_writer import BucketWriter
 from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import Snapshot, SnapshotMemory, take_snapshot
@@ -52,7 +53,7 @@ class BackgroundSave:
         snapshots: Sequence[Snapshot] = (),
         *,
         on_success: Callable[[], None] = lambda: None,
-        own: ArrayWriter | None = None,
+        own: ArrayWriter | BucketWriter | None = None,
     ) -> None:
         """Calls `begin` in the thread; it returns an object whose `result()` ends with the save.
 
@@ -85,17 +86,20 @@ class BackgroundSave:
         """Report on this host's part, if the save has read it back already."""
         return self._own and self._own.report
 
-    def complete(self, reports: Sequence[HostReport]) -> None:
+    def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """On host 0, once all hosts have reported their parts: makes them one checkpoint.
+
+        Returns a report on the files that were written and read back for that.
 
         Raises:
           StorageUnavailable: storage has failed.
         """
-        if self._own is not None:
-            try:
-                self._own.complete(reports)
-            except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
-                _raise_typed(error, self._own.step_dir)
+        if self._own is None:
+            return HostReport({})
+        try:
+            return self._own.complete(reports)
+        except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
+            _raise_typed(error, self._own.step_dir)
 
     def is_over(self) -> bool:
         """Returns whether the save has ended, with or without an error."""
@@ -135,17 +139,9 @@ def start_save(
     copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
     named = {path: x for part in parts.values() for path, x in named_arrays(part).items()}
     sums = sums_of(named, check)
-    if writer == "tensorstore" and not is_remote(step_dir):
+    if writer == "tensorstore":
         folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
-        own = ArrayWriter(
-            step_dir,
-            {folder: named_arrays(part) for folder, part in folders.items()},
-            functools.partial(orbax_files.describe, folders),
-            process=jax.process_index(),
-            is_own=is_own,
-            pace=pace,
-            sums=sums,
-        )
+        own = _own_writer(step_dir, folders, is_own=is_own, pace=pace, sums=sums)
         written = functools.partial(memory.give_back, copies) if is_own else lambda: None
         return BackgroundSave(lambda: own, on_success=written, own=own)
     contents: dict[str, Any] = {}
@@ -170,6 +166,22 @@ def start_save(
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
     return BackgroundSave(lambda: response, snapshots)
+
+
+def _own_writer(
+    step_dir: RunPath, folders: Mapping[str, Any], *, is_own: bool, pace: Throttle, sums: BitSums
+) -> ArrayWriter | BucketWriter:
+    kind: Any = BucketWriter if is_remote(step_dir) else ArrayWriter
+    return kind(
+        step_dir,
+        {folder: named_arrays(part) for folder, part in folders.items()},
+        functools.partial(orbax_files.describe, folders),
+        process=jax.process_index(),
+        num_hosts=jax.process_count(),
+        is_own=is_own,
+        pace=pace,
+        sums=sums,
+    )
 
 
 def wait_save(writing: BackgroundSave, step_dir: RunPath, *, timeout: float) -> None:

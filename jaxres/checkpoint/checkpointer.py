@@ -309,7 +309,7 @@ class Checkpointer:
         self._flight.begin(self._saver.submit(finish, flying))
 
     def _download(self, step_dir: RunPath) -> StepDownload | None:
-        if not is_remote(step_dir):
+        if not is_remote(step_dir) or self._section.writer != "orbax":
             return None
         host = self._peers.member.host
         folder = self._run_dir.read_back(host) / step_dir.name
@@ -396,7 +396,7 @@ class Checkpointer:
         if any(frozen_arrays.CHANGED in report.failure for report in reports):
             self._sources = []  # The next saves write the frozen arrays.
         if not any(report.failure for report in reports):
-            save.writing.complete(reports)
+            reports.append(save.writing.complete(reports))
         linked = self._link(save)
         root = self._run_dir.root.absolute()
         commit = finalize(

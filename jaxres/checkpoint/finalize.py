@@ -179,10 +179,11 @@ def _digests_below(
     """Returns the digest of the arrays whose block digests are in one folder."""
     tables = {path: BlockTable(info) for path, info in arrays.items()}
     try:
-        for name in files.list_names(step_dir / folder) if arrays else ():
-            if fnmatch.fnmatch(name, "process_*.json"):
-                for path, digests in decode(files.read_whole(step_dir / folder / name)).items():
-                    tables[path].add(digests)
+        names = files.list_names(step_dir / folder) if arrays else []
+        wanted = fnmatch.filter(names, "process_*.json")
+        for data in files.read_all([step_dir / folder / name for name in wanted]):
+            for path, digests in decode(data or b"").items():
+                tables[path].add(digests)
         cut = _digest_cut_blocks(step_dir, tables, frozen)
         if cut:
             path, data = step_dir / folder / CUT_BLOCKS, encode(cut)

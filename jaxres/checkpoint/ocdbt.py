@@ -1,6 +1,6 @@
-"""Encodes the index of a database of TensorStore (OCDBT) whose values lie in one data file. No jax.
+"""Encodes the index of a database of TensorStore (OCDBT) whose values lie in data files. No jax.
 
-Such a database is a folder with the data file, a file with the index, which is one leaf node of a
+Such a database is a folder with data files, a file with the index, which is one leaf node of a
 B+tree, and a manifest, which says where that node is. TensorStore reads it as one of its own.
 
 Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html, "Storage format".
@@ -28,10 +28,12 @@ _INLINE, _IN_DATA_FILE = 0, 1
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a value in the data file, in bytes."""
+    """Place of a value in a data file, in bytes."""
 
     offset: int
     size: int
+    file: str = DATA_FILE
+    """Name of the data file in the database's folder."""
 
 
 def write_index(database: Path, values: Mapping[str, bytes | Place]) -> None:
@@ -41,9 +43,14 @@ def write_index(database: Path, values: Mapping[str, bytes | Place]) -> None:
       database: its folder.
       values: key -> the value, or its place in the data file; at least one.
     """
+    for name, content in encode_index(values).items():
+        (database / name).write_bytes(content)
+
+
+def encode_index(values: Mapping[str, bytes | Place]) -> dict[str, bytes]:
+    """Returns name -> content of the index and the manifest of a database."""
     node = encode_node(values)
-    (database / INDEX_FILE).write_bytes(node)
-    (database / MANIFEST_FILE).write_bytes(_encode_manifest(node, values))
+    return {INDEX_FILE: node, MANIFEST_FILE: _encode_manifest(node, values)}
 
 
 def encode_node(values: Mapping[str, bytes | Place]) -> bytes:
@@ -51,14 +58,16 @@ def encode_node(values: Mapping[str, bytes | Place]) -> bytes:
     keys = sorted(key.encode() for key in values)
     found = [values[key.decode()] for key in keys]
     places = [value for value in found if isinstance(value, Place)]
+    names = sorted({place.file for place in places})
+    numbers = {name: number for number, name in enumerate(names)}
     body = [
         b"\0",  # Height of the node.
-        _files([DATA_FILE] if places else []),
+        _files(names),
         _varints([len(keys)]),
         _keys(keys),
         _varints(v.size if isinstance(v, Place) else len(v) for v in found),
         bytes(_IN_DATA_FILE if isinstance(v, Place) else _INLINE for v in found),
-        bytes(len(places)),  # Numbers of the data files: each is the first.
+        _varints(numbers[place.file] for place in places),
         _varints(place.offset for place in places),
         *(value for value in found if isinstance(value, bytes)),
     ]
@@ -92,17 +101,19 @@ def _framed(magic: int, body: bytes) -> bytes:
 
 
 def _files(names: Sequence[str]) -> bytes:
-    """Returns a table of at most one data file, which is found below the database's folder."""
-    paths = [name.encode() for name in names]
-    no_base = [0 for _ in paths]
-    return _varints([len(paths), *map(len, paths), *no_base]) + b"".join(paths)
+    """Returns a table of sorted data files, which are found below the database's folder."""
+    no_base = [0 for _ in names]
+    return _varints([len(names)]) + _keys([name.encode() for name in names], no_base)
 
 
-def _keys(keys: Sequence[bytes]) -> bytes:
-    """Returns sorted keys, each without what it has in common with the one before."""
+def _keys(keys: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
+    """Returns sorted keys, each without what it has in common with the one before.
+
+    Further numbers, one for each key, follow the lengths.
+    """
     common = [_common_length(one, other) for one, other in itertools.pairwise(keys)]
-    suffixes = [key[n:] for key, n in zip(keys, [0, *common], strict=True)]
-    return _varints([*common, *map(len, suffixes)]) + b"".join(suffixes)
+    suffixes = [key[n:] for key, n in zip(keys, [0, *common], strict=True)] if keys else []
+    return _varints([*common, *map(len, suffixes), *lengths]) + b"".join(suffixes)
 
 
 def _common_length(one: bytes, other: bytes) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -24,22 +24,34 @@ from jaxres.checkpoint.block_digests import (
     Box,
     Digests,
     decode,
+    digests_of,
+    dtype_named,
     grid_box,
+    index_of,
     rows_of,
     split,
 )
 from jaxres.checkpoint.content_digest import block_digest, block_digests
 from jaxres.checkpoint.manifest import FileInfo
 from jaxres.checkpoint.step_download import LocalCopies
-from jaxres.checkpoint.stored_chunks import Chunk, by_file, locate_below, locate_chunks, scan
+from jaxres.checkpoint.stored_chunks import (
+    Chunk,
+    by_file,
+    locate_below,
+    locate_chunks,
+    scan,
+    scan_opened,
+)
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import HostGroup
 from jaxres.faults import PeerLost, RunError, StorageUnavailable
-from jaxres.storage import codec
+from jaxres.storage import codec, gcs_objects
 from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import RunPath, is_remote
+from jaxres.storage.gcs_objects import Stat
+from jaxres.storage.object_streams import ChunkReader
+from jaxres.storage.path import GcsPath, RunPath, is_remote
 
 THREADS = 4
 READ_BYTES = 2**22
@@ -132,10 +144,7 @@ def _report(
             found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
             files |= found
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
-        is_down = isinstance(error, StorageUnavailable) and not isinstance(
-            error, storage.TransferCorrupted
-        )
-        return HostReport({}, f"{step_dir}: could not be read back ({error})"), not is_down
+        return HostReport({}, f"{step_dir}: could not be read back ({error})"), not _is_down(error)
     if wrong:
         return _reads_differently(step_dir, wrong), True
     return HostReport(files), False
@@ -193,6 +202,107 @@ def verify_part(
     except (RunError, OSError, ValueError, KeyError, TypeError) as error:
         return HostReport({}, f"{step_dir}: could not be read back ({error})")
     return _reads_differently(step_dir, wrong) if wrong else HostReport(found)
+
+
+def verify_object(
+    step_dir: GcsPath,
+    name: str,
+    stat: Stat,
+    chunks: Mapping[str, list[Chunk]],
+    expected: Mapping[str, Digests],
+    pace: Throttle,
+) -> HostReport:
+    """Downloads an object of a save once, and compares it; returns the report on it.
+
+    Args:
+      step_dir: directory of the step.
+      name: name of the object in it.
+      stat: the generation that was written.
+      chunks: path -> the chunks of an array, all of which are in the object.
+      expected: path -> digests of the snapshot.
+      pace: throttle of the comparison.
+    """
+    placed = {path: own for path, own in chunks.items() if own}
+    by_chunk = _with_digests(placed, expected)
+
+    def check() -> HostReport:
+        wrong, compare = set[str](), _comparison(by_chunk, expected)
+        pieces = {
+            path: {c.box: np.empty(c.shape, dtype_named(c.info.dtype)) for c in placed[path]}
+            for path in placed.keys() - by_chunk.keys()
+        }
+
+        def visit(chunk: Chunk, box: Box, items: np.ndarray) -> None:
+            if chunk.path in pieces:
+                pieces[chunk.path][chunk.box][index_of(box, within=chunk.box)] = items
+            elif not compare(chunk, box, items):
+                wrong.add(chunk.path)
+
+        file = ChunkReader(gcs_objects.iter_generation(step_dir / name, stat), stat.size)
+        flat = [chunk for own in placed.values() for chunk in own]
+        info = scan_opened(file, step_dir / name, flat, visit, pace)
+        file.end()
+        for path, own in pieces.items():
+            if digests_of(placed[path][0].info, own) != expected[path]:
+                wrong.add(path)
+        return _reads_differently(step_dir, wrong) if wrong else HostReport({name: info})
+
+    return _repeated(step_dir, check)
+
+
+def verify_index(
+    step_dir: GcsPath,
+    database: str,
+    infos: Mapping[str, ArrayInfo],
+    chunks: Mapping[str, list[Chunk]],
+    expected: Mapping[str, Digests],
+    pace: Throttle,
+) -> HostReport:
+    """Verifies that the index of a database in a bucket has each chunk where it was written.
+
+    Args:
+      step_dir: directory of the step.
+      database: name of the database in it.
+      infos: path -> dtype and shape of the arrays in it.
+      chunks: path -> the chunks of an array in the data files; the others are in the index.
+      expected: path -> digests of the snapshot.
+      pace: throttle of the comparison.
+    """
+
+    def check() -> HostReport:
+        placed = {path: own for path, own in chunks.items() if own}
+        boxes = {path: [chunk.box for chunk in own] for path, own in placed.items()}
+        found = locate_below(step_dir, database, {p: infos[p] for p in placed}, boxes)
+        wrong = {path for path, own in found.items() if {*own} != {*placed[path]}}
+        rest = {path: each for path, each in expected.items() if path not in found}
+        reader = ArrayReader(step_dir, infos, frozen=(), database=database)
+        wrong |= _wrong_arrays(reader, infos, rest, pace)
+        return _reads_differently(step_dir, wrong) if wrong else HostReport({})
+
+    return _repeated(step_dir, check)
+
+
+def _repeated(step_dir: RunPath, check: Callable[[], HostReport]) -> HostReport:
+    """Returns the report of a check in a bucket, which is repeated: transfers damage data, too."""
+    report = HostReport({})
+    for _ in range(REMOTE_TRIES):
+        try:
+            with storage.typed_errors(step_dir):
+                report = check()
+        except (RunError, OSError, ValueError, KeyError, TypeError) as error:
+            report = HostReport({}, f"{step_dir}: could not be read back ({error})")
+            if _is_down(error):
+                break
+        if not report.failure:
+            break
+    return report
+
+
+def _is_down(error: Exception) -> bool:
+    """Returns whether a bucket has not answered; its requests were retried already."""
+    return isinstance(error, StorageUnavailable) and not isinstance(
+        error, storage.TransferCorrupted
+    )
 
 
 def writer_of(name: str) -> int | None:
@@ -295,23 +405,34 @@ def _scan_files(
     pace: Throttle,
 ) -> tuple[dict[str, FileInfo], set[str]]:
     """Reads the files of these chunks; returns their checksums, and the arrays that are wrong."""
-    wanted = {path: dict(expected[path].blocks) for path in chunks}
-    files = by_file(chunks)
+    files, compare = by_file(chunks), _comparison(chunks, expected)
     wrong: set[str] = set()
 
-    def compare(chunk: Chunk, box: Box, items: np.ndarray) -> None:
-        whole, part = grid_box(chunk.info, chunk.box), grid_box(chunk.info, box)
-        if (
-            whole is None
-            or part is None
-            or block_digests(items, chunk.info.block)
-            != rows_of(whole, wanted[chunk.path][whole], part)
-        ):
+    def visit(chunk: Chunk, box: Box, items: np.ndarray) -> None:
+        if not compare(chunk, box, items):
             wrong.add(chunk.path)
 
     with ThreadPoolExecutor(THREADS, "jaxres-readback") as pool:
-        infos = pool.map(lambda name: scan(step_dir / name, files[name], compare, pace), files)
+        infos = pool.map(lambda name: scan(step_dir / name, files[name], visit, pace), files)
         return dict(zip(files, infos, strict=True)), wrong
+
+
+def _comparison(
+    chunks: Mapping[str, list[Chunk]], expected: Mapping[str, Digests]
+) -> Callable[[Chunk, Box, np.ndarray], bool]:
+    """Returns whether the items of a box in a chunk have the digests of the snapshot."""
+    wanted = {path: dict(expected[path].blocks) for path in chunks}
+
+    def is_same(chunk: Chunk, box: Box, items: np.ndarray) -> bool:
+        whole, part = grid_box(chunk.info, chunk.box), grid_box(chunk.info, box)
+        return (
+            whole is not None
+            and part is not None
+            and block_digests(items, chunk.info.block)
+            == rows_of(whole, wanted[chunk.path][whole], part)
+        )
+
+    return is_same
 
 
 def _wrong_arrays(

@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -234,27 +234,48 @@ def scan(
       ValueError: the file is too short, or the index of a chunk is wrong.
       OSError: it can't be read.
     """
-    checksum = xxhash.xxh3_128()
-    parts = {chunk: list(_parts(chunk)) for chunk in chunks}
-    longest = max(REST_BYTES, *(size for each in parts.values() for _, size in each))
+    longest = max(REST_BYTES, *(size for chunk in chunks for _, size in _parts(chunk)))
     with DirectReader(path, longest=longest) as file:
+        return scan_opened(file, path, chunks, visit, pace)
 
-        def read(num_bytes: int) -> np.ndarray:
-            part = file.take(num_bytes)
-            checksum.update(part.data)
-            pace.spend(num_bytes)
-            return part
 
-        for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
-            _read_rest(read, chunk.offset - file.position)
-            for box, size_bytes in parts[chunk]:
-                with pace.piece():
-                    items = read(size_bytes).view(dtype_named(chunk.info.dtype))
-                    visit(chunk, box, items.reshape([stop - start for start, stop in box]))
-            if read(INDEX_BYTES).tobytes() != chunk.index:
-                raise ValueError(f"{path}: the index of a chunk of {chunk.path} is wrong")
-        with pace.piece():
-            _read_rest(read, file.size_bytes - file.position)
+class Opened(Protocol):
+    """A file that is read once, from its start to its end."""
+
+    size_bytes: int
+
+    @property
+    def position(self) -> int: ...
+
+    def take(self, num_bytes: int) -> np.ndarray: ...
+
+
+def scan_opened(
+    file: Opened,
+    path: RunPath,
+    chunks: Sequence[Chunk],
+    visit: Callable[[Chunk, Box, np.ndarray], None],
+    pace: Throttle,
+) -> FileInfo:
+    """Reads a data file as `scan` does, from a reader that is at its start."""
+    checksum = xxhash.xxh3_128()
+
+    def read(num_bytes: int) -> np.ndarray:
+        part = file.take(num_bytes)
+        checksum.update(part.data)
+        pace.spend(num_bytes)
+        return part
+
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+        _read_rest(read, chunk.offset - file.position)
+        for box, size_bytes in _parts(chunk):
+            with pace.piece():
+                items = read(size_bytes).view(dtype_named(chunk.info.dtype))
+                visit(chunk, box, items.reshape([stop - start for start, stop in box]))
+        if read(INDEX_BYTES).tobytes() != chunk.index:
+            raise ValueError(f"{path}: the index of a chunk of {chunk.path} is wrong")
+    with pace.piece():
+        _read_rest(read, file.size_bytes - file.position)
     return FileInfo(file.size_bytes, checksum.hexdigest())
 
 

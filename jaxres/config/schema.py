@@ -158,11 +158,10 @@ class CheckpointSection(Section):
 
     auto: accelerators do; on a CPU the call of a save would take up to twice as long."""
     writer: Literal["tensorstore", "orbax"] = free("tensorstore")
-    """What writes the arrays on a file system, in the same format.
+    """What writes the arrays, in the same format.
 
     tensorstore: TensorStore's format without Orbax's layers; each part is read back while the next
-    ones are written; orbax: Orbax, and all is read back at the end. Orbax always writes those of a
-    bucket."""
+    ones are written; orbax: Orbax, and all is read back at the end."""
     background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
     """Share of its time that a background thread spends on writing and verifying a save.
 

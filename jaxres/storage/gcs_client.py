@@ -141,6 +141,18 @@ def is_transient(error: Exception) -> bool:
     )
 
 
+def may_send_again(error: Exception) -> bool:
+    """Returns whether one request of an upload may be sent again, as the upload goes on.
+
+    Not if the object is damaged or a precondition has failed: the upload starts again, or ends.
+    """
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+    if isinstance(error, InvalidResponse):
+        return getattr(error.response, "status_code", 0) in TRANSIENT_STATUS
+    return is_transient(error) and not isinstance(error, DataCorruption)
+
+
 def typed_error(error: Exception, path: GcsPath) -> Exception:
     """Returns the StorageRefused for a missing bucket or missing rights, else the error itself."""
     from google.api_core.exceptions import Forbidden, NotFound, Unauthorized

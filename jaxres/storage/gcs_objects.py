@@ -12,7 +12,7 @@ import contextlib
 import errno
 import secrets
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import gcs_client
+from jaxres.storage.object_streams import MemoryFile
 from jaxres.storage.path import GcsPath
 
 if TYPE_CHECKING:
     from google.cloud.storage import Blob
 
 CHUNK_BYTES = 2**24
+UPLOAD_BYTES = 2**23
+"""Bytes that one request of an upload sends."""
+UPLOAD_SECONDS = (20.0, 20.0)
+"""Timeouts of sending these bytes and of the answer."""
+CONTENT_TYPE = "application/octet-stream"
 THREADS = 16
 NONCE = "jaxres-nonce"
 FIELDS = "items(name,size),prefixes,nextPageToken"
@@ -143,28 +149,64 @@ def write(
     Raises:
       StorageUnavailable: it is unknown whether the object was written or still will be.
     """
-    from google.api_core.exceptions import PreconditionFailed
 
-    nonce = secrets.token_hex(8)
-
-    def put() -> int:
-        blob = _blob(path)
-        blob.metadata = {**(metadata or {}), NONCE: nonce}
+    def put(blob: Any) -> None:
+        blob.metadata = {**(metadata or {}), **blob.metadata}
         blob.upload_from_string(
             data,
-            content_type="application/octet-stream",
+            content_type=CONTENT_TYPE,
             if_generation_match=over,
             checksum="crc32c",
             timeout=gcs_client.TIMEOUT_SECONDS,
             retry=None,
         )
-        return int(blob.generation or 0)
+
+    written = _written(path, put)
+    return None if written is None else written.generation
+
+
+def write_stream(path: GcsPath, file: MemoryFile) -> Stat:
+    """Writes an object that does not exist yet, in parts of UPLOAD_BYTES; returns its metadata.
+
+    Raises:
+      StorageUnavailable: it is unknown whether the object was written, or another has the name.
+    """
+
+    def put(blob: Any) -> None:
+        blob.chunk_size = UPLOAD_BYTES
+        file.seek(0)
+        blob.upload_from_file(
+            file,
+            size=file.size_bytes,
+            content_type=CONTENT_TYPE,
+            if_generation_match=0,
+            checksum="crc32c",
+            timeout=UPLOAD_SECONDS,
+            retry=_retry(gcs_client.may_send_again),
+        )
+
+    if (written := _written(path, put)) is None:
+        raise StorageUnavailable(f"{path}: exists already; another process may be writing there.")
+    return written
+
+
+def _written(path: GcsPath, put: Callable[[Any], None]) -> Stat | None:
+    """Returns the metadata of an object that `put` has written; None: its precondition failed."""
+    from google.api_core.exceptions import PreconditionFailed
+
+    nonce = secrets.token_hex(8)
+
+    def attempt() -> Stat:
+        blob = _blob(path)
+        blob.metadata = {NONCE: nonce}
+        put(blob)
+        return _stat_of(blob)
 
     try:
-        return gcs_client.with_retries(path, put)
+        return gcs_client.with_retries(path, attempt)
     except PreconditionFailed:
         current = stat(path)
-        return current.generation if current is not None and current.nonce == nonce else None
+        return current if current is not None and current.nonce == nonce else None
 
 
 def upload(file: Path, path: GcsPath) -> None:
@@ -292,17 +334,25 @@ def exists(path: GcsPath) -> bool:
 
 def _list_pages(folder: GcsPath, **options: Any) -> Any:
     """Returns the pages of a list; each page has its own retries."""
+    options = {
+        "fields": FIELDS,
+        "timeout": gcs_client.TIMEOUT_SECONDS,
+        "retry": _retry(gcs_client.is_transient),
+    } | options
+    return gcs_client.client().list_blobs(folder.bucket, **options)
+
+
+def _retry(predicate: Callable[[Exception], bool]) -> Any:
+    """Returns the retries of one request of several that belong together."""
     from google.api_core.retry import Retry
 
     low, high = gcs_client.PAUSE_SECONDS
-    retry = Retry(
-        predicate=gcs_client.is_transient,
+    return Retry(
+        predicate=predicate,
         initial=low,
         maximum=high,
         timeout=gcs_client.RETRY_SECONDS / 2,
     )
-    options = {"fields": FIELDS, "timeout": gcs_client.TIMEOUT_SECONDS, "retry": retry} | options
-    return gcs_client.client().list_blobs(folder.bucket, **options)
 
 
 def delete_tree(folder: GcsPath) -> None:

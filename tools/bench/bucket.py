@@ -123,7 +123,7 @@ def _side_by_side(server: GcsServer, folder: str) -> None:
 
 
 def _against_a_limit(server: GcsServer, limit: float, *, megabytes: float) -> None:
-    """Saves and restores a state in turns; prints the rates against the limit."""
+    """Saves a state by both writers and restores it in turns; prints the rates and the limit."""
     import jax
 
     from jaxres.checkpoint.restore import restore
@@ -133,18 +133,20 @@ def _against_a_limit(server: GcsServer, limit: float, *, megabytes: float) -> No
     size = sum(array.nbytes for array in jax.tree.leaves(make()))
     for bandwidth in (server.sent, server.received):
         bandwidth.bytes_per_second = limit
-    rates: dict[str, list[float]] = {"save": [], "restore": []}
+    seconds: dict[str, list[float]] = {"restore": []}
     for number in range(ROUNDS):
+        for writer in ("orbax", "tensorstore"):
+            found = seconds.setdefault(f"save, {writer}", [])
+            root = parse_path(f"gs://bucket/{writer}/{number}")
+            saved = checkpoint.commit_step(root, make(), writer=writer, note=found.append)
+        step_dir, commit, like = saved
         begun = time.perf_counter()
-        root = parse_path(f"gs://bucket/limited/{number}")
-        step_dir, commit, like = checkpoint.commit_step(root, make())
-        saved = time.perf_counter()
         jax.block_until_ready(restore(step_dir, commit, like).state)
-        rates["save"].append(size / (saved - begun))
-        rates["restore"].append(size / (time.perf_counter() - saved))
+        seconds["restore"].append(time.perf_counter() - begun)
+    rates = {name: [size / each for each in found] for name, found in seconds.items()}
     for name, found in rates.items():
         ratio = statistics.median(found) / limit
-        print(f"{name:8} {size / 1e6:.0f} MB, {len(found)} times: {ratio:.2f} of {limit:.3g} B/s")
+        print(f"{name:18} {size / 1e6:.0f} MB, {len(found)} times: {ratio:.2f} of {limit:.3g} B/s")
 
 
 def _train(server: GcsServer, folder: str, run_dir: str, steps: int) -> Counter[str]:

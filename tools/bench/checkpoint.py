@@ -338,12 +338,25 @@ def _print_curve(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
         print(f"  {share:<4} {seconds:.2f} s, {slower:.3f} x")
 
 
-def commit_step(root: RunPath, state: Any) -> tuple[RunPath, Commit, Any]:
-    """Commits a step of a new run; returns its directory, record, and the shapes to restore it."""
+def commit_step(
+    root: RunPath,
+    state: Any,
+    *,
+    writer: str = "tensorstore",
+    note: Callable[[float], object] = lambda _: None,
+) -> tuple[RunPath, Commit, Any]:
+    """Commits a step of a new run; returns its directory, record, and the shapes to restore it.
+
+    Args:
+      root: run directory.
+      state: nested dict of arrays.
+      writer: `checkpoint.writer`.
+      note: is called with the seconds of the save.
+    """
     run_dir = RunDir(root)
     log = RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
     store = Checkpointer(
-        CheckpointSection(timeout_seconds=TIMEOUT_SECONDS),
+        CheckpointSection(timeout_seconds=TIMEOUT_SECONDS, writer=writer),  # type: ignore[arg-type]
         run_dir=run_dir,
         log=log,
         claim=dataclasses.replace(CLAIM),
@@ -353,8 +366,10 @@ def commit_step(root: RunPath, state: Any) -> tuple[RunPath, Commit, Any]:
         before_commit=lambda: None,
     )
     with store:
+        begun = time.perf_counter()
         store.save(state, Progress(step=1))
         store.wait()
+        note(time.perf_counter() - begun)
     commit = log.history().newest
     assert commit is not None
     like = jax.tree.map(

@@ -114,6 +114,23 @@ def test_thousands_of_keys_with_common_beginnings_are_read(tmp_path):
     assert sorted(store.list().result()) == sorted(key.encode() for key in wanted)
 
 
+def test_values_of_several_data_files_are_found(tmp_path):
+    """In the database of a host in a bucket, and in the index of all hosts."""
+    names = [f"ocdbt.process_{host}.0/d/{number}" for host in range(3) for number in range(12)]
+    wanted, places = {}, {}
+    for number, name in enumerate(names):
+        data = np.random.default_rng(number).bytes(300)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+        for part in range(3):
+            key = f"{part}/{number}"
+            places[key] = ocdbt.Place(100 * part, 100, name)
+            wanted[key.encode()] = data[100 * part :][:100]
+    (tmp_path / "d").mkdir()
+    ocdbt.write_index(tmp_path, places)
+    assert values(tmp_path) == wanted
+
+
 @pytest.mark.parametrize("name", [ocdbt.INDEX_FILE, ocdbt.MANIFEST_FILE])
 def test_a_flipped_bit_of_the_index_is_found_by_tensorstore(tmp_path, name):
     (tmp_path / "d").mkdir()

@@ -27,6 +27,7 @@ from google.cloud import storage as gcs
 from orbax.checkpoint import v1 as ocp
 
 from jaxres.testing.gcs import GcsServer
+from jaxres.testing.gcs.server import LATE_SECONDS
 
 NO_RETRY: dict[str, Any] = {"retry": None}
 
@@ -238,7 +239,8 @@ def test_a_limited_bandwidth_is_shared_by_all_connections(bucket: Any, server: G
     def control(**limits: float | None) -> None:
         urllib.request.urlopen(f"{server.url}/emulator/limits", json.dumps(limits).encode()).close()
 
-    bucket.blob("x").upload_from_string(bytes(20_000))
+    bucket.blob("x").upload_from_string(bytes(100_000))
+    least = 0.4 - LATE_SECONDS
     control(bytes_per_second=1e6)
     try:
         begun, before = time.monotonic(), server.sent.num_bytes
@@ -249,11 +251,11 @@ def test_a_limited_bandwidth_is_shared_by_all_connections(bucket: Any, server: G
             reader.start()
         for reader in readers:
             reader.join()
-        assert server.sent.num_bytes - before >= 80_000
-        assert time.monotonic() - begun >= 0.08
+        assert server.sent.num_bytes - before >= 400_000
+        assert time.monotonic() - begun >= least
         begun = time.monotonic()
-        bucket.blob("y").upload_from_string(bytes(80_000))
-        assert time.monotonic() - begun >= 0.08, "what it receives is limited too"
+        bucket.blob("y").upload_from_string(bytes(400_000))
+        assert time.monotonic() - begun >= least, "what it receives is limited too"
         for _ in range(20):  # A wait for no time is none.
             bucket.blob("z").upload_from_string(b"z", **NO_RETRY)
     finally:

@@ -1,0 +1,345 @@
+"""Writes the arrays of a step into a bucket, and reads each part back at once.
+
+A part is some arrays, with the pieces of them that this host writes: one object, whose bytes are
+sent from where they lie in memory. While parts are uploaded, those before are downloaded and
+compared with the digests of the snapshot. All parts of a host are one OCDBT database, whose index
+is written here (ocdbt.py); host 0 writes one for those of all hosts. TensorStore reads them back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import (
+    FIRST_EXCEPTION,
+    Executor,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
+from dataclasses import dataclass
+from typing import Any
+
+from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint import ocdbt
+from jaxres.checkpoint.array_writer import (
+    DIGESTS_OF,
+    HostPieces,
+    append_array,
+    chunk_key,
+    database_name,
+    databases,
+    fetch,
+    parts_of,
+)
+from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, Part, require_equal
+from jaxres.checkpoint.block_digests import ArrayInfo, Digests, digests_of, encode
+from jaxres.checkpoint.readback import HostReport, verify_index, verify_object
+from jaxres.checkpoint.snapshot import digests_name
+from jaxres.checkpoint.stored_chunks import Chunk, entries_of
+from jaxres.checkpoint.tensorstore_reader import key_of
+from jaxres.checkpoint.throttle import Throttle
+from jaxres.faults import RunError, StorageUnavailable
+from jaxres.storage import files, gcs_objects
+from jaxres.storage.object_streams import MemoryFile
+from jaxres.storage.path import GcsPath
+
+PARTS = 64
+"""Parts of a save, unless they would be smaller or larger than the next two."""
+MIN_PART_BYTES, MAX_PART_BYTES = 2**21, 2**26
+"""Sizes from which a host begins another part; an array is never split."""
+MAX_STREAMS = 8
+"""Most parts of a host that are uploaded at a time, and as many that are downloaded."""
+AT_ONCE = 1 / 8
+"""Share of a save that may be uploaded at a time: so much is downloaded after the last upload."""
+SUCCESS = "commit_success.txt"
+"""File that makes a step in a bucket a complete one for stock Orbax."""
+
+
+@dataclass(frozen=True)
+class BucketPart:
+    """The arrays of one object, and where they are in it."""
+
+    name: str
+    """Name of the object in the step."""
+    file: MemoryFile
+    values: Mapping[str, bytes | ocdbt.Place]
+    """Entries of the index of the host's database."""
+    infos: Mapping[str, ArrayInfo]
+    chunks: Mapping[str, list[Chunk]]
+    """Path -> the chunks of an array in this object; none if they are in the index."""
+    digests: Mapping[str, Digests]
+    """Path -> digests of the snapshot."""
+
+
+class BucketWriter:
+    """One host's save of the arrays of a step in a bucket."""
+
+    def __init__(
+        self,
+        step_dir: GcsPath,
+        folders: Mapping[str, Mapping[str, tuple[ArrayInfo, Any]]],
+        describe: Callable[[], Mapping[str, bytes]],
+        *,
+        process: int,
+        num_hosts: int,
+        is_own: bool,
+        pace: Throttle,
+        sums: BitSums = NO_SUMS,
+    ) -> None:
+        """Fetches the pieces to the host, unless the arrays are a copy that is never donated.
+
+        Args:
+          step_dir: directory of the step, which no object is in yet.
+          folders: folder of the step -> path -> info and jax.Array.
+          describe: returns name -> content of Orbax's files (orbax_files.py).
+          process: number of this host.
+          num_hosts: number of hosts that write a share of the arrays each.
+          is_own: whether the arrays are such a copy.
+          pace: throttle of the digests and the read-back.
+          sums: sums of the bits of the state itself, with which what is written is compared.
+        """
+        self.step_dir = step_dir
+        """Directory of the step."""
+        self._sums = sums
+        self._expected: Mapping[Part, int] = {}
+        self._process, self._num_hosts = process, num_hosts
+        self._pace = pace
+        self._describe = describe if is_own else functools.partial(dict, describe())
+        self._described: Mapping[str, bytes] = {}
+        self._names = tuple(folders)
+        self._folders = {name: dict(arrays) for name, arrays in folders.items()}
+        self._fetched: dict[str, HostPieces] = {}
+        if not is_own:
+            for path, array in itertools.chain(*(a.items() for a in folders.values())):
+                self._fetched[path] = fetch(*array)
+        self.report = HostReport({}, "was not written")
+        """Report on this host's part of the step, once `result` has returned."""
+
+    def result(self) -> None:
+        """Uploads this host's pieces and their digests, and downloads them again.
+
+        Raises:
+          StorageUnavailable, ValueError: storage has failed.
+        """
+        try:
+            with files.typed_errors(self.step_dir):
+                self._described, self._expected = self._describe(), self._sums.read()
+                reports = [self._write_folder(folder) for folder in self._names]
+                self.report = _joined(reports)
+        except Corrupted as error:
+            self.report = HostReport({}, str(error))
+        finally:
+            self._folders, self._fetched = {}, {}
+            self._describe = dict
+
+    def complete(self, reports: Sequence[HostReport]) -> HostReport:
+        """Makes the databases of all hosts one checkpoint; returns a report on what it has written.
+
+        Host 0 calls it when all have written.
+
+        Args:
+          reports: those of all hosts, which name the objects of their databases.
+
+        Raises:
+          StorageUnavailable: an index can't be read or reads back differently, or storage has
+            failed.
+        """
+        with files.typed_errors(self.step_dir):
+            contents = dict(self._described)
+            entries = {
+                folder: _entries(self.step_dir, folder, databases(folder, reports))
+                for folder in self._names
+            }
+            for folder, own in entries.items():
+                index = ocdbt.encode_index(own)
+                contents |= {f"{folder}/{name}": data for name, data in index.items()}
+            written = _write_all(self.step_dir, contents)
+            for folder, own in entries.items():
+                if not _has_entries(self.step_dir / folder, own):
+                    written.append(HostReport({}, f"{self.step_dir}: its index reads differently"))
+            if not any(report.failure for report in written):
+                written += _write_all(self.step_dir, {SUCCESS: str(self.step_dir).encode()})
+        if failure := _joined(written).failure:
+            raise StorageUnavailable(
+                f"{failure}. The step is discarded; nothing committed is lost."
+            )
+        return _joined(written)
+
+    def _write_folder(self, folder: str) -> HostReport:
+        arrays = self._folders[folder]
+        least = part_bytes(arrays, self._num_hosts)
+        paths = list(parts_of(arrays, least))
+        streams = num_streams(arrays, paths)
+        uploads = ThreadPoolExecutor(streams, "jaxres-upload")
+        downloads = ThreadPoolExecutor(streams, "jaxres-download")
+        laid_out: queue.SimpleQueue[BucketPart | None] = queue.SimpleQueue()
+        try:
+            jobs = [
+                uploads.submit(self._upload, folder, number, each, laid_out, downloads)
+                for number, each in enumerate(paths)
+            ]
+            parts, reports = list[BucketPart](), list[HostReport]()
+            while len(parts) < len(jobs) and (part := laid_out.get()) is not None:
+                parts.append(part)
+            if len(parts) == len(jobs):  # The last parts are being uploaded meanwhile.
+                reports += self._write_index(folder, parts)
+            ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            checks = [job.result() for job in ended]
+            reports.append(self._check_index(folder, parts))
+            return _joined([*reports, *(check.result() for check in checks if check)])
+        finally:
+            uploads.shutdown(cancel_futures=True)
+            downloads.shutdown(cancel_futures=True)
+
+    def _upload(
+        self,
+        folder: str,
+        number: int,
+        paths: list[str],
+        laid_out: queue.SimpleQueue[BucketPart | None],
+        downloads: Executor,
+    ) -> Future[HostReport] | None:
+        """Uploads one part; returns the report of its download, unless it is in the index."""
+        try:
+            try:
+                part = self._lay_out(folder, number, paths)
+            except (Corrupted, RunError, OSError):
+                raise
+            except Exception as error:
+                why = f"this process could not digest its data: {type(error).__name__}: {error}"
+                raise Corrupted(why) from error  # Host 0 refuses the step.
+            laid_out.put(part)
+            if not part.file.size_bytes:
+                return None
+            stat = gcs_objects.write_stream(self.step_dir / part.name, part.file)
+        except BaseException:
+            laid_out.put(None)  # The save ends here: it waits for no other part.
+            raise
+        part.file.release()
+        check = functools.partial(verify_object, self.step_dir, part.name, stat)
+        return downloads.submit(check, part.chunks, part.digests, self._pace)
+
+    def _lay_out(self, folder: str, number: int, paths: list[str]) -> BucketPart:
+        """Fetches and digests some arrays, and decides where they are in an object."""
+        arrays, file = self._folders[folder], MemoryFile()
+        database, data_file = database_name(folder, self._process, 0), f"d/{number}"
+        values: dict[str, bytes | ocdbt.Place] = {}
+        name = f"{database}/{data_file}"
+        infos = {path: arrays[path][0] for path in paths}
+        chunks: dict[str, list[Chunk]] = {}
+        digests: dict[str, Digests] = {}
+        for path in paths:
+            each = self._fetched.pop(path, None) or fetch(*arrays[path])
+            del arrays[path]
+            own = append_array(file, path, each, self._pace, data_file=data_file)
+            values |= own
+            with self._pace.piece():
+                digests[path] = digests_of(each.info, each.items)
+                # After the digests: what changes later differs from them when it is read back.
+                require_equal(self._expected, path, each.items)
+            chunks[path] = _chunks(path, each, own, name)
+        return BucketPart(name, file, values, infos, chunks, digests)
+
+    def _write_index(self, folder: str, parts: Sequence[BucketPart]) -> list[HostReport]:
+        """Writes the index of this host's database and the digests, and reads them back."""
+        database = database_name(folder, self._process, 0)
+        values = {key: value for part in parts for key, value in part.values.items()}
+        digests = {path: each for part in parts for path, each in part.digests.items()}
+        contents = {f"{database}/{n}": data for n, data in ocdbt.encode_index(values).items()}
+        contents[f"{DIGESTS_OF[folder]}/{digests_name(self._process)}"] = encode(digests)
+        return _write_all(self.step_dir, contents)
+
+    def _check_index(self, folder: str, parts: Sequence[BucketPart]) -> HostReport:
+        return verify_index(
+            self.step_dir,
+            database_name(folder, self._process, 0),
+            {path: info for part in parts for path, info in part.infos.items()},
+            {path: chunks for part in parts for path, chunks in part.chunks.items()},
+            {path: each for part in parts for path, each in part.digests.items()},
+            self._pace,
+        )
+
+
+def part_bytes(arrays: Mapping[str, tuple[ArrayInfo, Any]], num_hosts: int) -> int:
+    """Returns the size of all hosts' arrays from which another part begins."""
+    total = sum(_size_bytes(info) for info, _ in arrays.values())
+    return min(max(total // PARTS, num_hosts * MIN_PART_BYTES), num_hosts * MAX_PART_BYTES)
+
+
+def num_streams(arrays: Mapping[str, tuple[ArrayInfo, Any]], parts: Sequence[Sequence[str]]) -> int:
+    """Returns how many parts are uploaded at a time: at least two, to keep the link busy.
+
+    Those that are uploaded at a time end together, and only then are they downloaded.
+    """
+    sizes = [sum(_size_bytes(arrays[path][0]) for path in part) for part in parts]
+    return max(2, min(MAX_STREAMS, int(AT_ONCE * sum(sizes) / max(sizes, default=1))))
+
+
+def _size_bytes(info: ArrayInfo) -> int:
+    return math.prod(info.shape) * info.itemsize
+
+
+def _chunks(
+    path: str, each: HostPieces, values: Mapping[str, bytes | ocdbt.Place], name: str
+) -> list[Chunk]:
+    """Returns those chunks of an array that are in an object."""
+    keys = {box: key_of(path) + chunk_key(box, each.chunk_shape) for box in each.items}
+    places = {box: values.get(key) for box, key in keys.items()}
+    return [
+        Chunk(path, each.info, box, name, place.offset)
+        for box, place in places.items()
+        if isinstance(place, ocdbt.Place)
+    ]
+
+
+def _entries(
+    step_dir: GcsPath, folder: str, names: Sequence[str]
+) -> dict[str, bytes | ocdbt.Place]:
+    """Returns the index of a folder: that of all hosts' databases, as TensorStore reads them."""
+    with ThreadPoolExecutor(gcs_objects.THREADS, "jaxres-download") as pool:
+        found = list(pool.map(lambda name: entries_of(step_dir / folder / name), names))
+    values: dict[str, bytes | ocdbt.Place] = {}
+    for name, entries in zip(names, found, strict=True):
+        if not entries:  # TensorStore takes a database that is missing for an empty one.
+            raise StorageUnavailable(f"{step_dir / folder / name}: was written and is missing.")
+        for key, value in entries.items():
+            values[key] = value if isinstance(value, bytes) else _place(f"{name}/{value}")
+    return values
+
+
+def _place(text: str) -> ocdbt.Place:
+    file, offset, size = text.rsplit(":", 2)
+    return ocdbt.Place(int(offset), int(size), file)
+
+
+def _has_entries(database: GcsPath, expected: Mapping[str, bytes | ocdbt.Place]) -> bool:
+    """Returns whether TensorStore reads this index from a database."""
+    found = entries_of(database)
+    return expected == {
+        key: value if isinstance(value, bytes) else _place(value) for key, value in found.items()
+    }
+
+
+def _write_all(step_dir: GcsPath, contents: Mapping[str, bytes]) -> list[HostReport]:
+    """Writes small objects at the same time and reads them back; returns a report on each."""
+
+    def write(name: str) -> HostReport:
+        path, content = step_dir / name, contents[name]
+        if gcs_objects.write(path, content, over=0) is None:
+            raise StorageUnavailable(f"{path}: exists already; is another process writing there?")
+        if files.read_whole(path) != content:
+            return HostReport({}, f"{path} reads back differently from what was written")
+        return HostReport({name: manifests.info_of(content)})
+
+    with ThreadPoolExecutor(max(1, len(contents)), "jaxres-upload") as pool:
+        return list(pool.map(write, contents))
+
+
+def _joined(reports: Sequence[HostReport]) -> HostReport:
+    """Returns one report on the files of several."""
+    infos = {name: info for report in reports for name, info in report.files.items()}
+    return HostReport(infos, next((each.failure for each in reports if each.failure), ""))
