@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
-from jaxres.launch import gce, k8s, local, sky, slurm, vm_agent
+from jaxres.launch import gce, k8s, local, sky, slurm, slurm_job, vm_agent
 from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
@@ -38,6 +38,8 @@ def _launch(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["slurm"]:
+        for name in slurm_job.misleading_variables(os.environ, arguments[1:]):
+            del os.environ[name]
         return slurm.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["k8s"]:
         return k8s.main(arguments[1:], env=os.environ)

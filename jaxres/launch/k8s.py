@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -23,7 +25,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.launch import argument_checks, k8s_manifest
 from jaxres.launch.k8s_manifest import ClusterOptions, Kind, Manifest
 from jaxres.runlog import run_log
@@ -61,6 +63,9 @@ a new commit is used up (84). The pods read the config from a ConfigMap.
 --max-restarts: most restarts for failures (100).
 """
 CALL_SECONDS = 60.0
+JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
+NO_KUBECONFIG = (OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What the client raises for a file that is no kubeconfig, beside errors of YAML."""
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -297,19 +302,26 @@ def _submit(objects: Sequence[Manifest], options: ClusterOptions, *, env: Mappin
             "checkout of jaxres, or print the manifest: --print | kubectl apply -f -"
         ) from error
     where = env.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
+    bad_yaml = kubernetes.config.kube_config.yaml.YAMLError
     try:
         if env.get("KUBECONFIG") or Path(where).exists():
             kubernetes.config.load_kube_config(config_file=where)
         else:
             kubernetes.config.load_incluster_config()
-    except kubernetes.config.ConfigException as error:
+    except (kubernetes.config.ConfigException, *NO_KUBECONFIG, bad_yaml) as error:
         raise ConfigError(f"{where}: no cluster is configured: {error}") from error
     *others, job = objects
     with kubernetes.client.ApiClient() as client:
         api = _Api(kubernetes, client, options)
-        api.create_job(job)
-        for manifest in others:
-            api.create_or_replace(manifest)
+        created = api.create_job(job)
+        try:
+            for manifest in others:
+                api.create_or_replace(manifest)
+        except RunError:
+            api.delete_job(job)  # Its pods would wait for the others forever.
+            raise
+    for path in k8s_manifest.changed_fields(job, created):
+        sys.stdout.write(f"the cluster has changed {path}: a webhook, or a version without it\n")
     kind = job["kind"].lower()
     space = f"-n {options.namespace}"
     sys.stdout.write(
@@ -335,29 +347,44 @@ class _Api:
     client: Any
     options: ClusterOptions
 
-    def create_job(self, job: Manifest) -> None:
-        """Creates the JobSet or Job."""
+    def create_job(self, job: Manifest) -> Any:
+        """Creates the JobSet or Job; returns it as the cluster has it."""
         space = self.options.namespace
+        limits = {"field_validation": "Strict", "_request_timeout": CALL_SECONDS}
         if job["kind"] == "JobSet":
-            group = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION)
             custom = self.library.client.CustomObjectsApi(self.client)
-            plural = k8s_manifest.JOBSET_PLURAL
-            self._call(
-                lambda: custom.create_namespaced_custom_object(
-                    *group,
-                    space,
-                    plural,
-                    job,
-                    field_validation="Strict",
-                    _request_timeout=CALL_SECONDS,
-                )
-            )
+            create = partial(custom.create_namespaced_custom_object, *JOBSETS[:2], space)
+            request = partial(create, JOBSETS[2], job, **limits)
         else:
             batch = self.library.client.BatchV1Api(self.client)
-            self._call(
-                lambda: batch.create_namespaced_job(
-                    space, job, field_validation="Strict", _request_timeout=CALL_SECONDS
-                )
+            request = partial(batch.create_namespaced_job, space, job, **limits)
+        try:
+            return self.client.sanitize_for_serialization(self._call(request))
+        except StorageUnavailable as error:
+            kind, name = self.options.kind, self.options.name
+            raise StorageUnavailable(
+                f"{error}. It may have created the job: if `kubectl get {kind} {name} -n {space}` "
+                f"shows it, `kubectl delete {kind} {name} -n {space}` before you submit again"
+            ) from error
+
+    def delete_job(self, job: Manifest) -> None:
+        """Deletes a job that was just created; prints what to do if that fails."""
+        space, name = self.options.namespace, self.options.name
+        limit = {"propagation_policy": "Background", "_request_timeout": CALL_SECONDS}
+        if job["kind"] == "JobSet":
+            custom = self.library.client.CustomObjectsApi(self.client)
+            delete = partial(custom.delete_namespaced_custom_object, *JOBSETS[:2], space)
+            request = partial(delete, JOBSETS[2], name, **limit)
+        else:
+            batch = self.library.client.BatchV1Api(self.client)
+            request = partial(batch.delete_namespaced_job, name, space, **limit)
+        try:
+            self._call(request)
+        except RunError as error:
+            kind = self.options.kind
+            print_message(
+                f"the job was created without its config ({error}): `kubectl delete {kind} {name} "
+                f"-n {space}` before you submit again"
             )
 
     def create_or_replace(self, manifest: Manifest) -> None:
@@ -375,15 +402,17 @@ class _Api:
                     lambda: core.replace_namespaced_config_map(name, space, manifest, **limit)
                 )
 
-    def _call(self, request: Callable[[], Any]) -> None:
+    def _call(self, request: Callable[[], Any]) -> Any:
         try:
-            request()
+            return request()
         except self.library.client.ApiException as error:
             raise self._typed(error) from error
         except OSError as error:
             raise StorageUnavailable(f"the Kubernetes API does not answer: {error}") from error
         except self._unanswered() as error:
             raise StorageUnavailable(f"the Kubernetes API does not answer: {error}") from error
+        except ValueError as error:  # A proxy answers, or half an answer has come.
+            raise StorageUnavailable(f"the Kubernetes API answers no JSON: {error}") from error
 
     def _unanswered(self) -> type[Exception]:
         from urllib3.exceptions import HTTPError
@@ -392,8 +421,8 @@ class _Api:
 
     def _typed(self, error: Any) -> Exception:
         name, said = self.options.name, error.reason
-        with suppress(ValueError, AttributeError, TypeError):
-            said = _message(error.body)
+        with suppress(ValueError, AttributeError, TypeError, KeyError):
+            said = _message(error.body) or said
         if error.status == 409:
             return Fenced(
                 f"{name}: there is a job of this run already. If it has ended: kubectl delete "
@@ -406,9 +435,12 @@ class _Api:
             )
         if error.status >= 500 or error.status == 429:
             return StorageUnavailable(f"the Kubernetes API: {error.status} {said}")
-        return ConfigError(f"{name}: the Kubernetes API refuses it: {error.status} {said}")
+        refused = f"{name}: the Kubernetes API refuses it: {error.status} {said}"
+        if self.options.kind == "jobset" and re.search("unknown field|nsupported value", str(said)):
+            refused += ". JobSet 0.10.1 or newer has these fields (jobset.sigs.k8s.io)"
+        return ConfigError(refused)
 
 
-def _message(body: Any) -> str:
+def _message(body: Any) -> Any:
     """Returns the message of an answer that refuses a request."""
-    return str(json.loads(body)["message"])
+    return json.loads(body)["message"]

@@ -163,6 +163,23 @@ def to_yaml(objects: list[Manifest]) -> str:
     return "---\n".join(_config_map_yaml(o) if "data" in o else yaml.dump(o) for o in objects)
 
 
+def changed_fields(sent: Any, created: Any, path: str = "") -> list[str]:
+    """Returns the paths of what a cluster has changed or dropped; it may add to an object.
+
+    >>> changed_fields({"a": [{"b": 1}], "c": 2}, {"a": [{"b": 3, "d": 4}]})
+    ['a[0].b', 'c']
+    """
+    if isinstance(sent, dict) and isinstance(created, dict):
+        found = [
+            (f"{path}.{name}".lstrip("."), value, created.get(name)) for name, value in sent.items()
+        ]
+    elif isinstance(sent, list) and isinstance(created, list) and len(sent) <= len(created):
+        found = [(f"{path}[{n}]", *pair) for n, pair in enumerate(zip(sent, created, strict=False))]
+    else:
+        return [] if sent == created else [path]
+    return [text for where, old, new in found for text in changed_fields(old, new, where)]
+
+
 def _config_map_yaml(config_map: Manifest) -> str:
     """Writes the config as a block of lines, so that it can be read and edited."""
     text = config_map["data"][CONFIG_FILE]
@@ -315,7 +332,8 @@ def _away_from(nodes: tuple[str, ...]) -> Manifest:
 def pod_command(root: RunPath, grace_seconds: int) -> list[str]:
     """Returns the command of a pod; the run is told the time that Kubernetes gives it to save."""
     command = ["python", "-m", "jaxres.launch", "k8s", "pod", f"{CONFIG_FOLDER}/{CONFIG_FILE}"]
-    return [*command, f"run.dir={root}", f"preemption.sigterm_seconds={grace_seconds}"]
+    shown = str(root).replace("$", "$$")  # Kubernetes puts a variable for $(NAME), and $ for $$.
+    return [*command, f"run.dir={shown}", f"preemption.sigterm_seconds={grace_seconds}"]
 
 
 def _env(options: ClusterOptions) -> list[Manifest]:

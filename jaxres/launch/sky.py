@@ -222,7 +222,9 @@ class Node:
             with faults.refusals(at_start=not is_restart):
                 return run_log.read_records(self.run_dir.log)
 
-        return with_retries(read, self.config, wait=self.wait, what="the run log can't be read")
+        return with_retries(
+            read, self.config.restart, wait=self.wait, what="the run log can't be read"
+        )
 
     def _wait_for_end(self) -> None:
         """Waits until host 0 has written the end of the newest attempt, or END_SECONDS."""

@@ -17,18 +17,21 @@ import select
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from jaxres import config as configs
 from jaxres import faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
+from jaxres.config.schema_operations import RestartSection
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, RestartRule, exit_name, exit_row
-from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
-from jaxres.launch import argument_checks, local, slurm_job
+from jaxres.faults import Fenced, RunError, UsageError
+from jaxres.launch import argument_checks, local, slurm_commands, slurm_job
 from jaxres.launch.slurm_job import (
     ENTRIES,
     Allocation,
@@ -47,12 +50,13 @@ from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import files
-from jaxres.storage.path import is_remote
+from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import signals, time_limit
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 from jaxres.supervisor.run_config import parse_target, recorded_root, resolve_run
 
+T = TypeVar("T")
 COMMAND = "python -m jaxres.launch slurm"
 USAGE = """\
 usage: python -m jaxres.launch slurm CONFIG.yaml|RUN_DIR [section.field=value ...] --nodes N|A..B
@@ -77,15 +81,11 @@ itself: with 0 when the last step is committed, with the code of what can't be r
 """
 VERBS = ("status", "logs", "stop", "job")
 POLL_SECONDS = 0.5
-CALL_SECONDS = 60.0
 STEP_SECONDS = 300
 """Longest wait for the nodes of the job, on which the step before may still end."""
 TAIL_LINES = 40
 MAX_SIGNAL_SECONDS = 65535
 """Slurm's own limit."""
-ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
-"""States of a job that Slurm does not start again."""
-_DOWN = re.compile("down|fail|error|unk|drain")
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -105,7 +105,7 @@ class _Options:
     arguments: tuple[str, ...]
     """Config file or run directory, absolute, and overrides."""
     flags: tuple[str, ...]
-    """The other arguments as given, for the job's own process."""
+    """The other arguments, for the job's own process."""
     job: JobOptions
     folder: str | None
     is_dry_run: bool
@@ -131,6 +131,10 @@ def _parse(arguments: Sequence[str]) -> _Options:
     for flag, text in [*lines, *(("--sbatch", option) for option in given.sbatch)]:
         if not text.isprintable():
             raise UsageError(f"{flag} {text[:60]!r}: expected one line without control characters")
+    for flag, text in lines[1:]:
+        if re.search(r"[\s#'\"\\]", text):
+            raise UsageError(f"{flag} {text[:60]!r}: expected no blanks, quotes and #")
+    slurm_job.check_sbatch(given.sbatch)
     where = str(
         target if is_remote(target) or not Path(target).exists() else Path(target).resolve()
     )
@@ -145,8 +149,11 @@ def _parse(arguments: Sequence[str]) -> _Options:
         sbatch=tuple(given.sbatch),
         setup=given.setup,
     )
-    flags = tuple(argument for argument in arguments if argument not in (*others, "--dry-run"))
-    return _Options((where, *overrides), flags, options, given.folder, given.dry_run)
+    folder = None if given.folder is None else os.path.abspath(given.folder)
+    flags = [f"--nodes={given.nodes}", f"--signal-seconds={given.signal_seconds}"]
+    flags += [f"{flag}={text}" for flag, text in [*lines, ("--folder", folder)] if text]
+    flags += [f"--sbatch={option}" for option in given.sbatch]
+    return _Options((where, *overrides), tuple(flags), options, folder, given.dry_run)
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,12 @@ class Journal:
             file.write(f"\n{json.dumps(ENTRIES.encode(entry))}\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def submit(self, options: Sequence[str]) -> str:
+        """Submits the job's script; returns the number of the job."""
+        job = slurm_commands.submit(self.folder / "job.sh", options)
+        self.append(Submitted(job))
+        return job
 
     def newest_job(self) -> str | None:
         """Returns the number of the job that was submitted last."""
@@ -207,25 +220,44 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
     if options.is_dry_run:
         sys.stdout.write(text)
         return ExitCode.DONE
-    if (job := journal.newest_job()) and (state := _state(job)) is not None:
+    where = shlex.join(
+        [str(run_dir.root), *(("--folder", options.folder) if options.folder else ())]
+    )
+    for job, state in _unfinished(run_dir, journal).items():
         raise Fenced(
             f"job {job} of this run is {state}. Wait for it, or end it: `{COMMAND} stop "
-            f"{run_dir.root}`, or `scancel {job}`"
+            f"{where}`, or `scancel {job}`"
         )
     files.make_dir(journal.folder)
     files.replace(journal.folder / "job.sh", text.encode())
-    job = _sbatch(journal, ())
+    job = journal.submit(())
     shown = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     _say(f"job {job} is submitted ({shown} nodes); its output: {_output(journal, job)}")
-    _say(f"`{COMMAND} status {run_dir.root}` shows where it is; `stop` instead of it ends it")
+    _say(f"`{COMMAND} status {where}` shows where it is; `stop` instead of it ends it")
     return ExitCode.DONE
 
 
+def _unfinished(run_dir: RunDir, journal: Journal) -> dict[str, str]:
+    """Returns the jobs of a run that Slurm has, with their states.
+
+    By their name too: a job whose submission was not answered is not in the journal.
+    """
+    rows = slurm_commands.call(
+        "squeue", "--noheader", f"--name={_job_name(run_dir)}", "--format=%i|%T"
+    )
+    found = dict(row.split("|", 1) for row in rows.splitlines() if "|" in row)
+    if (job := journal.newest_job()) and (state := slurm_commands.state(job)) is not None:
+        found[job] = state
+    return found
+
+
+def _job_name(run_dir: RunDir) -> str:
+    digest = hashlib.sha256(str(run_dir.root).encode()).hexdigest()[:6]
+    return f"jaxres-{re.sub('[^A-Za-z0-9_.-]', '-', run_dir.root.name)}-{digest}"
+
+
 def _script(options: _Options, run_dir: RunDir, journal: Journal) -> str:
-    root = str(run_dir.root)
-    digest = hashlib.sha256(root.encode()).hexdigest()[:6]
-    name = re.sub(r"[^\w.-]", "-", run_dir.root.name)
-    named = dataclasses.replace(options.job, name=f"jaxres-{name}-{digest}")
+    named = dataclasses.replace(options.job, name=_job_name(run_dir))
     command = [sys.executable, "-m", "jaxres.launch", "slurm", "job"]
     command += [*_training_arguments(options, run_dir), *options.flags]
     output = str(journal.folder / "job-%j.txt")
@@ -258,14 +290,23 @@ def _gpus_on_node(env: Mapping[str, str]) -> int:
 
 def _job(options: _Options, *, env: Mapping[str, str]) -> int:
     """The process of the job's script: trains until something else has to follow."""
-    loaded, run_dir = resolve_run(*parse_target(options.arguments, command=COMMAND))
-    journal, config = _journal(run_dir, options.folder), loaded.config
     number, names = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NODELIST", "")
     if not (number and names):
         raise UsageError("`launch slurm job` runs in the script of a Slurm job; submit it instead")
-    nodes = _names(names)
-    counts = _counts(options, config, _gpus_on_node(env))
+    nodes = slurm_commands.node_names(names)
+    target, overrides = parse_target(options.arguments, command=COMMAND)
     with signals.wakeup_fd() as wakeup:
+        found = with_retries(
+            lambda: resolve_run(target, overrides),
+            _restart_limits(target, overrides),
+            wait=partial(_wait, wakeup),
+            what="the run can't be read",
+        )
+        if found is None:
+            return _ended_between_attempts()
+        loaded, run_dir = found
+        journal, config = _journal(run_dir, options.folder), loaded.config
+        counts = _counts(options, config, _gpus_on_node(env))
         job = _Job(options, config, run_dir, journal, number, nodes, counts, wakeup, env)
         try:
             return job.run()
@@ -273,6 +314,14 @@ def _job(options: _Options, *, env: Mapping[str, str]) -> int:
             if exit_row(error.exit_code).restart is RestartRule.NEVER:
                 journal.append(Final(error.exit_code))  # An operator has to act, then submits it.
             raise
+
+
+def _restart_limits(target: RunPath, overrides: Sequence[str]) -> RestartSection:
+    """Returns the limits of the config file; the defaults if the run directory has the config."""
+    with suppress(RunError, OSError):
+        if not is_remote(target):
+            return configs.load(target, overrides).config.restart
+    return RestartSection()
 
 
 @dataclass(frozen=True)
@@ -295,12 +344,12 @@ class _Job:
         is_first = True
         while True:
             decide = partial(self._decide, is_first=is_first)
-            found = with_retries(decide, self.config, wait=self._wait, what="can't go on yet")
+            found = self._retry(decide, "can't go on yet")
             if found is None:
                 return _ended_between_attempts()
             decision, records, has_lost_node = found
             if isinstance(decision, End):
-                self.journal.append(Final(decision.exit))
+                self._record(Final(decision.exit))
                 print_message(f"{decision.reason} ({exit_name(decision.exit)})")
                 return decision.exit
             if isinstance(decision, Resubmit):
@@ -324,18 +373,24 @@ class _Job:
         with faults.refusals(at_start=not has_begun):
             records = run_log.read_records(self.run_dir.log)
             left_out = {host.identity.name for host in faulty_hosts.read(self.run_dir, records)}
-        left, _, names = (_state(self.number, "%L|%N") or "").partition("|")
-        nodes = _names(names) if names else self.nodes
+        left, _, names = (slurm_commands.state(self.number, "%L|%N") or "").partition("|")
+        nodes = slurm_commands.node_names(names) if names else self.nodes
+        history = slurm_job.outcomes(entries, records)
+        down = slurm_commands.nodes_down(nodes)
+        if not is_first and slurm_job.has_failed_to_begin(history):
+            down |= slurm_commands.nodes_without_daemon(
+                [node for node in nodes if node not in down]
+            )
         allocation = Allocation(
             nodes,
             self.counts,
             time_limit.parse_time_left(left),
-            frozenset(left_out | _down(nodes)),
+            frozenset(left_out | down),
             self.options.job.signal_seconds,
-            _is_preempted(self.number),
+            slurm_commands.is_preempted(self.number),
         )
         decision = slurm_job.decide(
-            slurm_job.outcomes(entries, records),
+            history,
             allocation,
             self.config,
             is_first=is_first,
@@ -347,9 +402,18 @@ class _Job:
     def _resubmit(self, decision: Resubmit) -> int:
         """Submits the job again; returns the exit code of this one."""
         options = [f"--begin=now+{decision.after_seconds:.0f}"]
-        options += [f"--exclude={','.join(decision.exclude)}"] if decision.exclude else []
-        submit = partial(_sbatch, self.journal, options)
-        new = with_retries(submit, self.config, wait=self._wait, what="can't submit the job again")
+        exclude = slurm_job.excluded(self.options.job.sbatch, decision.exclude)
+        options += [f"--exclude={exclude}"] if exclude else []
+
+        def submit() -> str:
+            waiting = _unfinished(self.run_dir, self.journal)
+            waiting.pop(self.number, None)
+            for job in waiting:  # An earlier call has submitted it, and was not answered.
+                self.journal.append(Submitted(job))
+                return job
+            return self.journal.submit(options)
+
+        new = self._retry(submit, "can't submit the job again")
         if new is None:
             return _ended_between_attempts()
         print_message(f"job {new} continues after this one: {decision.reason}")
@@ -362,13 +426,26 @@ class _Job:
         print_message(f"training on {','.join(decision.nodes)}: {decision.reason}")
         history = run_log.fold(records)
         is_restart = bool(slurm_job.outcomes(self.journal.read(), records))
-        self.journal.append(Begun(history.attempt, history.step, decision.nodes))
+        if self._record(Begun(history.attempt, history.step, decision.nodes)) is None:
+            return ExitCode.PREEMPTED, True
         flags = _step_flags(decision.nodes, has_lost_node=has_lost_node)
         training = ["jaxres.train", *_training_arguments(self.options, self.run_dir)]
         command = ["srun", *flags, sys.executable, "-m", *training]
         code, is_stopped = _srun(command, is_restart, self.wakeup, self.env)
-        self.journal.append(Ended(code))
+        self._record(Ended(code))
         return code, is_stopped
+
+    def _record(self, entry: slurm_job.Entry) -> bool | None:
+        """Appends to the journal; None: it could not, and the job was told to end."""
+
+        def append() -> bool:
+            self.journal.append(entry)
+            return True
+
+        return self._retry(append, "the journal can't be written")
+
+    def _retry(self, call: Callable[[], T], what: str) -> T | None:
+        return with_retries(call, self.config.restart, wait=self._wait, what=what)
 
     def _wait(self, seconds: float) -> bool:
         return _wait(self.wakeup, seconds)
@@ -410,73 +487,6 @@ def _wait(wakeup: int, seconds: float) -> bool:
     return bool(ready) and any(number in STOP_SIGNALS for number in signals.drain(wakeup))
 
 
-def _call(*command: str) -> str:
-    """Returns what a command of Slurm prints.
-
-    Raises:
-      ConfigError: it is not installed, or refuses.
-      StorageUnavailable: Slurm's controller does not answer.
-    """
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=CALL_SECONDS, check=False
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{command[0]}: not found. Run this on a machine where Slurm's commands are installed."
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise StorageUnavailable(
-            f"{command[0]} has not answered in {CALL_SECONDS:.0f} s"
-        ) from error
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().replace("\n", "; ")
-        if re.search("contact slurm|communication|timed out", said, re.IGNORECASE):
-            raise StorageUnavailable(f"{command[0]}: Slurm's controller does not answer: {said}")
-        raise ConfigError(f"{shlex.join(command)}: {said}")
-    return done.stdout.strip()
-
-
-def _sbatch(journal: Journal, options: Sequence[str]) -> str:
-    """Submits the job's script; returns the number of the job."""
-    job = _call("sbatch", "--parsable", *options, str(journal.folder / "job.sh")).partition(";")[0]
-    journal.append(Submitted(job))
-    return job
-
-
-def _state(job: str, columns: str = "%T") -> str | None:
-    """Returns what squeue says of a job that has not ended; None: it has, or is unknown."""
-    try:
-        found = _call("squeue", "--noheader", f"--jobs={job}", f"--format=%T|{columns}")
-    except ConfigError as error:
-        if "Invalid job id" in str(error):
-            return None
-        raise
-    state, _, rest = found.partition("|")
-    return rest if state and state not in ENDED.split() else None
-
-
-def _names(hosts: str) -> tuple[str, ...]:
-    """Returns the names of a list of nodes such as n[1-3]."""
-    return tuple(_call("scontrol", "show", "hostnames", hosts).split())
-
-
-def _is_preempted(job: str) -> bool:
-    """Returns whether Slurm has begun to end a running job for another one.
-
-    With a GraceTime it tells only the tasks; the time limit that squeue prints stays what it was.
-    """
-    asked = ("squeue", "--noheader", f"--jobs={job}", "--Format=PreemptTime")
-    return _call(*asked)[:1].isdigit()
-
-
-def _down(nodes: Sequence[str]) -> set[str]:
-    """Returns the nodes that Slurm itself does not use any more."""
-    rows = _call("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T")
-    found = (row.split() for row in rows.splitlines())
-    return {name for name, state in found if _DOWN.search(state.lower())}
-
-
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
@@ -497,7 +507,7 @@ def _status(arguments: Sequence[str]) -> int:
     run_dir, journal = _run_of(arguments, "status")
     job, history = journal.newest_job(), run_log.fold(run_log.read_records(run_dir.log))
     assert job is not None
-    found = _state(job, "%T|%r|%N|%L|%P")
+    found = slurm_commands.state(job, "%T|%r|%N|%L|%P")
     if found is None:
         finals = [entry for entry in journal.read() if isinstance(entry, Final | Submitted)]
         end = f"ended ({exit_name(finals[-1].exit)})" if isinstance(finals[-1], Final) else ""
@@ -523,14 +533,14 @@ def _logs(arguments: Sequence[str]) -> int:
 
 def _stop(arguments: Sequence[str]) -> int:
     run_dir, journal = _run_of(arguments, "stop")
-    job = str(journal.newest_job())
-    state = _state(job)
-    if state is None:
-        _say(f"job {job} has ended already")
-    elif state == "PENDING":
-        _call("scancel", job)
-        _say(f"job {job} waited; it is cancelled. The run can be continued.")
-    else:
+    jobs = _unfinished(run_dir, journal)
+    if not jobs:
+        _say(f"job {journal.newest_job()} has ended already")
+    for job, state in jobs.items():
+        if state == "PENDING":
+            slurm_commands.call("scancel", job)
+            _say(f"job {job} waited; it is cancelled. The run can be continued.")
+            continue
         files.replace(run_dir.request("stop"), b"")
         _say(f"job {job}: asked to save and to end ({run_dir.request('stop')})")
     return ExitCode.DONE

@@ -9,11 +9,12 @@ job is in a journal in the shared folder of the run's jobs; how an attempt ended
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
+from jaxres.faults import UsageError
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, in_force
 from jaxres.storage.codec import TaggedCodec
@@ -24,6 +25,26 @@ LEAST_SECONDS = 120.0
 """Less time than this before the job's limit is not worth another attempt in the same job."""
 EARLY_SECONDS = 60.0
 """Slurm may send a job's signal so much earlier than asked."""
+SHORT_FLAGS = {"-N": "nodes", "-x": "exclude", "-J": "job-name", "-o": "output", "-a": "array"}
+SHORT_FLAGS |= {"-d": "dependency", "-n": "ntasks", "-k": "no-kill", "-W": "wait"}
+"""Short options of sbatch whose long ones are used here."""
+REFUSED_FLAGS = frozenset(
+    {
+        *("array", "dependency", "job-name", "nodes", "no-kill", "no-requeue", "ntasks"),
+        *("ntasks-per-node", "open-mode", "output", "signal", "test-only", "wait", "wrap"),
+    }
+)
+"""Options of sbatch that would undo the script's, or start the run several times."""
+JOB_VARIABLES = re.compile(
+    "SLURM_(CPUS|CPUS_PER|GPUS|GPUS_PER|JOB|MEM_PER|NTASKS|NTASKS_PER|STEP|TASKS_PER|TRES_PER)_.+"
+    "|SLURM_(JOBID|NTASKS|NPROCS|NNODES|NODELIST|PROCID|GPUS|STEPID|THREADS_PER_CORE)|SRUN_.+"
+)
+"""What a job has in its environment; sbatch hands on what the new job has no value for."""
+FILTERS = re.compile(
+    "(SQUEUE|SINFO|SCANCEL)_.+|SLURM_TIME_FORMAT|SBATCH_(ARRAY_INX|JOB_NAME|NO_KILL|NO_REQUEUE|"
+    "OPEN_MODE|OUTPUT|REQUEUE|SIGNAL|WAIT)"
+)
+"""What changes the answers of Slurm's commands, or takes precedence over the job's script."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +84,27 @@ Entry = Begun | Ended | Final | Submitted
 ENTRIES: TaggedCodec[Entry] = TaggedCodec(
     "kind", {"begun": Begun, "ended": Ended, "final": Final, "submitted": Submitted}
 )
+
+
+def misleading_variables(names: Iterable[str], arguments: Sequence[str]) -> list[str]:
+    """Returns the environment variables by which Slurm would do, or print, something else.
+
+    Args:
+      names: the variables of this process.
+      arguments: those of `launch slurm`; an option that they have goes before its variable.
+
+    >>> misleading_variables(["SQUEUE_STATES", "SLURM_CONF", "SBATCH_TIMELIMIT"], ["--time=9"])
+    ['SBATCH_TIMELIMIT', 'SQUEUE_STATES']
+    >>> misleading_variables(["SLURM_CPUS_PER_TASK"], ["job", "a.yaml"])
+    []
+    """
+    given = {word.partition("=")[0] for word in arguments}
+    asked = {"SBATCH_TIMELIMIT": "--time", "SBATCH_PARTITION": "--partition"}
+    found = {name for name in names if FILTERS.fullmatch(name)}
+    found |= {name for name in names if asked.get(name) in given}
+    if arguments[:1] != ["job"]:
+        found |= {name for name in names if JOB_VARIABLES.fullmatch(name)}
+    return sorted(found)
 
 
 def outcomes(
@@ -111,6 +153,11 @@ def idle_jobs(journal: Sequence[Entry], records: Sequence[Record]) -> int:
             case _:
                 pass
     return count
+
+
+def has_failed_to_begin(history: Sequence[AttemptOutcome[str]]) -> bool:
+    """Returns whether srun has failed last, before an attempt of the run began."""
+    return bool(history) and not history[-1].attempt and history[-1].code != ExitCode.DONE
 
 
 def _outcome(begun: Begun, ended: Ended | None, records: Sequence[Record]) -> AttemptOutcome[str]:
@@ -264,6 +311,45 @@ class JobOptions:
     """Other options of sbatch, such as `--gpus-per-node=8`."""
     setup: str = ""
     """Line of the shell before Python starts, such as `source venv/bin/activate`."""
+
+
+def check_sbatch(options: Sequence[str]) -> None:
+    """Raises UsageError for an option of `--sbatch` that would undo what the script relies on."""
+    for option in options:
+        if _sbatch_flag(option) in REFUSED_FLAGS:
+            raise UsageError(
+                f"--sbatch={option}: the script of `launch slurm` decides this by itself, and by "
+                "--nodes, --time, --partition and --signal-seconds"
+            )
+
+
+def _sbatch_flag(option: str) -> str:
+    """Returns the long name of an option of sbatch.
+
+    >>> _sbatch_flag("--array=0-3"), _sbatch_flag("-a0-3"), _sbatch_flag("--mem 0")
+    ('array', 'array', 'mem')
+    """
+    if option.startswith("--"):
+        return re.split("[= ]", option[2:], maxsplit=1)[0]
+    return SHORT_FLAGS.get(option[:2], "")
+
+
+def excluded(sbatch: Sequence[str], nodes: Sequence[str]) -> str:
+    """Returns the value of --exclude of the next job; that of the script would be overridden.
+
+    Args:
+      sbatch: options of sbatch, which may exclude nodes too.
+      nodes: names of nodes that the next job must not have.
+
+    >>> excluded(["--exclude=n[7-9]", "--mem=0"], ["n1"]), excluded([], [])
+    ('n1,n[7-9]', '')
+    """
+    own = [
+        re.split("[= ]|^-x", option, maxsplit=1)[1].strip("= ")
+        for option in sbatch
+        if _sbatch_flag(option) == "exclude"
+    ]
+    return ",".join([*nodes, *own])
 
 
 def gpus_per_node(sbatch: Sequence[str]) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from jaxres.config import RunConfig
+from jaxres.config.schema_operations import RestartSection
 from jaxres.faults import StorageUnavailable
 from jaxres.supervisor.attempt import print_message
 
@@ -17,20 +17,19 @@ T = TypeVar("T")
 
 
 def with_retries(
-    call: Callable[[], T], config: RunConfig, *, wait: Callable[[float], bool], what: str
+    call: Callable[[], T], limits: RestartSection, *, wait: Callable[[float], bool], what: str
 ) -> T | None:
     """Returns what a call returns; None: this process was told to end while it waited.
 
     Args:
       call: reads or submits; it is called again after a StorageUnavailable.
-      config: `restart.max_storage_attempts`, and how long to wait.
+      limits: `max_storage_attempts`, and how long to wait.
       wait: waits some seconds; returns True at once if this process is told to end.
       what: what has failed, for messages, such as "the run log can't be read".
 
     Raises:
       StorageUnavailable: no call has been answered.
     """
-    limits = config.restart
     for times in range(limits.max_storage_attempts):
         try:
             return call()

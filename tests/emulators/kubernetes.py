@@ -127,14 +127,16 @@ def _check_job(spec: Mapping[str, Any]) -> None:
 
 
 class _Requests(Quiet):
-    """Requests for namespaced objects: create, read, replace."""
+    """Requests for namespaced objects: create, replace, delete."""
 
     emulator: ApiServer
 
     def do_POST(self) -> None:
         body = self._body()
         key = self._key(body["metadata"]["name"])
-        if key is None:
+        if key is not None and key[0] in self.emulator.answers:
+            self._send_bytes(*self.emulator.answers[key[0]])
+        elif key is None:
             self._answer(404, "the server could not find the requested resource")
         elif key in self.emulator.objects:
             self._answer(409, f"{key[2]} already exists")
@@ -152,8 +154,16 @@ class _Requests(Quiet):
         except Refused as refused:
             self._answer(400, f"strict decoding error: {refused}")
         else:
-            self.emulator.objects[key] = body
-            self._send(created, body)
+            self.emulator.objects[key] = self.emulator.webhook(body)
+            self._send(created, self.emulator.objects[key])
+
+    def do_DELETE(self) -> None:
+        path, _, name = self.path.partition("?")[0].rpartition("/")
+        key = self._key(name, path)
+        if key is None or self.emulator.objects.pop(key, None) is None:
+            self._answer(404, "not found")
+        else:
+            self._send(200, {"kind": "Status", "apiVersion": "v1", "status": "Success"})
 
     def _key(self, name: str, path: str = "") -> tuple[str, str, str] | None:
         for pattern, kind in RESOURCES.items():
@@ -169,7 +179,9 @@ class _Requests(Quiet):
         self._send(code, {"kind": "Status", "apiVersion": "v1", "code": code, "message": message})
 
     def _send(self, code: int, body: Mapping[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        self._send_bytes(code, json.dumps(body).encode())
+
+    def _send_bytes(self, code: int, data: bytes) -> None:
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -186,6 +198,10 @@ class ApiServer:
         """(kind, namespace, name) -> object."""
         self.absent = set[str]()
         """Kinds that this cluster does not have."""
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        """Kind -> status and body that its creation gets, and nothing is created."""
+        self.webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body
+        """Changes an object that is created."""
         self._serving = Serving(self, _Requests, host="127.0.0.1", port=0)
 
     def __enter__(self) -> ApiServer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -91,6 +92,67 @@ def test_an_api_that_does_not_answer_is_an_outage(server, submit):
     finally:
         server.__init__()
         server.__enter__()
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b"<html>", b"\xff", b'{"message": null}'])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(429, StorageUnavailable), (500, StorageUnavailable), (409, Fenced), (422, ConfigError)],
+)
+def test_an_answer_of_any_form_is_a_typed_error(server, submit, status, kind, body):
+    server.answers["JobSet"] = status, body
+    with pytest.raises(kind):
+        submit()
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"\xff", b'{"kind": "Jo'])
+@pytest.mark.parametrize("kind", ["JobSet", "Job"])
+def test_an_answer_that_is_no_json_is_an_outage_and_says_what_may_exist(server, submit, kind, body):
+    server.answers[kind] = 201, body
+    with pytest.raises(StorageUnavailable, match=r"no JSON.*may have created.*kubectl delete"):
+        submit("--kind", kind.lower())
+
+
+@pytest.mark.parametrize(("status", "error"), [(500, StorageUnavailable), (403, ConfigError)])
+@pytest.mark.parametrize("kind", ["JobSet", "Job"])
+def test_a_job_whose_config_is_refused_does_not_stay(server, submit, kind, status, error):
+    """Its pods would wait for the config forever, and the next submission would be refused."""
+    server.answers["ConfigMap"] = status, b"{}"
+    with pytest.raises(error):
+        submit("--kind", kind.lower())
+    assert server.objects == {}
+    server.answers.clear()
+    assert submit("--kind", kind.lower()) == 0
+
+
+def test_a_jobset_of_an_older_version_is_named(server, submit):
+    old = b'{"message": "strict decoding error: unknown field \\"spec.failurePolicy.rules\\""}'
+    server.answers["JobSet"] = 400, old
+    with pytest.raises(ConfigError, match=r"unknown field.*JobSet 0\.10\.1 or newer"):
+        submit()
+
+
+@pytest.mark.parametrize("kind", ["jobset", "job"])
+def test_what_a_webhook_changes_is_printed(server, submit, capsys, kind):
+    def shorten(found):
+        text = json.dumps(found).replace("PodFailurePolicy", "podFailurePolicy")
+        changed = json.loads(text.replace('GracePeriodSeconds": 180', 'GracePeriodSeconds": 30'))
+        changed["metadata"]["uid"] = "1"
+        return changed
+
+    server.webhook = shorten
+    assert submit("--kind", kind) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+    assert any("terminationGracePeriodSeconds:" in line for line in lines)
+    assert not any("metadata" in line for line in lines)
+
+
+@pytest.mark.parametrize("text", ["::: {", "[1]", "contexts: 3", "\x00"])
+def test_a_file_that_is_no_kubeconfig_is_one_message(tmp_path, text):
+    (tmp_path / "config").write_text(text)
+    for path in (tmp_path / "config", tmp_path):
+        with pytest.raises(ConfigError, match="no cluster is configured"):
+            k8s.main([*ARGUMENTS, "--submit"], env={"KUBECONFIG": str(path)})
 
 
 def test_no_cluster_is_one_message(tmp_path):

@@ -279,3 +279,8 @@ def test_gpus_that_the_mesh_can_not_use_are_refused_before_the_cluster_is_asked(
     arguments = ["quickstart", "run.dir=gs://bucket/run", "--image", "i", "--print", "mesh.data=3"]
     with pytest.raises(ConfigError, match="does not make 2 device"):
         k8s.main([*arguments, "--nodes", "2", "--gpus-per-node", "1"], env={})
+
+
+def test_a_run_directory_that_kubernetes_would_expand_is_escaped():
+    command = k8s_manifest.pod_command(PurePosixPath("/data/$(HOSTNAME)/a$$b"), 180)
+    assert "run.dir=/data/$$(HOSTNAME)/a$$$$b" in command

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
-from jaxres.launch import slurm
+from jaxres.launch import slurm, slurm_commands
 from jaxres.launch.slurm import Journal
 from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
 from jaxres.runlog.paths import RunDir
@@ -27,6 +28,7 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.kept = folder, folder / "calls.txt"
+        self.named = folder / "named.txt"
         folder.mkdir()
 
     def set(self, name: str, text: str = "", *, code: int = 0, error: str = "") -> None:
@@ -42,6 +44,8 @@ class Commands:
 
     def _write(self, name: str, body: str) -> None:
         path = self.folder / name
+        if name == "squeue":  # By name it lists all jobs of a run: none, or what is in a file.
+            body = f'case "$*" in *--name=*) cat {self.named} 2>/dev/null; exit 0;; esac\n{body}'
         keep = f'echo "{name} $* cpus=$SRUN_CPUS_PER_TASK" >> {self.kept}'
         path.write_text(f"#!/bin/sh\n{keep}\n{body}")
         path.chmod(0o755)
@@ -58,6 +62,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.setenv("PATH", f"{found.folder}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     found.set("sbatch", "17;cluster")
+    found.set("squeue")
     return found
 
 
@@ -87,6 +92,67 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(commands, capsys):
     assert commands.calls("sbatch") == []
 
 
+def test_a_job_whose_submission_was_not_answered_is_found_by_its_name(commands, capsys):
+    commands.set("sbatch", code=1, error="Socket timed out on send/recv operation")
+    with pytest.raises(StorageUnavailable):
+        submit("--nodes", "2")
+    assert journal() == []
+    commands.set("sbatch", "18")
+    commands.named.write_text("17|PENDING\n")
+    with pytest.raises(Fenced, match="job 17 of this run is PENDING"):
+        submit("--nodes", "2")
+
+
+@pytest.mark.parametrize(
+    ("printed", "job"), [("17\n", "17"), ("17;cluster\n", "17"), ("Welcome, 3 news\n17\n", "17")]
+)
+def test_the_number_of_a_job_is_read_from_what_sbatch_prints(commands, printed, job):
+    commands.set("sbatch", printed)
+    submit("--nodes", "2")
+    assert journal() == [Submitted(job)]
+
+
+@pytest.mark.parametrize("printed", ["", "Submitted batch job", "seventeen\n"])
+def test_an_sbatch_that_prints_no_number_is_named_and_journals_nothing(commands, printed):
+    commands.set("sbatch", printed)
+    with pytest.raises(ConfigError, match="no number of a job"):
+        submit("--nodes", "2")
+    assert journal() == []
+
+
+def test_what_a_command_prints_need_not_be_text(commands):
+    commands._write("sbatch", r"printf 'gr\374n' >&2; exit 1")
+    with pytest.raises(ConfigError, match="gr"):
+        submit("--nodes", "2")
+
+
+def test_a_command_that_can_not_be_started_is_named(commands, monkeypatch):
+    monkeypatch.setenv("PATH", str(commands.folder))
+    (commands.folder / "sbatch").write_text("not a program")
+    with pytest.raises(ConfigError, match="sbatch can't be started"):
+        submit("--nodes", "2")
+
+
+def test_hints_can_be_typed_where_the_folder_was_given(commands, capsys):
+    assert submit("--nodes", "2", "--folder", "jobs", "run.dir=my run") == 0
+    printed = capsys.readouterr().out
+    command = re.search("`python -m jaxres.launch slurm (status .*)` shows", printed)
+    assert slurm.main(shlex.split(command[1]), env={}) == 0
+
+
+def test_the_job_s_own_process_gets_the_flags_that_were_given(commands, capsys):
+    """Also where a value is the name of the config."""
+    flags = ["--nodes", "2", "--partition", "quickstart", "--sbatch=--mem=0", "--folder", "jobs"]
+    submit(*flags, "--setup", "run.dir=run", "--dry-run")
+    command = capsys.readouterr().out.splitlines()[-1]
+    arguments = shlex.split(command.partition(" slurm job ")[2])
+    again = slurm._parse(arguments)
+    assert again.job.partitions == ("quickstart",)
+    assert again.job.sbatch == ("--mem=0",)
+    assert again.job.setup == "run.dir=run"
+    assert again.folder == str(Path("jobs").resolve())
+
+
 @pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "STOPPED"])
 def test_a_run_has_one_job_at_a_time(commands, state):
     submit("--nodes", "2")
@@ -96,7 +162,7 @@ def test_a_run_has_one_job_at_a_time(commands, state):
     assert len(commands.calls("sbatch")) == 1
 
 
-@pytest.mark.parametrize("state", [*slurm.ENDED.split(), ""])
+@pytest.mark.parametrize("state", [*slurm_commands.ENDED.split(), ""])
 def test_a_job_that_has_ended_can_be_submitted_again(commands, state):
     submit("--nodes", "2")
     commands.set("squeue", f"{state}|{state}" if state else "")
@@ -125,7 +191,7 @@ def test_what_sbatch_refuses_is_one_message(commands, error, kind, text):
 
 def test_a_machine_without_slurm_is_named(commands, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"sbatch: not found.*where Slurm's commands are"):
+    with pytest.raises(ConfigError, match=r"squeue: not found.*where Slurm's commands are"):
         submit("--nodes", "2")
 
 
@@ -142,6 +208,11 @@ def test_a_machine_without_slurm_is_named(commands, monkeypatch):
         (["--nodes", "2", "--sbatch=--mem=0\nrm"], "--sbatch '--mem=0"),
         (["--nodes", "2", "--folder", "a b"], "does not take this name"),
         (["--nodes", "2", "--nope"], "--nope: unknown flag"),
+        (["--nodes", "2", "--partition", "a b"], "--partition 'a b': expected no blanks"),
+        (["--nodes", "2", "--time", "1:00 --mem=0"], "--time '1:00 --mem=0'"),
+        (["--nodes", "2", "--sbatch=--array=0-3"], "--sbatch=--array=0-3: the script"),
+        (["--nodes", "2", "--sbatch=-J x"], "--sbatch=-J x: the script"),
+        (["--nodes", "2", "--sbatch=--nodes=9"], "--sbatch=--nodes=9: the script"),
     ],
 )
 def test_bad_arguments_are_one_clear_error(commands, arguments, text):
@@ -207,6 +278,16 @@ def test_stop_asks_a_running_job_to_save_and_cancels_one_that_waits(commands, ca
     commands.set("squeue", "COMPLETED|COMPLETED")
     slurm.main(["stop", "run"], env={})
     assert "job 17 has ended already" in capsys.readouterr().out
+
+
+def test_stop_ends_a_job_that_the_journal_does_not_have_too(commands, capsys):
+    submit("--nodes", "2")
+    commands.set("scancel")
+    commands.set("squeue", "RUNNING|RUNNING")
+    commands.named.write_text("17|RUNNING\n18|PENDING\n")
+    assert slurm.main(["stop", "run"], env={}) == 0
+    assert Path("run/stop").exists()
+    assert commands.calls("scancel") == ["scancel 18 cpus="]
 
 
 # The process of a job.
@@ -297,3 +378,85 @@ def test_a_job_that_slurm_does_not_take_again_gives_the_next_one_the_full_budget
         trains()
     assert isinstance(refused.value, RunError)
     assert journal()[-1] == Final(refused.value.exit_code)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Zero Bytes were transmitted or received",
+        "Slurm backup controller in standby mode",
+        "Protocol authentication error",
+        "Socket timed out on send/recv operation",
+        "slurm_receive_msg: Connection refused",
+    ],
+)
+def test_an_outage_of_any_kind_is_asked_again(commands, trains, error):
+    commands.set("srun")
+    commands.fail_once("sinfo", f"slurm_load_node error: {error}", then="n1 idle\nn2 idle\n")
+    assert trains() == 0
+
+
+def test_a_job_that_was_submitted_again_without_an_answer_is_not_submitted_twice(commands, trains):
+    commands.set("sinfo", "n1 idle\nn2 down*\n")
+    times_out = "Socket timed out on send/recv operation"
+    commands._write("sbatch", f"echo '18|PENDING' > {commands.named}; echo {times_out} >&2; exit 1")
+    assert trains() == 0
+    assert [entry.job for entry in journal(Submitted)] == ["17", "18"]
+    assert len(commands.calls("sbatch")) == 2, "the first submission, and the one without an answer"
+
+
+def test_nodes_that_the_operator_excludes_stay_out_of_the_next_job(commands, trains):
+    commands.set("sinfo", "n1 idle\nn2 down*\n")
+    commands.set("sbatch", "18")
+    assert trains("--sbatch=--exclude=n[7-9]") == 0
+    assert "--exclude=n2,n[7-9]" in commands.calls("sbatch")[-1]
+
+
+def test_a_node_whose_daemon_does_not_answer_is_left_out_before_slurm_knows(commands, trains):
+    """The controller takes a node for up until SlurmdTimeout, five minutes by default."""
+    failed = "srun: error: Task launch for StepId=17.0 failed on node n2: Communication failure"
+    commands.set("srun", code=233, error=failed)
+    commands.set("sbatch", "18")
+    assert trains() == 0
+    assert (
+        journal()[1:]
+        == [Submitted("17"), Begun(0, 0, ("n1", "n2")), Ended(233), Submitted("18")][1:]
+    )
+    assert "--exclude=n2" in commands.calls("sbatch")[-1]
+    begins, probe = commands.calls("srun")
+    assert "jaxres.train" in begins
+    assert "--overlap" in probe
+    assert probe.endswith("true cpus=")
+
+
+def test_a_run_that_can_not_be_read_at_the_start_of_a_job_is_asked_for_again(
+    commands, trains, monkeypatch
+):
+    commands.set("srun")
+    resolve, failures = slurm.resolve_run, [StorageUnavailable("the bucket does not answer")]
+
+    def once(*arguments):
+        if failures:
+            raise failures.pop()
+        return resolve(*arguments)
+
+    monkeypatch.setattr(slurm, "resolve_run", once)
+    assert trains() == 0
+    assert failures == []
+    assert journal()[-1] == Final(0)
+
+
+def test_a_journal_that_can_not_be_written_for_a_while_costs_no_attempt(
+    commands, trains, monkeypatch
+):
+    commands.set("srun")
+    append, failures = Journal.append, 3 * [StorageUnavailable("no space left")]
+
+    def fails(journal, entry):
+        if failures and isinstance(entry, Begun | Ended | Final):
+            raise failures.pop()
+        append(journal, entry)
+
+    monkeypatch.setattr(Journal, "append", fails)
+    assert trains() == 0
+    assert journal() == [Submitted("17"), Begun(0, 0, ("n1", "n2")), Ended(0), Final(0)]

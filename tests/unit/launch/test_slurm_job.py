@@ -210,3 +210,17 @@ def test_a_job_with_a_fixed_number_of_nodes_ends_with_a_lost_node_and_is_requeue
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --ntasks-per-node=1\n" in text
     assert "--no-kill" not in text
+
+
+def test_variables_that_filter_or_override_are_removed():
+    """With SQUEUE_STATES=RUNNING a job that waits would be unknown, and be submitted again."""
+    filters = ["SQUEUE_STATES", "SINFO_PARTITION", "SCANCEL_STATE", "SLURM_TIME_FORMAT"]
+    filters += ["SBATCH_JOB_NAME", "SBATCH_WAIT"]
+    kept = ["SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_ACCOUNT", "SBATCH_TIMELIMIT", "PATH"]
+    of_a_job = ["SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_NTASKS"]
+    names = [*filters, *kept, *of_a_job]
+    removed = slurm_job.misleading_variables(names, ["a.yaml", "--nodes", "2"])
+    assert removed == sorted([*filters, *of_a_job])
+    assert slurm_job.misleading_variables(names, ["job", "a.yaml"]) == sorted(filters)
+    asked = slurm_job.misleading_variables(names, ["a.yaml", "--time", "9:00"])
+    assert "SBATCH_TIMELIMIT" in asked
