@@ -122,14 +122,18 @@ def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> 
     `at_start`: the phase of the command as long as it has not read the run log.
     """
     sys.excepthook = _exit_as_bug
+    signals.forget_stops()
     try:
         signals.raise_on_stop()
         with faults.refusals(at_start=at_start):
             return command()
-    except RunError as error:
+    except Exception as error:
+        end = signals.raised_stop() or error
+        if not isinstance(end, RunError):
+            raise
         stdio.flush()
-        stdio.eprint(faults.format_exit_message(error.exit_code, str(error)))
-        return error.exit_code
+        stdio.eprint(faults.format_exit_message(end.exit_code, str(end)))
+        return end.exit_code
 
 
 def hard_exit(code: int) -> NoReturn:

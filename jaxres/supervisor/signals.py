@@ -1,6 +1,7 @@
 """Signal handling of the supervisor, from its start to its exit.
 
-Signals are blocked during imports. Before there is a worker, a stop signal raises an exception.
+Signals are blocked during imports. Before there is a worker, a stop signal raises an exception. A
+library may catch it or raise another one in its place: the signal is remembered, too.
 While workers run, signals arrive as bytes on a pipe. After the workers have exited, a second stop
 signal exits the supervisor at once.
 """
@@ -66,6 +67,23 @@ def raise_on_stop() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+_raised: list[int] = []
+"""Stop signals that were raised as exceptions in the current command."""
+
+
+def forget_stops() -> None:
+    """Forgets the stop signals of an earlier command in this process."""
+    _raised.clear()
+
+
+def raised_stop() -> PreemptedError | StoppedError | None:
+    """Returns the stop that was raised, whatever has become of the exception; None: there was none.
+
+    Pydantic, for example, raises an error of its own if one arrives while it builds a schema.
+    """
+    return _error_of(_raised[0]) if _raised else None
+
+
 _self_term_reasons: list[str] = []
 """Reasons for which this process has sent itself a SIGTERM."""
 
@@ -77,18 +95,26 @@ def terminate_self(why: str) -> None:
 
 
 def _raise(number: int, frame: object) -> None:
+    _raised.append(number)
+    raise _error_of(number)
+
+
+def _error_of(number: int) -> PreemptedError | StoppedError:
     name = signal.Signals(number).name
     if number == signal.SIGTERM and _self_term_reasons:
         name = f"{_self_term_reasons[0]},"
     error_type = (
         StoppedError if STOP_SIGNALS[signal.Signals(number)] == ExitCode.STOPPED else PreemptedError
     )
-    raise error_type(f"{name} before the run had begun: nothing to save, nothing was written")
+    return error_type(f"{name} before the run had begun: nothing to save, nothing was written")
 
 
 @contextlib.contextmanager
 def wakeup_fd() -> Iterator[int]:
-    """Turns signals into bytes on a pipe, so that `select` wakes; blocked ones come first."""
+    """Turns signals into bytes on a pipe, so that `select` wakes; blocked ones come first.
+
+    So do those that were raised before, if a library has caught the exceptions.
+    """
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
@@ -97,6 +123,8 @@ def wakeup_fd() -> Iterator[int]:
         signal.signal(number, _ignore)
     before = signal.set_wakeup_fd(write_end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, *NON_STOP_SIGNALS))
+    while _raised:
+        signal.raise_signal(_raised.pop())
     try:
         yield read_end
     finally:

@@ -1,0 +1,51 @@
+"""A stop signal counts, whatever the code does in which it raises its exception."""
+
+import subprocess
+import sys
+
+BODY = """
+import os, signal, sys
+from jaxres.supervisor import attempt_runner, signals
+
+def wrapped():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Exception as error:
+        raise ValueError("a schema can't be built") from error
+
+def caught():
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except Exception:
+        pass
+    with signals.wakeup_fd() as wakeup:
+        return int(signals.drain(wakeup) == bytes([signal.SIGTERM]))
+
+def fails_after_it_ended():
+    assert caught() == 1
+    raise RuntimeError("an error of its own")
+
+sys.exit(attempt_runner.run_with_exit_code(globals()[sys.argv[1]]))
+"""
+
+
+def run(name: str) -> tuple[int, str]:
+    words = [sys.executable, "-c", BODY, name]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    return ended.returncode, ended.stderr
+
+
+def test_a_stop_in_code_that_raises_another_error_is_a_stop():
+    code, printed = run("wrapped")
+    assert printed.startswith("SIGTERM before the run had begun"), printed
+    assert code == 75
+
+
+def test_a_stop_in_code_that_catches_it_reaches_the_supervisor_of_the_run():
+    assert run("caught") == (1, "")
+
+
+def test_an_error_after_a_stop_that_was_handled_is_a_bug():
+    code, printed = run("fails_after_it_ended")
+    assert "RuntimeError: an error of its own" in printed
+    assert code == 70
