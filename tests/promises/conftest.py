@@ -14,7 +14,7 @@ from jaxres.testing.gcs import GcsServer
 from tests.emulators.gce import GceEmulator
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Workspace
-from tests.tiers import slow_but
+from tests.tiers import campaign_but
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def bucket(
     workspace.end_all()
 
 
-@pytest.fixture(params=slow_but(["local", "bucket"], "local"))
+@pytest.fixture(params=campaign_but(["local", "bucket"], "local"))
 def any_workspace(request: pytest.FixtureRequest) -> Workspace:
     """A workspace on a disk, and one in a bucket."""
     return request.getfixturevalue({"local": "workspace"}.get(request.param, request.param))

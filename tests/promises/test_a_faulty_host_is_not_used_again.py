@@ -132,7 +132,7 @@ def test_no_attempt_runs_on_the_physical_host_of_a_faulty_vm_under_any_later_lau
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("num_hosts", [1, 2])
 def test_a_vm_that_comes_up_with_fewer_devices_is_replaced_also_if_it_is_the_only_one(
     cloud: Cloud, num_hosts: int

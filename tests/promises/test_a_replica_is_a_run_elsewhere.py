@@ -99,7 +99,7 @@ def later(
     return source, workspace.copy(old, "replica")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_goes_on_in_its_replica_exactly(
     workspace: Workspace, later: tuple[RunDir, RunDir], unbroken: RunDir
 ) -> None:

@@ -52,7 +52,7 @@ def lived(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", campaign_but(["all", "attempts", "commits"], "all"))
-@pytest.mark.parametrize("storage", ["workspace", "bucket"])
+@pytest.mark.parametrize("storage", campaign_but(["workspace", "bucket"], "workspace"))
 def test_a_start_on_a_lost_or_older_log_deletes_nothing_and_adopt_rebuilds_it(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,

@@ -173,7 +173,7 @@ def test_unreadable_corpus_is_rejected_until_it_is_fixed(workspace: Workspace) -
     assert run_history(workspace.run_dir("run")).step == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_damaged_token_folder_is_rejected_until_it_is_fixed(workspace: Workspace) -> None:
     folder, documents = workspace.root / "tokens", [np.arange(1000) % 50 for _ in range(4)]
     write_tokens(folder, documents, vocab_size=50, tokenizer="other")

@@ -34,7 +34,7 @@ from tests.promises.trainer import (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
     bucket: Workspace, fault_free_pair: RunDir
 ) -> None:
@@ -115,7 +115,7 @@ def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_bucket_that_denies_access_for_a_while_ends_nothing(
     bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer
 ) -> None:

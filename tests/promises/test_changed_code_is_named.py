@@ -12,7 +12,7 @@ from jaxres.cli import history, status
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.history import start_of
-from tests.promises.trainer import TrainingProcess, Workspace, run_history
+from tests.promises.trainer import MLP, TrainingProcess, Workspace, run_history
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -91,7 +91,12 @@ def test_a_model_changed_between_two_attempts_is_named_with_its_first_step(
 @pytest.mark.parametrize("inline", [False, True])
 def test_bitwise_determinism_reaches_xla(workspace: Workspace, inline: bool) -> None:
     """XLA ends a process whose XLA_FLAGS it does not know, so training means that it knows it."""
-    arguments = ["train.steps=2", "run.determinism=bitwise", *(["--inline"] if inline else [])]
+    arguments = [
+        *MLP,
+        "train.steps=2",
+        "run.determinism=bitwise",
+        *(["--inline"] if inline else []),
+    ]
     trainer = workspace.start("run", *arguments)
     assert trainer.wait_exit() == 0, trainer.printed()
     (start,) = run_history(trainer.run_dir).starts

@@ -60,6 +60,7 @@ def exits(workspace: Workspace, run: dict[str, Any]) -> list[int | None]:
     return [one.exit for one in attempt_history.read(run_dir, is_alive=False)]
 
 
+@pytest.mark.campaign
 def test_a_zombie_and_a_lost_log_end_in_the_same_bits(workspace: Workspace) -> None:
     code, result, printed = chaos(workspace, "--only", "zombie,lost-log")
     assert (code, result["held"]) == (0, True), printed
@@ -86,6 +87,7 @@ def test_storage_that_refuses_a_save_ends_no_attempt(workspace: Workspace) -> No
     assert fault["step"] + 3 in {commit.step for commit in found.committed}
 
 
+@pytest.mark.campaign
 def test_a_bucket_that_is_away_ends_no_attempt(workspace: Workspace) -> None:
     code, result, printed = chaos(workspace, "storage-outage")
     assert (code, result["held"]) == (0, True), printed
@@ -95,6 +97,7 @@ def test_a_bucket_that_is_away_ends_no_attempt(workspace: Workspace) -> None:
     assert away["repeated_steps"] == 0
 
 
+@pytest.mark.campaign
 def test_hidden_state_breaks_the_promise_of_the_same_bits(workspace: Workspace) -> None:
     target = f"model.target={CODE}:counted_model"
     code, result, printed = chaos(workspace, target, "worker-kill")

@@ -47,7 +47,7 @@ def test_a_restart_loads_compiled_steps_and_ends_bit_exact(
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_damaged_file_is_reported_and_the_steps_are_recompiled(
     workspace: Workspace, killed: RunDir, unbroken: RunDir
 ) -> None:

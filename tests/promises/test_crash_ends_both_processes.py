@@ -12,6 +12,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.leftovers import members, wait_until_gone
 from tests.promises.trainer import ENDLESS, FAULTY, PACED, Workspace, assert_bit_exact
+from tests.tiers import campaign
 
 
 @pytest.mark.slow
@@ -61,7 +62,7 @@ def test_a_run_whose_processes_were_all_killed_can_resume(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["row:400:fail", "trace:1:fail", "row:400:sys_exit"])
+@pytest.mark.parametrize("fault", ["row:400:fail", *campaign(["trace:1:fail", "row:400:sys_exit"])])
 def test_error_in_custom_code_is_reported_once_as_a_bug(
     workspace: Workspace, fault_free: RunDir, fault: str
 ) -> None:
@@ -94,7 +95,8 @@ def test_worker_that_exits_without_an_exit_message_has_not_finished(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["row:400:exhaust_host", "heldout:3:exhaust_device", "heldout:3:exhaust_host"]
+    "fault",
+    ["row:400:exhaust_host", "heldout:3:exhaust_device", *campaign(["heldout:3:exhaust_host"])],
 )
 def test_out_of_memory_names_settings_to_change(
     workspace: Workspace, fault_free: RunDir, fault: str

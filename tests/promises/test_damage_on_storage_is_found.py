@@ -180,7 +180,7 @@ def replica_step(to: RunDir) -> int:
     return 0 if marker is None else marker.step
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_check_ends_with_its_supervisor_and_one_of_a_zombie_writes_nothing(
     workspace: Workspace, tmp_path: Path
 ) -> None:

@@ -158,7 +158,7 @@ UNREAD = "_CHECKPOINT_METADATA"
         ("local", ("jaxres.train",), values),
         ("local", ("jaxres.train",), lambda _: UNREAD),
         ("local", ("jaxres.launch", "local"), values),
-        ("bucket", ("jaxres.train",), values),
+        pytest.param("bucket", ("jaxres.train",), values, marks=pytest.mark.campaign),
     ],
     ids=["train", "train, a file that is not read", "launch local", "train in a bucket"],
     indirect=["any_workspace"],

@@ -141,12 +141,13 @@ def kill_and_resume(
 
 
 CASES = (
-    pytest.param(1, tuple(KINDS), marks=pytest.mark.slow),
-    pytest.param(2, tuple(KINDS), marks=[pytest.mark.slow, pytest.mark.campaign]),
+    pytest.param(1, ("jsonl", "nanogpt"), marks=pytest.mark.slow),
+    pytest.param(1, tuple(KINDS), marks=pytest.mark.campaign),
+    pytest.param(2, tuple(KINDS), marks=pytest.mark.campaign),
 )
 
 
-@pytest.mark.parametrize(("hosts", "kinds"), CASES, ids=["one-host", "two-hosts"])
+@pytest.mark.parametrize(("hosts", "kinds"), CASES, ids=["two-kinds", "one-host", "two-hosts"])
 def test_the_same_documents_of_any_kind_give_the_same_run_also_after_a_kill(
     workspace: Workspace, tmp_path: Path, hosts: int, kinds: Sequence[str]
 ) -> None:

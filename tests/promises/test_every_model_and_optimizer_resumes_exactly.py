@@ -52,7 +52,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 
-IN_CI = ("batch-statistics", "own-optimizer", "lora", "groups-and-frozen")
+IN_CI = ("batch-statistics", "lora")
 
 
 def kill_and_resume(workspace: Workspace, overrides: tuple[str, ...]) -> RunDir:

@@ -219,7 +219,7 @@ def test_in_a_bucket_every_step_has_its_own_copy(shared: RunDir, any_workspace: 
     assert_valid(last.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_hosts_link_the_same_steps_and_resume_bit_exact(workspace: Workspace) -> None:
     unbroken = workspace.launched("unbroken", *LORA, hosts=2)
     linked = linked_bytes(unbroken)

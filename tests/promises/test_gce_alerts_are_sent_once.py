@@ -48,7 +48,7 @@ def wait_delivered(cloud: Cloud, kind: str, hook: Hook, *, attempt: int) -> None
     cloud.wait(is_recorded, of=f"record of {kind}")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_each_incident_is_delivered_once_over_a_killed_launcher_a_dead_server_and_a_clock_jump(
     cloud: Cloud, tmp_path: Path
 ) -> None:

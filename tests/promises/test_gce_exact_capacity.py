@@ -7,7 +7,6 @@ import pytest
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, starts
-from tests.tiers import campaign, slow_but
 
 SLOW = {"PACE": "0.01"}
 """Environment of the training: about 10 steps per second, so that tests can interrupt it."""
@@ -16,7 +15,8 @@ RESERVED = {"kind": "reservation", "reservation": "mine", **OPTION}
 COSTLY = {"kind": "standard", **OPTION, "dollars_per_hour": 5.0}
 
 
-@pytest.mark.parametrize("kind", [*slow_but(["quota"]), *campaign(["reservation"])])
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["quota", "reservation"])
 def test_a_lost_vm_is_replaced_though_it_holds_the_place_of_the_next_one_for_a_while(
     cloud: Cloud, fault_free_pair: RunDir, kind: str
 ) -> None:

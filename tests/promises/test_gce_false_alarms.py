@@ -9,7 +9,7 @@ from tests.promises.cloud import Cloud
 from tests.promises.trainer import assert_bit_exact, run_history
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("seconds", "pace"), [(10.0, "0.02"), pytest.param(120.0, "0.08", marks=pytest.mark.campaign)]
 )

@@ -16,7 +16,7 @@ IDLE_MINUTES = 0.2
 STEPS = 60
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_vm_of_a_dead_launcher_powers_itself_off_once_its_job_has_ended(
     cloud: Cloud, fault_free: RunDir
 ) -> None:

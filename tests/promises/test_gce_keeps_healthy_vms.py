@@ -36,7 +36,7 @@ def signal_process(cloud: Cloud, vm: str, command: bytes, number: signal.Signals
     os.kill(found, number)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_maintenance_in_sixty_days_costs_no_vm(cloud: Cloud, fault_free_pair: RunDir) -> None:
     """Not while VMs boot one after another, and not after a crash of a training process."""
     launcher = cloud.up(cloud.config(num_hosts=2, env=held(cloud, hosts=2)))
@@ -65,7 +65,7 @@ def test_a_maintenance_in_sixty_days_costs_no_vm(cloud: Cloud, fault_free_pair: 
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_an_agent_that_is_stopped_for_a_while_costs_no_vm(
     cloud: Cloud, fault_free: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ def test_only_one_of_many_launchers_acts(
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_creation_that_completes_after_the_takeover_is_deleted(
     cloud: Cloud, fault_free: RunDir
 ) -> None:

@@ -12,7 +12,7 @@ from jaxres.storage import gcs_objects
 from tests.promises.cloud import Cloud
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_vms_of_a_deleted_run_are_not_adopted(cloud: Cloud) -> None:
     first = cloud.up(cloud.config())
     cloud.wait(cloud.reports, of="report of an agent")

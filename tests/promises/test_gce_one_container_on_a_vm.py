@@ -28,7 +28,7 @@ def clients(state: Path) -> list[int]:
     return [c["pid"] for c in commands if c["words"][0] == "run" and "--name" in c["words"]]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_whose_docker_client_is_killed_ends_bit_for_bit(
     cloud: Cloud, fault_free: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,7 +212,7 @@ def test_a_denied_creation_exits_with_its_code_after_the_last_option(
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_preemption_notice_that_the_api_rejects_is_omitted(cloud: Cloud) -> None:
     cloud.gce.refuse_field("preemptionNoticeDuration")
     launcher = cloud.up(cloud.config(), "train.steps=20")
@@ -221,7 +221,7 @@ def test_a_preemption_notice_that_the_api_rejects_is_omitted(cloud: Cloud) -> No
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_vms_with_an_external_address_need_no_private_google_access(cloud: Cloud) -> None:
     cloud.gce.end_private_access("us-central1", "default")
     launcher = cloud.up(cloud.config(external_ip=True), "train.steps=20")

@@ -43,7 +43,7 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_coordinator_that_disappears_is_replaced(cloud: Cloud, fault_free_pair: RunDir) -> None:
     launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
     cloud.wait_commit(20)
@@ -75,7 +75,7 @@ def test_a_failed_host_is_detected_by_its_host_error_operation(
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_without_capacity_or_quota_the_next_option_is_used(
     cloud: Cloud, fault_free: RunDir
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_stopped_job_saves_and_the_same_command_resumes_it(
     assert "step 60 of 60 is committed already; nothing to do" in done.printed()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_job_over_its_cost_limit_saves_and_exits_with_its_code(cloud: Cloud) -> None:
     option = OPTION | {"kind": "standard", "dollars_per_hour": 720.0}
     config = cloud.config(capacity_options=[option], env={"PACE": "0.2"})
@@ -93,7 +93,7 @@ def test_queued_vms_are_requested_one_by_one(cloud: Cloud, fault_free_pair: RunD
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_vms_that_never_start_end_the_job_with_its_code(cloud: Cloud) -> None:
     config = cloud.config(runtime={"kind": "python", "python": "/nowhere"}, ready_minutes=0.05)
     launcher = cloud.up(config, "restart.max_attempts_without_commit=2")

@@ -128,6 +128,7 @@ def test_a_pod_that_is_evicted_in_the_middle_of_a_save_goes_on_exactly(
     assert_bit_exact(job.run_dir, fault_free_pair)
 
 
+@pytest.mark.campaign
 def test_a_killed_pod_of_a_plain_job_is_replaced_and_the_other_host_follows(
     job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_bad_config_fails_at_once(job: Job) -> None:
     assert job.cluster.restarts == 0
 
 
+@pytest.mark.campaign
 def test_failures_without_a_commit_are_counted_over_restarts_and_end_the_job(job: Job) -> None:
     job.apply("restart.max_attempts_without_commit=2", FAULT="row:20:fail")
     assert job.wait_end() == "Failed"

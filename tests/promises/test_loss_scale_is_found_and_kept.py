@@ -72,7 +72,7 @@ def test_a_killed_run_resumes_with_its_loss_scale(workspace: Workspace, unbroken
     assert_bit_exact(trainer.run_dir, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_hosts_halve_the_scale_at_the_same_steps(workspace: Workspace) -> None:
     trainer = workspace.launch("pair", *OVERRIDES, hosts=2, config=FAULTY)
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
@@ -89,7 +89,7 @@ def test_two_hosts_halve_the_scale_at_the_same_steps(workspace: Workspace) -> No
     assert "the gradient overflows under loss scale" in trainer.printed()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_replay_of_an_overflowed_step_names_the_parameters(unbroken: RunDir) -> None:
     command = ["replay", str(unbroken.root), "--step", "1", "--explain"]
     done = subprocess.run(

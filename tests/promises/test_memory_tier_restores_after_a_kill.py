@@ -28,7 +28,6 @@ from tests.promises.preloaded import Mount
 from tests.promises.test_loss_spike_is_rolled_back import ONSET, OVERRIDES, STEPS
 from tests.promises.trainer import (
     FAULTY,
-    MLP,
     PACED,
     TrainingProcess,
     Workspace,
@@ -157,7 +156,7 @@ def _flip_index(run_dir: RunDir) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", [_flip_pieces, _flip_index])
+@pytest.mark.parametrize("harm", campaign_but([_flip_pieces, _flip_index], _flip_pieces))
 def test_a_flipped_bit_is_found_and_the_committed_step_is_restored(
     workspace: Workspace, fault_free: RunDir, harm: Callable[[RunDir], str]
 ) -> None:
@@ -211,7 +210,7 @@ def test_a_killed_supervisor_leaves_the_states_to_the_next_one(
     assert_bit_exact(first.run_dir, fault_free)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_memory_that_was_wiped_ends_nothing(workspace: Workspace, fault_free: RunDir) -> None:
     first = workspace.start("run", *ARGUMENTS, config=FAULTY, env=PACED)
     wait_held(first, 25)
@@ -260,7 +259,7 @@ def test_states_on_a_local_disk_survive_the_worker_too(
     assert list(disk.iterdir()) == [], "a run that is done leaves nothing there"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_states_in_another_place_are_deleted_by_the_next_attempt(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
@@ -318,20 +317,23 @@ def test_a_state_from_before_a_rollback_is_not_used(workspace: Workspace) -> Non
 @pytest.mark.slow
 def test_other_devices_restore_the_committed_step(workspace: Workspace) -> None:
     """With another mesh each host needs other pieces than it holds."""
-    arguments = (*MLP, MEMORY, "mesh.fsdp=-1", "mesh.data=1")
-    first = workspace.start("run", *arguments, env={"JAX_NUM_CPU_DEVICES": "2"})
+    model = "model.target=tests.promises.faulty:sharded_model"
+    arguments = (model, *ARGUMENTS, "mesh.fsdp=-1", "mesh.data=1")
+    env = HALTED | {"JAX_NUM_CPU_DEVICES": "2"}
+    first = workspace.start("run", *arguments, config=FAULTY, env=env)
     first.wait_commit(20)
     wait_held(first, 25)
     kill_worker(first)
     first.wait_exit()
     committed = run_history(first.run_dir).step
     assert max(held(first.run_dir)) > committed
-    workspace.finish("run", *arguments, env={"JAX_NUM_CPU_DEVICES": "1"})
+    env = {"JAX_NUM_CPU_DEVICES": "1"}
+    workspace.finish("run", *arguments, config=FAULTY, env=env)
     assert begins(first.run_dir) == [(0, None), (committed, None)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harmed", campaign_but([None, 0, 1], None, 1))
+@pytest.mark.parametrize("harmed", campaign_but([None, 0, 1], None))
 def test_two_hosts_restore_the_newest_state_that_both_hold(
     workspace: Workspace, fault_free_pair: RunDir, harmed: int | None
 ) -> None:
@@ -442,7 +444,7 @@ def test_a_damaged_copy_is_found_and_the_committed_step_is_restored(
     assert_bit_exact(run_dir, fault_free_pair)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_lost_neighbors_restore_the_committed_step(
     workspace: Workspace, fault_free_pair: RunDir
 ) -> None:
@@ -454,7 +456,7 @@ def test_two_lost_neighbors_restore_the_committed_step(
     assert_bit_exact(first.run_dir, fault_free_pair)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_replaced_vm_gets_its_state_from_the_vm_that_is_kept(
     cloud: Cloud, fault_free_pair: RunDir
 ) -> None:

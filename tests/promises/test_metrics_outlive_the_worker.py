@@ -259,7 +259,7 @@ def scraped(address: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in series}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_each_supervisor_of_a_job_serves_its_own_host_and_a_new_one_knows_the_kill_before(
     workspace: Workspace, tmp_path: Path
 ) -> None:

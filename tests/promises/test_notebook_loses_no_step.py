@@ -6,6 +6,7 @@ Real signals are sent to a real process that calls `main` as the cells of a note
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -52,11 +53,15 @@ def test_an_interrupted_cell_saves_the_last_finished_step_and_the_next_goes_on(
 
 
 @pytest.mark.slow
-def test_an_interrupt_in_compilation_is_not_lost(workspace: Workspace, fault_free: RunDir) -> None:
-    process = notebook(workspace, 2, FAULT="trace:1:nap")
+def test_an_interrupt_in_compilation_is_not_lost(
+    workspace: Workspace, fault_free: RunDir, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    process = notebook(workspace, 2, FAULT="trace:1:gate", GATE=str(gate))
     process.wait_phase("compile")
     process.process.send_signal(signal.SIGINT)
     process.wait_printed("SIGINT: stopping before the first step")
+    gate.touch()
     assert process.wait_exit() == 0, process.printed()
     assert f"CALL 1: returned {ExitCode.STOPPED.value}" in process.printed()
     assert process.steps() == [], "no step was made after the interrupt"

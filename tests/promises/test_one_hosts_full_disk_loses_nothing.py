@@ -48,8 +48,8 @@ class Trap(threading.Thread):
             time.sleep(0.0005)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [1, pytest.param(0, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("host", [0, 1])
 def test_a_save_that_one_host_cannot_write_fails_on_all_and_the_next_is_committed(
     workspace: Workspace, namespace: Namespace, host: int
 ) -> None:

@@ -47,7 +47,7 @@ def suspend(trainer: TrainingProcess) -> None:
     ("any_workspace", "starts"),
     [
         ("local", 8),
-        ("bucket", 4),
+        pytest.param("bucket", 4, marks=pytest.mark.campaign),
         pytest.param("local", 20, marks=pytest.mark.campaign),
         pytest.param("bucket", 20, marks=pytest.mark.campaign),
     ],

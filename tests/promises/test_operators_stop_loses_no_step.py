@@ -165,7 +165,7 @@ LATE: dict[str, Callable[[TrainingProcess], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", campaign_but(LATE, "save", "restore"))
+@pytest.mark.parametrize("phase", campaign_but(LATE, "save"))
 def test_stop_in_every_later_phase_loses_no_step(
     workspace: Workspace, killed: RunDir, unbroken: RunDir, phase: str
 ) -> None:
@@ -194,7 +194,7 @@ SAVES: dict[str, Ask] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ask", SAVES)
+@pytest.mark.parametrize("ask", campaign_but(SAVES, "SIGUSR2"))
 def test_requested_save_is_extra_and_training_continues(
     workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
@@ -348,7 +348,7 @@ def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: R
     assert_bit_exact(run_dir, fault_free)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_nohup_run_outlives_its_terminal(workspace: Workspace) -> None:
     workspace.through = ("nohup",)
     trainer = workspace.start("run", "train.steps=30", config=FAULTY, env=PACED)

@@ -57,7 +57,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     assert_bit_exact(run_dir, fault_free)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_example_of_the_page_and_of_the_folder_do_what_they_say(
     workspace: Workspace, tmp_path: Path
 ) -> None:

@@ -36,7 +36,7 @@ def assert_all_exit(trainers: list[TrainingProcess], exit: ExitCode, *texts: str
     assert time.monotonic() - since < 3 * (JOIN_SECONDS + SPARE_SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_hosts_with_a_supervisor_each_train_together(workspace: Workspace) -> None:
     trainers = workspace.start_hosts("supervisors", hosts=2, config=FAULTY)
     assert [trainer.wait_exit() for trainer in trainers] == [0, 0], [t.printed() for t in trainers]

@@ -64,7 +64,7 @@ def assert_found_and_recovered(
     workspace.repaired("run")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_device_that_computes_one_step_wrongly_is_found_and_its_commits_are_withdrawn(
     workspace: Workspace,
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_device_that_is_always_wrong_is_found_on_rotated_devices_only(
     assert finished(workspace, "run", ROTATED, devices=4) == unbroken
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_replays_on_rotated_devices_of_two_hosts_have_equal_results(workspace: Workspace) -> None:
     mesh = ("mesh.fsdp=2", "mesh.data=2", "guards.corruption.replay_every_steps=2")
     trainer = workspace.launch(

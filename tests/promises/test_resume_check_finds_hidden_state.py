@@ -59,6 +59,7 @@ def test_a_counter_in_the_loss_is_found_with_step_and_array(workspace: Workspace
     assert "at the first step after the resume" in result["cause"]
 
 
+@pytest.mark.campaign
 def test_a_counter_that_is_a_constant_of_the_step_is_found(
     workspace: Workspace, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_counter_that_is_a_constant_of_the_step_is_found(
     assert "is a constant in it" in result["cause"]
 
 
+@pytest.mark.campaign
 def test_an_unseeded_shuffle_is_found_with_step_and_array(workspace: Workspace) -> None:
     target = f"data.source.target={CODE}:shuffled_rows"
     code, result = check(workspace, target, "--steps", "4", "--breaks", "1")

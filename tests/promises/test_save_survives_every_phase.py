@@ -14,6 +14,7 @@ from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.promises.test_zombie_is_fenced import counted, is_stopped
 from tests.promises.trainer import (
+    FAULTY,
     MLP,
     ROOT,
     TrainingProcess,
@@ -28,10 +29,17 @@ SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune"
 """Boundaries of a save, in order."""
 
 
-def start(workspace: Workspace, point: str, sig: signal.Signals, *, at: int = 1) -> TrainingProcess:
+def start(
+    workspace: Workspace,
+    point: str,
+    sig: signal.Signals,
+    *overrides: str,
+    at: int = 1,
+    config: Path | None = None,
+) -> TrainingProcess:
     """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
-    return workspace.start("run", *MLP, env=fault)
+    return workspace.start("run", *overrides, config=config, env=fault)
 
 
 def assert_committed_is_complete(run_dir: RunDir) -> None:
@@ -47,19 +55,19 @@ def killed(trainer: TrainingProcess) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
-    workspace: Workspace, unbroken: RunDir
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
     """One run, killed repeatedly; the third save is the first that prunes."""
     run_dir, newest = workspace.run_dir("run"), 0
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
-        killed(start(workspace, point, signal.SIGKILL, at=at))
+        killed(start(workspace, point, signal.SIGKILL, at=at, config=FAULTY))
         assert_committed_is_complete(run_dir)
         assert run_history(run_dir).step >= newest, "a committed step is lost"
         newest = run_history(run_dir).step
     assert newest > 0
-    workspace.finish("run", *MLP)
-    assert_bit_exact(run_dir, unbroken)
+    workspace.finish("run", config=FAULTY)
+    assert_bit_exact(run_dir, fault_free)
     assert_committed_is_complete(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
     assert there == sorted(run_history(run_dir).protected_dirs), "something was left behind"
@@ -78,9 +86,9 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     damage.flip_byte(
         max(step_dir.rglob("*"), key=lambda path: path.stat().st_size), random.Random(0)
     )
-    killed(start(workspace, "quarantine", signal.SIGKILL))
+    killed(start(workspace, "quarantine", signal.SIGKILL, *MLP))
     assert run_history(run_dir).newest == newest
-    killed(start(workspace, "start", signal.SIGKILL))
+    killed(start(workspace, "start", signal.SIGKILL, *MLP))
     assert run_history(run_dir).newest == older
     workspace.finish("run", *MLP)
     assert starts(run_dir) == [0, older.step]
@@ -96,7 +104,8 @@ def test_zombies_from_every_phase_of_a_save_damage_nothing(
     """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
     run_dir, zombies = workspace.run_dir("run"), []
     for point in SAVE:
-        zombie = start(workspace, point, signal.SIGSTOP, at=3 if point == SAVE[0] else 1)
+        at = 3 if point == SAVE[0] else 1
+        zombie = start(workspace, point, signal.SIGSTOP, *MLP, at=at)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")

@@ -23,6 +23,7 @@ from tests.promises.trainer import (
     free_address,
     run_history,
 )
+from tests.tiers import campaign_but
 
 pytestmark = pytest.mark.slow
 OFTEN = "hardware.health.poll_seconds=0.05"
@@ -75,9 +76,12 @@ def test_a_fatal_xid_ends_the_run_at_once_and_nothing_is_saved_after_it(
     assert_bit_exact(again.run_dir, fault_free)
 
 
+REMAP = ("remap_pending 1", "row_remap", "save")
+
+
 @pytest.mark.parametrize(
     ("line", "kind", "action"),
-    [("remap_pending 1", "row_remap", "save"), ("lost 15", "lost", "leave")],
+    campaign_but([REMAP, ("lost 15", "lost", "leave")], REMAP),
 )
 def test_a_fault_of_one_host_is_named_by_it_and_the_run_goes_on_exactly(
     workspace: Workspace,

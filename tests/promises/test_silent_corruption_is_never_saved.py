@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_named_and_not_saved_and_the_run_ends_as_an_unbroken_on
     assert digest(trainer.run_dir) == digest(unbroken.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_host_with_a_flipped_bit_is_left_out_and_the_others_go_on(workspace: Workspace) -> None:
     trainer = workspace.launch(
         "run",

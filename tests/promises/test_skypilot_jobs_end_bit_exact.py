@@ -104,6 +104,7 @@ def test_a_killed_worker_is_restarted_on_its_node_and_a_lost_node_is_replaced(
     assert_bit_exact(job.run_dir, fault_free_pair)
 
 
+@pytest.mark.campaign
 def test_a_bad_config_ends_the_job_and_failures_without_a_commit_too(job: Job) -> None:
     job.launch("model.target=tests.promises.faulty:absent")
     assert job.wait_end() == FAILED

@@ -216,6 +216,7 @@ def test_a_job_that_slurm_preempts_saves_and_goes_on_after_the_other_job(
     assert_bit_exact(job.run_dir, fault_free_pair)
 
 
+@pytest.mark.campaign
 def test_the_script_of_the_docs_is_requeued_after_a_preemption_and_not_after_scancel(
     job: Job, tmp_path: Path
 ) -> None:
@@ -244,6 +245,7 @@ def test_the_script_of_the_docs_is_requeued_after_a_preemption_and_not_after_sca
     assert job.cluster.state(own) == "CANCELLED"
 
 
+@pytest.mark.campaign
 def test_a_job_with_more_nodes_than_it_needs_goes_on_without_one_that_is_lost(
     job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:

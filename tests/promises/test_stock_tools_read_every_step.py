@@ -25,6 +25,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises import stock_arrays
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT, free_address, run_history
+from tests.tiers import campaign
 from tests.unit.checkpoint import independent_reader
 
 READER = Path(__file__).with_name("stock_reader.py")
@@ -93,7 +94,9 @@ def test_stock_orbax_and_tensorstore_read_a_step_of_eight_devices(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_hosts", "nums_devices"), [(1, (1, 2, 8)), (2, (4,))], ids=["one host", "two hosts"]
+    ("num_hosts", "nums_devices"),
+    [*campaign([(1, (1, 2, 8))]), (2, (4,))],
+    ids=["one host", "two hosts"],
 )
 def test_stock_tools_read_steps_of_any_number_of_devices_and_hosts(
     tmp_path: Path, num_hosts: int, nums_devices: tuple[int, ...]

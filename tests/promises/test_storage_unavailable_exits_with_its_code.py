@@ -30,7 +30,6 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
-from tests.tiers import campaign_but
 
 MIB = 2**20
 
@@ -151,8 +150,8 @@ def assert_commits_are_complete(disk: Disk) -> int:
     return committed[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("but_bytes", campaign_but([0, 24 * 1024], 24 * 1024))
+@pytest.mark.campaign
+@pytest.mark.parametrize("but_bytes", [0, 24 * 1024])
 def test_full_disk_stops_no_training_and_saving_recovers(
     disk: Disk, unbroken_long: RunDir, but_bytes: int
 ) -> None:
@@ -283,7 +282,7 @@ def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace:
     assert starts(disk.run_dir) == [0, good]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_training_continues_while_storage_is_unmounted(disk: Disk, unbroken_long: RunDir) -> None:
     """An empty disk hides the share's for a moment, as an unmounted share shows its mount point."""
     trainer = disk.start(*FULL, *LONG)

@@ -145,7 +145,7 @@ def test_a_run_with_many_killed_workers_ends_bit_exact(
     assert_nothing_left(trainer.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_that_fails_at_once_every_time_is_given_up(workspace: Workspace) -> None:
     trainer = start(workspace, "restart.max_attempts_without_commit=3", FAULT="build:1:fail")
     printed = trainer.assert_gave_up(ExitCode.NO_PROGRESS)
@@ -225,7 +225,7 @@ def test_progress_resets_the_restart_budget(workspace: Workspace, fault_free: Ru
                 *("optimizer.clip_norm=null", "model.kind=custom", "model.args.call=21"),
                 "model.target=bad_models:nan_at",
             ),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign,
         ),
     ],
     ids=["config", "diverged"],
@@ -258,7 +258,7 @@ def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_suspended_worker_counts_as_hung_and_is_restarted(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
@@ -347,7 +347,7 @@ def environment(pid: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", campaign_but(["SIGTERM", "SIGINT", "stop"], "SIGTERM", "stop"))
+@pytest.mark.parametrize("how", campaign_but(["SIGTERM", "SIGINT", "stop"], "stop"))
 def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how: str) -> None:
     trainer = start(workspace, "restart.backoff_seconds=60", FAULT="build:1:fail")
     trainer.wait_printed("restart from step 0 in ")
@@ -366,7 +366,7 @@ def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how
     assert_nothing_left(trainer.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Workspace) -> None:
     trainer = start(workspace, PACE="0.05")
     trainer.wait_step(1)
@@ -379,7 +379,7 @@ def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Works
     assert_nothing_left(trainer.run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_stop_during_training_saves_and_is_not_restarted(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
@@ -394,7 +394,7 @@ def test_a_stop_during_training_saves_and_is_not_restarted(
     assert_bit_exact(second.run_dir, fault_free)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
     workspace: Workspace, fault_free: RunDir
 ) -> None:

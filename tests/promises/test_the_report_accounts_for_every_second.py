@@ -84,7 +84,7 @@ def test_the_page_of_a_killed_run_has_one_incident_and_marks_the_replayed_steps(
     assert len(page.of_class("path", "rollback")) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_preemptions_on_vms_are_two_incidents_with_detection_capacity_boot_and_restore_apart(
     cloud: Cloud, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tests.promises.trainer import (
     starts,
     trajectory,
 )
-from tests.tiers import slow_but
+from tests.tiers import campaign, slow_but
 
 
 def counted(run_dir: RunDir, trainer: TrainingProcess) -> dict[str, bytes]:
@@ -52,14 +52,11 @@ WHEN: dict[str, Callable[[TrainingProcess], None]] = {
 
 @pytest.mark.parametrize(
     ("any_workspace", "when"),
-    slow_but(
-        [
-            ("local", "while it trains"),
-            ("local", "before it trains"),
-            ("bucket", "while it trains"),
-        ],
+    [
         ("local", "while it trains"),
-    ),
+        *slow_but([("local", "before it trains")]),
+        *campaign([("bucket", "while it trains")]),
+    ],
     indirect=["any_workspace"],
 )
 def test_zombie_damages_nothing(any_workspace: Workspace, unbroken: RunDir, when: str) -> None:

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.compiling import quickly_compiled
+
 if TYPE_CHECKING:
     from tests.emulators.gce import GceEmulator
     from tests.unit.emulators.gce_requests import Clients
+
+
+@pytest.fixture
+def quick_compile() -> Iterator[None]:
+    """XLA compiles fast: for slow tests that prove the same of code that is not optimised."""
+    with quickly_compiled():
+        yield
 
 
 @pytest.fixture

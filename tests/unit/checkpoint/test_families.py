@@ -23,6 +23,7 @@ from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.config import huggingface
 from jaxres.faults import ConfigError
 from jaxres.models.param_paths import nested
+from tests.tiers import campaign, slow_but
 from tests.unit.checkpoint import families
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "family_logits.npz"
@@ -54,7 +55,7 @@ def test_logits_equal_those_of_transformers(tmp_path, case):
 
 @pytest.mark.parametrize(
     "case",
-    [*(pytest.param(c, marks=pytest.mark.slow) for c in ("llama", "mistral", "gpt2")), "gemma3"],
+    ["gemma3", *slow_but(["llama", "gpt2"]), *campaign(["mistral"])],
 )
 def test_tokens_one_by_one_with_a_cache_have_the_same_logits(tmp_path, case):
     built = build(huggingface.model_of(families.CONFIGS[case])[0])

@@ -283,6 +283,7 @@ def test_a_part_without_targets_is_refused(tmp_path):
         open_dataset(section(tmp_path / "set", "pad", heldout_fraction=0.05))
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_padding_changes_no_bit_of_the_loss_and_its_gradient_is_finite(corpus):
     rows = packed(corpus, kind="pad")

@@ -97,6 +97,7 @@ def test_the_donated_step_equals_the_undonated_bit_for_bit() -> None:
     assert equal(metrics, expected_metrics)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_every_step_draws_different_dropout_from_the_saved_key() -> None:
     _, _, function = parts()
@@ -107,6 +108,7 @@ def test_every_step_draws_different_dropout_from_the_saved_key() -> None:
     assert not equal(once.params, other_key.params)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("microbatches", [*slow_but([2]), *campaign([6])])
 def test_microbatches_give_the_gradient_of_the_whole_batch(microbatches: int) -> None:
     # Not bit-equal: float32 additions of 24 rows in another order.
@@ -165,6 +167,7 @@ def read(model: Any, begin: Any, values: Any) -> step.StepMetrics:
     return measured
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("microbatches", "devices"), [(1, 1), *slow_but([(6, 8)]), *campaign([(1, 8), (6, 1)])]
 )
@@ -230,6 +233,7 @@ def loud_parts() -> tuple[Any, Any, Any]:
     return model, dataclasses.replace(model, loss=scaled), tx
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> None:
     model, loud, tx = loud_parts()
@@ -263,6 +267,7 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-8)  # Both are scaled to the same norm.
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_bands_in_warn_mode_report_the_score_and_change_no_bit() -> None:
     model, loud, tx = loud_parts()

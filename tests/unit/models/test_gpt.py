@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import jax
@@ -17,6 +16,7 @@ from jaxres.config.schema_model import GptModel
 from jaxres.faults import ConfigError
 from jaxres.models import attention, gpt
 from jaxres.models.interface import split
+from tests.compiling import quickly_compiled
 
 B, T, V = 2, 16, 64
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "compute_dtype": "float32"}
@@ -37,18 +37,8 @@ def params_of(model):
     )
 
 
-@contextmanager
-def quick_compile():
-    """Compiles without most optimisations, in a third of the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
-@quick_compile()
+@quickly_compiled()
 def initial(model):
     return jax.jit(model.init)(jax.random.key(0))
 
@@ -156,6 +146,7 @@ def test_logits_of_a_plain_row_equal_those_of_one_document():
     np.testing.assert_allclose(nats_BT(model, params, batch), nats, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_grouped_queries_equal_full_attention_with_repeated_heads():
     grouped, full = build(num_kv_heads=2), build(num_kv_heads=4)
@@ -184,6 +175,7 @@ def test_rotary_scores_depend_on_the_distance_only():
     assert jnp.array_equal(attention.rotate(q, jnp.zeros((1, 1, 4))), q)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_a_tied_model_equals_an_untied_one_whose_head_is_the_embedding():
     tied, untied = build(tie_embeddings=True), build(tie_embeddings=False)
@@ -222,7 +214,7 @@ def test_the_scan_equals_a_loop_over_the_layers():
 
 
 @pytest.mark.slow
-@quick_compile()
+@quickly_compiled()
 def test_remat_changes_neither_loss_nor_gradients():
     batch, key = batch_of(), jax.random.key(3)
     plain, remat = build(dropout=0.3), build(dropout=0.3, remat="block")
@@ -233,6 +225,7 @@ def test_remat_changes_neither_loss_nor_gradients():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, regrads)
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_dropout_depends_on_the_key_only():
     model, batch = build(dropout=0.5), batch_of()
@@ -244,6 +237,7 @@ def test_dropout_depends_on_the_key_only():
     assert equal(loss(params, batch, None), jax.jit(build().loss)(params, batch, None))
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_without_dropout_the_key_has_no_effect():
     model, batch = build(dropout=0.0), batch_of()
@@ -258,7 +252,7 @@ def test_dropout_keeps_the_mean_and_drops_its_share():
 
 
 @pytest.mark.slow
-@quick_compile()  # test_mlp.py makes the same promise of optimised code
+@quickly_compiled()  # test_mlp.py makes the same promise of optimised code
 def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight():
     model = build()
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -274,7 +268,7 @@ def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight():
 
 
 @pytest.mark.slow
-@quick_compile()
+@quickly_compiled()
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bit_compute_keeps_float32_weights_and_gradients(dtype):
     model, batch = build(compute_dtype=dtype), batch_of()

@@ -32,6 +32,7 @@ def logits(model: Any, params: Any) -> np.ndarray:
     return np.asarray(jax.jit(model.logits)(params, TOKENS_BT))
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_adapters_change_no_bit_before_they_are_trained() -> None:
     plain, adapted = built(None), built(LoraSection(targets=LAYERS))
@@ -42,6 +43,7 @@ def test_adapters_change_no_bit_before_they_are_trained() -> None:
     assert np.array_equal(logits(plain, params), logits(adapted, more))
 
 
+@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_a_trained_adapter_adds_the_product_of_its_matrices_in_each_layer() -> None:
     plain, adapted = built(None), built(LoraSection(rank=2, alpha=6.0, targets=LAYERS))

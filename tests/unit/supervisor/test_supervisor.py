@@ -14,6 +14,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
+from jaxres.storage import files
 from jaxres.supervisor.root_cause import GRACE_SECONDS
 from tests.unit.runlog.example_records import CLAIM
 
@@ -267,7 +268,8 @@ def test_a_superseded_attempt_ends_its_workers_and_writes_no_record(start):
     supervisor = start(BLIND, BLIND)
     supervisor.wait_steps()
     claim = CLAIM.__class__(**(vars(CLAIM) | {"attempt": 2}))
-    (supervisor.run_dir.log / "00000002.json").write_bytes(Record(2, 2, 0.0, claim).encode())
+    record = Record(2, 2, 0.0, claim).encode()
+    files.replace(supervisor.run_dir.log / "00000002.json", record)  # Whole at once: it polls.
     ended, _ = supervisor.ended()
     assert (ended["code"], ended["is_recorded"]) == (ExitCode.FENCED, False)
 
