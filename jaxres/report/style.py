@@ -56,7 +56,7 @@ rect.attempt{stroke:var(--page);stroke-width:1;vector-effect:non-scaling-stroke}
 .box.unknown{background:var(--unknown)}.box.line{background:var(--line)}
 .box.run2{background:var(--second)}
 .box.rollback{background:var(--setup)}.box.skip{background:var(--lost);border-radius:50%}
-.waterfall>div{display:grid;grid-template-columns:104px 1fr 104px 72px;gap:10px;align-items:center;
+.waterfall>div{display:grid;grid-template-columns:104px 1fr 104px 80px;gap:10px;align-items:center;
 padding:2px 0;font-variant-numeric:tabular-nums}
 .waterfall>div:last-child{border-top:1px solid var(--rule);margin-top:4px;padding-top:6px;
 font-weight:600}

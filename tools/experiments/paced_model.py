@@ -51,11 +51,12 @@ def rows() -> TokenRows:
     return TokenRows()
 
 
-def model(*, vocab_size: int, seq_len: int) -> SimpleNamespace:
-    """Returns the model: a bias a token."""
+def model(*, vocab_size: int, seq_len: int, table_size: int = 0) -> SimpleNamespace:
+    """Returns the model: a bias a token, and a table of numbers that only make the state larger."""
 
     def init(key: jax.Array) -> dict[str, Any]:
-        return {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+        params = {"bias_V": 0.01 * jax.random.normal(key, (vocab_size,))}
+        return params | ({"table": jax.random.normal(key, (table_size,))} if table_size else {})
 
     def loss(params: dict[str, Any], batch: Any, key: Any) -> tuple[jax.Array, jax.Array]:
         log_probs_V = jax.nn.log_softmax(params["bias_V"])
