@@ -2,9 +2,10 @@
 
 A part is some arrays, with the pieces of them that this host writes, in an OCDBT database of its
 own (`state/ocdbt.process_HOST.PART`). Its values are in one file, which is written past the page
-cache. While parts are written, those before are read back from the disk. When all hosts have
-written theirs, host 0 lets TensorStore merge the indexes of all parts into the index of the folder,
-in which stock Orbax and TensorStore find the arrays.
+cache. While parts are written, those before are read back from the disk. A part whose arrays have
+not changed is linked (linked_parts.py). When all hosts have written theirs, host 0 lets TensorStore
+merge the indexes of all parts into the index of the folder, in which stock Orbax and TensorStore
+find the arrays.
 
 Sources: https://google.github.io/tensorstore/kvstore/ocdbt/index.html,
 https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html.
@@ -16,15 +17,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
 
+from jaxres.checkpoint import linked_parts, ocdbt
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import ocdbt
 from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, Part, require_equal
 from jaxres.checkpoint.block_digests import (
     ArrayInfo,
@@ -35,6 +36,7 @@ from jaxres.checkpoint.block_digests import (
     encode,
 )
 from jaxres.checkpoint.content_digest import as_bytes
+from jaxres.checkpoint.linked_parts import WrittenParts
 from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, verify_part
 from jaxres.checkpoint.snapshot import digests_name, shape_and_pieces
 from jaxres.checkpoint.stored_chunks import chunk_index, entries_of
@@ -89,6 +91,7 @@ class ArrayWriter:
         is_own: bool,
         pace: Throttle,
         sums: BitSums = NO_SUMS,
+        earlier: WrittenParts | None = None,
     ) -> None:
         """Fetches the pieces to the host, unless the arrays are a copy that is never donated.
 
@@ -101,7 +104,11 @@ class ArrayWriter:
           is_own: whether the arrays are such a copy.
           pace: throttle of the writing, the digests and the read-back.
           sums: sums of the bits of the state itself, with which what is written is compared.
+          earlier: this host's parts of a committed step; those that are the same are linked.
         """
+        self._earlier = earlier
+        self.written = WrittenParts(step_dir)
+        """This host's parts of the arrays that training changes, as they are read back."""
         self._sums = sums
         self._expected: Mapping[Part, int] = {}
         self.step_dir = step_dir
@@ -195,7 +202,8 @@ class ArrayWriter:
         for report in [so_far, *(report for report, _ in parts)]:
             infos |= report.files
             failures += [report.failure] if report.failure else []
-        return HostReport(infos, failures[0] if failures else "")
+        linked_bytes = so_far.linked_bytes + sum(report.linked_bytes for report, _ in parts)
+        return HostReport(infos, failures[0] if failures else "", linked_bytes)
 
     def _write_part(
         self, folder: str, number: int, paths: list[str]
@@ -206,11 +214,10 @@ class ArrayWriter:
             del arrays[path]
         digests: dict[str, Digests] = {}
         try:
-            for path, each in _write_database(self._folder / database, held, self._pace):
-                with self._pace.piece():
-                    digests[path] = digests_of(each.info, each.items)
-                    # After the digests: what changes later differs from them when it is read back.
-                    require_equal(self._expected, path, each.items)
+            is_linked = self._link(database, held, digests)
+            if not is_linked:
+                for path, each in _write_database(self._folder / database, held, self._pace):
+                    self._digest(path, each, digests)
         except Corrupted as error:
             return HostReport({}, str(error)), {}
         except OSError:
@@ -222,7 +229,34 @@ class ArrayWriter:
         boxes = {path: tuple(each.items) for path, each in held.items()}
         del held
         report = verify_part(self._folder, database, infos, boxes, digests, self._pace)
+        if folder == ARRAYS and not report.failure:
+            self.written.add(database, report.files, digests)
+        if is_linked:
+            report = replace(report, linked_bytes=sum(f.size for f in report.files.values()))
         return report, digests
+
+    def _digest(self, path: str, each: HostPieces, digests: dict[str, Digests]) -> Digests:
+        """Returns the digests of an array's pieces, which are computed once."""
+        if path not in digests:
+            with self._pace.piece():
+                digests[path] = digests_of(each.info, each.items)
+                # After the digests: what changes later differs from them when it is read back.
+                require_equal(self._expected, path, each.items)
+        return digests[path]
+
+    def _link(
+        self, database: str, held: Mapping[str, HostPieces], digests: dict[str, Digests]
+    ) -> bool:
+        """Links a part of the earlier step if none of its arrays has changed; adds to `digests`."""
+        part = self._earlier and self._earlier.parts.get(database)
+        if not part or part.sums.keys() != held.keys():
+            return False
+        assert self._earlier is not None
+        are_same = all(
+            linked_parts.sum_of(self._digest(path, each, digests)) == part.sums[path]
+            for path, each in held.items()  # Up to the first that differs.
+        )
+        return are_same and linked_parts.link(self._earlier, database, self._folder)
 
 
 DIGESTS_OF = {ARRAYS: manifests.DIGESTS, FROZEN: manifests.FROZEN_DIGESTS}
@@ -239,12 +273,14 @@ def parts_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], least_bytes: int) -> I
 
     A part ends once its arrays have so many bytes.
     """
+    A large array is a part of its own: it may be the same as in the step before.
     part: list[str] = []
     size_bytes = 0
-    for path, (info, _) in arrays.items():
+    sizes = {path: math.prod(info.shape) * info.itemsize for path, (info, _) in arrays.items()}
+    for path in sorted(arrays, key=lambda path: sizes[path] < PART_BYTES):
         part.append(path)
-        size_bytes += math.prod(info.shape) * info.itemsize
         if size_bytes >= least_bytes:
+        size_bytes += sizes[path]
             yield part
             part, size_bytes = [], 0
     if part:

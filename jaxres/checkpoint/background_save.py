@@ -21,6 +21,7 @@ from jaxres.checkpoint import orbax_files
 from jaxres.checkpoint.array_writer import ArrayWriter
 from jaxres.checkpoint.bit_sums import BitSums, sums_of
 from jaxres.checkpoint.bucket_writer import BucketWriter
+from jaxres.checkpoint.linked_parts import WrittenParts
 from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import Snapshot, SnapshotMemory, take_snapshot
@@ -87,6 +88,11 @@ class BackgroundSave:
         return self._own and self._own.report
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
+    @property
+    def written(self) -> WrittenParts | None:
+        """Parts that this host has written, once the save is over; None: Orbax has."""
+        return self._own and self._own.written
+
         """On host 0, once all hosts have reported their parts: makes them one checkpoint.
 
         Returns a report on the files that were written and read back for that.
@@ -124,13 +130,14 @@ def start_save(
     memory: SnapshotMemory | None = None,
     writer: str = "orbax",
     check: str = "auto",
+    earlier: WrittenParts | None = None,
 ) -> BackgroundSave:
     """Starts an asynchronous save of a state and of its block digests.
 
     The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
     `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
     `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`,
-    `check` is `checkpoint.check_snapshot`.
+    `check` is `checkpoint.check_snapshot`. `earlier` are this host's parts of a committed step.
     """
     memory = memory or SnapshotMemory()
     parts = {(ARRAYS, manifests.DIGESTS): state}
@@ -142,10 +149,10 @@ def start_save(
     if writer == "tensorstore":
         folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
         own = _own_writer(step_dir, folders, is_own=is_own, pace=pace, sums=sums)
+            earlier=earlier,
         written = functools.partial(memory.give_back, copies) if is_own else lambda: None
         return BackgroundSave(lambda: own, on_success=written, own=own)
-    contents: dict[str, Any] = {}
-    snapshots: list[Snapshot] = []
+    contents, snapshots = dict[str, Any](), list[Snapshot]()
     for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
         snapshot = Snapshot(
             named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace, sums=sums
@@ -158,8 +165,7 @@ def start_save(
             return ocp.save_checkpointables_async(str(step_dir), contents)
 
     if is_own and jax.process_count() == 1:  # On several hosts Orbax begins with a computation.
-        written = functools.partial(memory.give_back, copies)
-        return BackgroundSave(begin, snapshots, on_success=written)
+        return BackgroundSave(begin, snapshots, on_success=lambda: memory.give_back(copies))
     with files.typed_errors(step_dir):
         try:
             response = begin()

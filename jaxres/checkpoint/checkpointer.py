@@ -34,6 +34,7 @@ from jaxres.checkpoint.frozen_arrays import (
     LinkSource,
     split_state,
 )
+from jaxres.checkpoint.linked_parts import WrittenParts
 from jaxres.checkpoint.orbax_io import Tree, array_infos
 from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
@@ -108,6 +109,7 @@ class Checkpointer:
         self._trainable = trainable
         self._sources: list[LinkSource] = []
         """Steps with different copies of the frozen parameters; saves link them in turn."""
+        self._parts: list[WrittenParts] = []  # Of the newest steps of this attempt.
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
         self._flight = SaveSlot(clock)
         self._leaving = False
@@ -298,6 +300,7 @@ class Checkpointer:
             memory=self._memory,
             writer=self._section.writer,
             check=self._section.check_snapshot,
+            earlier=self._parts[0] if len(self._parts) == frozen_arrays.COPIES else None,
         )
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
@@ -350,7 +353,7 @@ class Checkpointer:
         outcome = self._commits.why if self._refused_from is None else ABANDONED
         if self._commits.committed_step >= step:
             outcome = COUNTS
-            self._share(save)
+        self._share(save, is_committed=outcome == COUNTS)
         self._peers.broadcast(save.topic, lambda: outcome, seconds=0)
 
     def _follow(self, save: PendingSave) -> None:
@@ -370,14 +373,20 @@ class Checkpointer:
         outcome = self._peers.broadcast(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
         if outcome == COUNTS:
             self._commits.mark(step)
-            self._share(save)
             self._emit(PartCommitted(step, self._clock.monotonic() - save.started))
         elif outcome != ABANDONED:
             self._commits.fail(step, outcome)
+        self._share(save, is_committed=outcome == COUNTS)
 
-    def _share(self, save: PendingSave) -> None:
-        """Makes a committed step the last one of those whose frozen arrays saves can share."""
-        if save.frozen.paths:
+    def _share(self, save: PendingSave, *, is_committed: bool) -> None:
+        """Makes a committed step the last one of those whose files saves can share.
+
+        After a save that has failed the next ones write all parts: a file may be damaged.
+        """
+        written = save.writing.written
+        parts = [*self._parts, written] if is_committed and written else []
+        self._parts = parts[-frozen_arrays.COPIES :]
+        if save.frozen.paths and is_committed:
             others = [source for source in self._sources if source is not save.frozen.source]
             new = LinkSource(save.step_dir.name, save.frozen.sums)
             self._sources = [*others, new][-frozen_arrays.COPIES :]
@@ -411,7 +420,7 @@ class Checkpointer:
             linked=linked,
         )
         self._before_commit()
-        return commit, linked.size_bytes
+        return commit, linked.size_bytes + sum(report.linked_bytes for report in reports)
 
     def _link(self, save: PendingSave) -> LinkedFiles:
         """Links the frozen arrays of an earlier step into a written one, unless it has its own."""
@@ -449,7 +458,7 @@ class Checkpointer:
         """Makes an older step the newest committed one, once the log records the rollback."""
         self._commits.rewind(step)
         self._refused_from = None
-        self._sources = []
+        self._sources, self._parts = [], []
 
     def _reports(self, save: PendingSave) -> list[HostReport]:
         """Returns, on host 0, every host's report on its part of the step."""

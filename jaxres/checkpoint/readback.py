@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -71,10 +71,12 @@ class HostReport:
     """Name -> size and checksum of the host's own files, as read back."""
     failure: str = ""
     """Reason why the host's part is missing or wrong; empty if it is valid."""
+    linked_bytes: int = 0
+    """How many bytes of the files are links to those of an earlier step."""
 
     def of(self, host: int) -> HostReport:
         """Returns the report; its failure, if any, begins with the host's number."""
-        return HostReport(self.files, self.failure and f"host {host}: {self.failure}")
+        return replace(self, failure=self.failure and f"host {host}: {self.failure}")
 
     def encode(self) -> str:
         """Returns the report as a message between hosts."""

@@ -184,9 +184,10 @@ class Replica:
 
     def _open(self) -> None:
         """Reads what the replica has; writes the marker of a new one."""
-        if self._is_open:
-            self._refuse_diverged()
+        if self._is_open and files.read(self._target.log / file_name(self._num_there + 1)) is None:
             return
+        self._is_open = False  # Another replicator of the same run may have added records.
+        self._whole.clear()
         self.check()
         if replica_files.read_marker(self._target) is None:
             replica_files.write_marker(self._target, self._marker(ReplicaUpdate()))

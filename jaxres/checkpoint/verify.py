@@ -21,7 +21,6 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import BlockTable, Box, Digests, grid_box
 from jaxres.checkpoint.content_digest import block_digests, digest_of_rows
 from jaxres.checkpoint.manifest import (
-    FROZEN_DIGESTS,
     MANIFEST,
     PROGRESS,
     CheckpointDamaged,
@@ -152,9 +151,10 @@ def as_text(found: VerificationReport) -> str:
 def _naming_sharers(step_dir: RunPath, defect: Defect) -> Defect:
     """Returns a defect of a file; its text names the other steps that have the same file.
 
-    Steps share the files of frozen parameters by hard links, so that one fault damages them all.
+    Steps share the files of arrays that have not changed by hard links, so that one fault damages
+    them all.
     """
-    if defect.file is None or defect.file.partition("/")[0] not in (FROZEN, FROZEN_DIGESTS):
+    if defect.file is None:
         return defect
     others = [
         found.step

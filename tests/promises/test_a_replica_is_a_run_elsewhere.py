@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from tests.damage import flip_bit_at
 from tests.promises.conftest import Make
+from tests.promises.mounts import Namespace
 from tests.promises.trainer import (
     FAULTY,
     MLP,
@@ -80,6 +81,13 @@ def leftovers(replica: RunDir) -> list[Path]:
     """Returns temporary files and trash of killed processes, but for those of the run lock."""
     found = [*Path(str(replica.root)).rglob(".*.tmp"), *Path(str(replica.root)).rglob(".*.trash")]
     return [path for path in found if not path.name.startswith(".owner.json.")]
+
+
+@pytest.fixture
+def namespace() -> Iterator[Namespace]:
+    namespace = Namespace.open()
+    yield namespace
+    namespace.close()
 
 
 @pytest.fixture
@@ -297,6 +305,25 @@ def test_bytes_damaged_in_transit_never_reach_a_step_of_the_replica(
     assert assert_valid(to, killed) == committed(killed)
 
 
+def test_a_full_disk_of_the_replica_leaves_it_valid_and_the_next_copy_goes_on(
+    workspace: Workspace, killed: RunDir, namespace: Namespace
+) -> None:
+    disk = workspace.root / "disk"
+    disk.mkdir()
+    namespace.mount(disk, size_bytes=32 * 2**20)
+    to = RunDir(namespace.seen_from_here(disk) / "replica")
+    found = set[tuple[int, ...]]()
+    for room in (0, 64 * 1024, 1024 * 1024):
+        ballast = namespace.fill(disk, but_bytes=room)
+        assert replicate(killed, to) == ExitCode.STORAGE, f"the disk was not full: {room}"
+        found.add(tuple(assert_valid(to, killed)))
+        ballast.unlink()
+    assert found <= {(), tuple(committed(killed))}
+    assert replicate(killed, to) == 0
+    assert assert_valid(to, killed) == committed(killed)
+    assert not leftovers(to)
+
+
 @pytest.mark.slow
 def test_what_lies_there_with_wrong_bytes_is_copied_again(
     later: tuple[RunDir, RunDir], monkeypatch: pytest.MonkeyPatch
@@ -439,12 +466,14 @@ def copiers(to: RunDir) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", campaign_but(["503", "stall"], "503"))
 def test_a_replica_that_is_unreachable_changes_no_bit_and_is_one_incident(
-    workspace: Workspace, bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer
+    workspace: Workspace, bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer, fault: str
 ) -> None:
+    """It refuses requests, or takes them and never answers."""
     to = bucket.run_dir("replica")
     own = (f"checkpoint.replica.path={to.root}", "checkpoint.replica.lag_minutes=0.03")
-    away = gcs_server.fail("503", times=None)
+    away = gcs_server.fail(fault, times=None, late_seconds=3600)
     trainer = workspace.launch(
         "run", *own, config=FAULTY, hosts=1, restart=True, env={"PACE": "0.02"}
     )
@@ -455,10 +484,11 @@ def test_a_replica_that_is_unreachable_changes_no_bit_and_is_one_incident(
 
     trainer.wait(lambda: bool(events("replica_behind")), what="an incident")
     assert run_history(trainer.run_dir).attempt == 1
-    assert away.hits > 1
+    assert away.hits >= 1
     subprocess.run(["sleep", "3"], check=True)
     assert len(events("replica_behind")) == 1
     gcs_server.faults.clear()
+    away.ended.set()
     trainer.wait(
         lambda: bool(events("replica_caught_up")) or run_history(trainer.run_dir).step == 60,
         what="the end of the incident",

@@ -16,6 +16,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests import damage
+from tests.promises.test_a_replica_is_a_run_elsewhere import replicate
 from tests.promises.trainer import (
     MLP,
     PATIENCE_SECONDS,
@@ -76,18 +77,27 @@ def newest(run_dir: RunDir) -> list[run_log.Commit]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("any_workspace", "harms"),
+    ("any_workspace", "harms", "is_replica"),
     [
-        ("local", HARM),
-        pytest.param("bucket", HARM, marks=pytest.mark.campaign),
+        ("local", HARM, False),
+        pytest.param("bucket", HARM, False, marks=pytest.mark.campaign),
+        pytest.param("local", HARM, True, marks=pytest.mark.campaign),
     ],
-    ids=["local-twelve", "bucket-twelve"],
+    ids=["local-twelve", "bucket-twelve", "replica-twelve"],
     indirect=["any_workspace"],
 )
 def test_damaged_steps_are_skipped_and_the_run_ends_bit_exact(
-    any_workspace: Workspace, many: RunDir, unbroken: RunDir, harms: Sequence[Harm]
+    any_workspace: Workspace,
+    many: RunDir,
+    unbroken: RunDir,
+    harms: Sequence[Harm],
+    is_replica: bool,
 ) -> None:
-    run_dir, chance = any_workspace.copy(many, "harmed"), random.Random(0)
+    run_dir, chance = any_workspace.run_dir("harmed"), random.Random(0)
+    if is_replica:
+        assert replicate(many, run_dir) == 0
+    else:
+        any_workspace.copy(many, "harmed")
     commits = newest(run_dir)
     assert len(commits) > len(harms)
     harmed = {}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
@@ -312,6 +313,31 @@ def test_a_state_from_before_a_rollback_is_not_used(workspace: Workspace) -> Non
     tiers = [tier for _, tier in begins(first.run_dir)]
     assert tiers[-1] is None, "a state from before the rollback was used"
     assert digest(first.run_dir) == digest(reference.run_dir)
+
+
+@pytest.mark.campaign
+def test_states_that_a_zombie_writes_are_never_restored(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    """They are newer than those of its successor, in the same files."""
+    arguments = (*ARGUMENTS, "checkpoint.save_every_steps=1000")
+    zombie = workspace.start("run", *arguments, config=FAULTY, env={"PACE": "0.004"})
+    wait_held(zombie, 5)
+    zombie.kill(signal.SIGSTOP)
+    kept = held(zombie.run_dir)
+    successor = workspace.start("run", *arguments, config=FAULTY, env=HALTED)
+    wait_held(successor, 25)
+    # The worker alone: its supervisor would end it at once.
+    zombie.kill(signal.SIGCONT, target="worker")
+    zombie.wait(lambda: min(held(zombie.run_dir), default=0) > 35, what="states of the zombie")
+    kill_worker(successor)
+    assert successor.wait_exit() == 128 + signal.SIGKILL, successor.printed()
+    workspace.finish("run", *arguments, config=FAULTY)
+    assert begins(zombie.run_dir)[1:] == [(max(kept), "memory"), (0, None)]
+    assert_bit_exact(zombie.run_dir, fault_free)
+    zombie.kill(signal.SIGCONT, target="supervisor")
+    zombie.assert_fails(ExitCode.FENCED, "owns this run now")
+    assert_bit_exact(zombie.run_dir, fault_free)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from jaxres.checkpoint import verify
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests import damage
+from tests.promises import save_tiers
 from tests.promises.test_zombie_is_fenced import counted, is_stopped
 from tests.promises.trainer import (
     FAULTY,
@@ -23,6 +24,7 @@ from tests.promises.trainer import (
     run_history,
     starts,
 )
+from tests.tiers import campaign_but
 
 POINTS = Path(__file__).with_name("points")
 SAVE = ("directory made", "step renamed", "facts", "manifest", "commit", "prune", "trash", "bytes")
@@ -37,9 +39,11 @@ def start(
     at: int = 1,
     config: Path | None = None,
 ) -> TrainingProcess:
+    workspace: Workspace, point: str, sig: signal.Signals, *overrides: str, at: int = 1
     """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
     return workspace.start("run", *overrides, config=config, env=fault)
+    return workspace.start("run", *MLP, *overrides, env=fault)
 
 
 def assert_committed_is_complete(run_dir: RunDir) -> None:
@@ -54,20 +58,26 @@ def killed(trainer: TrainingProcess) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tier", campaign_but(save_tiers.TIERS, "durable"))
 def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
     workspace: Workspace, fault_free: RunDir
+    workspace: Workspace, unbroken: RunDir, tier: str
 ) -> None:
     """One run, killed repeatedly; the third save is the first that prunes."""
     run_dir, newest = workspace.run_dir("run"), 0
+    overrides = save_tiers.overrides(tier, workspace)
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
         killed(start(workspace, point, signal.SIGKILL, at=at, config=FAULTY))
+        killed(start(workspace, point, signal.SIGKILL, *overrides, at=at))
         assert_committed_is_complete(run_dir)
         assert run_history(run_dir).step >= newest, "a committed step is lost"
         newest = run_history(run_dir).step
     assert newest > 0
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(run_dir, fault_free)
+    workspace.finish("run", *MLP, *overrides)
+    save_tiers.assert_tier_held(tier, workspace, run_dir)
     assert_committed_is_complete(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
     assert there == sorted(run_history(run_dir).protected_dirs), "something was left behind"
@@ -98,19 +108,22 @@ def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("tier", ["durable", "memory"])
 def test_zombies_from_every_phase_of_a_save_damage_nothing(
-    workspace: Workspace, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir, tier: str
 ) -> None:
     """Each is suspended at another boundary of its save; the successor commits, prunes, ends."""
     run_dir, zombies = workspace.run_dir("run"), []
+    overrides = save_tiers.overrides(tier, workspace)
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
         zombie = start(workspace, point, signal.SIGSTOP, *MLP, at=at)
+        zombie = start(workspace, point, signal.SIGSTOP, *overrides, at=at)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
         zombies.append(zombie)
-    successor = workspace.finish("run", *MLP)
+    successor = workspace.finish("run", *MLP, *overrides)
     assert successor.attempt == len(SAVE) + 1
     before = counted(run_dir, successor)
     assert_bit_exact(run_dir, unbroken)
@@ -121,6 +134,7 @@ def test_zombies_from_every_phase_of_a_save_damage_nothing(
     assert counted(run_dir, successor) == before
     assert_committed_is_complete(run_dir)
     assert_bit_exact(run_dir, unbroken)
+    save_tiers.assert_tier_held(tier, workspace, run_dir)
 
 
 def sleeps(trainer: TrainingProcess) -> bool:
