@@ -87,7 +87,6 @@ class ArrayWriter:
         describe: Callable[[], Mapping[str, bytes]],
         *,
         process: int,
-        num_hosts: int = 1,
         is_own: bool,
         pace: Throttle,
         sums: BitSums = NO_SUMS,
@@ -100,7 +99,6 @@ class ArrayWriter:
           folders: folder of the step -> path -> info and jax.Array.
           describe: returns name -> content of Orbax's files (orbax_files.py).
           process: number of this host.
-          num_hosts: number of hosts; the parts do not depend on it.
           is_own: whether the arrays are such a copy.
           pace: throttle of the writing, the digests and the read-back.
           sums: sums of the bits of the state itself, with which what is written is compared.
@@ -271,16 +269,16 @@ def database_name(folder: str, process: int, number: int) -> str:
 def parts_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], least_bytes: int) -> Iterator[list[str]]:
     """Yields the paths of the arrays of each part; the same on every host.
 
-    A part ends once its arrays have so many bytes.
+    A part ends once its arrays have so many bytes. An array of as many is a part of its own: it may
+    be the same as in the step before.
     """
-    A large array is a part of its own: it may be the same as in the step before.
     part: list[str] = []
     size_bytes = 0
     sizes = {path: math.prod(info.shape) * info.itemsize for path, (info, _) in arrays.items()}
-    for path in sorted(arrays, key=lambda path: sizes[path] < PART_BYTES):
+    for path in sorted(arrays, key=lambda path: sizes[path] < least_bytes):
         part.append(path)
-        if size_bytes >= least_bytes:
         size_bytes += sizes[path]
+        if size_bytes >= least_bytes:
             yield part
             part, size_bytes = [], 0
     if part:

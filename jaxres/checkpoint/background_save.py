@@ -87,12 +87,12 @@ class BackgroundSave:
         """Report on this host's part, if the save has read it back already."""
         return self._own and self._own.report
 
-    def complete(self, reports: Sequence[HostReport]) -> HostReport:
     @property
     def written(self) -> WrittenParts | None:
-        """Parts that this host has written, once the save is over; None: Orbax has."""
-        return self._own and self._own.written
+        """Parts that this host has written to a disk, once the save is over; None: none."""
+        return self._own.written if isinstance(self._own, ArrayWriter) else None
 
+    def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """On host 0, once all hosts have reported their parts: makes them one checkpoint.
 
         Returns a report on the files that were written and read back for that.
@@ -148,8 +148,7 @@ def start_save(
     sums = sums_of(named, check)
     if writer == "tensorstore":
         folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
-        own = _own_writer(step_dir, folders, is_own=is_own, pace=pace, sums=sums)
-            earlier=earlier,
+        own = _own_writer(step_dir, folders, is_own=is_own, pace=pace, sums=sums, earlier=earlier)
         written = functools.partial(memory.give_back, copies) if is_own else lambda: None
         return BackgroundSave(lambda: own, on_success=written, own=own)
     contents, snapshots = dict[str, Any](), list[Snapshot]()
@@ -175,18 +174,37 @@ def start_save(
 
 
 def _own_writer(
-    step_dir: RunPath, folders: Mapping[str, Any], *, is_own: bool, pace: Throttle, sums: BitSums
+    step_dir: RunPath,
+    folders: Mapping[str, Any],
+    *,
+    is_own: bool,
+    pace: Throttle,
+    sums: BitSums,
+    earlier: WrittenParts | None,
 ) -> ArrayWriter | BucketWriter:
-    kind: Any = BucketWriter if is_remote(step_dir) else ArrayWriter
-    return kind(
+    arrays = {folder: named_arrays(part) for folder, part in folders.items()}
+    describe, process = functools.partial(orbax_files.describe, folders), jax.process_index()
+    if is_remote(step_dir):
+        num_hosts = jax.process_count()
+        return BucketWriter(
+            step_dir,
+            arrays,
+            describe,
+            process=process,
+            num_hosts=num_hosts,
+            is_own=is_own,
+            pace=pace,
+            sums=sums,
+        )
+    return ArrayWriter(
         step_dir,
-        {folder: named_arrays(part) for folder, part in folders.items()},
-        functools.partial(orbax_files.describe, folders),
-        process=jax.process_index(),
-        num_hosts=jax.process_count(),
+        arrays,
+        describe,
+        process=process,
         is_own=is_own,
         pace=pace,
         sums=sums,
+        earlier=earlier,
     )
 
 

@@ -39,11 +39,9 @@ def start(
     at: int = 1,
     config: Path | None = None,
 ) -> TrainingProcess:
-    workspace: Workspace, point: str, sig: signal.Signals, *overrides: str, at: int = 1
     """Starts training that receives a signal right before the n-th operation of a kind."""
     fault = {"FAULT": f"{point}:{at}:{sig.value}", "PYTHONPATH": f"{POINTS}:{ROOT}"}
     return workspace.start("run", *overrides, config=config, env=fault)
-    return workspace.start("run", *MLP, *overrides, env=fault)
 
 
 def assert_committed_is_complete(run_dir: RunDir) -> None:
@@ -60,23 +58,20 @@ def killed(trainer: TrainingProcess) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", campaign_but(save_tiers.TIERS, "durable"))
 def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
-    workspace: Workspace, fault_free: RunDir
-    workspace: Workspace, unbroken: RunDir, tier: str
+    workspace: Workspace, fault_free: RunDir, tier: str
 ) -> None:
     """One run, killed repeatedly; the third save is the first that prunes."""
     run_dir, newest = workspace.run_dir("run"), 0
     overrides = save_tiers.overrides(tier, workspace)
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
-        killed(start(workspace, point, signal.SIGKILL, at=at, config=FAULTY))
-        killed(start(workspace, point, signal.SIGKILL, *overrides, at=at))
+        killed(start(workspace, point, signal.SIGKILL, *overrides, at=at, config=FAULTY))
         assert_committed_is_complete(run_dir)
         assert run_history(run_dir).step >= newest, "a committed step is lost"
         newest = run_history(run_dir).step
     assert newest > 0
-    workspace.finish("run", config=FAULTY)
+    workspace.finish("run", *overrides, config=FAULTY)
     assert_bit_exact(run_dir, fault_free)
-    workspace.finish("run", *MLP, *overrides)
     save_tiers.assert_tier_held(tier, workspace, run_dir)
     assert_committed_is_complete(run_dir)
     there = sorted(path.name for path in run_dir.checkpoints.iterdir())
@@ -117,8 +112,7 @@ def test_zombies_from_every_phase_of_a_save_damage_nothing(
     overrides = save_tiers.overrides(tier, workspace)
     for point in SAVE:
         at = 3 if point == SAVE[0] else 1
-        zombie = start(workspace, point, signal.SIGSTOP, *MLP, at=at)
-        zombie = start(workspace, point, signal.SIGSTOP, *overrides, at=at)
+        zombie = start(workspace, point, signal.SIGSTOP, *MLP, *overrides, at=at)
         zombie.wait(lambda z=zombie: sleeps(z), what=f"a worker that sleeps at '{point}'")
         zombie.kill(signal.SIGSTOP, target="supervisor")
         zombie.wait(lambda z=zombie: is_stopped(z), what="a suspended supervisor")
