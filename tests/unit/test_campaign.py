@@ -161,7 +161,7 @@ KILLS = (
 def test_a_run_killed_at_chosen_places_ends_bit_exact_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    workspace = Workspace(tmp_path, tmp_path / "caches", more_spares=6)
+    workspace = Workspace(tmp_path, tmp_path / "caches", more_spares=2)
     plan = RunPlan(0, 1, "disk", 0, KILLS)
     try:
         reference, timing = unbroken(workspace, plan, "unbroken")

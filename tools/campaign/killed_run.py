@@ -39,7 +39,9 @@ CONFIG = Path(__file__).with_name("kills.yaml")
 PACE_SECONDS = "0.001"
 LIMIT_SECONDS = 600.0
 """Longest wait for a place, an end or a start: what takes longer is a broken promise."""
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.01
+POLL_SHARE = 0.05
+"""Most of a core that a wait may use: it reads logs, which takes long on a busy machine."""
 PRINTED_STEP = re.compile(rf"step (\d+)/{STEPS}")
 STARTING = threading.Lock()
 """The tests' fork server serves one thread at a time."""
@@ -168,7 +170,7 @@ class Execution:
                 return False
             if time.monotonic() > deadline:
                 raise GivenUp(f"no {what} in {LIMIT_SECONDS:g} s")
-            time.sleep(max(POLL_SECONDS, 3 * (time.monotonic() - began)))
+            time.sleep(max(POLL_SECONDS, (time.monotonic() - began) / POLL_SHARE))
 
     def _wait_end(self) -> int:
         self._wait(lambda: False, what="end of the run")

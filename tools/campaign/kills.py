@@ -48,7 +48,8 @@ BUILD = ROOT / "build" / "campaign"
 """Folder of what later slices use too."""
 CACHES = BUILD / "caches"
 BUCKET = "bucket"
-MORE_SPARES = 6
+MORE_SPARES = 2
+"""For fork servers that follow a killed one. Each spare is a fork of a large process."""
 CHANGED = "+changes"
 """End of a commit's name if the tree is not the commit's."""
 PR_SET_CHILD_SUBREAPER = 36
