@@ -39,9 +39,10 @@ from tests.promises import forks  # noqa: E402
 from tests.promises.trainer import Workspace  # noqa: E402
 from tools.campaign import results  # noqa: E402
 from tools.campaign.bucket import KillingServer  # noqa: E402
-from tools.campaign.killed_run import Execution, Timing, measured, unbroken  # noqa: E402
+from tools.campaign.killed_run import Execution, unbroken  # noqa: E402
 from tools.campaign.plan import PLACES, RunPlan, plan_run, schedule  # noqa: E402
 from tools.campaign.verdict import judge  # noqa: E402
+from tools.campaign.waits import Timing, measured  # noqa: E402
 
 HERE = ROOT / "experiments" / "campaign"
 BUILD = ROOT / "build" / "campaign"
@@ -181,7 +182,9 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _commit() -> str:
+def commit_of() -> str:
+    """Returns the commit of this tree, marked if the tree is another."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -236,7 +239,7 @@ def run_slice(
     with KillingServer(buckets=(BUCKET,)) as server:
         os.environ.update(server.env)
         server.objects.refuses_too_often = True
-        commit = _commit()
+        commit = commit_of()
         # Of a tree that has changed, no later slice can use anything.
         runs = folder if commit.endswith(CHANGED) else BUILD / commit
         one = Slice(folder, runs, server, options.seed, only, record, commit)

@@ -74,7 +74,9 @@ CAUGHT: Mapping[str, Case] = {
 
 def main(arguments: list[str]) -> int:
     """Prints for each mutant what has caught it; 0 if all were caught."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--config")
     parser.add_argument("--only")
