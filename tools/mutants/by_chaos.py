@@ -39,6 +39,7 @@ LIMIT_SECONDS = 1200
 FEATURES = "tools/mutants/chaos.yaml"
 """A config with all that a restart must bring back."""
 QUICKSTART = "quickstart"
+TINY = "tests/promises/tiny.yaml"
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,16 @@ class Case:
 
 
 CAUGHT: Mapping[str, Case] = {
-    "lost-log-is-a-new-run": Case("lost-log"),
-    "error-of-a-save-ignored": Case("full-disk"),
-    "failed-save-counts": Case("full-disk"),
-    "manifest-before-finalise": Case("notice"),
+    "lost-log-is-a-new-run": Case("lost-log", TINY),
+    "error-of-a-save-ignored": Case("full-disk", TINY),
+    "failed-save-counts": Case("full-disk", TINY),
+    "manifest-before-finalise": Case("notice", TINY),
     "average-not-restored": Case("notice", FEATURES),
     "batch-statistics-not-restored": Case("notice", FEATURES),
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
-    "follower-appends-to-the-log": Case("worker-kill", FEATURES, 2),
-    "spread-arrays-without-one-hosts-part": Case("worker-kill", FEATURES, 2),
+    "follower-appends-to-the-log": Case("worker-kill", TINY, 2),
+    "spread-arrays-without-one-hosts-part": Case("worker-kill", TINY, 2),
 }
 """Mutant -> the scenarios of the default schedule that suffice, and the config."""
 
