@@ -59,6 +59,16 @@ class Case:
 
 
 CAUGHT: Mapping[str, Case] = {
+    "replayed-steps-counted-as-productive": Case(),
+    "gap-between-attempts-lost": Case(),
+    "cursor-not-restored": Case(),
+    "optimizer-state-dropped": Case(),
+    "key-recomputed-from-the-step": Case(),
+    "metrics-lines-lost": Case(),
+    "directory-taken-for-a-step": Case(),
+    "worker-outlives-its-supervisor": Case(),
+    "fallback-without-verification": Case("storage-outage,bucket-flip", TINY),
+    "committed-before-durable": Case("full-disk", TINY),
     "lost-log-is-a-new-run": Case("lost-log", TINY),
     "error-of-a-save-ignored": Case("full-disk", TINY),
     "failed-save-counts": Case("full-disk", TINY),
