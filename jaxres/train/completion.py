@@ -11,6 +11,7 @@ attempt follows that would delete them, so they are deleted here.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from jaxres import config as configs
 from jaxres.checkpoint import pruning
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.faults import StorageUnavailable
+from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
@@ -90,7 +91,7 @@ def delete_leftovers(run_dir: RunDir) -> None:
         history = run_log.fold(run_log.read_records(run_dir.log))
         if not pruning.leftovers(history, run_dir=run_dir):
             return
-        with RunLock(run_dir, clock=SystemClock()):
+        with contextlib.suppress(Fenced), RunLock(run_dir, clock=SystemClock()):
             history = run_log.fold(run_log.read_records(run_dir.log))
             pruning.delete_all_but(history, run_dir=run_dir, attempt=history.attempt)
 
