@@ -90,7 +90,7 @@ def test_the_tables_count_what_has_happened(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "2 kills in 2 runs with 4 attempts: **a promise was broken in 1 runs**" in text
+    assert "2 kills in 2 runs with 4 attempts: **a promise was broken in 1 run(s)**" in text
     assert "1 planned kills came after the end" in text
     assert "| worker | 2 |" in text
     assert "step 3, loss" in text

@@ -59,7 +59,7 @@ def tables(recorded: Sequence[Line]) -> str:
     verdict = (
         "every promise held in every run"
         if not failed
-        else f"**a promise was broken in {len(failed)} runs**, see below"
+        else f"**a promise was broken in {len(failed)} run(s)**, see below"
     )
     parts = [
         f"{len(kills)} kills in {len(recorded)} runs with {attempts} attempts: {verdict}. "
