@@ -70,15 +70,10 @@ CAUGHT: Mapping[str, Case] = {
     "fallback-without-verification": Case("storage-outage,bucket-flip", TINY),
     "committed-before-durable": Case("full-disk", TINY),
     "lost-log-is-a-new-run": Case("lost-log", TINY),
-    "error-of-a-save-ignored": Case("full-disk", TINY),
-    "failed-save-counts": Case("full-disk", TINY),
-    "manifest-before-finalise": Case("notice", TINY),
     "average-not-restored": Case("notice", FEATURES),
     "batch-statistics-not-restored": Case("notice", FEATURES),
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
-    "follower-appends-to-the-log": Case("worker-kill", TINY, 2),
-    "spread-arrays-without-one-hosts-part": Case("worker-kill", TINY, 2),
 }
 """Mutant -> the scenarios of the default schedule that suffice, and the config."""
 
