@@ -70,6 +70,7 @@ CAUGHT: Mapping[str, Case] = {
     "fallback-without-verification": Case("storage-outage,bucket-flip", TINY),
     "committed-before-durable": Case("full-disk", TINY),
     "lost-log-is-a-new-run": Case("lost-log", TINY),
+    "error-of-a-save-ignored": Case("full-disk", TINY),
     "average-not-restored": Case("notice", FEATURES),
     "batch-statistics-not-restored": Case("notice", FEATURES),
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
