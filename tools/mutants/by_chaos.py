@@ -71,6 +71,7 @@ CAUGHT: Mapping[str, Case] = {
     "committed-before-durable": Case("full-disk", TINY),
     "lost-log-is-a-new-run": Case("lost-log", TINY),
     "error-of-a-save-ignored": Case("full-disk", TINY),
+    "manifest-before-finalise": Case("notice", TINY),
     "spread-arrays-without-one-hosts-part": Case("worker-kill", TINY, 2),
     "average-not-restored": Case("notice", FEATURES),
     "batch-statistics-not-restored": Case("notice", FEATURES),
