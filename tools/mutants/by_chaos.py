@@ -70,6 +70,7 @@ CAUGHT: Mapping[str, Case] = {
     "fallback-without-verification": Case("storage-outage,bucket-flip", TINY),
     "committed-before-durable": Case("full-disk", TINY),
     "lost-log-is-a-new-run": Case("lost-log", TINY),
+    "failed-save-counts": Case("full-disk", TINY),
     "error-of-a-save-ignored": Case("full-disk", TINY),
     "manifest-before-finalise": Case("notice", TINY),
     "spread-arrays-without-one-hosts-part": Case("worker-kill", TINY, 2),
