@@ -67,6 +67,18 @@ def plan(
     return tuple(found)
 
 
+def plan_run(
+    name: str, group: Sequence[str], *, seed: int, hosts: int = 1, steps: int = STEPS
+) -> PlannedRun:
+    """Returns one run with these scenarios, in this order; they must be able to share a run.
+
+    >>> [fault.scenario for fault in plan_run("x", ["notice", "stop"], seed=0).faults]
+    ['notice', 'stop']
+    """
+    chance = random.Random(f"chaos-{seed}-{name}")
+    return PlannedRun(name, _place(group, chance, steps=steps, hosts=hosts))
+
+
 def _groups(names: Sequence[str], chance: random.Random) -> Iterator[list[str]]:
     """Yields the scenarios of each run without an end: pairs of one place, or one that is alone."""
     while True:

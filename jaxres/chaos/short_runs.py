@@ -101,6 +101,8 @@ def shortened(config: RunConfig, *, steps: int, save_every: int, breaks: int) ->
         f"restart.max_attempts_without_commit={5 + breaks}",
         "restart.backoff_seconds=0",
         "restart.jitter=0",
+        "restart.max_storage_attempts=3",  # What fails without a fault is to end soon.
+        "restart.storage_backoff_seconds=1",
         "launch.max_hours=null",
         "launch.max_restarts_per_1000_steps=null",
     ]

@@ -173,7 +173,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     )
     env = alert_sender.scrub_secrets(config.alerts, env)
     with faults.refusals(at_start=not attempt_runner.follows_an_attempt(run_dir)):
-        return run_restart_loop(
+        code = run_restart_loop(
             config,
             run_dir,
             policy=policy,
@@ -183,6 +183,9 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
             clock=clock,
             alerts=alerts,
         )
+        if code == ExitCode.DONE:  # The last worker may have been killed after the last commit.
+            completion.delete_leftovers(run_dir)
+        return code
 
 
 def devices_per_host(env: Mapping[str, str], *names: str) -> int:

@@ -4,24 +4,33 @@ A step is verified before it is committed. Storage may damage it later, and then
 notice: a complete run is not restored. So the command that finds nothing left to train reads the
 whole checkpoint once. If it is damaged, an attempt follows: it restores an older step, quarantines
 the damaged one, and trains the missing steps again (checkpoint/restore.py).
+
+A worker that is killed after its last commit leaves steps that it has pruned and not deleted. No
+attempt follows that would delete them, so they are deleted here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 
 from jaxres import config as configs
+from jaxres.checkpoint import pruning
+from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.faults import StorageUnavailable
+from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.storage.timeouts import CallTimeout, call_with_timeout
+from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor.run_config import newest_config
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import stdio
 
 SLOWEST_BYTES_PER_SECOND = 10e6
 """Speed of the slowest storage that is not taken for hanging."""
+DELETION_SECONDS = 60.0
+"""Longest wait for the deletion of leftovers; what remains is deleted by the next command."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,28 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
         f"{what}; nothing to do: its checkpoint is valid. For a new run, change run.seed, run.dir "
         "or the config.\n"
     )
+    delete_leftovers(run_dir)
     return Completion(is_complete=True)
+
+
+def delete_leftovers(run_dir: RunDir) -> None:
+    """Deletes the leftover step directories of a complete run; while it is live, none.
+
+    A failure is printed: the run is complete all the same.
+    """
+
+    def delete() -> None:
+        history = run_log.fold(run_log.read_records(run_dir.log))
+        if not pruning.leftovers(history, run_dir=run_dir):
+            return
+        with contextlib.suppress(Fenced), RunLock(run_dir, clock=SystemClock()):
+            history = run_log.fold(run_log.read_records(run_dir.log))
+            pruning.delete_all_but(history, run_dir=run_dir, attempt=history.attempt)
+
+    what = f"{run_dir.root}: leftovers of a killed worker were not deleted"
+    write_with_timeout(
+        delete, seconds=DELETION_SECONDS, what=what, report=lambda text: stdio.eprint(f"{text}\n")
+    )
 
 
 def is_complete(run_dir: RunDir, config: RunConfig) -> bool:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxres.chaos import scenarios
 from jaxres.runlog.records import Body, Commit, Quarantine, Record, Start
 from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
 from tests.promises.trainer import Workspace
 from tools.campaign import results
 from tools.campaign.killed_run import Execution, unbroken
+from tools.campaign.pairs import all_pairs
 from tools.campaign.plan import (
     LAYOUTS,
     LEAST_KILLS,
@@ -87,7 +90,7 @@ def test_the_tables_count_what_has_happened(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "2 kills in 2 runs with 4 attempts: **a promise was broken in 1 runs**" in text
+    assert "2 kills in 2 runs with 4 attempts: **a promise was broken in 1 run(s)**" in text
     assert "1 planned kills came after the end" in text
     assert "| worker | 2 |" in text
     assert "step 3, loss" in text
@@ -149,6 +152,42 @@ def test_each_broken_promise_is_named(changes: dict[str, Any], text: str) -> Non
     assert any(text in found for found in judge(RUN, dataclasses.replace(GOOD, **changes)))
 
 
+def test_every_pair_of_scenarios_that_can_share_a_run_is_planned_in_both_orders() -> None:
+    pairs = all_pairs(0)
+    names = {(one.first, one.second) for one in pairs}
+    assert len(names) == len(pairs)
+    assert {(second, first) for first, second in names} == names
+    shared = [one for one in scenarios.ALL if not one.is_alone]
+    for a, b in itertools.permutations(shared, 2):
+        assert ((a.name, b.name) in names) == (a.place == b.place)
+    assert [one.number for one in all_pairs(1)] == list(range(len(pairs)))
+    assert {(one.first, one.second) for one in all_pairs(1)} == names
+    assert all_pairs(1) != pairs
+
+
+def test_a_pair_is_injected_in_its_order_and_a_seed_replays_it() -> None:
+    for pair in all_pairs(2):
+        planned = pair.planned(2)
+        first, second = planned.faults
+        assert (first.scenario, second.scenario) == (pair.first, pair.second)
+        assert first.step < second.step
+        assert planned == pair.planned(2)
+
+
+def test_the_table_of_pairs_counts_each_once(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    begin, end = results.PAIRS
+    readme.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    pair = {**line(), "pair": ["notice", "stop"], "faults": []}
+    results.write_pairs(readme, [pair, {**pair, "seed": 1}], 96)
+    text = readme.read_text()
+    assert "1 of 96 pairs have run, in 2 runs: every promise held in every run" in text
+    assert "old" not in text
+    results.write_pairs(readme, [{**pair, "outcome": ["causes: x"]}], 96)
+    assert "1 broke a promise" in readme.read_text()
+    assert results.pair_table([], 96) == "No pair is recorded yet."
+
+
 KILLS = (
     Kill("save: commit", "worker"),
     Kill("prune: bytes", "worker"),
@@ -161,7 +200,7 @@ KILLS = (
 def test_a_run_killed_at_chosen_places_ends_bit_exact_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    workspace = Workspace(tmp_path, tmp_path / "caches", more_spares=6)
+    workspace = Workspace(tmp_path, tmp_path / "caches", more_spares=2)
     plan = RunPlan(0, 1, "disk", 0, KILLS)
     try:
         reference, timing = unbroken(workspace, plan, "unbroken")

@@ -39,16 +39,18 @@ from tests.promises import forks  # noqa: E402
 from tests.promises.trainer import Workspace  # noqa: E402
 from tools.campaign import results  # noqa: E402
 from tools.campaign.bucket import KillingServer  # noqa: E402
-from tools.campaign.killed_run import Execution, Timing, measured, unbroken  # noqa: E402
+from tools.campaign.killed_run import Execution, unbroken  # noqa: E402
 from tools.campaign.plan import PLACES, RunPlan, plan_run, schedule  # noqa: E402
 from tools.campaign.verdict import judge  # noqa: E402
+from tools.campaign.waits import Timing, measured  # noqa: E402
 
 HERE = ROOT / "experiments" / "campaign"
 BUILD = ROOT / "build" / "campaign"
 """Folder of what later slices use too."""
 CACHES = BUILD / "caches"
 BUCKET = "bucket"
-MORE_SPARES = 6
+MORE_SPARES = 2
+"""For fork servers that follow a killed one. Each spare is a fork of a large process."""
 CHANGED = "+changes"
 """End of a commit's name if the tree is not the commit's."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -180,7 +182,9 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def _commit() -> str:
+def commit_of() -> str:
+    """Returns the commit of this tree, marked if the tree is another."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
@@ -235,7 +239,7 @@ def run_slice(
     with KillingServer(buckets=(BUCKET,)) as server:
         os.environ.update(server.env)
         server.objects.refuses_too_often = True
-        commit = _commit()
+        commit = commit_of()
         # Of a tree that has changed, no later slice can use anything.
         runs = folder if commit.endswith(CHANGED) else BUILD / commit
         one = Slice(folder, runs, server, options.seed, only, record, commit)

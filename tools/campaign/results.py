@@ -6,13 +6,24 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from tools.campaign.plan import RunPlan
+from typing import Any, Protocol, TypeVar
 
 Line = Mapping[str, Any]
 HELD = "held"
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+PAIRS = "<!-- pairs -->", "<!-- end of pairs -->"
+
+
+class Numbered(Protocol):
+    """A planned run."""
+
+    @property
+    def number(self) -> int:
+        """Its number in the schedule of a seed."""
+        ...
+
+
+P = TypeVar("P", bound=Numbered)
 
 
 def read(path: Path) -> list[Line]:
@@ -28,8 +39,8 @@ def append(path: Path, line: Line) -> None:
 
 
 def left(
-    plans: Iterable[RunPlan], recorded: Sequence[Line], *, seed: int, only: Sequence[str]
-) -> list[RunPlan]:
+    plans: Iterable[P], recorded: Sequence[Line], *, seed: int, only: Sequence[str]
+) -> list[P]:
     """Returns the planned runs that are not recorded yet, in order."""
     done = {line["run"] for line in recorded if (line["seed"], line["only"]) == (seed, list(only))}
     return [plan for plan in plans if plan.number not in done]
@@ -48,7 +59,7 @@ def tables(recorded: Sequence[Line]) -> str:
     verdict = (
         "every promise held in every run"
         if not failed
-        else f"**a promise was broken in {len(failed)} runs**, see below"
+        else f"**a promise was broken in {len(failed)} run(s)**, see below"
     )
     parts = [
         f"{len(kills)} kills in {len(recorded)} runs with {attempts} attempts: {verdict}. "
@@ -77,8 +88,46 @@ def _table(name: str, values: Iterable[str]) -> str:
 
 
 def write_tables(readme: Path, recorded: Sequence[Line]) -> None:
-    """Replaces the results in a README."""
+    """Replaces the results of kills in a README."""
+    _replace(readme, (BEGIN, END), tables(recorded))
+
+
+def pair_table(recorded: Sequence[Line], num_pairs: int) -> str:
+    """Returns the results of pairs as Markdown: a row for each that has run."""
+    if not recorded:
+        return "No pair is recorded yet."
+    failed = [line for line in recorded if line["outcome"] != HELD]
+    found = {tuple(line["pair"]) for line in recorded}
+    verdict = "every promise held in every run" if not failed else f"{len(failed)} broke a promise"
+    cpu = sum(line["cpu_seconds"] for line in recorded) / len(recorded)
+    rows = [_pair_row(line) for line in recorded]
+    return "\n".join(
+        [
+            f"{len(found)} of {num_pairs} pairs have run, in {len(recorded)} runs: {verdict}. "
+            f"{cpu:.0f} CPU seconds a run.",
+            "",
+            "| first | second | seed | commit | date | outcome |",
+            "|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+def _pair_row(line: Line) -> str:
+    held = line["outcome"] == HELD
+    outcome = HELD if held else "; ".join(line["outcome"])[:300]
+    cells = [*line["pair"], line["seed"], line["commit"], line["date"], outcome]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def write_pairs(readme: Path, recorded: Sequence[Line], num_pairs: int) -> None:
+    """Replaces the results of pairs in a README."""
+    _replace(readme, PAIRS, pair_table(recorded, num_pairs))
+
+
+def _replace(readme: Path, marks: tuple[str, str], new: str) -> None:
+    begin, end = marks
     text = readme.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{tables(recorded)}\n{END}{after}")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    readme.write_text(f"{before}{begin}\n{new}\n{end}{after}")

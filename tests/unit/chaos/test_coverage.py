@@ -8,7 +8,37 @@ from jaxres import faults
 from jaxres.chaos import coverage
 from jaxres.chaos.scenarios import ALL
 
-DOCS = Path(__file__).parents[3] / "docs" / "chaos.md"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs" / "chaos.md"
+MUTANTS = {
+    "bad_config": "unknown-keys-ignored",
+    "nonfinite_update": "masked-by-a-product",
+    "diverged": "nonfinite-loss-is-good",
+    "loss_spike": "lower-rate-lost-at-a-restart",
+    "preemption": "save-begun-without-time",
+    "operators_stop": "second-signal-ignored",
+    "silent_corruption": "copies-not-compared-before-a-save",
+    "straggler": "host-named-at-the-usual-speed",
+    "damaged_checkpoint": "fallback-without-verification",
+    "lost_log": "lost-log-is-a-new-run",
+    "storage_unavailable": "failed-save-counts",
+    "bad_record": "bad-records-read-again-after-a-restart",
+    "damaged_data": "damaged-cache-stays",
+    "out_of_memory": "oom-kill-of-another-job-counted",
+    "unhealthy_device": "leave-saves-the-state",
+    "missing_device": "missing-devices-not-noticed",
+    "failed_preflight": "product-compared-with-the-devices-own",
+    "hang": "deadline-fed-by-a-thread",
+    "peer_lost": "survivors-take-the-cause-for-their-own",
+    "crash": "leftovers-not-killed",
+    "crash_loop": "budgets-reset-by-a-restart",
+    "zombie": "late-worker-is-not-fenced",
+    "host_lost": "only-vm-not-replaced",
+    "no_capacity": "own-quota-taken-for-a-full-one",
+    "launcher_lost": "lease-kept-after-an-error",
+    "launch_state_lost": "damaged-state-deleted",
+}
+"""Row of the table of faults -> a wrong change of its response that a promise finds."""
 
 
 def test_each_row_has_a_scenario_or_a_reason_and_not_both() -> None:
@@ -18,6 +48,14 @@ def test_each_row_has_a_scenario_or_a_reason_and_not_both() -> None:
     assert with_scenario.isdisjoint(coverage.NOT_INJECTED)
     assert with_scenario | set(coverage.NOT_INJECTED) == rows
     assert all(coverage.NOT_INJECTED.values())
+
+
+def test_each_row_has_a_mutant_and_its_promise() -> None:
+    assert set(MUTANTS) == {row.name for row in faults.ALL}
+    for name in MUTANTS.values():
+        patch = (ROOT / "tools" / "mutants" / f"{name}.patch").read_text()
+        file, _, test = patch.partition("# promise: ")[2].splitlines()[0].partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
 
 
 def test_the_table_is_in_the_docs() -> None:

@@ -54,6 +54,8 @@ def test_a_check_computes_the_trajectory_of_the_config(path: Path) -> None:
     assert configs.digest(short) == configs.digest(config)
     assert short.train.steps == 12
     assert short.checkpoint.keep.last >= 12, "a pruned step can't be compared"
+    waits = short.restart.max_storage_attempts * short.restart.storage_backoff_seconds
+    assert waits < 10, "storage that fails without a fault ends the check soon"
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
 """A complete run is done if its last checkpoint is valid; unreadable storage proves nothing."""
 
+import contextlib
 import os
 import random
 import shutil
+import threading
 
 import pytest
 
 from jaxres import config as configs
+from jaxres.clock import SystemClock
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.train import completion
 from jaxres.train.completion import Completion
 from tests import damage
@@ -38,6 +42,36 @@ def test_a_run_is_complete_if_its_last_step_is_committed_and_valid(run_dir, caps
     assert completion.check(run_dir, config()) == Completion(is_complete=True)
     assert NOTHING_TO_DO in capsys.readouterr().out
     assert completion.is_complete(RunDir(run_dir.root / "new"), config()) is False
+
+
+@contextlib.contextmanager
+def heartbeats(lock):
+    """Writes heartbeats, as a supervisor does."""
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.01):
+            lock.heartbeat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    yield
+    ended.set()
+    thread.join()
+
+
+def test_leftovers_of_a_killed_worker_are_deleted_when_the_run_is_complete(run_dir):
+    parts = run_dir.checkpoints / "00000004-0001"
+    shutil.copytree(run_dir.root / PATH, parts)
+    (parts / "MANIFEST.json").unlink()  # No save has completed it.
+    assert completion.check(run_dir, config(steps=9)) == Completion(is_complete=False)
+    assert parts.exists(), "an attempt follows and deletes it after its restore"
+    with RunLock(run_dir, clock=SystemClock()) as lock, heartbeats(lock):
+        completion.delete_leftovers(run_dir)
+        assert parts.exists(), "nothing is deleted while the run is live"
+    assert completion.check(run_dir, config()) == Completion(is_complete=True)
+    assert not parts.exists(), "leftovers of a complete run stay"
+    assert (run_dir.root / PATH).exists()
 
 
 def largest(step_dir):
@@ -70,12 +104,14 @@ def hangs(step_dir):
     os.mkfifo(step_dir / "MANIFEST.json")
 
 
-@pytest.mark.parametrize(("outage", "named"), [(fails, "Input/output"), (hangs, "does not answer")])
+@pytest.mark.parametrize(
+    ("outage", "seconds", "named"), [(fails, 600, "Input/output"), (hangs, 0.1, "does not answer")]
+)
 def test_a_last_step_that_cannot_be_read_is_neither_valid_nor_damaged(
-    run_dir, capsys, outage, named
+    run_dir, capsys, outage, seconds, named
 ):
     outage(run_dir.root / PATH)
     with pytest.raises(StorageUnavailable, match=named) as refused:
-        completion.check(run_dir, config("deadlines.restore_seconds=0.1"))
+        completion.check(run_dir, config(f"deadlines.restore_seconds={seconds}"))
     assert "judged damaged" in str(refused.value)
     assert capsys.readouterr() == ("", "")
