@@ -392,6 +392,9 @@ class Doctor:
     def _test_hardware(self) -> Checks:
         import socket
 
+        import jax
+
+        from jaxres.cluster.jax_coordination import first_line
         from jaxres.train import preflight
 
         assert self._hardware is not None
@@ -403,8 +406,12 @@ class Doctor:
             host=socket.gethostname(),
             clock=SystemClock(),
         )
-        for measured in tests:
-            yield Check("pass", "hardware", str(measured))
+        try:
+            for measured in tests:
+                yield Check("pass", "hardware", str(measured))
+        except jax.errors.JaxRuntimeError as error:
+            text = f"a device has failed in a test, or its memory is in use: {first_line(error)}"
+            yield Check("fail", "hardware", text)
 
     def _run_dir(self) -> Checks:
         run_dir = find_run_dir(self._loaded).root.absolute()

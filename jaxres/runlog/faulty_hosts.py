@@ -2,9 +2,10 @@
 and those excluded by hand.
 
 A host is taken again once its faults are forgotten by `jaxres hosts RUN_DIR --forget HOST`. That
-writes a file for each of the faults, named after the claim of the attempt that met it, so that a
-fault after it counts again. `--exclude HOST` writes a file with a name of its own, which is
-forgotten in the same way. Neither needs a claim, so both work while the run trains.
+writes a file for each of the faults, named after the claim of the attempt that met it (and after
+the host, if several had a fault in it), so that a fault after it counts again. `--exclude HOST`
+writes a file with a name of its own, which is forgotten in the same way. Neither needs a claim, so
+both work while the run trains.
 
 Host 0 alone writes the log. If its supervisor is killed before it has recorded the fault of another
 host, that host's own report is what is left: a file named after the claim and the host.
@@ -13,7 +14,9 @@ host, that host's own report is what is left: a file named after the claim and t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -48,7 +51,7 @@ class FaultyHost:
     reason: str
     """The fault of that attempt."""
     nonces: tuple[str, ...]
-    """Nonces of the claims of these attempts, or names of reports; if excluded, of that file."""
+    """Names of these faults, as `forget` writes them; if excluded by hand, of that file."""
     is_drained: bool = False
     """Whether an attempt that trains on it saves and ends, so that it is replaced now."""
 
@@ -109,15 +112,18 @@ def faulty_hosts(
 
     Args:
       records: the run log.
-      forgotten: nonces of the claims of attempts whose faults are forgotten.
+      forgotten: names of faults that are forgotten; the nonce of an attempt: all of that one.
       reports: what hosts have reported themselves; those of attempts of another run do not count.
     """
     ignored = frozenset(forgotten)
     found: dict[tuple[str, str, int | None], FaultyHost] = {}
-    for attempt, nonce, time, body in _faults(records, reports):
+    faults = list(_faults(records, reports))
+    hosts = Counter(nonce for nonce, _ in {(nonce, _key(body)) for _, nonce, _, body in faults})
+    for attempt, nonce, time, body in faults:
         identity = HostIdentity(body.host, body.instance, body.physical_host)
         before = found.get(key := _key(body))
-        if nonce in ignored or (before is not None and nonce in before.nonces):
+        name = nonce if hosts[nonce] == 1 else _fault_name(nonce, key)
+        if not ignored.isdisjoint((nonce, name)) or (before is not None and name in before.nonces):
             continue
         since = time if before is None else before.since
         earlier = () if before is None else before.nonces
@@ -128,7 +134,7 @@ def faulty_hosts(
             since=since,
             attempt=max(attempt, 0 if before is None else before.attempt),
             reason=body.reason,
-            nonces=(*earlier, nonce),
+            nonces=(*earlier, name),
         )
     return tuple(found.values())
 
@@ -159,6 +165,11 @@ def _key(fault: HostFault) -> tuple[str, str, int | None]:
     return fault.host, fault.instance, fault.slot
 
 
+def _fault_name(nonce: str, key: tuple[str, str, int | None]) -> str:
+    """Returns the name of the fault of one host in an attempt with faults of several."""
+    return f"{nonce}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+
+
 def matching(hosts: Iterable[FaultyHost], identity: HostIdentity) -> list[FaultyHost]:
     """Returns the faulty hosts that a machine is, or that were on the same physical host."""
     return [host for host in hosts if _is_same(host.identity, identity)]
@@ -172,7 +183,7 @@ def _is_same(faulty: HostIdentity, other: HostIdentity) -> bool:
 
 
 def forgotten(run_dir: RunDir) -> frozenset[str]:
-    """Returns the nonces of the claims of attempts whose faults are forgotten."""
+    """Returns the names of the faults that are forgotten; see `faulty_hosts`."""
     return frozenset(files.list_names(run_dir.forgotten_faults))
 
 
@@ -229,18 +240,19 @@ def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:
     """
     found = list[FaultyHost]()
     for name, fields in _decoded(run_dir.excluded_hosts, number=EXCLUSION_FORMAT):
-        found.append(
-            FaultyHost(
-                identity=HostIdentity(fields["host"]),
-                slot=fields["slot"],
-                count=0,
-                since=fields["time"],
-                attempt=0,
-                reason=fields["reason"],
-                nonces=(name,),
-                is_drained=fields.get("drain", False),
+        with contextlib.suppress(KeyError):
+            found.append(
+                FaultyHost(
+                    identity=HostIdentity(fields["host"]),
+                    slot=fields["slot"],
+                    count=0,
+                    since=fields["time"],
+                    attempt=0,
+                    reason=fields["reason"],
+                    nonces=(name,),
+                    is_drained=fields.get("drain", False),
+                )
             )
-        )
     return tuple(sorted(found, key=lambda host: host.since))
 
 

@@ -46,6 +46,10 @@ WINDOW_SECONDS = 60.0
 """Time over which link errors are counted."""
 SAME_XID_SECONDS = 60.0
 """Longest time between the two reports of one Xid error, by NVML and in the kernel's log."""
+MAX_WAITING = 16
+"""Most reports of an Xid error that are remembered: a driver may report thousands a second."""
+UNREADABLE_TIMES = 3
+"""Readings in a row in which a value can't be read, if that is told: one call may fail."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class XidReports:
         """
         waiting = tuple(time for time in self.times if now - time < SAME_XID_SECONDS)
         if source == self.source or not waiting:
-            return XidReports(source, (*waiting, now)), True
+            return XidReports(source, (*waiting[1 - MAX_WAITING :], now)), True
         return replace(self, times=waiting[1:]), False
 
 
@@ -111,6 +115,17 @@ class GpuState:
     """Since when heat or a fault slows the clocks; None: nothing does."""
     reported: frozenset[str] = frozenset()
     """Conditions that are in force, and were reported."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Name of each reading that fails -> how often in a row."""
+
+
+def readable(state: GpuState) -> Mapping[str, int]:
+    """Returns the newest values of a GPU, without those that can't be read any more.
+
+    >>> readable(GpuState(last={"power_mW": 7, "pcie_replays": 0}, failures={"power_mW": 1}))
+    {'pcie_replays': 0}
+    """
+    return {name: value for name, value in state.last.items() if name not in state.failures}
 
 
 def judge(
@@ -129,11 +144,12 @@ def judge(
     if (reasons := values.get("clocks_event_reasons")) is not None:
         slow_since = (now if slow_since is None else slow_since) if reasons & BAD_REASONS else None
     windows, storms = _link_storms(state, values, section, now=now)
+    failures = {name: 1 + state.failures.get(name, 0) for name in reading.errors}
     conditions = {
         **_states(reading, section),
         **_slowdown(reading, slow_since, section, now=now),
         **storms,
-        **_unreadable(reading, last),
+        **_unreadable(reading, last, failures),
     }
     found = [
         Finding(kind, reading.gpu, text, action)
@@ -147,7 +163,7 @@ def judge(
         found.append(Finding("ecc", reading.gpu, text, section.ecc))
     unknown = {condition for condition in state.reported if _is_unknown(condition, reading)}
     reported = frozenset(conditions) | unknown
-    return GpuState({**last, **values}, windows, slow_since, reported), found
+    return GpuState({**last, **values}, windows, slow_since, reported, failures), found
 
 
 Conditions = dict[str, tuple[str, str, HealthAction]]
@@ -169,10 +185,10 @@ def _states(reading: GpuReading, section: HealthSection) -> Conditions:
 def _slowdown(
     reading: GpuReading, slow_since: float | None, section: HealthSection, *, now: float
 ) -> Conditions:
-    minutes = section.slow_minutes
-    if slow_since is None or now - slow_since < 60 * minutes:
+    minutes, reasons = section.slow_minutes, reading.values.get("clocks_event_reasons")
+    if reasons is None or slow_since is None or now - slow_since < 60 * minutes:
         return {}
-    why = reason_names(reading.values.get("clocks_event_reasons", 0) & BAD_REASONS)
+    why = reason_names(reasons & BAD_REASONS)
     degrees = reading.values.get("temperature_C")
     at = "" if degrees is None else f" at {degrees} °C"
     text = f"its clocks are slowed for {minutes:g} minutes{at}: {why}"
@@ -200,14 +216,16 @@ def _link_storms(
     return windows, found
 
 
-def _unreadable(reading: GpuReading, last: Mapping[str, int]) -> Conditions:
-    """Returns the readings that have failed now and had a value before."""
+def _unreadable(
+    reading: GpuReading, last: Mapping[str, int], failures: Mapping[str, int]
+) -> Conditions:
+    """Returns the readings that had a value before, and have failed several times in a row."""
     if reading.is_lost:
         return {}
     return {
         f"unreadable {name}": ("unreadable", f"{name} can't be read any more: {why}", "warn")
         for name, why in reading.errors.items()
-        if name in last
+        if name in last and failures[name] >= UNREADABLE_TIMES
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.storage.codec import TaggedCodec
@@ -73,6 +73,25 @@ def gpu_label(index: int, uuid: str, name: str) -> str:
     """
     known = ", ".join(part for part in (name, uuid) if part)
     return f"GPU {index}" + (f" ({known})" if known else "")
+
+
+def gone(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Returns the labels of GPUs that were there and are not: numbers change where one is gone.
+
+    Args:
+      before: the labels before.
+      now: the labels now.
+
+    >>> gone(("GPU 0 (H100, GPU-a)", "GPU 1 (H100, GPU-b)"), ("GPU 0 (H100, GPU-b)",))
+    ['GPU 0 (H100, GPU-a)']
+    """
+    here = {part for label in now for part in (label.partition(" (")[0], _uuid(label))}
+    return [label for label in before if (_uuid(label) or label.partition(" (")[0]) not in here]
+
+
+def _uuid(label: str) -> str:
+    last = label.rstrip(")").replace("(", ", ").rpartition(", ")[2]
+    return last if last.startswith("GPU-") else ""
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:

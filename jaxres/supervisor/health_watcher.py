@@ -23,7 +23,7 @@ from jaxres.clock import Awake, Clock
 from jaxres.config.schema_operations import HealthSection
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor import health, host_health, kernel_log, nvml
+from jaxres.supervisor import health, health_messages, host_health, kernel_log, nvml
 from jaxres.supervisor.health import Finding, GpuState, XidReports
 from jaxres.supervisor.health_messages import (
     MESSAGES,
@@ -44,6 +44,8 @@ RETRY_SECONDS = 600.0
 KILL_SECONDS = 1.0
 """Longest wait for a killed process; one that hangs in the driver is left behind."""
 ALL_GPUS = "GPUs of this host"
+MAX_LINE = 1 << 20
+"""Most bytes that are kept of a line without an end."""
 
 
 def may_have_gpus(env: Mapping[str, str]) -> bool:
@@ -89,7 +91,11 @@ class HealthWatcher:
         self._env, self._clock, self._log = env, clock, log
         self.on_fault = on_fault
         self._threads = WatcherThreads[Message | HostReading | Finding]()
+        self._gpus: tuple[str, ...] = ()
+        """Labels of the GPUs that are watched."""
         self._states: dict[str, GpuState] = {}
+        self._is_silent = False
+        """Whether the GPUs can't be read now."""
         self._xids: dict[tuple[str, int], XidReports] = {}
         """Label of a GPU, number -> the reports of this Xid error."""
         self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
@@ -124,8 +130,12 @@ class HealthWatcher:
         return {process.pid} if process is not None and process.poll() is None else set()
 
     def gpu_values(self) -> Mapping[str, Mapping[str, int]]:
-        """Returns label of each GPU -> its newest readings; may be called from any thread."""
-        return {gpu: state.last for gpu, state in self._states.copy().items()}
+        """Returns label of each GPU -> its newest readings; may be called from any thread.
+
+        What can't be read now has no value: the last one would look like that of a healthy GPU.
+        """
+        states = {} if self._is_silent else self._states.copy()
+        return {gpu: health.readable(state) for gpu, state in states.items()}
 
     def host_reading(self) -> HostReading | None:
         """Returns the newest reading of the host, if there is one; from any thread."""
@@ -147,9 +157,20 @@ class HealthWatcher:
         assert section is not None
         match message:
             case Finding():
+                self._is_silent = True
                 yield message
             case WatchStarted(driver, gpus, unreadable):
+                self._is_silent = False
                 yield HealthWatchStarted(driver, gpus, dict(unreadable), "")
+                for gpu in health_messages.gone(self._gpus, gpus):
+                    text = "the driver does not list it any more"
+                    yield Finding("lost", gpu, text, section.lost)
+                    self._states.pop(gpu, None)
+                self._gpus = gpus
+            case WatchUnavailable(reason) if self._gpus:
+                text = f"they can't be read any more: {reason}"
+                yield Finding("silent", ALL_GPUS, text, section.silent)
+                self._retry_at = self._clock.monotonic() + RETRY_SECONDS
             case WatchUnavailable(reason):
                 yield HealthWatchStarted("", (), {}, reason)
             case XidReported():
@@ -231,11 +252,21 @@ class HealthWatcher:
                 if not data:
                     return "the process that reads them has ended"
                 *lines, partial = (partial + data).split(b"\n")
+                partial = partial[-MAX_LINE:]
                 for line in lines:
-                    message = MESSAGES.decode(json.loads(line))
+                    if (message := _decoded(line)) is None:
+                        continue
                     self._threads.put(message)
                     if isinstance(message, WatchUnavailable):
                         return None
                     if not isinstance(message, XidReported):  # The kernel's log is no answer.
                         until = awake.now() + limit
         return f"NVIDIA's library (NVML) has not answered for {section.answer_seconds:g} s"
+
+
+def _decoded(line: bytes) -> Message | None:
+    """Returns the message of a line; None: it is none, as other output of the process."""
+    try:
+        return MESSAGES.decode(json.loads(line))
+    except (ValueError, AttributeError, RecursionError):
+        return None

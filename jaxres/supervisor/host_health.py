@@ -41,11 +41,11 @@ PORT_LOSSES = "counters/link_downed"
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """Counters of a network interface or port, since the host was started."""
+    """Counters of a network interface or port, since the host was started; None: unreadable."""
 
-    errors: int
+    errors: int | None
     """Damaged packets, received or sent."""
-    losses: int
+    losses: int | None
     """How often the link was lost."""
 
 
@@ -100,23 +100,36 @@ def _clock_offset(clock: Clock) -> float:
 
 def read_links(sysfs: Path) -> dict[str, LinkCounters]:
     """Returns the counters of all network interfaces and ports that are hardware."""
-    cards = [path.parent for path in sysfs.glob("class/net/*/device")]
-    found = {card.name: _counters(card, ERRORS, LOSSES) for card in cards}
-    for port in sysfs.glob("class/infiniband/*/ports/*"):
-        name = f"{port.parent.parent.name} port {port.name}"
-        found[name] = _counters(port, PORT_ERRORS, PORT_LOSSES)
+    found: dict[str, LinkCounters] = {}
+    with contextlib.suppress(OSError):  # One may go while they are listed.
+        for path in sysfs.glob("class/net/*/device"):
+            found[path.parent.name] = _counters(path.parent, ERRORS, LOSSES)
+        for port in sysfs.glob("class/infiniband/*/ports/*"):
+            name = f"{port.parent.parent.name} port {port.name}"
+            found[name] = _counters(port, PORT_ERRORS, PORT_LOSSES)
     return found
 
 
 def _counters(folder: Path, errors: Sequence[str], losses: str) -> LinkCounters:
-    """Reads counters; those that the driver does not have are 0."""
+    """Reads counters; those that the driver does not have are 0.
 
-    def value(name: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
+    One that fails is unknown: it would seem to have grown once it can be read again.
+    """
+
+    def value(name: str) -> int | None:
+        try:
             return int((folder / name).read_text())
-        return 0
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError):
+            return None
 
-    return LinkCounters(sum(map(value, errors)), value(losses))
+    counts = [count for name in errors if (count := value(name)) is not None]
+    return LinkCounters(sum(counts) if len(counts) == len(errors) else None, value(losses))
+
+
+def _growth(now: int | None, before: int | None) -> int:
+    return 0 if now is None or before is None else now - before
 
 
 def _descendants(pid: int) -> set[int]:
@@ -172,8 +185,8 @@ def _clock_step(before: HostReading, now: HostReading, section: HealthSection) -
 def _bad_links(before: HostReading, now: HostReading, section: HealthSection) -> Iterator[Finding]:
     minutes = (now.at - before.at) / 60
     for name in now.links.keys() & before.links.keys():
-        errors = now.links[name].errors - before.links[name].errors
-        losses = now.links[name].losses - before.links[name].losses
+        errors = _growth(now.links[name].errors, before.links[name].errors)
+        losses = _growth(now.links[name].losses, before.links[name].losses)
         if losses > 0:
             yield Finding("network", name, f"its link was lost {losses} times", "warn")
         elif errors > section.link_errors_per_minute * minutes:

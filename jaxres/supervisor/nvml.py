@@ -82,7 +82,7 @@ def load() -> Any:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise NvmlUnavailable(str(error)) from None
+        raise NvmlUnavailable(_why(error)) from None
     return nvml
 
 
@@ -91,7 +91,7 @@ def gpus(nvml: Any) -> list[Gpu]:
     try:
         count = int(nvml.nvmlDeviceGetCount())
     except nvml.NVMLError as error:
-        raise NvmlUnavailable(f"the GPUs can't be counted: {error}") from None
+        raise NvmlUnavailable(f"the GPUs can't be counted: {_why(error)}") from None
     return [_gpu(nvml, index) for index in range(count)]
 
 
@@ -99,10 +99,10 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as error:
-        return Gpu(index, "", "", None, str(error), error.value in LOST)
+        return Gpu(index, "", "", None, _why(error), error.value in LOST)
     texts = {"uuid": "", "name": ""}
     for key, call in (("uuid", nvml.nvmlDeviceGetUUID), ("name", nvml.nvmlDeviceGetName)):
-        with contextlib.suppress(nvml.NVMLError):
+        with contextlib.suppress(nvml.NVMLError, ValueError):  # Bytes that are no text.
             texts[key] = str(call(handle))
     address = ""
     with contextlib.suppress(nvml.NVMLError):
@@ -116,7 +116,16 @@ def driver_version(nvml: Any) -> str:
     try:
         return str(nvml.nvmlSystemGetDriverVersion())
     except nvml.NVMLError as error:
-        return f"not measured: {error}"
+        return f"not measured: {_why(error)}"
+    except ValueError:
+        return "not measured: no text"
+
+
+def _why(error: Exception) -> str:
+    """Returns the text of an error; the library has no valid one for some."""
+    with contextlib.suppress(ValueError):
+        return str(error)
+    return f"NVML error {getattr(error, 'value', '')}"
 
 
 def _clocks_event_reasons(nvml: Any, device: Any) -> int:
@@ -204,8 +213,10 @@ def read(
         try:
             values[name] = int(call(nvml, device))
         except nvml.NVMLError as error:
-            errors[name] = str(error)
+            errors[name] = _why(error)
             is_lost = is_lost or error.value in LOST
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            errors[name] = f"{type(error).__name__}: {error}"  # No number, or no such function.
     return Readings(values, errors, is_lost)
 
 

@@ -7,6 +7,7 @@ the hardware, and the host does not join (82). Rates are measured and printed, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -238,7 +239,8 @@ def _write_and_read(
             found = np.fromfile(path, np.uint8)
             ended = clock.monotonic()
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # As on a disk that can't be written any more.
+            path.unlink(missing_ok=True)
     if not np.array_equal(found, data):
         fail("a file reads back differently from what was written")
     rates = (extent.transfer_bytes / max(t, 1e-9) for t in (written - began, ended - written))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxres.cli import doctor
@@ -143,6 +144,14 @@ def test_the_hardware_is_tested_on_request_and_a_faulty_device_fails(
     assert code == 78
     assert ("fail", "hardware") in lines(out)
     assert "a product of float32 matrices is wrong" in out
+
+    def fails(a, b):
+        raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE")
+
+    monkeypatch.setattr(preflight, "product", fails)
+    code, out, _ = run_doctor("mesh.data=8", "--hardware", "quick")
+    assert (code, ("fail", "hardware") in lines(out)) == (78, True)
+    assert "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE" in out
 
 
 def test_an_unwritable_run_dir_fails(run_doctor) -> None:

@@ -10,6 +10,7 @@ from jaxres.runlog.faulty_hosts import FaultyHost, matching
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Body, Claim, HostFault, Record
 from jaxres.storage import files
+from jaxres.storage.checksummed_json import encode_checksummed
 
 
 def claim(attempt: int) -> Claim:
@@ -72,6 +73,25 @@ def test_a_fault_after_the_forgotten_ones_counts_again():
     assert faulty_hosts.faulty_hosts(log, forgotten=["nonce1", "nonce2"]) == ()
     found = faulty_hosts.faulty_hosts(log, forgotten=["nonce1"])
     assert [(host.count, host.attempt) for host in found] == [(1, 2)]
+
+
+def test_a_host_that_is_repaired_takes_no_other_host_of_the_same_attempt_with_it(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    log = records((1, claim(1)), (1, fault("b")), (1, fault("c")), (2, claim(2)), (2, fault("b")))
+    found = faulty_hosts.read(run_dir, log)
+    assert names(found) == [("b", 2), ("c", 1)]
+    faulty_hosts.forget(run_dir, found[0])
+    assert names(faulty_hosts.read(run_dir, log)) == [("c", 1)], "c was not repaired"
+    faulty_hosts.forget(run_dir, found[1])
+    assert faulty_hosts.read(run_dir, log) == ()
+
+
+def test_an_exclusion_that_can_not_be_understood_excludes_no_host(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    faulty_hosts.exclude(run_dir, "b", slot=None, reason="slow", now=1.0)
+    later = encode_checksummed({"format": 1, "rack": "r7"})
+    files.create(run_dir.excluded_hosts / "later", later)
+    assert names(faulty_hosts.read(run_dir, [])) == [("b", 0)]
 
 
 def test_a_machine_is_known_by_its_name_or_its_physical_host():

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxres.config.schema_operations import HealthSection
-from jaxres.supervisor.health import GpuState, judge, judge_xid
+from jaxres.supervisor.health import MAX_WAITING, GpuState, XidReports, judge, judge_xid
 from jaxres.supervisor.health_messages import GpuReading, XidReported
 
 GPU = "GPU 0"
@@ -42,13 +42,13 @@ def test_an_ecc_counter_is_judged_by_its_growth_also_if_it_was_not_zero_before()
 
 
 def test_a_reading_that_fails_is_unknown_and_neither_healthy_nor_a_fault():
-    found = judged(*ecc(0, "Unknown Error", "Unknown Error", 0, 3))
+    found = judged(*ecc(0, *["Unknown Error"] * 4, 0, 3))
     assert [[kind for kind, _, _ in each] for each in found] == [
-        *([], ["unreadable"], [], []),
+        *([], [], [], ["unreadable"], [], []),
         ["ecc"],
     ]
-    assert found[1][0][1] == "warn"
-    assert "ecc_uncorrected_volatile can't be read any more: Unknown Error" in found[1][0][2]
+    assert found[3][0][1] == "warn"
+    assert "ecc_uncorrected_volatile can't be read any more: Unknown Error" in found[3][0][2]
     assert kinds(*ecc(5, "Timeout", 6))[-1] == ["ecc"], "it has grown since the last value"
     assert kinds(*ecc("Not Supported", "Not Supported")) == [[], []], "it was never readable"
 
@@ -78,6 +78,26 @@ def test_slowed_clocks_are_a_fault_after_minutes_and_a_power_limit_never_is():
     assert kinds(hot, hot, cool, hot, hot, seconds=120.0) == [[]] * 5
     limited = {"clocks_event_reasons": POWER_LIMIT}
     assert kinds(*[limited] * 9, seconds=120.0) == [[]] * 9
+
+
+def test_a_call_that_fails_now_and_then_is_not_told():
+    assert kinds(*ecc(0, "Timeout", 0, "Timeout", "Timeout", 0) * 9) == [[]] * 54
+
+
+def test_clocks_are_not_slowed_for_the_time_in_which_they_can_not_be_read():
+    hot, unknown = {"clocks_event_reasons": THERMAL}, {"clocks_event_reasons": "Timeout"}
+    found = judged(hot, *[unknown] * 9, seconds=120.0)
+    assert not [text for each in found for kind, _, text in each if kind == "thermal"]
+    assert kinds(hot, hot, hot, hot, unknown, hot, seconds=120.0)[3:] == [["thermal"], [], []]
+
+
+def test_a_storm_of_xid_errors_costs_no_more_for_each_than_a_few():
+    reports, num_new = XidReports(), 0
+    for number in range(10 * MAX_WAITING):
+        reports, is_new = reports.add("kernel_log", now=number / 1000)
+        num_new += is_new
+    assert (num_new, len(reports.times)) == (10 * MAX_WAITING, MAX_WAITING)
+    assert not reports.add("nvml", now=1.0)[1], "the same error, by the other source"
 
 
 @pytest.mark.parametrize("name", ["pcie_replays", "nvlink_errors"])

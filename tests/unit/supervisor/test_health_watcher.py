@@ -193,6 +193,130 @@ def test_a_hang_is_found_again_until_the_library_answers(gpus, watch, monkeypatc
     assert found[-1].gpus == ("GPU 0 (Fake H100, GPU-0)",)
 
 
+def ended_and_started_again(watcher, monkeypatch):
+    """Kills the process; returns what is found until its successor has something to say."""
+    monkeypatch.setattr(health_watcher, "RETRY_SECONDS", 0.0)
+    (pid,) = watcher.pids
+    os.kill(pid, signal.SIGKILL)
+    (ended,) = next_found(watcher)
+    assert ended.text == "the process that reads them has ended"
+    return next_found(watcher)
+
+
+def test_a_gpu_that_is_gone_when_the_process_starts_again_is_lost(gpus, watch, monkeypatch):
+    gpus.set("gpus 2")
+    watcher = watch()
+    started(watcher)
+    assert len(watcher.gpu_values()) == 2
+    gpus.set("gpus 1")
+    found = ended_and_started_again(watcher, monkeypatch)
+    assert found[0].gpus == ("GPU 0 (Fake H100, GPU-0)",)
+    assert [(each.kind, each.device, each.action) for each in found[1:]] == [
+        ("lost", "GPU 1 (Fake H100, GPU-1)", "leave")
+    ]
+
+
+def test_a_gpu_that_can_not_be_read_exports_no_values_of_before(gpus, watch, monkeypatch):
+    watcher = watch()
+    started(watcher)
+
+    def exported():
+        watcher.poll()
+        return [values.get("power_mW") for values in watcher.gpu_values().values()]
+
+    def wait_for(values):
+        until = time.monotonic() + PATIENCE_SECONDS
+        while exported() != values:
+            assert time.monotonic() < until, "a lost GPU looks as it was"
+            time.sleep(0.005)
+
+    wait_for([300000])
+    gpus.set("lost 15")
+    wait_for([None])
+    gpus.set()
+    wait_for([300000])
+    os.kill(next(iter(watcher.pids)), signal.SIGKILL)
+    wait_for([])
+
+
+@pytest.mark.parametrize(
+    ("line", "why"), [("init 9", "Driver Not Loaded"), ("gpus 0", "this machine has no GPU")]
+)
+def test_gpus_that_can_not_be_read_any_more_are_told_and_read_again(
+    gpus, watch, monkeypatch, line, why
+):
+    watcher = watch()
+    started(watcher)
+    gpus.set(line)
+    (found,) = ended_and_started_again(watcher, monkeypatch)
+    assert (found.kind, found.action, why in found.text) == ("silent", "warn", True)
+    gpus.set()
+    while not isinstance(found, HealthWatchStarted):
+        (found, *_) = next_found(watcher)
+    assert found.gpus == ("GPU 0 (Fake H100, GPU-0)",)
+
+
+def test_output_of_the_process_that_is_no_message_is_skipped(watch):
+    message = json.dumps(MESSAGES.encode(XidReported("GPU 0", 13)))
+    lines = ["hello", "[1]", '{"message": "of_a_later_version"}', "\\377", message]
+    script = "".join(f"printf '{line}\\n';" for line in lines)
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE) as process:
+        watcher = watch(CUDA_VISIBLE_DEVICES="")
+        assert watcher._forward(process, QUICK) == "the process that reads them has ended"
+    assert [each.kind for each in next_found(watcher)] == ["other_xid"]
+
+
+class GarbledLibrary:
+    """A library whose answers are no text and no numbers, as pynvml passes them on."""
+
+    class NVMLError(Exception):
+        value = 77
+
+        def __str__(self):
+            return b"\xff".decode()
+
+    def nvmlDeviceGetCount(self):
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return 0x100 + index
+
+    def nvmlDeviceGetName(self, handle):
+        return b"H100\xff".decode()
+
+    def nvmlDeviceGetUUID(self, handle):
+        return "GPU-0"
+
+    def nvmlDeviceGetPciInfo(self, handle):
+        raise self.NVMLError
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"\xff".decode()
+
+
+def test_answers_of_the_library_that_are_no_text_or_number_are_unknown():
+    library = GarbledLibrary()
+    (gpu,) = nvml.gpus(library)
+    assert (gpu.uuid, gpu.name, gpu.address) == ("GPU-0", "", "")
+    assert nvml.driver_version(library).startswith("not measured")
+    answers = {"nan": float("nan"), "infinite": float("inf"), "text": "?", "none": None, "good": 7}
+    calls = {
+        name: lambda library, device, answer=answer: answer for name, answer in answers.items()
+    }
+
+    def fails(library, device):
+        raise library.NVMLError
+
+    calls |= {
+        "fails": fails,
+        "absent": lambda library, device: library.nvmlDeviceGetNothing(device),
+    }
+    read = nvml.read(library, gpu.handle, calls)
+    assert read.values == {"good": 7}
+    assert read.errors.keys() == calls.keys() - {"good"}
+    assert read.errors["fails"] == "NVML error 77"
+
+
 @pytest.mark.parametrize(
     ("line", "env", "reason"),
     [

@@ -117,6 +117,16 @@ def test_the_counters_of_hardware_links_are_read_and_of_no_other(tmp_path):
     assert read_links(Path("/sys")).keys() <= set(os.listdir("/sys/class/net"))
 
 
+def test_a_counter_that_fails_for_a_while_is_unknown_and_has_not_grown(tmp_path):
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    found = []
+    for number, text in enumerate(["900", "N/A (no PMA)", "900"]):
+        write_counters(port, counters__symbol_error=text, counters__link_downed=text)
+        found.append(HostReading(60.0 * number, GB, GB, None, links=read_links(tmp_path)))
+    assert found[1].links == {"mlx5_0 port 1": LinkCounters(errors=None, losses=None)}
+    assert [judge(found[: n + 1], SECTION) for n in range(3)] == [[], [], []], "a false alarm"
+
+
 def linked(at, **links):
     return HostReading(at, GB, GB, None, links=links)
 

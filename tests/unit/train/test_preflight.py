@@ -1,12 +1,15 @@
 """A test of the hardware with a wrong answer names the host and the device; sound ones pass."""
 
+import errno
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import UnhealthyHost
+from jaxres.faults import StorageRefused, UnhealthyHost
 from jaxres.storage import files
 from jaxres.train import preflight
 
@@ -96,6 +99,18 @@ def test_a_file_that_reads_back_differently_is_a_fault_of_the_host(monkeypatch, 
     with pytest.raises(UnhealthyHost, match=f"node-7: {tmp_path}: a file reads back differently"):
         run_tests(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_can_not_be_written_any_more_is_an_error_of_the_storage(monkeypatch, tmp_path):
+    def refuse(path, *arguments, **others):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for name in ("write_bytes", "unlink"):  # Linux refuses both, also if there is no file.
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(
+        StorageRefused, match=f"{tmp_path}/.*: can't be used .Read-only file system"
+    ):
+        run_tests(tmp_path)
 
 
 def test_a_full_disk_is_not_filled_further(monkeypatch, tmp_path):
