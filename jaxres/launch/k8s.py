@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from yaml import YAMLError
+
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
@@ -64,8 +66,8 @@ a new commit is used up (84). The pods read the config from a ConfigMap.
 """
 CALL_SECONDS = 60.0
 JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
-NO_KUBECONFIG = (OSError, ValueError, TypeError, KeyError, AttributeError)
-"""What the client raises for a file that is no kubeconfig, beside errors of YAML."""
+NO_KUBECONFIG = (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError)
+"""What the client raises for a file that is no kubeconfig."""
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -302,13 +304,12 @@ def _submit(objects: Sequence[Manifest], options: ClusterOptions, *, env: Mappin
             "checkout of jaxres, or print the manifest: --print | kubectl apply -f -"
         ) from error
     where = env.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser())
-    bad_yaml = kubernetes.config.kube_config.yaml.YAMLError
     try:
         if env.get("KUBECONFIG") or Path(where).exists():
             kubernetes.config.load_kube_config(config_file=where)
         else:
             kubernetes.config.load_incluster_config()
-    except (kubernetes.config.ConfigException, *NO_KUBECONFIG, bad_yaml) as error:
+    except (kubernetes.config.ConfigException, *NO_KUBECONFIG) as error:
         raise ConfigError(f"{where}: no cluster is configured: {error}") from error
     *others, job = objects
     with kubernetes.client.ApiClient() as client:
