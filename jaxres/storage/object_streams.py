@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from bisect import bisect_right
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:  # The command line imports this module, and must start quickly.
+    import numpy as np
 
 
 class MemoryFile(io.RawIOBase):
@@ -26,7 +28,7 @@ class MemoryFile(io.RawIOBase):
 
     def append(self, data: np.ndarray | bytes | memoryview) -> None:
         """Appends bytes, or an array of uint8 of one dim, by reference."""
-        piece = data.data if isinstance(data, np.ndarray) else memoryview(data)
+        piece = memoryview(data)
         if len(piece):
             self._pieces.append(piece)
             self._starts.append(self.size_bytes)
@@ -90,6 +92,8 @@ class ChunkReader:
         Raises:
           ValueError: the chunks end before.
         """
+        import numpy as np
+
         parts, missing = list[memoryview](), num_bytes
         while missing > len(self._rest):
             parts.append(self._rest)

@@ -14,7 +14,7 @@ from jaxres.config.schema_model import CustomModel
 from jaxres.engine import mesh as meshes
 from jaxres.faults import ConfigError
 from jaxres.models.interface import compute_loss
-from jaxres.train import build as trainers
+from jaxres.train import assemble
 
 
 def init(key):
@@ -182,4 +182,4 @@ def test_parameters_that_can_not_be_stored_are_refused_at_the_start(target, para
     config = RunConfig(data=data, model=section, train=TrainSection(steps=1))
     mesh = meshes.build(config.mesh, devices=jax.devices()[:1])
     with pytest.raises(ConfigError, match=rf"^model: .*{says}"):
-        trainers.state_shapes(config, vocab_size=None, mesh=mesh, platform="cpu")
+        assemble.state_shapes(config, vocab_size=None, mesh=mesh, platform="cpu")
