@@ -68,6 +68,17 @@ def _commands() -> Iterator[tuple[str, list[str]]]:
                         yield str(page.relative_to(ROOT)), command
 
 
+def test_a_tool_that_the_docs_start_by_its_path_finds_the_tests_that_it_uses() -> None:
+    """Python adds the folder of a script to its path, not the one that it is started in."""
+    texts = [page.read_text() for page in PAGES]
+    tools = {name for text in texts for name in re.findall(r"python (tools/[\w/]+\.py)", text)}
+    assert len(tools) > 10
+    for name in sorted(tools):
+        code = (ROOT / name).read_text()
+        path, found = code.find("sys.path.insert"), re.search("^from (tests|tools)", code, re.M)
+        assert found is None or -1 < path < found.start(), f"{name} imports {found[1]}"
+
+
 def _command(words: list[str]) -> list[str]:
     """Returns ["jaxres", verb, ...], ["pytest", ...] or []: how the line calls them."""
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):

@@ -1,46 +1,55 @@
-"""Benchmark of the detectors: recall of planted faults, false flags, and latency.
+"""Benchmark of the detectors: recall of planted faults, false flags, latency, and cost.
 
     python tools/bench/detectors.py [--series 40]
 
 Seeded series with the default settings, through the functions that a run uses. Recall: planted
 faults that were flagged. False: flags per 1,000 steps (or reads) without a fault. Latency: from
-the first bad step to its flag. docs/guards.md has the table.
+the first bad step to its flag. Cost: processor time of the host for a step (read, reading or
+start), the median of all calls; the guards inside the step are part of the device's program, and
+`tools/bench/guards.py` measures them. docs/guards.md has the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import math
 import random
 import statistics
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres.config.schema import DeadlinesSection
-from jaxres.config.schema_operations import HealthSection
-from jaxres.config.schema_optimizer import SgdOptimizer
-from jaxres.config.schema_training import RollbackSection, SpikesSection
-from jaxres.data import find_bad_rows, find_hung_row
-from jaxres.engine import grad_norm_stats, optimizer
-from jaxres.engine import state as states
-from jaxres.engine import step as steps
-from jaxres.engine.divergence import losses
-from jaxres.engine.guards import StepObservation
-from jaxres.faults import Continue
-from jaxres.models import Model
-from jaxres.runlog.events import StragglerFound
-from jaxres.supervisor import host_health
-from jaxres.supervisor.host_health import HostReading
-from jaxres.supervisor.watchdog import ProgressTracker, limit_seconds
-from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished
-from tests.unit.train.simulated_job import SimulatedJob
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxres.config.schema import DeadlinesSection  # noqa: E402
+from jaxres.config.schema_operations import HealthSection  # noqa: E402
+from jaxres.config.schema_optimizer import SgdOptimizer  # noqa: E402
+from jaxres.config.schema_training import RollbackSection, SpikesSection  # noqa: E402
+from jaxres.data import find_bad_rows, find_hung_row  # noqa: E402
+from jaxres.engine import grad_norm_stats, optimizer  # noqa: E402
+from jaxres.engine import state as states  # noqa: E402
+from jaxres.engine import step as steps  # noqa: E402
+from jaxres.engine.divergence import losses  # noqa: E402
+from jaxres.engine.guards import StepObservation  # noqa: E402
+from jaxres.faults import Continue  # noqa: E402
+from jaxres.models import Model  # noqa: E402
+from jaxres.runlog.events import StragglerFound  # noqa: E402
+from jaxres.supervisor import host_health  # noqa: E402
+from jaxres.supervisor.host_health import HostReading  # noqa: E402
+from jaxres.supervisor.watchdog import ProgressTracker, limit_seconds  # noqa: E402
+from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished  # noqa: E402
+from tests.unit.train.simulated_job import SimulatedJob  # noqa: E402
 
 STEPS, ROWS = 1000, 8
 ONSET = 1050
@@ -56,15 +65,25 @@ class Tally:
     clean: int = 0
     false: int = 0
     latencies: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    """Processor time of each call of the detector, in seconds."""
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Measures a call of the detector."""
+        began = time.thread_time()
+        yield
+        self.costs.append(time.thread_time() - began)
 
     def line(self, name: str, fault: str, *, unit: str = "steps") -> str:
         """Returns a row of the table."""
         late = f"{statistics.median(self.latencies):g}" if self.latencies else "-"
         worst = f" (at most {max(self.latencies):g})" if len(set(self.latencies)) > 1 else ""
         found = f"{self.found} of {self.planted}"
+        cost = f"{1e6 * statistics.median(self.costs):.3g} us" if self.costs else "in the step"
         return (
             f"| {name} | {fault} | {found} | {1000 * self.false / max(1, self.clean):.2f} "
-            f"| {late}{worst} {unit if self.latencies else ''} |"
+            f"| {late}{worst} {unit if self.latencies else ''} | {cost} |"
         )
 
 
@@ -164,7 +183,9 @@ def no_fault(series: int, make: Callable[[random.Random, int], float]) -> Tally:
         chance, guard = random.Random(seed), losses(RollbackSection())
         memory = guard.init()
         for step in range(4 * STEPS):
-            memory, verdict = guard.judge(memory, seen_at(step, make(chance, step)))
+            seen = seen_at(step, make(chance, step))
+            with tally.call():
+                memory, verdict = guard.judge(memory, seen)
             count(tally, False, not isinstance(verdict, Continue))
     return tally
 
@@ -208,7 +229,8 @@ def high_losses(series: int, *, factor: float, length: int) -> Tally:
             onset = max((b for b in bad if b <= step), default=-length)
             is_high = step - onset < length and onset not in found
             seen = seen_at(step, loss + (factor - 1) * usual * is_high)
-            memory, verdict = guard.judge(memory, seen)
+            with tally.call():
+                memory, verdict = guard.judge(memory, seen)
             if isinstance(verdict, Continue):
                 tally.clean += not is_high
             elif is_high:
@@ -231,9 +253,11 @@ def hangs(series: int, *, usual: float, slow: float) -> Tally:
             seconds = usual * math.exp(chance.gauss(0, 0.2))
             seconds *= slow if chance.random() < 0.02 else 1
             tally.clean += 1
-            tally.false += seconds > limit_seconds(watch, limits)
             now += seconds
-            watch = watch.on_status(StepFinished(step, seconds), now=now)
+            with tally.call():
+                limit = limit_seconds(watch, limits)
+                watch = watch.on_status(StepFinished(step, seconds), now=now)
+            tally.false += seconds > limit
         tally.planted += 1
         tally.found += 1  # A limit is finite: what never ends is always found.
         tally.latencies.append(round(limit_seconds(watch, limits), 1))
@@ -271,7 +295,8 @@ def bad_records(series: int) -> Tally:
         is_storage = bool(bad) and chance.random() < 0.5
         rows = FaultyRows({row: chance.choice(away if is_storage else own) for row in bad})
         try:
-            found = set(find_bad_rows(rows, ids))
+            with tally.call():
+                found = set(find_bad_rows(rows, ids))
         except (OSError, MemoryError):
             found = set()
         for row in range(24):
@@ -287,7 +312,8 @@ def hung_records(series: int) -> Tally:
         is_storage = chance.random() < 0.5
         bad = set(chance.sample(range(24), chance.randrange(2, 24) if is_storage else 1))
         rows = FaultyRows({}, bad)
-        found = find_hung_row(rows, ids, seconds=0.05)
+        with tally.call():
+            found = find_hung_row(rows, ids, seconds=0.05)
         rows.free.set()
         count(tally, not is_storage, found in bad)
     return tally
@@ -308,7 +334,8 @@ def leaks(series: int, *, minutes_left: float) -> Tally:
             used += 300e6 * (minute % 3 == 0) + 5e9 * min(1.0, minute / 5)
             reading = HostReading(60.0 * minute, round(used), round(total - used), None)
             readings = [*readings, reading][-host_health.NUM_READINGS :]
-            is_found = bool(host_health.judge(readings, section))
+            with tally.call():
+                is_found = bool(host_health.judge(readings, section))
             if minute < onset:
                 count(tally, False, is_found)
             elif is_found and found is None:
@@ -327,6 +354,7 @@ def slow_hosts(series: int, *, factor: float, noise: float) -> Tally:
             seed=seed,
             noise=noise,
             compute=lambda host, step: factor if host == 1 and step > ONSET else 1.0,
+            around=tally.call,
         )
         events = job.run(ONSET + 200)
         named = [event for event in events if isinstance(event, StragglerFound)]
@@ -339,8 +367,8 @@ def slow_hosts(series: int, *, factor: float, noise: float) -> Tally:
 
 def table(series: int) -> Iterator[str]:
     """Yields the table, row by row."""
-    yield "| detector | planted | found | false per 1,000 | latency |"
-    yield "|---|---|---|---|---|"
+    yield "| detector | planted | found | false per 1,000 | latency | cost |"
+    yield "|---|---|---|---|---|---|"
     yield nonfinite(series // 4).line("non-finite step", "NaN, inf in a row's loss or gradient")
     section = SpikesSection()
     bands: list[tuple[str, float | None]] = [

@@ -24,16 +24,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxres.launch.desired_state import DesiredState, decode_state
-from jaxres.launch.observed_state import AgentReport
-from jaxres.launch.paths import LaunchPaths
-from jaxres.launch.vm_agent import REPORT_SECONDS
-from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
-from jaxres.testing.gcs.objects import GcsError
-from tests.emulators.gce import GceEmulator
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-CONFIG = Path(__file__).parents[2] / "tests" / "promises" / "faulty.yaml"
+from jaxres.launch.desired_state import DesiredState, decode_state  # noqa: E402
+from jaxres.launch.observed_state import AgentReport  # noqa: E402
+from jaxres.launch.paths import LaunchPaths  # noqa: E402
+from jaxres.launch.vm_agent import REPORT_SECONDS  # noqa: E402
+from jaxres.storage.path import GcsPath  # noqa: E402
+from jaxres.testing.gcs import GcsServer  # noqa: E402
+from jaxres.testing.gcs.objects import GcsError  # noqa: E402
+from tests.emulators.gce import GceEmulator  # noqa: E402
+
+CONFIG = ROOT / "tests" / "promises" / "faulty.yaml"
 BUCKET = "bucket"
 LIMIT_SECONDS = 600.0
 

@@ -21,12 +21,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxres.runlog.metrics import read_attempt
-from jaxres.storage.path import GcsPath
-from jaxres.testing.environment import environment
-from jaxres.testing.gcs import GcsServer
-from tests.emulators.gce import GceEmulator
-from tests.promises.cloud import Cloud, Launcher
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxres.runlog.metrics import read_attempt  # noqa: E402
+from jaxres.storage.path import GcsPath  # noqa: E402
+from jaxres.testing.environment import environment  # noqa: E402
+from jaxres.testing.gcs import GcsServer  # noqa: E402
+from tests.emulators.gce import GceEmulator  # noqa: E402
+from tests.promises.cloud import Cloud, Launcher  # noqa: E402
 
 BUCKET = "bucket"
 LIMIT_SECONDS = 600.0

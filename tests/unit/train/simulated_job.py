@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +53,8 @@ class SimulatedJob:
     wait: Callable[[int], float] = lambda step: 0.0
     """Seconds that a step takes longer without a host as the cause."""
     waits_for_data: bool = False
+    around: Callable[[], Any] = contextlib.nullcontext
+    """Makes a context for each call of the guard with the times of a step."""
     events: list[Event] = dataclasses.field(default_factory=list)
 
     def run(self, num_steps: int) -> list[Event]:
@@ -87,7 +91,8 @@ class SimulatedJob:
                 probes += (chance.random(len(places)) < 0.01) * 5 * PROBE
                 data = extra_of.mean(0) if self.waits_for_data else 0 * extra
                 times = Times(*map(tuple, (busy_of.mean(0), data, probes)))
-            guard.on_times(step, seconds, times)
+            with self.around():
+                guard.on_times(step, seconds, times)
             if step % 500 == 0:
                 guard.on_event(PhaseChanged("evaluate"))
                 self.clock.now += 20 * chance.lognormal(0, self.noise)
