@@ -28,7 +28,7 @@ class MemoryFile(io.RawIOBase):
 
     def append(self, data: np.ndarray | bytes | memoryview) -> None:
         """Appends bytes, or an array of uint8 of one dim, by reference."""
-        piece = memoryview(data)
+        piece = memoryview(data) if isinstance(data, bytes | memoryview) else data.data
         if len(piece):
             self._pieces.append(piece)
             self._starts.append(self.size_bytes)
