@@ -43,6 +43,7 @@ class TokenRows:
         return NUM_ROWS
 
     def __getitem__(self, index: int) -> Any:
+        time.sleep(float(os.environ.get("ROW_SECONDS", "0")))
         return np.random.default_rng(index).integers(0, VOCAB, 17)
 
 
