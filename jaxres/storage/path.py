@@ -81,7 +81,9 @@ def parse_path(text: str) -> RunPath:
     bucket, _, key = text.removeprefix(SCHEME).partition("/")
     key = key.rstrip("/")
     parts = key.split("/")
-    if not _BUCKET.fullmatch(bucket) or {"", ".", ".."} & set(parts) or _FORBIDDEN.search(key):
+    if not _BUCKET.fullmatch(bucket):
+        raise ValueError("must be gs://BUCKET/FOLDER; a bucket's name has only a-z, 0-9, . _ and -")
+    if {"", ".", ".."} & set(parts) or _FORBIDDEN.search(key):
         raise ValueError("must be gs://BUCKET/FOLDER, without empty parts and without *?[]#")
     return GcsPath(bucket, key)
 

@@ -94,7 +94,7 @@ COMMANDS = [
     Row("status c.yaml", USAGE, "c.yaml: no run here"),
     Row("status loop", USAGE, "loop: no run here", {"loop": LOOP}),
     Row("status empty", USAGE, "no log/", {"empty/log": DIR}),
-    Row("status gs://B", CONFIG, "'gs://B': must be gs://BUCKET/FOLDER"),
+    Row("status gs://B", CONFIG, "'gs://B': must be gs://BUCKET/FOLDER; a bucket's name has"),
     Row("status gs://bucket//x", CONFIG, "must be gs://BUCKET/FOLDER"),
     Row("history", USAGE, "required: RUN_DIR"),
     Row("history run --attempts=yes", USAGE, "--attempts"),
