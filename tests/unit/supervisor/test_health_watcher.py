@@ -221,18 +221,20 @@ def test_a_gpu_that_can_not_be_read_exports_no_values_of_before(gpus, watch, mon
     started(watcher)
 
     def exported():
-        watcher.poll()
         return [values.get("power_mW") for values in watcher.gpu_values().values()]
 
     def wait_for(values):
         until = time.monotonic() + PATIENCE_SECONDS
         while exported() != values:
-            assert time.monotonic() < until, "a lost GPU looks as it was"
+            watcher.poll()
+            assert time.monotonic() < until, f"not {values}, but {exported()}"
             time.sleep(0.005)
 
     wait_for([300000])
     gpus.set("lost 15")
-    wait_for([None])
+    (found,) = next_found(watcher)
+    assert found.kind == "lost"
+    assert exported() == [None], "a lost GPU looks as it was"
     gpus.set()
     wait_for([300000])
     os.kill(next(iter(watcher.pids)), signal.SIGKILL)
