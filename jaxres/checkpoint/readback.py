@@ -110,46 +110,45 @@ def verify_own_files(
       frozen: paths of those arrays that are in the folder of the frozen parameters.
       copies: its data files, as the bucket has sent them.
     """
-    result = HostReport({})
-    for number in range(REMOTE_TRIES if is_remote(step_dir) else 1):
-        files = copies if number == 0 else None
-        result, may_pass = _report(step_dir, arrays, process, pace, frozen, files)
-        if not may_pass:
-            break
-    return result
+    sources = iter([copies])
+
+    def check() -> HostReport:
+        own_copies = next(sources, None)
+        files = dict(own_copies.files) if own_copies else {}
+        names = [name for name in manifests.inventory(step_dir) if name not in files]
+        own = [name for name in names if writer_of(name) == process]
+        drop_from_memory(step_dir, own)
+        if process == 0:  # The index of the arrays is read from the disk, too.
+            drop_from_memory(step_dir, [name for name in names if writer_of(name) is None])
+        expected = _snapshot_digests(step_dir, process, frozen)
+        chunks = _own_chunks(step_dir, arrays, expected, process, frozen)
+        copied = {n: own_copies.root / n for n in own_copies.folders} if own_copies else {}
+        reader = ArrayReader(step_dir, arrays, frozen=frozen, copied=copied)
+        found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
+        return _reads_differently(step_dir, wrong) if wrong else HostReport(files | found)
+
+    return _report(step_dir, check)
 
 
-def _report(
-    step_dir: RunPath,
-    arrays: Mapping[str, ArrayInfo],
-    process: int,
-    pace: Throttle,
-    frozen: Collection[str],
-    copies: LocalCopies | None,
-) -> tuple[HostReport, bool]:
-    """Returns the report, and whether its failure may be transient.
+def _report(step_dir: RunPath, check: Callable[[], HostReport]) -> HostReport:
+    """Returns the report of a check, in which an error is a failure.
 
-    If a bucket does not answer, the failure is not transient: its requests were retried already.
+    In a bucket a check that fails is repeated: the data may be damaged in transfer. Not if the
+    bucket does not answer: its requests were retried already.
     """
-    try:
-        with storage.typed_errors(step_dir):
-            files = dict(copies.files) if copies else {}
-            names = [name for name in manifests.inventory(step_dir) if name not in files]
-            own = [name for name in names if writer_of(name) == process]
-            drop_from_memory(step_dir, own)
-            if process == 0:  # The index of the arrays is read from the disk, too.
-                drop_from_memory(step_dir, [name for name in names if writer_of(name) is None])
-            expected = _snapshot_digests(step_dir, process, frozen)
-            chunks = _own_chunks(step_dir, arrays, expected, process, frozen)
-            copied = {name: copies.root / name for name in copies.folders} if copies else {}
-            reader = ArrayReader(step_dir, arrays, frozen=frozen, copied=copied)
-            found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
-            files |= found
-    except (RunError, OSError, ValueError, KeyError, TypeError) as error:
-        return HostReport({}, f"{step_dir}: could not be read back ({error})"), not _is_down(error)
-    if wrong:
-        return _reads_differently(step_dir, wrong), True
-    return HostReport(files), False
+    report = HostReport({})
+    for _ in range(REMOTE_TRIES if is_remote(step_dir) else 1):
+        try:
+            with storage.typed_errors(step_dir):
+                report = check()
+        except (RunError, OSError, ValueError, KeyError, TypeError) as error:
+            report = HostReport({}, f"{step_dir}: could not be read back ({error})")
+            is_down = isinstance(error, StorageUnavailable)
+            if is_down and not isinstance(error, storage.TransferCorrupted):
+                break
+        if not report.failure:
+            break
+    return report
 
 
 def _read_back(
@@ -194,16 +193,16 @@ def verify_part(
       expected: path -> digests of the snapshot.
       pace: throttle of the reads.
     """
-    try:
-        with storage.typed_errors(step_dir):
-            own = [f"{database}/{name}" for name in manifests.inventory(step_dir / database)]
-            drop_from_memory(step_dir, own)
-            chunks = _with_digests(locate_below(step_dir, database, arrays, boxes), expected)
-            reader = ArrayReader(step_dir, arrays, frozen=(), database=database)
-            found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
-    except (RunError, OSError, ValueError, KeyError, TypeError) as error:
-        return HostReport({}, f"{step_dir}: could not be read back ({error})")
-    return _reads_differently(step_dir, wrong) if wrong else HostReport(found)
+
+    def check() -> HostReport:
+        own = [f"{database}/{name}" for name in manifests.inventory(step_dir / database)]
+        drop_from_memory(step_dir, own)
+        chunks = _with_digests(locate_below(step_dir, database, arrays, boxes), expected)
+        reader = ArrayReader(step_dir, arrays, frozen=(), database=database)
+        found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
+        return _reads_differently(step_dir, wrong) if wrong else HostReport(found)
+
+    return _report(step_dir, check)
 
 
 def verify_object(
@@ -249,7 +248,7 @@ def verify_object(
                 wrong.add(path)
         return _reads_differently(step_dir, wrong) if wrong else HostReport({name: info})
 
-    return _repeated(step_dir, check)
+    return _report(step_dir, check)
 
 
 def verify_index(
@@ -281,30 +280,7 @@ def verify_index(
         wrong |= _wrong_arrays(reader, infos, rest, pace)
         return _reads_differently(step_dir, wrong) if wrong else HostReport({})
 
-    return _repeated(step_dir, check)
-
-
-def _repeated(step_dir: RunPath, check: Callable[[], HostReport]) -> HostReport:
-    """Returns the report of a check in a bucket, which is repeated: transfers damage data, too."""
-    report = HostReport({})
-    for _ in range(REMOTE_TRIES):
-        try:
-            with storage.typed_errors(step_dir):
-                report = check()
-        except (RunError, OSError, ValueError, KeyError, TypeError) as error:
-            report = HostReport({}, f"{step_dir}: could not be read back ({error})")
-            if _is_down(error):
-                break
-        if not report.failure:
-            break
-    return report
-
-
-def _is_down(error: Exception) -> bool:
-    """Returns whether a bucket has not answered; its requests were retried already."""
-    return isinstance(error, StorageUnavailable) and not isinstance(
-        error, storage.TransferCorrupted
-    )
+    return _report(step_dir, check)
 
 
 def writer_of(name: str) -> int | None:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import lost_vms, provisioning, replacement_budget, spares
+from jaxres.launch import lost_vms, provisioning, spares
 from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.lost_vms import Loss
-from jaxres.launch.observed_state import EVENTS, CreateFailed, ObservedState
+from jaxres.launch.observed_state import EVENTS, ObservedState
 
 UNUSED = "requested at a notice that was withdrawn"
 """Kind of an early replacement that was not needed, in the count of replacements."""
@@ -66,14 +66,11 @@ def _cause(name: str, observed: ObservedState) -> str:
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
     """Returns what follows the result of the request; a failure has no consequence."""
+    answer = provisioning.settle_creation(found, observed, gce)
+    if isinstance(answer, Transition):
+        return answer
     desired, creation = found.desired, found.desired.creation
     assert creation is not None, desired
-    answer = provisioning.creation_answer(desired, creation, observed, gce)
-    if answer is True:
-        made = provisioning.created(desired, creation)
-        return replace(found, desired=made.desired, messages=(*found.messages, *made.messages))
-    if not isinstance(answer, CreateFailed):
-        return found
     failed = [vm for vm in desired.early_vms if vm.name in creation.names]
     line = (
         f"{failed[0].zone}: {answer.kind}: {answer.message}; "
@@ -124,19 +121,10 @@ def _delete_unneeded(
 def _request(
     found: Transition, leaving: Mapping[str, str], observed: ObservedState, gce: GceSection
 ) -> Transition:
-    """Requests one replacement for each of these hosts, in their zone, by one creation.
-
-    Requests nothing if the next replacement ends the job, if the zone is being skipped, or if the
-    capacity option has a queue: a VM may be in it for hours.
-    """
+    """Requests one replacement for each of these hosts, in their zone, by one creation."""
     desired, now = found.desired, observed.now
     old = [vm for vm in desired.vms if vm.name in leaving]
-    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
-    if not old or count.times >= gce.max_replacements_without_commit:
-        return found
-    site = (old[0].option, old[0].zone)
-    is_skipped = any((c.option, c.zone) == site and c.until > now for c in desired.backoffs)
-    if is_skipped or isinstance(gce.capacity_options[site[0]], FlexStartOption):
+    if not old or not provisioning.may_add(desired, old[0], observed, gce):
         return found
     new, names = provisioning.new_names(desired, len(old))
     early = tuple(

@@ -13,7 +13,14 @@ from dataclasses import replace
 
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import boot_report, capacity_options, held_capacity, lost_vms, spares
+from jaxres.launch import (
+    boot_report,
+    capacity_options,
+    held_capacity,
+    lost_vms,
+    replacement_budget,
+    spares,
+)
 from jaxres.launch.capacity_options import NEVER, ZoneChoice
 from jaxres.launch.desired_state import (
     BootFailure,
@@ -187,6 +194,43 @@ def creation_answer(
     ):
         return True
     return answer
+
+
+def settle_creation(
+    found: Transition, observed: ObservedState, gce: GceSection
+) -> Transition | CreateFailed:
+    """Returns the decision with the VMs of a request that has succeeded, or why it has failed.
+
+    As it is while the result is unknown. Of requests that no attempt waits for.
+    """
+    desired, creation = found.desired, found.desired.creation
+    assert creation is not None, desired
+    answer = creation_answer(desired, creation, observed, gce)
+    if answer is True:
+        made = created(desired, creation)
+        return replace(found, desired=made.desired, messages=(*found.messages, *made.messages))
+    return answer if isinstance(answer, CreateFailed) else found
+
+
+def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
+    """Returns whether a VM may be requested beside those of a job that trains.
+
+    Not if the next replacement ends the job, if the zone is being skipped, or if the capacity
+    option has a queue: a VM may be in it for hours.
+
+    Args:
+      desired: the desired state.
+      like: the VM whose zone and option the new one has.
+      observed: the observed state.
+      gce: the config.
+    """
+    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
+    site = (like.option, like.zone)
+    is_skipped = any(
+        (c.option, c.zone) == site and c.until > observed.now for c in desired.backoffs
+    )
+    is_queue = isinstance(gce.capacity_options[like.option], FlexStartOption)
+    return count.times < gce.max_replacements_without_commit and not is_skipped and not is_queue
 
 
 def created(desired: DesiredState, creation: PendingCreate) -> Transition:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import FlexStartOption, GceSection
-from jaxres.launch import lost_vms, provisioning, replacement_budget, spares
+from jaxres.config.schema_gce import GceSection
+from jaxres.launch import lost_vms, provisioning, spares
 from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
-from jaxres.launch.observed_state import CreateFailed, ObservedState
+from jaxres.launch.observed_state import ObservedState
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 60.0, 3600.0
 """Wait after a spare is lost or refused, doubled each time, and its longest value."""
@@ -77,14 +77,11 @@ def _reset_wait(found: Transition, observed: ObservedState, gce: GceSection) -> 
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
     """Returns what follows the result of the request; a failure has no consequence but a wait."""
+    answer = provisioning.settle_creation(found, observed, gce)
+    if isinstance(answer, Transition):
+        return answer
     desired, creation = found.desired, found.desired.creation
     assert creation is not None, desired
-    answer = provisioning.creation_answer(desired, creation, observed, gce)
-    if answer is True:
-        made = provisioning.created(desired, creation)
-        return replace(found, desired=made.desired, messages=(*found.messages, *made.messages))
-    if not isinstance(answer, CreateFailed):
-        return found
     new = _wait(_dropped(desired, {*creation.names}, now=observed.now), now=observed.now)
     if answer.kind in ("preempted", "passing"):  # VMs of it may count against the quota.
         new = replace(new, freed_at=observed.now)
@@ -94,11 +91,7 @@ def _await_creation(found: Transition, observed: ObservedState, gce: GceSection)
 
 
 def _may_request(desired: DesiredState, observed: ObservedState, config: RunConfig) -> bool:
-    """Returns whether spares are lacking, and may be requested now.
-
-    None is requested if no attempt will follow, if the next replacement ends the job, if the zone
-    is being skipped, or if the capacity option has a queue: a VM may be in it for hours.
-    """
+    """Returns whether spares are lacking, and may be requested now; not if no attempt follows."""
     gce = config.launch.gce
     assert gce is not None, config
     if desired.phase != "running" or desired.creation is not None:
@@ -111,13 +104,7 @@ def _may_request(desired: DesiredState, observed: ObservedState, config: RunConf
     wait = desired.spares_not_before - observed.now
     if 0.0 < wait <= LONGEST_WAIT_SECONDS:  # A longer one: the last launcher's clock was ahead.
         return False
-    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
-    site = (desired.vms[0].option, desired.vms[0].zone)
-    is_skipped = any(
-        (c.option, c.zone) == site and c.until > observed.now for c in desired.backoffs
-    )
-    is_queue = isinstance(gce.capacity_options[site[0]], FlexStartOption)
-    return count.times < gce.max_replacements_without_commit and not is_skipped and not is_queue
+    return provisioning.may_add(desired, desired.vms[0], observed, gce)
 
 
 def _request(found: Transition, gce: GceSection, *, now: float) -> Transition:
