@@ -13,11 +13,10 @@ https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,19 +25,19 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_store
 
 from jaxres.checkpoint import linked_parts, ocdbt
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, Part, require_equal
+from jaxres.checkpoint.bit_sums import Corrupted
 from jaxres.checkpoint.block_digests import (
     ArrayInfo,
     Box,
     Digests,
-    digests_of,
     dtype_named,
     encode,
 )
 from jaxres.checkpoint.content_digest import as_bytes
+from jaxres.checkpoint.host_arrays import HostArrays, HostPieces
 from jaxres.checkpoint.linked_parts import WrittenParts
 from jaxres.checkpoint.readback import HostReport, drop_from_memory, file_info, verify_part
-from jaxres.checkpoint.snapshot import digests_name, shape_and_pieces
+from jaxres.checkpoint.snapshot import digests_name
 from jaxres.checkpoint.stored_chunks import chunk_index, entries_of
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
@@ -67,63 +66,35 @@ _STORE = {
 inside the index, which is one node."""
 
 
-@dataclass(frozen=True)
-class HostPieces:
-    """The pieces of an array that this host writes."""
-
-    info: ArrayInfo
-    chunk_shape: tuple[int, ...]
-    """Shape of every piece of the array, on all hosts."""
-    items: Mapping[Box, np.ndarray]
-
-
 class ArrayWriter:
     """One host's save of the arrays of a step."""
 
     def __init__(
         self,
         step_dir: Path,
-        folders: Mapping[str, Mapping[str, tuple[ArrayInfo, Any]]],
-        describe: Callable[[], Mapping[str, bytes]],
+        arrays: HostArrays,
         *,
         process: int,
-        is_own: bool,
         pace: Throttle,
-        sums: BitSums = NO_SUMS,
         earlier: WrittenParts | None = None,
     ) -> None:
-        """Fetches the pieces to the host, unless the arrays are a copy that is never donated.
+        """Writes nothing yet.
 
         Args:
           step_dir: directory of the step, which does not exist yet.
-          folders: folder of the step -> path -> info and jax.Array.
-          describe: returns name -> content of Orbax's files (orbax_files.py).
+          arrays: what is written.
           process: number of this host.
-          is_own: whether the arrays are such a copy.
-          pace: throttle of the writing, the digests and the read-back.
-          sums: sums of the bits of the state itself, with which what is written is compared.
+          pace: throttle of the writing and the read-back.
           earlier: this host's parts of a committed step; those that are the same are linked.
         """
+        self.step_dir = step_dir
+        """Directory of the step."""
+        self._arrays, self._process, self._pace = arrays, process, pace
         self._earlier = earlier
         self.written = WrittenParts(step_dir)
         """This host's parts of the arrays that training changes, as they are read back."""
-        self._sums = sums
-        self._expected: Mapping[Part, int] = {}
-        self.step_dir = step_dir
-        """Directory of the step."""
         self._folder = step_dir.with_name(step_dirs.temporary_name(step_dir.name))
-        self._process = process
-        self._pace = pace
-        self._describe: Callable[[], Mapping[str, bytes]] | None = describe
-        self._described: Mapping[str, bytes] = {}
-        self._names = tuple(folders)
         self._context: Any = None
-        self._folders = {name: dict(arrays) for name, arrays in folders.items()}
-        self._fetched: dict[str, HostPieces] = {}
-        if not is_own:
-            self._described, self._describe = describe(), None
-            for path, (info, array) in itertools.chain(*(a.items() for a in folders.values())):
-                self._fetched[path] = fetch(info, array)
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
 
@@ -137,7 +108,7 @@ class ArrayWriter:
             with files.typed_errors(self.step_dir):
                 self.report = self._write()
         finally:
-            self._folders, self._fetched, self._describe = {}, {}, None
+            self._arrays.release()
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """Makes the parts of all hosts one checkpoint, under the step's name.
@@ -154,7 +125,7 @@ class ArrayWriter:
         """
         with files.typed_errors(self.step_dir):
             self._folder.stat()  # TensorStore would make it, if it is gone.
-            for folder in self._names:
+            for folder in self._arrays.folders:
                 names = databases(folder, reports)
                 try:
                     _merge(self._folder, folder, names, self._context)
@@ -164,28 +135,26 @@ class ArrayWriter:
                         f"({str(error).partition(chr(10))[0]}). The step is discarded; nothing "
                         "committed is lost. Is the disk, or this machine's memory, faulty?"
                     ) from error
-            for name, content in self._described.items():
+            for name, content in self._arrays.described.items():
                 (self._folder / name).write_bytes(content)
             self._folder.rename(self.step_dir)
         return HostReport({})
 
     def _write(self) -> HostReport:
         self._context = orbax_stores.get_ts_context()  # orbax_io.use_lockfiles_if_needed
-        if self._describe is not None:
-            self._described = self._describe()
+        self._arrays.begin()
         self._folder.mkdir(exist_ok=True)
-        report, self._expected = HostReport({}), self._sums.read()
-        for folder in self._folders:
+        report = HostReport({})
+        for folder in self._arrays.folders:
             (self._folder / folder).mkdir(exist_ok=True)
             report = self._write_folder(folder, report)
         return report
 
     def _write_folder(self, folder: str, so_far: HostReport) -> HostReport:
-        arrays = self._folders[folder]
+        paths = list(parts_of(self._arrays.of(folder), PART_BYTES))
         with ThreadPoolExecutor(THREADS, "jaxres-write") as pool:
             written = pool.map(
-                lambda numbered: self._write_part(folder, *numbered),
-                enumerate(list(parts_of(arrays, PART_BYTES))),
+                lambda numbered: self._write_part(folder, *numbered), enumerate(paths)
             )
             parts = list(written)
         digests = {path: each for _, own in parts for path, each in own.items()}
@@ -206,10 +175,8 @@ class ArrayWriter:
     def _write_part(
         self, folder: str, number: int, paths: list[str]
     ) -> tuple[HostReport, dict[str, Digests]]:
-        arrays, database = self._folders[folder], database_name(folder, self._process, number)
-        held = {path: self._fetched.pop(path, None) or fetch(*arrays[path]) for path in paths}
-        for path in paths:
-            del arrays[path]
+        database = database_name(folder, self._process, number)
+        held = {path: self._arrays.take(folder, path) for path in paths}
         digests: dict[str, Digests] = {}
         try:
             is_linked = self._link(database, held, digests)
@@ -236,10 +203,7 @@ class ArrayWriter:
     def _digest(self, path: str, each: HostPieces, digests: dict[str, Digests]) -> Digests:
         """Returns the digests of an array's pieces, which are computed once."""
         if path not in digests:
-            with self._pace.piece():
-                digests[path] = digests_of(each.info, each.items)
-                # After the digests: what changes later differs from them when it is read back.
-                require_equal(self._expected, path, each.items)
+            digests[path] = self._arrays.digest(path, each)
         return digests[path]
 
     def _link(
@@ -283,11 +247,6 @@ def parts_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], least_bytes: int) -> I
             part, size_bytes = [], 0
     if part:
         yield part
-
-
-def fetch(info: ArrayInfo, array: Any) -> HostPieces:
-    """Returns this host's pieces of an array, in its memory."""
-    return HostPieces(info, *shape_and_pieces(array))
 
 
 def _write_database(

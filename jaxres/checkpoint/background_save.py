@@ -21,6 +21,7 @@ from jaxres.checkpoint import orbax_files
 from jaxres.checkpoint.array_writer import ArrayWriter
 from jaxres.checkpoint.bit_sums import BitSums, sums_of
 from jaxres.checkpoint.bucket_writer import BucketWriter
+from jaxres.checkpoint.host_arrays import HostArrays
 from jaxres.checkpoint.linked_parts import WrittenParts
 from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.readback import HostReport
@@ -182,30 +183,17 @@ def _own_writer(
     sums: BitSums,
     earlier: WrittenParts | None,
 ) -> ArrayWriter | BucketWriter:
-    arrays = {folder: named_arrays(part) for folder, part in folders.items()}
-    describe, process = functools.partial(orbax_files.describe, folders), jax.process_index()
-    if is_remote(step_dir):
-        num_hosts = jax.process_count()
-        return BucketWriter(
-            step_dir,
-            arrays,
-            describe,
-            process=process,
-            num_hosts=num_hosts,
-            is_own=is_own,
-            pace=pace,
-            sums=sums,
-        )
-    return ArrayWriter(
-        step_dir,
-        arrays,
-        describe,
-        process=process,
+    arrays = HostArrays(
+        {folder: named_arrays(part) for folder, part in folders.items()},
+        functools.partial(orbax_files.describe, folders),
         is_own=is_own,
         pace=pace,
         sums=sums,
-        earlier=earlier,
     )
+    process, num_hosts = jax.process_index(), jax.process_count()
+    if is_remote(step_dir):
+        return BucketWriter(step_dir, arrays, process=process, num_hosts=num_hosts, pace=pace)
+    return ArrayWriter(step_dir, arrays, process=process, pace=pace, earlier=earlier)
 
 
 def wait_save(writing: BackgroundSave, step_dir: RunPath, *, timeout: float) -> None:

@@ -9,10 +9,9 @@ is written here (ocdbt.py); host 0 writes one for those of all hosts. TensorStor
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
     Executor,
@@ -27,16 +26,15 @@ from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import ocdbt
 from jaxres.checkpoint.array_writer import (
     DIGESTS_OF,
-    HostPieces,
     append_array,
     chunk_key,
     database_name,
     databases,
-    fetch,
     parts_of,
 )
-from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, Part, require_equal
-from jaxres.checkpoint.block_digests import ArrayInfo, Digests, digests_of, encode
+from jaxres.checkpoint.bit_sums import Corrupted
+from jaxres.checkpoint.block_digests import ArrayInfo, Digests, encode
+from jaxres.checkpoint.host_arrays import HostArrays, HostPieces
 from jaxres.checkpoint.readback import HostReport, verify_index, verify_object
 from jaxres.checkpoint.snapshot import digests_name
 from jaxres.checkpoint.stored_chunks import Chunk, entries_of
@@ -81,41 +79,25 @@ class BucketWriter:
     def __init__(
         self,
         step_dir: GcsPath,
-        folders: Mapping[str, Mapping[str, tuple[ArrayInfo, Any]]],
-        describe: Callable[[], Mapping[str, bytes]],
+        arrays: HostArrays,
         *,
         process: int,
         num_hosts: int,
-        is_own: bool,
         pace: Throttle,
-        sums: BitSums = NO_SUMS,
     ) -> None:
-        """Fetches the pieces to the host, unless the arrays are a copy that is never donated.
+        """Writes nothing yet.
 
         Args:
           step_dir: directory of the step, which no object is in yet.
-          folders: folder of the step -> path -> info and jax.Array.
-          describe: returns name -> content of Orbax's files (orbax_files.py).
+          arrays: what is written.
           process: number of this host.
           num_hosts: number of hosts that write a share of the arrays each.
-          is_own: whether the arrays are such a copy.
-          pace: throttle of the digests and the read-back.
-          sums: sums of the bits of the state itself, with which what is written is compared.
+          pace: throttle of the read-back.
         """
         self.step_dir = step_dir
         """Directory of the step."""
-        self._sums = sums
-        self._expected: Mapping[Part, int] = {}
+        self._arrays, self._pace = arrays, pace
         self._process, self._num_hosts = process, num_hosts
-        self._pace = pace
-        self._describe = describe if is_own else functools.partial(dict, describe())
-        self._described: Mapping[str, bytes] = {}
-        self._names = tuple(folders)
-        self._folders = {name: dict(arrays) for name, arrays in folders.items()}
-        self._fetched: dict[str, HostPieces] = {}
-        if not is_own:
-            for path, array in itertools.chain(*(a.items() for a in folders.values())):
-                self._fetched[path] = fetch(*array)
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
 
@@ -127,14 +109,13 @@ class BucketWriter:
         """
         try:
             with files.typed_errors(self.step_dir):
-                self._described, self._expected = self._describe(), self._sums.read()
-                reports = [self._write_folder(folder) for folder in self._names]
+                self._arrays.begin()
+                reports = [self._write_folder(folder) for folder in self._arrays.folders]
                 self.report = _joined(reports)
         except Corrupted as error:
             self.report = HostReport({}, str(error))
         finally:
-            self._folders, self._fetched = {}, {}
-            self._describe = dict
+            self._arrays.release()
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """Makes the databases of all hosts one checkpoint; returns a report on what it has written.
@@ -149,10 +130,10 @@ class BucketWriter:
             failed.
         """
         with files.typed_errors(self.step_dir):
-            contents = dict(self._described)
+            contents = dict(self._arrays.described)
             entries = {
                 folder: _entries(self.step_dir, folder, databases(folder, reports))
-                for folder in self._names
+                for folder in self._arrays.folders
             }
             for folder, own in entries.items():
                 index = ocdbt.encode_index(own)
@@ -170,7 +151,7 @@ class BucketWriter:
         return _joined(written)
 
     def _write_folder(self, folder: str) -> HostReport:
-        arrays = self._folders[folder]
+        arrays = self._arrays.of(folder)
         least = part_bytes(arrays, self._num_hosts)
         paths = list(parts_of(arrays, least))
         streams = num_streams(arrays, paths)
@@ -225,7 +206,7 @@ class BucketWriter:
 
     def _lay_out(self, folder: str, number: int, paths: list[str]) -> BucketPart:
         """Fetches and digests some arrays, and decides where they are in an object."""
-        arrays, file = self._folders[folder], MemoryFile()
+        arrays, file = self._arrays.of(folder), MemoryFile()
         database, data_file = database_name(folder, self._process, 0), f"d/{number}"
         values: dict[str, bytes | ocdbt.Place] = {}
         name = f"{database}/{data_file}"
@@ -233,14 +214,10 @@ class BucketWriter:
         chunks: dict[str, list[Chunk]] = {}
         digests: dict[str, Digests] = {}
         for path in paths:
-            each = self._fetched.pop(path, None) or fetch(*arrays[path])
-            del arrays[path]
+            each = self._arrays.take(folder, path)
             own = append_array(file, path, each, self._pace, data_file=data_file)
             values |= own
-            with self._pace.piece():
-                digests[path] = digests_of(each.info, each.items)
-                # After the digests: what changes later differs from them when it is read back.
-                require_equal(self._expected, path, each.items)
+            digests[path] = self._arrays.digest(path, each)
             chunks[path] = _chunks(path, each, own, name)
         return BucketPart(name, file, values, infos, chunks, digests)
 

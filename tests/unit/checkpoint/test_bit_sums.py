@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import array_writer, bit_sums, snapshot
+from jaxres.checkpoint import bit_sums, host_arrays, snapshot
 from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.runlog.events import SaveFailed
 from tests.unit.checkpoint.conftest import progress, sharding, state
@@ -93,7 +93,7 @@ def flip_copy_on_device(monkeypatch):
 
 
 def flip_host_copy(monkeypatch):
-    for module in (array_writer, snapshot):
+    for module in (host_arrays, snapshot):
         fetch = module.shape_and_pieces
 
         def flipping(array, fetch=fetch):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxres.checkpoint import array_writer
+from jaxres.checkpoint import array_writer, host_arrays
 from jaxres.checkpoint.verify import verify_step
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.events import SaveCommitted, SaveFailed
@@ -84,8 +84,8 @@ def test_arrays_that_change_are_never_linked_and_are_digested_once(attempt, monk
         digested.append(info)
         return digests_of(info, pieces)
 
-    digests_of = array_writer.digests_of
-    monkeypatch.setattr(array_writer, "digests_of", counted)
+    digests_of = host_arrays.digests_of
+    monkeypatch.setattr(host_arrays, "digests_of", counted)
     assert saved(attempt, *map(state, range(1, 5))) == [0, 0, 0, 0]
     assert len(digested) == 4 * 5
 

@@ -11,8 +11,8 @@ import tensorstore
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxres.checkpoint import array_writer, ocdbt
-from jaxres.checkpoint.array_writer import HostPieces
 from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint.host_arrays import HostPieces
 from jaxres.checkpoint.stored_chunks import entries_of
 from jaxres.checkpoint.tensorstore_reader import key_of, kvstore
 

@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import array_writer, background_save, readback, stored_chunks
+from jaxres.checkpoint import array_writer, background_save, host_arrays, readback, stored_chunks
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint.block_digests import ArrayInfo, digests_of
 from jaxres.checkpoint.orbax_io import array_infos
@@ -95,7 +95,7 @@ def test_each_part_of_a_chunk_is_compared_with_its_own_digests(tmp_path, monkeyp
     items = np.random.default_rng(0).random((64, 4096), np.float32)
     info, box = ArrayInfo("float32", items.shape), ((0, 64), (0, 4096))
     database, pieces = "state/ocdbt.process_0.0", {box: items}
-    held = {"w": array_writer.HostPieces(info, items.shape, pieces)}
+    held = {"w": host_arrays.HostPieces(info, items.shape, pieces)}
     list(array_writer._write_database(tmp_path / database, held))
     digests = {"w": digests_of(info, pieces)}
 
@@ -283,7 +283,7 @@ def test_no_page_of_a_hosts_files_is_in_memory_when_they_are_read_back(
 
 
 @pytest.mark.parametrize(
-    ("writer", "module"), [("tensorstore", "array_writer"), ("orbax", "snapshot")]
+    ("writer", "module"), [("tensorstore", "host_arrays"), ("orbax", "snapshot")]
 )
 def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(
     attempt, monkeypatch, writer, module
