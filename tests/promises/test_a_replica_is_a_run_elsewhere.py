@@ -212,6 +212,7 @@ def replica_step(to: RunDir) -> int:
     return 0 if marker is None else marker.step
 
 
+@pytest.mark.slow
 def test_a_damaged_step_of_the_source_is_not_copied(
     later: tuple[RunDir, RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from tests.promises.trainer import (
     starts,
     trajectory,
 )
+from tests.tiers import slow_but
 
 
 @dataclass(frozen=True)
@@ -341,15 +342,17 @@ def test_run_directory_alone_resumes_also_after_it_was_moved(
     resumes(trainer, unbroken)
 
 
+@pytest.mark.parametrize("by", slow_but(["run directory", "config"], "run directory"))
 def test_starting_a_finished_run_exits_0_and_changes_nothing(
-    workspace: Workspace, unbroken: RunDir
+    workspace: Workspace, unbroken: RunDir, by: str
 ) -> None:
     run_dir = workspace.copy(unbroken, "run")
-    for arguments in ([str(run_dir.root)], [str(TINY), f"run.dir={run_dir.root}", *MLP]):
-        trainer = workspace.command(run_dir, arguments)
-        assert trainer.wait_exit() == 0, trainer.printed()
-        assert f"step {STEPS} of {STEPS} is committed already" in trainer.printed()
-        assert snapshot(run_dir.root) == snapshot(unbroken.root)
+    by_config = [str(TINY), f"run.dir={run_dir.root}", *MLP]
+    arguments = by_config if by == "config" else [str(run_dir.root)]
+    trainer = workspace.command(run_dir, arguments)
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert f"step {STEPS} of {STEPS} is committed already" in trainer.printed()
+    assert snapshot(run_dir.root) == snapshot(unbroken.root)
 
 
 def test_unreadable_log_record_is_rejected(workspace: Workspace, killed: RunDir) -> None:

@@ -136,6 +136,7 @@ def test_more_bad_records_than_allowed_end_the_run(workspace: Workspace) -> None
     assert len(skipped(trainer.run_dir)) == 2
 
 
+@pytest.mark.slow
 def test_a_permanently_bad_record_is_read_and_counted_once(workspace: Workspace) -> None:
     """Three epochs with two batches each, one of which holds the record."""
     arguments = (

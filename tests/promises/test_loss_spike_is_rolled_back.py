@@ -68,6 +68,7 @@ def assert_it_went_back(run_dir: RunDir) -> None:
     assert (record.onset, record.target, record.rows) == (ONSET, TARGET, (LEFT_OUT,))
 
 
+@pytest.mark.slow
 def test_a_run_with_a_lasting_loss_spike_ends_as_if_its_rows_were_absent(
     workspace: Workspace, expected: str
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_lost_host_is_named_by_every_other_supervisor(
     assert_bit_exact(workspace.run_dir("run"), fault_free)
 
 
+@pytest.mark.slow
 def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None:
     trainers = workspace.start_hosts("run", ENDLESS, hosts=2, config=FAULTY, env=PACED)
     under_way(trainers)

@@ -32,7 +32,7 @@ from tests.promises.trainer import (
     run_history,
 )
 from tests.promises.trainer import history as rows_of
-from tests.tiers import campaign_but, slow_but
+from tests.tiers import campaign_but
 
 QUICK = "restart.backoff_seconds=0.1"
 AT_ONCE_SECONDS = 1.0
@@ -107,7 +107,8 @@ def kill_at_random(trainer: TrainingProcess, *, kills: int, seed: int) -> None:
         wait_attempt(trainer, attempt + 1)
 
 
-@pytest.mark.parametrize("hosts", slow_but([1, 2], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
 def test_killed_workers_are_restarted_bit_exact(
     workspace: Workspace, fault_free: RunDir, fault_free_pair: RunDir, hosts: int
 ) -> None:

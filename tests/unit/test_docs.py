@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import io
 import re
 import shlex
@@ -317,6 +318,7 @@ def test_every_glossary_term_is_in_use_and_in_order():
     assert [term for term in terms if term.lower() not in words] == []
 
 
+@functools.cache
 def _message_texts() -> list[str]:
     """Returns every string of the package; values that are filled in are `...`."""
     texts = []

@@ -103,6 +103,7 @@ def _groupings(path: Path) -> list[str]:
 def test_no_other_module_groups_codes():
     files = [path for path in PACKAGE.rglob("*.py") if path.name != "exit_codes.py"]
     assert len(files) > 100
+    files = [path for path in files if path.read_text().count("ExitCode.") > 1]
     assert [grouping for path in files for grouping in _groupings(path)] == []
 
 

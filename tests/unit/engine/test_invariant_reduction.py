@@ -163,6 +163,7 @@ def test_state_and_metrics_have_the_same_bits_on_any_mesh(case: str) -> None:
         assert is_split == ("fsdp" in name), name
 
 
+@pytest.mark.slow
 def test_without_it_another_mesh_has_other_bits() -> None:
     """Else the test above would compare runs that nothing makes different."""
     one, four = (

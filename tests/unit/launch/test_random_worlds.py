@@ -356,9 +356,9 @@ def ends(seeds: Sequence[int]) -> Counter[int | str]:
     return counts
 
 
-@pytest.mark.parametrize("first", campaign_but(range(0, 6000, 200), 0))
+@pytest.mark.parametrize("first", campaign_but(range(0, 6000, 100), 0))
 def test_every_job_trains_or_ends_and_no_healthy_vm_is_deleted_in_random_worlds(first: int) -> None:
-    counts = ends(range(first, first + 200))
-    assert counts[ExitCode.DONE] > 100, counts
-    assert counts["spares used"] > 2, "spares were not tested"
-    assert counts[ExitCode.NO_PROGRESS] > 5, counts
+    counts = ends(range(first, first + 100))
+    assert counts[ExitCode.DONE] > 50, counts
+    assert counts["spares used"] > 1, "spares were not tested"
+    assert counts[ExitCode.NO_PROGRESS] > 2, counts

@@ -18,7 +18,11 @@ from jaxres.runlog.run_log import AttemptEnded, Commit, RunLog, SupervisorEnded
 from tests.unit.runlog.example_records import CLAIM
 
 CONFIG = RunConfig.model_validate(
-    {"data": {"source": {"kind": "text", "path": "x"}}, "train": {"steps": 9}}
+    {
+        "data": {"source": {"kind": "text", "path": "x"}},
+        "train": {"steps": 9},
+        "restart": {"max_preemptions_without_commit": 10},
+    }
 )
 PEER_LOST, BUG, NO_PROGRESS = ExitCode.PEER_LOST, ExitCode.BUG, ExitCode.NO_PROGRESS
 
