@@ -55,7 +55,7 @@ class Job:
 
     def __init__(self, gce: GceEmulator, bucket: str, folder: Path) -> None:
         self.gce, self.paths = gce, LaunchPaths(GcsPath(bucket, "run"))
-        self.config = config(project=gce.project, num_hosts=1, lease_seconds=0.05)
+        self.config = config(project=gce.project, num_hosts=1, lease_seconds=2.0)
         text = configs.dump_yaml(self.config)
         self.file = folder / "config.yaml"
         self.file.write_text(text.replace("run:\n", f"run:\n  dir: {self.paths.run}\n", 1))
