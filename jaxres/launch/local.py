@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -105,8 +106,8 @@ def parse_range(flag: str, value: str) -> tuple[int, int]:
 
 
 def _count(flag: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and int(value) >= 1):
-        given = value or "without a value"
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < 1:
+        given = value[:60] or "without a value"
         raise UsageError(f"{flag} {given}: expected a whole number, at least 1")
     return int(value)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -17,7 +16,7 @@ import select
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +32,6 @@ from jaxres.exit_codes import STOP_SIGNALS, ExitCode, RestartRule, exit_name, ex
 from jaxres.faults import Fenced, RunError, UsageError
 from jaxres.launch import argument_checks, local, slurm_commands, slurm_job
 from jaxres.launch.slurm_job import (
-    ENTRIES,
     Allocation,
     Begun,
     End,
@@ -44,9 +42,9 @@ from jaxres.launch.slurm_job import (
     Submitted,
     Train,
 )
+from jaxres.launch.slurm_journal import Journal
 from jaxres.launch.storage_retry import with_retries
 from jaxres.runlog import faulty_hosts, run_log
-from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import files
@@ -126,6 +124,7 @@ def _parse(arguments: Sequence[str]) -> _Options:
     if not given.nodes:
         raise UsageError(f"--nodes: on how many nodes? (usage: `{COMMAND} --help`)")
     least, most = local.parse_range("--nodes", given.nodes)
+    argument_checks.number("--nodes", most, 1, argument_checks.MAX_NODES)
     argument_checks.number("--signal-seconds", given.signal_seconds, 1, MAX_SIGNAL_SECONDS)
     lines = [("--setup", given.setup), ("--partition", given.partition), ("--time", given.time)]
     for flag, text in [*lines, *(("--sbatch", option) for option in given.sbatch)]:
@@ -135,8 +134,9 @@ def _parse(arguments: Sequence[str]) -> _Options:
         if re.search(r"[\s#'\"\\]", text):
             raise UsageError(f"{flag} {text[:60]!r}: expected no blanks, quotes and #")
     slurm_job.check_sbatch(given.sbatch)
+    slurm_job.check_time(given.time, given.signal_seconds)
     where = str(
-        target if is_remote(target) or not Path(target).exists() else Path(target).resolve()
+        target if is_remote(target) or not os.path.exists(target) else Path(target).resolve()
     )
     partitions = tuple(name for name in given.partition.split(",") if name)
     options = JobOptions(
@@ -156,43 +156,6 @@ def _parse(arguments: Sequence[str]) -> _Options:
     return _Options((where, *overrides), tuple(flags), options, folder, given.dry_run)
 
 
-@dataclass(frozen=True)
-class Journal:
-    """The shared folder of a run's jobs: script, output, and the journal."""
-
-    folder: Path
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "journal.jsonl"
-
-    def read(self) -> list[slurm_job.Entry]:
-        """Returns the entries; a line that a killed process has cut is left out."""
-        entries = list[slurm_job.Entry]()
-        for fields in read_json_lines(self.path):
-            with suppress(ValueError):
-                entries.append(ENTRIES.decode(fields))
-        return entries
-
-    def append(self, entry: slurm_job.Entry) -> None:
-        """Appends an entry, durably."""
-        with files.typed_errors(self.path), self.path.open("a") as file:
-            file.write(f"\n{json.dumps(ENTRIES.encode(entry))}\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def submit(self, options: Sequence[str]) -> str:
-        """Submits the job's script; returns the number of the job."""
-        job = slurm_commands.submit(self.folder / "job.sh", options)
-        self.append(Submitted(job))
-        return job
-
-    def newest_job(self) -> str | None:
-        """Returns the number of the job that was submitted last."""
-        jobs = [entry.job for entry in self.read() if isinstance(entry, Submitted)]
-        return jobs[-1] if jobs else None
-
-
 def _journal(run_dir: RunDir, folder: str | None) -> Journal:
     if folder is None and run_dir.is_remote:
         raise UsageError(
@@ -200,10 +163,10 @@ def _journal(run_dir: RunDir, folder: str | None) -> Journal:
             "share: --folder /shared/jobs/first"
         )
     found = Path(str(run_dir.root)) / "slurm" if folder is None else Path(folder)
-    if re.search(r"[\s%'\"\\]", str(found)):
+    if re.search(r"[\s%#'\"\\]", str(found)):
         raise UsageError(
             f"{str(found)!r}: Slurm does not take this name for the output of a job. Give a folder "
-            "without blanks, quotes, backslashes and %: --folder /shared/jobs/first"
+            "without blanks, quotes, backslashes, # and %: --folder /shared/jobs/first"
         )
     return Journal(found)
 
@@ -228,9 +191,16 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
             f"job {job} of this run is {state}. Wait for it, or end it: `{COMMAND} stop "
             f"{where}`, or `scancel {job}`"
         )
+    faulty = faulty_hosts.read(run_dir)
     files.make_dir(journal.folder)
     files.replace(journal.folder / "job.sh", text.encode())
-    job = journal.submit(())
+    job = journal.submit(_exclude(options, {host.identity.name for host in faulty}))
+    found = filter(str.isdecimal, _unfinished(run_dir, journal))
+    others = [other for other in found if int(other) < int(job)]
+    if others:  # Another command has submitted the run at the same time.
+        slurm_commands.call("scancel", job)
+        journal.append(Submitted(others[0]))
+        raise Fenced(f"job {others[0]} of this run was submitted at the same time; {job} is not")
     shown = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     _say(f"job {job} is submitted ({shown} nodes); its output: {_output(journal, job)}")
     _say(f"`{COMMAND} status {where}` shows where it is; `stop` instead of it ends it")
@@ -243,12 +213,22 @@ def _unfinished(run_dir: RunDir, journal: Journal) -> dict[str, str]:
     By their name too: a job whose submission was not answered is not in the journal.
     """
     rows = slurm_commands.call(
-        "squeue", "--noheader", f"--name={_job_name(run_dir)}", "--format=%i|%T"
+        "squeue", "--noheader", "--all", f"--name={_job_name(run_dir)}", "--format=%i|%T"
     )
     found = dict(row.split("|", 1) for row in rows.splitlines() if "|" in row)
     if (job := journal.newest_job()) and (state := slurm_commands.state(job)) is not None:
         found[job] = state
     return found
+
+
+def _exclude(options: _Options, nodes: Collection[str]) -> list[str]:
+    """Returns the option of sbatch by which a job does not get these nodes.
+
+    Without those that Slurm does not know: an excluded host of a run that began elsewhere.
+    """
+    known = slurm_commands.known_nodes() if nodes else set[str]()
+    exclude = slurm_job.excluded(options.job.sbatch, sorted(known.intersection(nodes)))
+    return [f"--exclude={exclude}"] if exclude else []
 
 
 def _job_name(run_dir: RunDir) -> str:
@@ -341,12 +321,17 @@ class _Job:
 
     def run(self) -> int:
         """Returns the exit code of the job."""
+        node = self.env.get("SLURMD_NODENAME", self.nodes[0])
+        with slurm_commands.ScriptWatch(node=node, output=_output(self.journal, self.number)) as w:
+            return self._run(w)
+
+    def _run(self, watch: slurm_commands.ScriptWatch) -> int:
         is_first = True
         while True:
             decide = partial(self._decide, is_first=is_first)
             found = self._retry(decide, "can't go on yet")
             if found is None:
-                return _ended_between_attempts()
+                return self._told_to_end()
             decision, records, has_lost_node = found
             if isinstance(decision, End):
                 self._record(Final(decision.exit))
@@ -354,26 +339,54 @@ class _Job:
                 return decision.exit
             if isinstance(decision, Resubmit):
                 return self._resubmit(decision)
+            if self.options.job.least < self.options.job.most:  # With --no-kill.
+                watch.ensure_started(decision.nodes)
             if self._wait(decision.after_seconds):
-                return _ended_between_attempts()
+                return self._told_to_end()
             code, is_stopped = self._train(decision, records, has_lost_node)
             if is_stopped:  # scancel, or a preemption, after which Slurm itself starts it again.
                 print_message(f"the job was told to end; srun exited with {exit_name(code)}")
                 return code
             is_first = False
 
-    def _decide(self, *, is_first: bool) -> tuple[Train | Resubmit | End, list[Record], bool]:
+    def _told_to_end(self) -> int:
+        """Returns the exit code of a job that was told to end between two attempts."""
+        self._continue_after_limit()
+        return _ended_between_attempts()
+
+    def _continue_after_limit(self) -> None:
+        """Submits the job again if its time limit ends it, and not scancel or another job.
+
+        The training that was asked to save before the limit has hung, or takes too long.
+        """
+        if self._is_at_limit():
+            self._resubmit(Resubmit((), 0.0, "the job's time limit is reached"))
+
+    def _is_at_limit(self) -> bool:
+        with suppress(RunError):
+            return slurm_commands.state(self.number, "%r") == slurm_commands.TIME_LIMIT
+        return False
+
+    def _decide(
+        self, *, is_first: bool
+    ) -> tuple[Train | Resubmit | End, list[Record], bool] | None:
         """Decides by the run log, the journal and what Slurm says.
 
         Returns:
-          The decision, the run log, and whether the job has lost a node.
+          The decision, the run log, and whether the job has lost a node; None: Slurm has put the
+          job back in the queue, as the node of this process is lost to it.
         """
         entries = self.journal.read()
         has_begun = any(isinstance(entry, Begun) for entry in entries)
+        if is_first and (code := slurm_job.final_since(entries, self.number)) is not None:
+            reason = f"the run has ended since job {self.number} was submitted; submit it again"
+            return End(code, reason), [], False
         with faults.refusals(at_start=not has_begun):
             records = run_log.read_records(self.run_dir.log)
             left_out = {host.identity.name for host in faulty_hosts.read(self.run_dir, records)}
-        left, _, names = (slurm_commands.state(self.number, "%L|%N") or "").partition("|")
+        left, bar, names = (slurm_commands.state(self.number, "%L|%N") or "").partition("|")
+        if bar and not names:
+            return None
         nodes = slurm_commands.node_names(names) if names else self.nodes
         history = slurm_job.outcomes(entries, records)
         down = slurm_commands.nodes_down(nodes)
@@ -384,7 +397,8 @@ class _Job:
         allocation = Allocation(
             nodes,
             self.counts,
-            time_limit.parse_time_left(left),
+            # Below zero squeue prints INVALID: a cluster with OverTimeLimit.
+            0.0 if left == "INVALID" else time_limit.parse_time_left(left),
             frozenset(left_out | down),
             self.options.job.signal_seconds,
             slurm_commands.is_preempted(self.number),
@@ -401,16 +415,17 @@ class _Job:
 
     def _resubmit(self, decision: Resubmit) -> int:
         """Submits the job again; returns the exit code of this one."""
-        options = [f"--begin=now+{decision.after_seconds:.0f}"]
-        exclude = slurm_job.excluded(self.options.job.sbatch, decision.exclude)
-        options += [f"--exclude={exclude}"] if exclude else []
+        begin = f"--begin=now+{decision.after_seconds:.0f}"
 
-        def submit() -> str:
+        def submit() -> str | None:
             waiting = _unfinished(self.run_dir, self.journal)
             waiting.pop(self.number, None)
             for job in waiting:  # An earlier call has submitted it, and was not answered.
                 self.journal.append(Submitted(job))
                 return job
+            options = [begin, *_exclude(self.options, decision.exclude)]
+            if self._wait(0.0) and not self._is_at_limit():  # scancel, since the attempt's end.
+                return None
             return self.journal.submit(options)
 
         new = self._retry(submit, "can't submit the job again")
@@ -431,7 +446,8 @@ class _Job:
         flags = _step_flags(decision.nodes, has_lost_node=has_lost_node)
         training = ["jaxres.train", *_training_arguments(self.options, self.run_dir)]
         command = ["srun", *flags, sys.executable, "-m", *training]
-        code, is_stopped = _srun(command, is_restart, self.wakeup, self.env)
+        told = self._continue_after_limit
+        code, is_stopped = _srun(command, is_restart, self.wakeup, self.env, on_stop=told)
         self._record(Ended(code))
         return code, is_stopped
 
@@ -452,33 +468,42 @@ class _Job:
 
 
 def _ended_between_attempts() -> int:
-    print_message("the job was told to end between two attempts")
+    print_message("the job was told to end, or put back in the queue, between two attempts")
     return ExitCode.PREEMPTED
 
 
 def _step_flags(nodes: Sequence[str], *, has_lost_node: bool) -> list[str]:
     """Returns the flags of srun for an attempt on nodes of this job."""
-    flags = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
-    flags += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
     # The step before has to end first, but Slurm never takes one on a lost node for ended.
-    return [*flags, "--overlap" if has_lost_node else f"--immediate={STEP_SECONDS}"]
+    wait = "--overlap" if has_lost_node else f"--immediate={STEP_SECONDS}"
+    return [*slurm_commands.step_flags(nodes), wait]
 
 
 def _srun(
-    command: Sequence[str], is_restart: bool, wakeup: int, env: Mapping[str, str]
+    command: Sequence[str],
+    is_restart: bool,
+    wakeup: int,
+    env: Mapping[str, str],
+    *,
+    on_stop: Callable[[], None],
 ) -> tuple[int, bool]:
     """Trains one attempt on nodes; returns srun's exit code, and whether this job was told to end.
 
     Slurm signals the tasks itself, so no signal is passed on: a second one would end them at once.
+    `on_stop` is called when this job is told to end, while the tasks may still run.
     """
     own = {**env, RESTART_VARIABLE: "1" if is_restart else "0"}
     if cpus := env.get("SLURM_CPUS_PER_TASK"):  # srun does not take it over from sbatch.
         own["SRUN_CPUS_PER_TASK"] = cpus
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
     is_stopped = False
-    while (code := process.poll()) is None:
-        is_stopped |= _wait(wakeup, POLL_SECONDS)
-    return (128 - code if code < 0 else code), is_stopped | _wait(wakeup, 0.0)
+    while not is_stopped and process.poll() is None:
+        is_stopped = _wait(wakeup, POLL_SECONDS)
+    is_stopped |= _wait(wakeup, 0.0)
+    if is_stopped:
+        on_stop()
+    code = process.wait()
+    return (128 - code if code < 0 else code), is_stopped
 
 
 def _wait(wakeup: int, seconds: float) -> bool:
@@ -498,6 +523,9 @@ def _run_of(arguments: Sequence[str], verb: str) -> tuple[RunDir, Journal]:
     given = parser.parse_args(list(arguments))
     run_dir = RunDir(recorded_root(path_argument(given.run)))
     journal = _journal(run_dir, given.folder)
+    if journal.newest_job() is None and files.exists(journal.folder):
+        for job in _unfinished(run_dir, journal):  # Its submission was not answered.
+            journal.append(Submitted(job))
     if journal.newest_job() is None:
         raise UsageError(f"{journal.folder}: no job of `launch slurm` was submitted for this run")
     return run_dir, journal
@@ -523,10 +551,13 @@ def _status(arguments: Sequence[str]) -> int:
 
 def _logs(arguments: Sequence[str]) -> int:
     _, journal = _run_of(arguments, "logs")
-    path = _output(journal, str(journal.newest_job()))
-    data = files.read(path)
-    if data is None:
-        raise UsageError(f"{path}: not there yet; the job has not started")
+    newest, *others = [_output(journal, job) for job in reversed(journal.jobs())]
+    path = next(filter(files.exists, (newest, *others)), None)
+    if path is None:
+        raise UsageError(f"{newest}: not there yet; the job has not started")
+    if path != newest:
+        _say(f"{newest}: not there yet; the end of the job before it, {path}:")
+    data = files.read(path) or b""
     _say("\n".join(data.decode(errors="replace").splitlines()[-TAIL_LINES:]))
     return ExitCode.DONE
 

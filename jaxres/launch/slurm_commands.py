@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shlex
 import subprocess
@@ -12,6 +13,19 @@ from pathlib import Path
 from jaxres.faults import ConfigError, StorageUnavailable
 
 CALL_SECONDS = 60.0
+TIME_LIMIT = "TimeLimit"
+"""Reason that squeue prints of a job that its time limit ends."""
+WATCH = """\
+while sleep 30; do
+  found=$(squeue --noheader --all --jobs="$SLURM_JOB_ID" --format='%T %N') || continue
+  [ "${found%% *}" = RUNNING ] || continue
+  nodes=$(scontrol show hostnames "${found#* }") && [ -n "$nodes" ] || continue
+  printf '%s\\n' "$nodes" | grep -qxF -- "$1" && continue
+  echo "jaxres: node $1, on which the job's script ran, is lost: back in the queue" >> "$2"
+  scontrol requeue "$SLURM_JOB_ID" && exit
+done"""
+"""Shell script of `ScriptWatch`; its arguments: the node, and the output of the job."""
+_BUSY = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE, errno.ESTALE, errno.ETXTBSY)
 ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT"
 """States of a job that Slurm does not start again."""
 _DOWN = re.compile(r"down|fail|error|unk|drain|\*$")
@@ -19,7 +33,8 @@ _DOWN = re.compile(r"down|fail|error|unk|drain|\*$")
 _OUTAGE = re.compile(
     "contact slurm|communication|timed out|zero bytes|standby mode|authentication|munge"
     "|temporarily|connection refused|not connected|connection reset"
-    "|message (send|receive)|credential",
+    "|message (send|receive)|unexpected message|credential|no route to host|unreachable"
+    "|unable to resolve|shutting down|presently disabled|cannot allocate memory|stale file handle",
     re.IGNORECASE,
 )
 """Messages of Slurm's commands, not about the request: the same command may succeed later."""
@@ -46,11 +61,14 @@ def call(*command: str) -> str:
             f"{command[0]}: not found. Run this on a machine where Slurm's commands are installed."
         ) from error
     except OSError as error:
-        raise ConfigError(f"{command[0]} can't be started: {error}") from error
+        end = StorageUnavailable if error.errno in _BUSY else ConfigError
+        raise end(f"{command[0]} can't be started: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise StorageUnavailable(
             f"{command[0]} has not answered in {CALL_SECONDS:.0f} s"
         ) from error
+    if done.returncode < 0:
+        raise StorageUnavailable(f"{command[0]} was ended by signal {-done.returncode}")
     if done.returncode:
         said = (done.stderr or done.stdout).strip().replace("\n", "; ")
         if _OUTAGE.search(said):
@@ -74,12 +92,13 @@ def submit(script: Path, options: Sequence[str]) -> str:
 def state(job: str, columns: str = "%T") -> str | None:
     """Returns what squeue says of a job that has not ended; None: it has, or is unknown."""
     try:
-        found = call("squeue", "--noheader", f"--jobs={job}", f"--format=%T|{columns}")
+        found = call("squeue", "--noheader", "--all", f"--jobs={job}", f"--format=%T|{columns}")
     except ConfigError as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    first, _, rest = found.partition("\n")[0].partition("|")
+    row = next((line for line in found.splitlines() if "|" in line), "")  # Without a banner.
+    first, _, rest = row.partition("|")
     return rest if first and first not in ENDED.split() else None
 
 
@@ -93,15 +112,27 @@ def is_preempted(job: str) -> bool:
 
     With a GraceTime it tells only the tasks; the time limit that squeue prints stays what it was.
     """
-    asked = ("squeue", "--noheader", f"--jobs={job}", "--Format=PreemptTime")
-    return call(*asked)[:1].isdigit()
+    asked = ("squeue", "--noheader", "--all", f"--jobs={job}", "--Format=PreemptTime")
+    return any(line[:1].isdigit() for line in call(*asked).splitlines())
 
 
 def nodes_down(nodes: Sequence[str]) -> set[str]:
     """Returns the nodes that Slurm itself does not use any more."""
-    rows = call("sinfo", "--noheader", "--Node", f"--nodes={','.join(nodes)}", "--format=%N %T")
-    found = (row.split() for row in rows.splitlines())
-    return {name for name, state in found if _DOWN.search(state.lower())}
+    asked = ("sinfo", "--noheader", "--all", "--Node", f"--nodes={','.join(nodes)}")
+    found = (row.split() for row in call(*asked, "--format=%N %T").splitlines())
+    return {row[0] for row in found if len(row) == 2 and _DOWN.search(row[1].lower())}
+
+
+def known_nodes() -> set[str]:
+    """Returns the names of all nodes; `--exclude` with another one is refused."""
+    return set(call("sinfo", "--noheader", "--all", "--Node", "--format=%N").split())
+
+
+def step_flags(nodes: Sequence[str]) -> list[str]:
+    """Returns the flags of srun for one task on each of these nodes of this job."""
+    flags = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+    flags += ["--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
+    return [*flags, "--export=ALL"]  # Else only what sbatch --export names, and no --setup.
 
 
 def nodes_without_daemon(nodes: Sequence[str]) -> set[str]:
@@ -109,11 +140,9 @@ def nodes_without_daemon(nodes: Sequence[str]) -> set[str]:
 
     The controller finds that a node does not answer only after minutes (SlurmdTimeout).
     """
-    flags = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
-    flags += ["--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"]
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            ["srun", *flags, "true"],
+            ["srun", *step_flags(nodes), "--overlap", "true"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -123,3 +152,41 @@ def nodes_without_daemon(nodes: Sequence[str]) -> set[str]:
         )
         return set(re.findall(r"failed on node ([^\s:]+):", done.stderr))
     return set()
+
+
+class ScriptWatch:
+    """A step on another node that puts the job back in the queue if the script's node is lost.
+
+    With --no-kill Slurm keeps such a job with the nodes that are left, and nothing runs on them
+    until its time limit.
+    """
+
+    def __init__(self, *, node: str, output: Path) -> None:
+        self._arguments = (node, str(output))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ScriptWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()  # Slurm ends the step with the job.
+            self._process.wait()
+
+    def ensure_started(self, nodes: Sequence[str]) -> None:
+        """Starts the step on the last of these nodes, unless it runs.
+
+        Args:
+          nodes: usable nodes of the job; with none but the script's, Slurm ends the job itself.
+        """
+        others = [node for node in nodes if node != self._arguments[0]]
+        if not others or (self._process is not None and self._process.poll() is None):
+            return
+        command = ["sh", "-c", WATCH, "sh", *self._arguments]
+        self._process = subprocess.Popen(
+            ["srun", *step_flags(others[-1:]), "--overlap", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            process_group=0,
+        )

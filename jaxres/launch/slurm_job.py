@@ -27,10 +27,12 @@ EARLY_SECONDS = 60.0
 """Slurm may send a job's signal so much earlier than asked."""
 SHORT_FLAGS = {"-N": "nodes", "-x": "exclude", "-J": "job-name", "-o": "output", "-a": "array"}
 SHORT_FLAGS |= {"-d": "dependency", "-n": "ntasks", "-k": "no-kill", "-W": "wait"}
+SHORT_FLAGS |= {"-e": "error", "-M": "clusters"}
 """Short options of sbatch whose long ones are used here."""
 REFUSED_FLAGS = frozenset(
     {
-        *("array", "dependency", "job-name", "nodes", "no-kill", "no-requeue", "ntasks"),
+        *("array", "clusters", "dependency", "error", "job-name", "nodes", "no-kill"),
+        *("no-requeue", "ntasks"),
         *("ntasks-per-node", "open-mode", "output", "signal", "test-only", "wait", "wrap"),
     }
 )
@@ -41,8 +43,8 @@ JOB_VARIABLES = re.compile(
 )
 """What a job has in its environment; sbatch hands on what the new job has no value for."""
 FILTERS = re.compile(
-    "(SQUEUE|SINFO|SCANCEL)_.+|SLURM_TIME_FORMAT|SBATCH_(ARRAY_INX|JOB_NAME|NO_KILL|NO_REQUEUE|"
-    "OPEN_MODE|OUTPUT|REQUEUE|SIGNAL|WAIT)"
+    "(SQUEUE|SINFO|SCANCEL)_.+|SLURM_TIME_FORMAT|SBATCH_(ARRAY_INX|CLUSTERS|ERROR|JOB_NAME|"
+    "NO_KILL|NO_REQUEUE|OPEN_MODE|OUTPUT|REQUEUE|SIGNAL|USE_MIN_NODES|WAIT)"
 )
 """What changes the answers of Slurm's commands, or takes precedence over the job's script."""
 
@@ -153,6 +155,25 @@ def idle_jobs(journal: Sequence[Entry], records: Sequence[Record]) -> int:
             case _:
                 pass
     return count
+
+
+def final_since(journal: Sequence[Entry], job: str) -> int | None:
+    """Returns how the run has ended for good since a job was submitted; None: it has not.
+
+    Such a job has waited beside the one that ended the run: Slurm had put that one back in the
+    queue after it was submitted again, for example.
+
+    >>> journal = [Submitted("1"), Submitted("2"), Final(81), Submitted("3")]
+    >>> final_since(journal, "2"), final_since(journal, "3")
+    (81, None)
+    """
+    found = None
+    for entry in journal:
+        if isinstance(entry, Submitted) and entry.job == job:
+            found = None
+        elif isinstance(entry, Final):
+            found = entry.exit
+    return found
 
 
 def has_failed_to_begin(history: Sequence[AttemptOutcome[str]]) -> bool:
@@ -316,11 +337,44 @@ class JobOptions:
 def check_sbatch(options: Sequence[str]) -> None:
     """Raises UsageError for an option of `--sbatch` that would undo what the script relies on."""
     for option in options:
-        if _sbatch_flag(option) in REFUSED_FLAGS:
+        # A line of a script may have several options, and sbatch takes the start of a name for it.
+        flags = [_sbatch_flag(word) for word in option.split() if word.startswith("-")]
+        if not option.startswith("-"):
+            raise UsageError(
+                f"--sbatch={option}: expected an option, as --sbatch=--gpus-per-node=8"
+            )
+        if any(name.startswith(flag) for flag in flags if flag for name in REFUSED_FLAGS):
             raise UsageError(
                 f"--sbatch={option}: the script of `launch slurm` decides this by itself, and by "
                 "--nodes, --time, --partition and --signal-seconds"
             )
+
+
+def check_time(limit: str, signal_seconds: int) -> None:
+    """Raises UsageError for a time limit before which no step would be trained."""
+    seconds = _limit_seconds(limit)
+    if seconds is not None and seconds <= signal_seconds + EARLY_SECONDS:
+        raise UsageError(
+            f"--time {limit}: the run saves and ends {signal_seconds} s before the limit, at times "
+            f"{EARLY_SECONDS:.0f} s earlier, so it would not train. Give a longer limit, or a "
+            "smaller --signal-seconds"
+        )
+
+
+def _limit_seconds(limit: str) -> float | None:
+    """Returns the seconds of a time limit as sbatch takes it; None: unlimited, or no such limit.
+
+    >>> [_limit_seconds(limit) for limit in ("5", "5:30", "1:00:00", "1-1", "0", "UNLIMITED")]
+    [300.0, 330.0, 3600.0, 90000.0, None, None]
+    """
+    match = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,2}))?(?::(\d{1,2}))?", limit, re.ASCII)
+    if match is None:
+        return None
+    days, *parts = match.groups()
+    first, second, third = (int(part or 0) for part in parts)
+    is_minutes = days is None and parts[2] is None  # "minutes" and "minutes:seconds".
+    seconds = 60 * first + second if is_minutes else 3600 * first + 60 * second + third
+    return float(86400 * int(days or 0) + seconds) or None
 
 
 def _sbatch_flag(option: str) -> str:

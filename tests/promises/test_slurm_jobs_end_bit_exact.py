@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.slurm import Journal
 from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
+from jaxres.launch.slurm_journal import Journal
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
@@ -262,6 +262,31 @@ def test_a_job_with_more_nodes_than_it_needs_goes_on_without_one_that_is_lost(
     first, second = job.journal(Begun)
     assert (lost in first.nodes, lost in second.nodes) == (True, False)
     assert len(job.journal(Submitted)) == 1, "the job was not kept"
+    assert job.journal(Final)[-1].exit == 0, job.printed()
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+@pytest.mark.campaign
+def test_a_job_whose_script_has_lost_its_node_is_put_back_in_the_queue_and_goes_on(
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
+) -> None:
+    """Slurm keeps the job with the nodes that are left, but its script ran on the first one."""
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", "2..3", "mesh.data=2", **held)
+    job.wait_commit(10)
+    (lost, _) = job.journal(Begun)[0].nodes
+    (number,) = [entry.job for entry in job.journal(Submitted)]
+    job.cluster.kill_node(lost)
+    gate.touch()
+    try:
+        job.wait(lambda: job.cluster.state(number) == "PENDING", "requeue")
+        assert f"node {lost}, on which the job's script ran, is lost" in job.printed()
+        job.wait_end()
+    finally:
+        job.cluster.start_node(lost)
+    first, second = job.journal(Begun)
+    assert (lost in first.nodes, lost in second.nodes) == (True, False)
+    assert starts(job.run_dir)[1] >= 10
     assert job.journal(Final)[-1].exit == 0, job.printed()
     assert_bit_exact(job.run_dir, fault_free_pair)
 

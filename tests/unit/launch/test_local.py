@@ -44,6 +44,7 @@ def test_arguments_are_parsed(arguments, options):
         ("c.yaml --hosts 0", "--hosts 0"),
         ("c.yaml --hosts -1", "--hosts -1"),
         ("c.yaml --hosts=two", "--hosts two"),
+        (f"c.yaml --hosts={5000 * '9'}", "--hosts 999"),
         ("c.yaml --hosts 1.5", "--hosts 1.5"),
         ("c.yaml --hosts 4..2", "--hosts 4..2"),
         ("c.yaml --hosts 2..", "--hosts "),

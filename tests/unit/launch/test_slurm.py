@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shlex
 from pathlib import Path
@@ -12,67 +10,15 @@ import pytest
 
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.launch import slurm, slurm_commands
-from jaxres.launch.slurm import Journal
 from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
+from jaxres.launch.slurm_journal import Journal
+from jaxres.runlog import faulty_hosts
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
-from jaxres.supervisor import signals
+from tests.unit.launch.fake_slurm import journal, submit
 
-JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "6"}
 NO_CONTROLLER = "Unable to contact slurm controller (connect failure)"
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
-
-
-class Commands:
-    """Slurm's commands: each prints what a test has set, and its arguments are kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.kept = folder, folder / "calls.txt"
-        self.named = folder / "named.txt"
-        folder.mkdir()
-
-    def set(self, name: str, text: str = "", *, code: int = 0, error: str = "") -> None:
-        """Sets what a command answers from now on."""
-        answer = f"echo {shlex.quote(error)} >&2; printf %s {shlex.quote(text)}; exit {code}"
-        self._write(name, f"{answer}\n")
-
-    def fail_once(self, name: str, error: str, *, then: str) -> None:
-        """Sets a command that fails the first time."""
-        first = self.folder / f"{name}-failed"
-        fails = f"[ -e {first} ] || {{ touch {first}; echo {shlex.quote(error)} >&2; exit 1; }}"
-        self._write(name, f"{fails}\nprintf %s {shlex.quote(then)}\n")
-
-    def _write(self, name: str, body: str) -> None:
-        path = self.folder / name
-        if name == "squeue":  # By name it lists all jobs of a run: none, or what is in a file.
-            body = f'case "$*" in *--name=*) cat {self.named} 2>/dev/null; exit 0;; esac\n{body}'
-        keep = f'echo "{name} $* cpus=$SRUN_CPUS_PER_TASK" >> {self.kept}'
-        path.write_text(f"#!/bin/sh\n{keep}\n{body}")
-        path.chmod(0o755)
-
-    def calls(self, name: str) -> list[str]:
-        """Returns the arguments of each call of a command."""
-        lines = self.kept.read_text().splitlines() if self.kept.exists() else []
-        return [line for line in lines if line.split()[0] == name]
-
-
-@pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    found = Commands(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{found.folder}:/usr/bin:/bin")
-    monkeypatch.chdir(tmp_path)
-    found.set("sbatch", "17;cluster")
-    found.set("squeue")
-    return found
-
-
-def submit(*arguments: str) -> int:
-    return slurm.main(["quickstart", "run.dir=run", *arguments], env={})
-
-
-def journal(kind: type | None = None) -> list:
-    entries = Journal(Path("run/slurm")).read()
-    return [entry for entry in entries if kind is None or isinstance(entry, kind)]
 
 
 def test_a_submission_names_the_job_and_where_its_output_is(commands, capsys):
@@ -101,6 +47,19 @@ def test_a_job_whose_submission_was_not_answered_is_found_by_its_name(commands, 
     commands.named.write_text("17|PENDING\n")
     with pytest.raises(Fenced, match="job 17 of this run is PENDING"):
         submit("--nodes", "2")
+
+
+def test_stop_finds_a_job_whose_submission_was_not_answered(commands, capsys):
+    commands.set("sbatch", code=1, error="Socket timed out on send/recv operation")
+    with pytest.raises(StorageUnavailable):
+        submit("--nodes", "2")
+    with pytest.raises(UsageError, match="no job of `launch slurm` was submitted"):
+        slurm.main(["stop", "run"], env={})
+    commands.named.write_text("17|PENDING\n")
+    commands.set("squeue", "PENDING|PENDING")
+    commands.set("scancel")
+    assert slurm.main(["stop", "run"], env={}) == 0
+    assert commands.calls("scancel") == ["scancel 17 cpus="]
 
 
 @pytest.mark.parametrize(
@@ -213,12 +172,62 @@ def test_a_machine_without_slurm_is_named(commands, monkeypatch):
         (["--nodes", "2", "--sbatch=--array=0-3"], "--sbatch=--array=0-3: the script"),
         (["--nodes", "2", "--sbatch=-J x"], "--sbatch=-J x: the script"),
         (["--nodes", "2", "--sbatch=--nodes=9"], "--sbatch=--nodes=9: the script"),
+        (["--nodes", "2", "--sbatch=--arr=0-3"], "--sbatch=--arr=0-3: the script"),
+        (["--nodes", "2", "--sbatch=--mem=0 -a 0-3"], "--sbatch=--mem=0 -a 0-3: the script"),
+        (["--nodes", "2", "--sbatch=--clusters=b"], "--sbatch=--clusters=b: the script"),
+        (["--nodes", "2", "--sbatch=gpus=8"], "--sbatch=gpus=8: expected an option, as"),
+        (["--nodes", "1..9999999999"], "--nodes 1..9999999999|--nodes 9999999999"),
+        (["--nodes", "1..100001"], "--nodes 100001: expected a whole number from 1 to 100000"),
+        (["--nodes", 5000 * "9"], "--nodes 999"),
+        (["--nodes", "2", "--time", "5"], "--time 5: the run saves and ends 300 s before"),
+        (["--nodes", "2", "--folder", "a#b"], "does not take this name"),
     ],
 )
 def test_bad_arguments_are_one_clear_error(commands, arguments, text):
     with pytest.raises(UsageError, match=text):
         submit(*arguments)
     assert commands.calls("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    "option", ["--mem=0", "--comment=a - b", "-A lab", "--exclusive", "--exclude=n1", "-x n1"]
+)
+def test_other_options_of_sbatch_are_in_the_script(commands, capsys, option):
+    assert submit("--nodes", "2", f"--sbatch={option}", "--dry-run") == 0
+    assert f"#SBATCH {option}\n" in capsys.readouterr().out
+
+
+def test_a_config_whose_name_is_too_long_is_one_clear_error(commands):
+    with pytest.raises(RunError, match="aaa"):
+        slurm.main([300 * "a", "--nodes", "2"], env={})
+
+
+def test_of_two_submissions_at_the_same_time_one_stays(commands):
+    commands.set("scancel")
+    commands.set("sbatch", "17")
+    commands._write("sbatch", f"printf '16|PENDING\\n17|PENDING\\n' > {commands.named}; echo 17")
+    with pytest.raises(Fenced, match="job 16 of this run was submitted at the same time"):
+        submit("--nodes", "2")
+    assert commands.calls("scancel") == ["scancel 17 cpus="]
+    assert journal() == [Submitted("17"), Submitted("16")]
+
+
+def test_nodes_that_have_failed_are_not_asked_for_by_the_first_job(commands):
+    """Without those that this Slurm does not know: the run began elsewhere."""
+    commands.set("sinfo", "n1\nn2\n")
+    run_dir = RunDir(Path("run").resolve())
+    for name in ("n2", "vm-7"):
+        faulty_hosts.exclude(run_dir, name, slot=None, reason="", now=0.0)
+    submit("--nodes", "2")
+    assert "--exclude=n2 " in commands.calls("sbatch")[-1]
+
+
+def test_jobs_and_nodes_of_hidden_partitions_are_seen(commands, trains):
+    commands.set("srun")
+    assert trains() == 0
+    asked = commands.calls("squeue") + commands.calls("sinfo")
+    assert asked
+    assert all("--all" in call for call in asked)
 
 
 def test_a_run_in_a_bucket_needs_a_folder_for_the_output():
@@ -263,6 +272,11 @@ def test_logs_prints_the_end_of_the_newest_output(commands, capsys):
     capsys.readouterr()
     assert slurm.main(["logs", "run"], env={}) == 0
     assert capsys.readouterr().out.splitlines() == [f"line {n}" for n in range(60, 100)]
+    Journal(Path("run/slurm")).append(Submitted("18"))
+    assert slurm.main(["logs", "run"], env={}) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "job-18.txt: not there yet; the end of the job before it" in first
+    assert lines[-1] == "line 99"
 
 
 def test_stop_asks_a_running_job_to_save_and_cancels_one_that_waits(commands, capsys):
@@ -291,26 +305,6 @@ def test_stop_ends_a_job_that_the_journal_does_not_have_too(commands, capsys):
 
 
 # The process of a job.
-
-
-@pytest.fixture
-def trains(commands, monkeypatch):
-    """Runs the process of a job; returns its exit code, or raises its error."""
-    ready, _ = pipe = os.pipe()
-    monkeypatch.setattr(signals, "wakeup_fd", lambda: contextlib.nullcontext(ready))
-    commands.set("scontrol", "n1\nn2\n")
-    commands.set("sinfo", "n1 idle\nn2 allocated\n")
-    commands.set("squeue", "RUNNING|59:00|n[1-2]")
-    submit("--nodes", "2")
-
-    def call(*arguments: str, **env: str) -> int:
-        limits = ("restart.storage_backoff_seconds=0", "restart.backoff_seconds=0")
-        words = ["job", "quickstart", "run.dir=run", *limits, "--nodes", "2", *arguments]
-        return slurm.main(words, env={**os.environ, **JOB, **env})
-
-    yield call
-    for end in pipe:
-        os.close(end)
 
 
 def test_an_attempt_gets_all_nodes_and_the_cpus_of_the_job(commands, trains):
@@ -410,6 +404,37 @@ def test_nodes_that_the_operator_excludes_stay_out_of_the_next_job(commands, tra
     commands.set("sbatch", "18")
     assert trains("--sbatch=--exclude=n[7-9]") == 0
     assert "--exclude=n2,n[7-9]" in commands.calls("sbatch")[-1]
+
+
+def test_a_refusal_without_nodes_that_are_left_out_names_how_to_take_them_again(commands, trains):
+    commands.set("sinfo", "n1 idle\nn2 down*\n")
+    commands.set("sbatch", code=1, error="Requested node configuration is not available")
+    with pytest.raises(ConfigError, match="hosts RUN_DIR --forget NODE"):
+        trains("--sbatch=--exclude=n[7-9]")
+
+
+def test_a_banner_that_a_cluster_prints_before_an_answer_is_skipped(commands, trains):
+    commands.set("srun")
+    commands.set("sinfo", "Welcome to the cluster\nn1 idle\nn2 idle\n")
+    commands.set("squeue", "Welcome to the cluster\nRUNNING|59:00|n[1-2]\n")
+    assert trains() == 0
+    with pytest.raises(Fenced, match="job 17 of this run is"):
+        submit("--nodes", "2")
+
+
+def test_a_command_that_a_signal_ends_is_asked_again(commands, trains):
+    commands.set("srun")
+    killed = commands.folder / "killed"
+    ends = f"[ -e {killed} ] || {{ touch {killed}; kill -9 $$; }}"
+    commands._write("sinfo", f"{ends}\nprintf 'n1 idle\\nn2 idle\\n'")
+    assert trains() == 0
+
+
+def test_all_that_the_script_has_set_reaches_the_tasks(commands, trains):
+    """With `sbatch --export=NONE` srun hands on nothing else: no line of --setup."""
+    commands.set("srun")
+    assert trains() == 0
+    assert "--export=ALL" in commands.calls("srun")[-1]
 
 
 def test_a_node_whose_daemon_does_not_answer_is_left_out_before_slurm_knows(commands, trains):
