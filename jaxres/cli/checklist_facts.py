@@ -142,7 +142,7 @@ def gather(
     gce, starts_here = config.launch.gce, is_here
     if gce is not None:
         per_host = num_gpus(gce.capacity_options[0].machine_type) or 0
-        is_here, num_hosts = False, gce.num_hosts
+        is_here, num_hosts = False, gce.most_hosts
         num_devices, platform = max(1, per_host) * num_hosts, "gpu" if per_host else "cpu"
     has_gpus = is_here and platform == "gpu"
     cuda, nccl = _cuda_plugin() if has_gpus else (None, None)

@@ -355,7 +355,7 @@ def _fleet(options: argparse.Namespace, config: RunConfig | None, run: Measured 
     per_host = per_host or int(DEFAULTS["--gpus-per-host"])
     count = options.gpus
     if count is None and gce is not None:
-        count = gce.num_hosts * per_host
+        count = gce.most_hosts * per_host
     if count is None and run is not None:
         count = run.num_gpus
     if count is None:

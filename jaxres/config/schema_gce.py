@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt
+from pydantic_core import PydanticCustomError
 
 from jaxres.config.base import PositiveFloat, Section, free
 
@@ -17,6 +19,20 @@ Tag = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 MetadataKey = Annotated[str, Field(pattern=r"^[-_a-zA-Z0-9]{1,128}$")]
 PolicyName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+def _parse_hosts(value: Any) -> int | str:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    found = re.fullmatch(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})", str(value))
+    if found is None or int(found[1]) > int(found[2]):
+        text = "must be a whole number, at least 1, or a range A..B"
+        raise PydanticCustomError("num_hosts", text)
+    return found[0]
+
+
+NumHosts = Annotated[int | str, PlainValidator(_parse_hosts)]
+"""A number, or a range A..B with the smaller number first."""
 
 
 class CommonOptionFields(Section):
@@ -106,8 +122,11 @@ class GceSection(Section):
 
     project: str = free(...)
     """Google Cloud project that is billed."""
-    num_hosts: PositiveInt = free(1)
-    """Number of VMs of the job."""
+    num_hosts: NumHosts = free(1)
+    """Number of VMs of the job; A..B: B, and down to A of them while there is no capacity for more.
+
+    The job then trains with as many as the mesh and the batch allow, and gets the others back once
+    there is capacity for them and the time that is left pays for the restart."""
     spares: NonNegativeInt = free(0)
     """Number of further VMs that wait, ready, to replace lost VMs of the job at once.
 
@@ -207,3 +226,17 @@ class GceSection(Section):
     """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
     max_backoff_minutes: NonNegativeInt = free(60)
     """Longest backoff before an option without capacity is tried again."""
+
+    @property
+    def least_hosts(self) -> int:
+        """Smallest number of VMs with which the job trains."""
+        return self._hosts()[0]
+
+    @property
+    def most_hosts(self) -> int:
+        """Number of VMs that the job asks for."""
+        return self._hosts()[1]
+
+    def _hosts(self) -> tuple[int, int]:
+        least, _, most = str(self.num_hosts).partition("..")
+        return int(least), int(most or least)

@@ -22,6 +22,7 @@ from jaxres.launch import (
     instance_spec,
     job_conditions,
     reconcile,
+    run_speed,
     step_line,
     transition_events,
 )
@@ -355,6 +356,7 @@ class Controller:
                 end.body if end and isinstance(end.body, run_log.AttemptEnded) else None,
                 end.seq if end else 0,
                 longest_wait(run_log.in_force(self._records)),
+                run_speed.measure(self._records),
             )
         now = self.clock.monotonic()
         if more or now - self._left_out_at >= LIST_SECONDS:  # `jaxres hosts` works at any time.

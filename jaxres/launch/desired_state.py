@@ -188,6 +188,8 @@ class DesiredState:
     """How often a spare was lost or refused since all of them were ready."""
     spares_not_before: float = 0.0
     """Earliest next request for spares, in seconds since the epoch."""
+    grow_after: int | None = None
+    """Step after whose commit the attempt ends, because more hosts are ready; see elastic.py."""
     creation: PendingCreate | None = None
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""

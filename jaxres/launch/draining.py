@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.cluster.host_identity import HostIdentity
+from jaxres.launch import elastic
 from jaxres.launch.desired_state import DesiredState, Transition
 from jaxres.launch.observed_state import ObservedState
 from jaxres.runlog import faulty_hosts
@@ -32,7 +33,10 @@ def note(found: Transition, observed: ObservedState) -> Transition:
     """Records which hosts are drained, and adds a line for each new one."""
     desired = found.desired
     drained = to_drain(desired, observed)
-    if tuple(drained) == desired.draining:
+    names = tuple(drained)
+    if not drained and elastic.must_restart(desired, observed):
+        names = (desired.hosts[0].name,)
+    if names == desired.draining:
         return found
     lines = (
         f"{name}: is drained ({reason}); the attempt saves and ends, then the VM is replaced"
@@ -41,7 +45,7 @@ def note(found: Transition, observed: ObservedState) -> Transition:
     )
     return replace(
         found,
-        desired=replace(desired, draining=tuple(drained)),
+        desired=replace(desired, draining=names),
         messages=(*found.messages, *lines),
     )
 

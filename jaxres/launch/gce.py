@@ -30,6 +30,7 @@ from jaxres.launch import (
     code_package,
     controller,
     draining,
+    elastic,
     gce_status,
     instance_spec,
     job_alerts,
@@ -242,6 +243,7 @@ def _up(
             job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
             return ExitCode.DONE
         alert_sender.resolve(config.alerts, env=env)
+        elastic.check_range(config)
         for warning in preflight.check(_gce(config), compute, run):
             print_line(warning)
         code_package.list_files(_gce(config).package)  # Errors appear before the lease is taken.
@@ -260,7 +262,7 @@ def _up(
             for vm in vms:
                 print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
             desired = _upload_job(config, paths, desired, clock, vms)
-            print_line(f"{run}: {_gce(config).num_hosts} VMs are requested")
+            print_line(f"{run}: {_gce(config).most_hosts} VMs are requested")
         else:
             config = job_config.adopt(config, desired, paths, print_line)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")

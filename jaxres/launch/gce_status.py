@@ -204,8 +204,10 @@ def _vm_lines(
         n: BootReport.of(metadata)
         for n, (_, metadata) in gcs_objects.list_metadata(paths.boots).items()
     }
-    vms = (*desired.vms, *desired.early_vms)
-    lines = [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
+    vms, lines = (*desired.vms, *desired.early_vms), list[str]()
+    if 0 < len(desired.vms) < gce.most_hosts:
+        lines.append(f"  {len(desired.vms)} hosts now (launch.gce.num_hosts={gce.num_hosts})")
+    lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
     lines += [
         f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; a spare"
         for vm in desired.spares

@@ -202,7 +202,7 @@ def _short(link: str) -> str:
 
 def firewall(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
     """Yields whether firewall rules close ports on which the VMs connect to each other."""
-    if gce.num_hosts == 1:
+    if gce.most_hosts == 1:
         return
     for region in regions_of(gce):
         interface = _interface(gce, reader, region)

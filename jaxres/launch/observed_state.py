@@ -16,6 +16,7 @@ from typing import Literal
 
 from jaxres.launch.boot_report import VmBoot
 from jaxres.launch.capacity_options import CreateErrorKind
+from jaxres.launch.run_speed import RunSpeed
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import AttemptEnded
 
@@ -145,6 +146,7 @@ class RunLogSummary:
     """Number of that record."""
     longest_wait: float | None = None
     """Longest time between two commits of one attempt, in seconds; None: there were no two yet."""
+    speed: RunSpeed = field(default_factory=RunSpeed)
     faulty_hosts: tuple[FaultyHost, ...] = ()
     """VMs whose hardware has failed, with their physical hosts."""
 

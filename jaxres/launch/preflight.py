@@ -41,9 +41,9 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     gce, paths = config.launch.gce, LaunchPaths(run)
     assert gce is not None, config
     desired = new_state(paths.label, DIGEST, DIGEST, now=0, after=None, run_id=RUN_ID)
-    names: tuple[str, ...] = tuple(f"{desired.name_prefix}-{n:04d}" for n in range(gce.num_hosts))
+    names: tuple[str, ...] = tuple(f"{desired.name_prefix}-{n:04d}" for n in range(gce.most_hosts))
     found = [
-        f"project {gce.project}, run {run}: {gce.num_hosts} VMs, all in one zone, all or none:",
+        f"project {gce.project}, run {run}: {gce.most_hosts} VMs, all in one zone, all or none:",
         f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({RUN_ID}: random)",
         "tried in this order:",
     ]
@@ -72,7 +72,7 @@ def _option_lines(gce: GceSection) -> list[str]:
         price = option.dollars_per_hour
         costs = "price unknown: give dollars_per_hour"
         if price is not None:
-            costs = f"${price * (gce.num_hosts + gce.spares):.2f} an hour for all"
+            costs = f"${price * (gce.most_hosts + gce.spares):.2f} an hour for all"
         found.append(
             f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
@@ -163,7 +163,7 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     assert gce is not None, config
     results = [*_results(gce, compute, run)]
     num_failed = sum(result.state == "failed" for result in results)
-    found = [f"project {gce.project}, run {run}: {gce.num_hosts} VMs", *table(results)]
+    found = [f"project {gce.project}, run {run}: {gce.most_hosts} VMs", *table(results)]
     found += ["prices:", *_option_lines(gce), *_spare_lines(gce), *_limit_lines(config)]
     counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
     found += [f"{counts}; nothing was created"]

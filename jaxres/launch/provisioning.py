@@ -111,7 +111,7 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
         code = ExitCode.NO_PROGRESS if is_denied else ExitCode.CONFIG
         return Transition(replace(desired, end=JobEnd(code, reason, observed.now)))
     new = replace(desired, placement=desired.placement + 1, refill_since=None)
-    new, names = new_names(new, gce.num_hosts)
+    new, names = new_names(new, gce.most_hosts)
     vms = tuple(VmSpec(name, site.zone, site.option, observed.now) for name in names)
     new = with_request(replace(new, vms=vms), names)
     option = gce.capacity_options[site.option]
@@ -173,7 +173,8 @@ def _await_creation(
         new = replace(new, freed_at=observed.now)
     is_refill = len(requested) < len(desired.vms) or bool(desired.spares)
     since = desired.refill_since if desired.refill_since is not None else observed.now
-    if is_refill and observed.now - since < 60 * gce.repair_minutes:
+    is_elastic = gce.least_hosts < gce.most_hosts  # elastic.py decides what follows.
+    if is_refill and (is_elastic or observed.now - since < 60 * gce.repair_minutes):
         return Transition(_renamed(new, requested, now=observed.now), (reason,), lost_kinds)
     return Transition(release_all(new, now=observed.now), (reason,), lost_kinds)
 

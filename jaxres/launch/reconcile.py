@@ -15,6 +15,7 @@ from jaxres.launch import (
     capacity_options,
     draining,
     early_replacement,
+    elastic,
     job_conditions,
     lost_vms,
     provisioning,
@@ -64,10 +65,12 @@ def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -
         most = config.restart.max_preemptions_without_commit
         if not any(vm.name in observed.reports for vm in desired.vms):
             most = config.restart.max_attempts_without_commit  # No agent has ever reported.
-        found = provisioning.provision(desired, observed, gce, most_unready=most)
+        found = elastic.resize(desired, observed, config)
+        if not found.messages:
+            found = provisioning.provision(desired, observed, gce, most_unready=most)
         return spare_requests.note(found, observed, config)
     found = early_replacement.note(while_running(desired, observed, config), observed, config)
-    return spare_requests.note(found, observed, config)
+    return elastic.note(spare_requests.note(found, observed, config), observed, config)
 
 
 def _count_replacements(

@@ -175,7 +175,7 @@ def reservations(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResul
                 problems = [*_reservation(gce, option, found, zone, key)]
                 yield from problems
                 if not problems:
-                    text = f"{option.reservation} in {zone} has room for {gce.num_hosts} VMs"
+                    text = f"{option.reservation} in {zone} has room for {gce.most_hosts} VMs"
                     yield CheckResult("reservations", "ok", text)
 
 
@@ -214,21 +214,21 @@ def _reservation(
         return
     if not machine_type:  # An aggregate reservation has no number of VMs.
         return
-    if specific.count < gce.num_hosts:
+    if specific.count < gce.most_hosts:
         yield CheckResult(
             "reservations",
             "failed",
             f"{name} is for {specific.count} VMs, launch.gce.num_hosts is {gce.num_hosts}",
             f"`gcloud compute reservations update {found.name} --zone {zone} "
-            f"--vm-count {gce.num_hosts}`, or fewer hosts",
+            f"--vm-count {gce.most_hosts}`, or fewer hosts",
             key,
         )
-    elif specific.count - specific.in_use_count < gce.num_hosts:
+    elif specific.count - specific.in_use_count < gce.most_hosts:
         yield CheckResult(
             "reservations",
             "warning",
             f"{name} has {specific.count - specific.in_use_count} of {specific.count} VMs free "
-            f"now, needed: {gce.num_hosts}",
+            f"now, needed: {gce.most_hosts}",
             "The job waits until VMs that use it are deleted, or takes the next option",
             key,
         )
@@ -284,7 +284,7 @@ def _site_shortages(
     needed = quota_needs.needs(
         option,
         None if machine is None else _size(machine),
-        num_hosts=gce.num_hosts,
+        num_hosts=gce.most_hosts,
         disk_type=gce.disk_type if has_own_disk else None,
         disk_gb=gce.disk_gb if has_own_disk else None,
     )

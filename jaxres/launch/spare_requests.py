@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
-from jaxres.launch import lost_vms, provisioning, spares
+from jaxres.launch import elastic, lost_vms, provisioning, spares
 from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.observed_state import ObservedState
 
@@ -25,14 +25,18 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
     assert gce is not None, config
     if found.desired.phase not in ("placing", "running") or found.desired.end is not None:
         return found
-    if not gce.spares and not found.desired.spares:
+    wanted = gce.spares + elastic.num_lacking(
+        found.desired, observed, config, factor=elastic.GROW_FACTOR
+    )
+    if not wanted and not found.desired.spares:
         return found
-    found = _reset_wait(_without_lost(found, observed, gce), observed, gce)
+    found = _reset_wait(_without_lost(found, observed, gce), wanted, observed, gce)
     if found.desired.creation is not None and found.desired.creation.is_of_spares:
         return _await_creation(found, observed, gce)
-    if not _may_request(found.desired, observed, config):
+    found = _without_surplus(found, observed, config)
+    if not _may_request(found.desired, wanted, observed, config):
         return found
-    return _request(found, gce, now=observed.now)
+    return _request(found, wanted, now=observed.now)
 
 
 def _without_lost(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
@@ -67,10 +71,27 @@ def _wait(desired: DesiredState, *, now: float) -> DesiredState:
     return replace(desired, spare_failures=failures, spares_not_before=now + seconds)
 
 
-def _reset_wait(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
+def _without_surplus(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
+    """Deletes VMs that wait to become hosts, once a restart with them would not pay."""
+    gce, desired = config.launch.gce, found.desired
+    assert gce is not None, config
+    if desired.phase != "running" or desired.grow_after is not None:
+        return found
+    kept = gce.spares + elastic.num_lacking(desired, observed, config, factor=elastic.KEEP_FACTOR)
+    names = [vm.name for vm in desired.spares[kept:]]
+    if not names:
+        return found
+    lines = tuple(f"{name}: is deleted; a restart with it would not pay any more" for name in names)
+    new = _dropped(desired, {*names}, now=observed.now)
+    return replace(found, desired=new, messages=(*found.messages, *lines))
+
+
+def _reset_wait(
+    found: Transition, wanted: int, observed: ObservedState, gce: GceSection
+) -> Transition:
     desired = found.desired
     num_ready = len(spares.find_ready(desired, observed, gce)) if desired.spare_failures else 0
-    if not num_ready or num_ready < gce.spares:
+    if not num_ready or num_ready < wanted:
         return found
     return replace(found, desired=replace(desired, spare_failures=0, spares_not_before=0.0))
 
@@ -90,13 +111,15 @@ def _await_creation(found: Transition, observed: ObservedState, gce: GceSection)
     return replace(found, desired=replace(new, creation=None), messages=(*found.messages, line))
 
 
-def _may_request(desired: DesiredState, observed: ObservedState, config: RunConfig) -> bool:
+def _may_request(
+    desired: DesiredState, wanted: int, observed: ObservedState, config: RunConfig
+) -> bool:
     """Returns whether spares are lacking, and may be requested now; not if no attempt follows."""
     gce = config.launch.gce
     assert gce is not None, config
     if desired.phase != "running" or desired.creation is not None:
         return False
-    if len(desired.spares) >= gce.spares:
+    if len(desired.spares) >= wanted:
         return False
     is_ending = observed.stop_requested or observed.down_requested
     if is_ending or observed.log.step >= config.train.steps:
@@ -107,10 +130,10 @@ def _may_request(desired: DesiredState, observed: ObservedState, config: RunConf
     return provisioning.may_add(desired, desired.vms[0], observed, gce)
 
 
-def _request(found: Transition, gce: GceSection, *, now: float) -> Transition:
+def _request(found: Transition, wanted: int, *, now: float) -> Transition:
     """Requests all spares that are lacking, by one creation in the zone of the hosts."""
     desired, like = found.desired, found.desired.vms[0]
-    new, names = provisioning.new_names(desired, gce.spares - len(desired.spares))
+    new, names = provisioning.new_names(desired, wanted - len(desired.spares))
     more = tuple(VmSpec(name, like.zone, like.option, now) for name in names)
     new = replace(new, spares=(*desired.spares, *more))
     line = f"requesting {len(names)} more in {like.zone} as spares"

@@ -25,7 +25,7 @@ def record(before: DesiredState, found: Transition, observed: ObservedState) -> 
     if after is before:
         return found
     new = [*_ends(before, found, observed), *_requests(before, after, observed)]
-    new += _starts(before, after, observed)
+    new += [*_resizes(before, after), *_starts(before, after, observed)]
     return replace(found, desired=with_events(after, new, observed))
 
 
@@ -112,6 +112,15 @@ def _requests(
     if next_one is not None and not next_one.is_of_spares and next_one != request:
         zone = next(vm.zone for vm in after.all_vms if vm.name in next_one.names)
         yield "vms_requested", {"vms": next_one.names, "zone": zone}
+
+
+def _resizes(before: DesiredState, after: DesiredState) -> Iterator[Fields]:
+    """Yields that the job has got another number of hosts."""
+    were, are = len(before.vms), len(after.vms)
+    if were and are and were != are:
+        kind: LaunchEventKind = "shrunk" if are < were else "grown"
+        fields = {"vms": tuple(vm.name for vm in after.vms), "zone": after.vms[0].zone}
+        yield kind, {**fields, "reason": f"{are} hosts instead of {were}"}
 
 
 def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) -> Iterator[Fields]:

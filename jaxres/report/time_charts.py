@@ -39,7 +39,13 @@ GROUPS: Mapping[str, Sequence[Activity]] = {
 }
 """Classes of time that have one color, and their name in the legend."""
 GROUP_OF = {activity: name for name, group in GROUPS.items() for activity in group}
-VM_EVENTS = {"vm_lost": "lost", "request_failed": "interrupted", "vms_created": "useful"}
+VM_EVENTS = {
+    "vm_lost": "lost",
+    "request_failed": "interrupted",
+    "shrunk": "interrupted",
+    "vms_created": "useful",
+    "grown": "useful",
+}
 """Events of the launcher that the timeline shows, with their color."""
 
 

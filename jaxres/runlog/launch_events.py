@@ -25,6 +25,8 @@ LaunchEventKind = Literal[
     "request_failed",
     "vms_created",
     "agent_reported",
+    "shrunk",
+    "grown",
     "job_ending",
     "job_ended",
     "commits_stalled",

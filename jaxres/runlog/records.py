@@ -201,7 +201,8 @@ RECORDS: TaggedCodec[Body] = TaggedCodec(
 class Record:
     """A numbered record: its body, the attempt that wrote it, and the time.
 
-    The time is for display, and for policies that keep one step a day; nothing else uses it.
+    The time is for display, for policies that keep one step a day, and for the launcher's estimates
+    of how long steps and commits take; nothing else uses it.
     """
 
     seq: int

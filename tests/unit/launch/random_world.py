@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -28,6 +29,7 @@ from jaxres.launch.observed_state import (
     RunLogSummary,
     VmStatus,
 )
+from jaxres.launch.run_speed import RunSpeed
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.run_log import AttemptEnded
@@ -38,6 +40,8 @@ FAR_SECONDS = 60 * 86400.0
 EXITS = (1, 137, 139, *(code for code in ExitCode if code not in (ExitCode.DONE, ExitCode.USAGE)))
 FINAL = (ExitCode.STOPPED, ExitCode.CONFIG, ExitCode.DIVERGED, ExitCode.UNRESTORABLE)
 """Exits that end a job at once."""
+STEP_SECONDS, START_SECONDS = 6.0, 5.0
+"""Mean time of a step with any number of hosts, and of the start of an attempt."""
 FaultKind = Literal[
     "preempted",
     "preempted_with_notice",
@@ -139,9 +143,13 @@ class RandomWorld:
     events_stored: dict[int, LaunchEvent] = field(default_factory=dict)
     """Events of the launcher that are no longer in the desired state, by number."""
     seen: list[str] = field(default_factory=list)
+    speed: RunSpeed = field(default_factory=RunSpeed)
+    kinds: Counter[str] = field(default_factory=Counter)
+    """How often the launcher has recorded each kind of event."""
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
+        self.draw_save = random.Random(f"saves-{self.seed}")
         self._count = itertools.count(1)
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._away: dict[str, float] = {"bucket": 0.0, "service": 0.0}
@@ -203,6 +211,15 @@ class RandomWorld:
         elif kind == "hang" and self.desired is not None and self.desired.attempt:
             self._hung_attempt = self.desired.attempt
             self.num_faults += 1
+
+    def lose_in_a_stockout(self, draw: random.Random) -> None:
+        """Ends some VMs, and creates none of any capacity option for a while."""
+        living = [vm for vm in self.vms.values() if vm.is_alive]
+        for number, option in enumerate(self.gce.capacity_options):
+            for zone in option.zones:
+                self._stockouts[number, zone] = self.now + draw.uniform(60, 1500)
+        for vm in draw.sample(living, min(len(living), draw.choice([1, 1, 2, 3]))):
+            self.hit(vm, draw.choice(LOSSES))
 
     def hit(self, vm: ModelVm, kind: FaultKind) -> None:
         """Does to one VM what a fault does."""
@@ -389,6 +406,10 @@ class RandomWorld:
     def write(self, desired: DesiredState) -> None:
         """Makes a state the desired one; the agents follow it a little later."""
         before, self.desired = self.desired, desired
+        if desired.draining and (before is None or before.draining != desired.draining):
+            for vm in (self.vms[name] for name in desired.draining if name in self.vms):
+                save = self.draw_save.uniform(2, 20)
+                self.after(save, lambda vm=vm: self._finish(vm, ExitCode.PREEMPTED))
         if before is None or (before.attempt, before.phase) != (desired.attempt, desired.phase):
             for vm in self.vms.values():
                 self.after(self.draw.uniform(1, 4), lambda vm=vm: self._follow(vm))
@@ -492,4 +513,9 @@ class RandomWorld:
 
     def log(self) -> RunLogSummary:
         seq, end = self.last_end or (0, None)
-        return RunLogSummary(self.step, self.log_seq, end, seq, 30.0, tuple(self.faulty))
+        hosts = len(self.desired.hosts) if self.desired is not None else 0
+        self.speed = (
+            RunSpeed(STEP_SECONDS * hosts, START_SECONDS) if hosts and self.step else self.speed
+        )
+        known = tuple(self.faulty)
+        return RunLogSummary(self.step, self.log_seq, end, seq, 30.0, self.speed, known)

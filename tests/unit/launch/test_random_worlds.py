@@ -18,7 +18,7 @@ import pytest
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import reconcile, spares, transition_events
+from jaxres.launch import elastic, reconcile, spares, transition_events
 from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, PendingCreate
 from jaxres.launch.observed_state import CreateFailed, ObservedState, StateObserver
@@ -30,11 +30,14 @@ from tests.unit.launch.random_world import (
     HARMLESS,
     LOSSES,
     NOTICES,
+    START_SECONDS,
+    STEP_SECONDS,
     FaultKind,
     ModelVm,
     RandomWorld,
 )
 
+RESTART_SECONDS = elastic.LEAVE_SECONDS + START_SECONDS
 FAULT_SECONDS = 1500.0
 """Faults begin within this time."""
 PATIENCE_SECONDS = 2400.0
@@ -53,7 +56,7 @@ EVERLASTING: tuple[FaultKind, ...] = (
 
 
 @functools.cache
-def job(hosts: int, options: int, num_spares: int = 0) -> RunConfig:
+def job(hosts: int | str, options: int, num_spares: int = 0) -> RunConfig:
     return config(
         num_hosts=hosts,
         spares=num_spares,
@@ -184,8 +187,14 @@ def check_change(
     if since is not None and observed.now - since >= 60 * world.gce.repair_minutes:
         return  # The zone has no capacity for the others.
     unused = {vm.name: vm.replaces for vm in before.early_vms}
+    more = world.gce.most_hosts - len(after.vms)
+    left = STEP_SECONDS * (world.steps - observed.log.step)
+    is_useless = more > 0 and left * more / world.gce.most_hosts <= RESTART_SECONDS
+    waiting = {spare.name for spare in before.spares} if is_useless else set[str]()
     for name in gone & world.vms.keys():
         vm = world.vms[name]
+        if name in waiting and after.phase == "running":
+            continue  # It waited to become a host, which would not pay any more.
         if name in unused:
             old = world.vms.get(unused[name])
             assert unused[name] in after.names, "a replacement is deleted, and so is its VM"
@@ -205,8 +214,10 @@ def check_spares(
 ) -> None:
     """Checks that spares are no hosts, and that a ready one does not wait beside an empty slot."""
     names = {vm.name for vm in after.spares}
-    assert len(names) <= world.gce.spares, "too many spares"
-    assert len(after.hosts) in (0, world.gce.num_hosts), "another number of hosts"
+    lacking = world.gce.most_hosts - len(after.vms) if after.vms else 0
+    assert len(names) <= world.gce.spares + lacking, "too many spares"
+    allowed = elastic.allowed_counts(world.config, option=0)
+    assert len(after.hosts) in (0, world.gce.most_hosts, *allowed), "another number of hosts"
     assert names.isdisjoint(host.name for host in after.hosts), "a spare is a host"
     assert names.isdisjoint(vm.name for vm in after.vms), "a spare has a slot"
     creations = (before.creation, after.creation)
@@ -275,7 +286,7 @@ def check_events(world: RandomWorld) -> None:
     assert world.desired is not None
     found = world.events_stored | {event.number: event for event in world.desired.events}
     assert sorted(found) == list(range(world.desired.num_events)), "an event is lost"
-    kinds = Counter(event.kind for event in found.values())
+    kinds = world.kinds = Counter(event.kind for event in found.values())
     assert kinds["attempt_started"] == world.desired.attempt, "a start is lost or counted twice"
     assert kinds["attempt_ended"] in (world.desired.attempt - 1, world.desired.attempt), kinds
     assert kinds["job_ended"] == 1, kinds
@@ -288,7 +299,7 @@ def bound(world: RandomWorld) -> int:
 
     A fault costs a VM; where the zone has no other one, it costs all of them.
     """
-    hosts = world.gce.num_hosts + world.gce.spares
+    hosts = world.gce.most_hosts + world.gce.spares
     if world.always is not None and world.always not in HARMLESS:
         return hosts * (REPLACEMENTS + 2)
     return hosts * (1 + world.num_faults)
@@ -299,8 +310,10 @@ def made(seed: int) -> RandomWorld:
     draw = random.Random(f"faults-{seed}")
     hosts, options = draw.choice([1, 2, 4]), draw.randrange(len(OPTIONS))
     num_spares = random.Random(f"spares-{seed}").choice([0, 1, 2])
-    settings = job(hosts, options, num_spares)
-    world = RandomWorld(f"world-{seed}", settings, steps=draw.choice([3, 30, 60]))
+    is_elastic = hosts == 4 and random.Random(f"elastic-{seed}").random() < 0.6
+    settings = job(f"{1 + seed % 2}..4" if is_elastic else hosts, options, num_spares)
+    steps = draw.choice([3, 30, 60])
+    world = RandomWorld(f"world-{seed}", settings, steps=10 * steps if is_elastic else steps)
     world.config = world.config.model_copy(
         update={"train": world.config.train.model_copy(update={"steps": world.steps})}
     )
@@ -318,6 +331,11 @@ def made(seed: int) -> RandomWorld:
         kind = draw.choice(kinds)
         world.after(at, lambda kind=kind: world.inject(kind))
         world.faults_until = at + 1500.0  # A stockout takes so long.
+    if is_elastic:
+        scarce = random.Random(f"scarce-{seed}")
+        for at in (scarce.uniform(0, 15.0 * steps) for _ in range(scarce.randint(1, 3))):
+            world.after(at, lambda: world.lose_in_a_stockout(scarce))
+            world.faults_until = max(world.faults_until, at + 1500.0)
     return world
 
 
@@ -353,6 +371,7 @@ def ends(seeds: Sequence[int]) -> Counter[int | str]:
         desired: Any = world.desired
         counts[desired.end.exit] += 1
         counts["spares used"] += world.num_spares_used > 0
+        counts.update(dict.fromkeys(("shrunk", "grown") & world.kinds.keys(), 1))
     return counts
 
 
@@ -362,3 +381,5 @@ def test_every_job_trains_or_ends_and_no_healthy_vm_is_deleted_in_random_worlds(
     assert counts[ExitCode.DONE] > 50, counts
     assert counts["spares used"] > 1, "spares were not tested"
     assert counts[ExitCode.NO_PROGRESS] > 2, counts
+    assert counts["shrunk"] > 2, counts
+    assert counts["grown"] > 0, counts
