@@ -16,6 +16,7 @@ LabelValue = Annotated[str, Field(pattern=r"^[-_a-z0-9]{0,63}$")]
 Tag = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 MetadataKey = Annotated[str, Field(pattern=r"^[-_a-zA-Z0-9]{1,128}$")]
 PolicyName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+NicType = Literal["GVNIC", "VIRTIO_NET", "IDPF", "MRDMA", "IRDMA"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -132,6 +133,10 @@ class GceSection(Section):
     {region} is replaced by the zone's region. One of a Shared VPC is
     projects/HOST_PROJECT/regions/{region}/subnetworks/S. Empty: the default network, or the
     template's."""
+    nic_types: tuple[NicType, ...] = free(())
+    """Types of the network interfaces, in the order of subnetworks; empty: Compute Engine chooses.
+
+    Interfaces of an RDMA network (A3 Ultra, A4, A4X) must be MRDMA, all others may not be."""
     external_ip: bool = free(False)
     """Whether the first network interface of a VM gets an external IPv4 address.
 

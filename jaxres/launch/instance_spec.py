@@ -61,6 +61,8 @@ class Machine:
     metadata: Mapping[str, str]
     has_notice: bool = True
     """Whether a preemption notice is requested, if the capacity option has one."""
+    image: str = ""
+    """Boot image to use instead of launch.gce.image; empty: none."""
     template_metadata: Mapping[str, str] = field(default_factory=dict)
     """Metadata of the template, which a request would replace as a whole (JSON merge patch)."""
 
@@ -123,7 +125,7 @@ class Machine:
         if gce.resource_policies:
             found["resource_policies"] = [policies + name for name in gce.resource_policies]
         if gce.image is not None:
-            found["disks"] = [self._disk(gce.image, disk_types)]
+            found["disks"] = [self._disk(self.image or gce.image, disk_types)]
         if gce.subnetworks or gce.template is None:
             found["network_interfaces"] = self._interfaces()
         if gce.service_account is not None or gce.template is None:
@@ -175,6 +177,8 @@ class Machine:
         full = [n if "/" in n else f"regions/{region}/subnetworks/{n}" for n in names]
         found: list[dict[str, Any]] = [{"subnetwork": name} for name in full]
         found = found or [{"network": "global/networks/default"}]
+        for one, nic_type in zip(found, self.gce.nic_types, strict=False):
+            one["nic_type"] = nic_type
         if self.gce.external_ip:
             found[0]["access_configs"] = [{"name": "External NAT", "type_": "ONE_TO_ONE_NAT"}]
         return found

@@ -307,6 +307,14 @@ WARNINGS: dict[str, tuple[Arrange, dict[str, Any], str]] = {
 }
 
 
+def test_gpus_without_their_rdma_network_are_a_warning(gce: GceEmulator) -> None:
+    ultra = {**GPU, "machine_type": "a3-ultragpu-8g"}
+    fields = {"capacity_options": [ultra], "disk_type": "hyperdisk-balanced"}
+    (warning,) = check(gce, **fields)
+    assert "a3-ultragpu-8g is used without MRDMA interfaces" in warning
+    assert check(gce, **fields, num_hosts=1) == []
+
+
 @pytest.mark.parametrize("case", WARNINGS)
 def test_what_may_break_the_first_run_is_a_warning(gce: GceEmulator, case: str) -> None:
     arrange, fields, text = WARNINGS[case]
