@@ -81,7 +81,9 @@ def _base_names(base: Node | None, problems: list[Problem]) -> list[str]:
     if all(isinstance(name, str) and name for name in names):
         return names
     got = show(plain(base))
-    text = f"must be a path relative to this file, a built-in config, or a list of these (got {got})"
+    text = (
+        f"must be a path relative to this file, a built-in config, or a list of these (got {got})"
+    )
     problems.append(Problem("base", text, base.where))
     return []
 

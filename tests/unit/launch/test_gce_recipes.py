@@ -1,4 +1,4 @@
-"""Each config of `configs/gce/` is accepted as a base, by the checks of `up`, and by the service."""
+"""Each config of `configs/gce/` is accepted as a base, by the checks of `up`, by the service."""
 
 from __future__ import annotations
 
