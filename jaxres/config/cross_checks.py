@@ -27,7 +27,7 @@ from jaxres.config.schema_data import (
     TokensSource,
     single_sources,
 )
-from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
 from jaxres.config.schema_model import CustomModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
 from jaxres.config.schema_optimizer import (
@@ -482,6 +482,11 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
             others=("launch.gce.template",),
         )
     yield from _nic_types(gce)
+    runtime = gce.runtime
+    if isinstance(runtime, PythonRuntime) and runtime.python_version and not runtime.packages:
+        yield Problem(
+            "launch.gce.runtime.packages", "is empty; a new Python needs jaxres' packages"
+        )
     for key, names in (("labels", gce.labels), ("metadata", gce.metadata)):
         for name in names:
             if name.startswith("jaxres-") or (key, name) == ("metadata", "startup-script"):

@@ -83,6 +83,10 @@ class PythonRuntime(Section):
     kind: Literal["python"] = "python"
     python: str = free("python3")
     """Python interpreter of the VM's image."""
+    python_version: Annotated[str, Field(pattern=r"^3\.1[1-9](\.[0-9]+)?$")] | None = free(None)
+    """Version of Python, such as "3.12", that uv installs with packages; null: the image's Python.
+
+    The image then needs neither Python nor pip; `python` is not used. Needs the internet."""
     packages: tuple[str, ...] = free(())
     """Packages that pip installs into a separate environment at the first boot of a VM.
 
@@ -95,6 +99,10 @@ class ContainerRuntime(Section):
     kind: Literal["container"] = "container"
     image: str = free(...)
     """Container image with Python, JAX and jaxres' requirements; the VM's image needs docker."""
+    install_docker: bool = free(False)
+    """Whether docker and NVIDIA's container toolkit are installed on VMs whose image lacks them.
+
+    At the first boot, on Debian and Ubuntu; needs the internet. The driver is not installed."""
     flags: tuple[str, ...] = free(("--gpus=all",))
     """Additional arguments of `docker run`."""
 

@@ -26,6 +26,7 @@ from jaxres.config.schema_gce import (
     StandardOption,
 )
 from jaxres.faults import ConfigError
+from jaxres.launch import startup_installs
 from jaxres.launch.code_package import CODE, WORK, digest_of
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage import gcs_objects
@@ -443,7 +444,7 @@ registry="${image%%/*}"
 pull() {
   if ! command -v docker > /dev/null; then
     echo "docker is absent: take an image with docker and NVIDIA's container toolkit, such as" \
-      "@DOCKER_IMAGE@, or runtime.kind: python"
+      "@DOCKER_IMAGE@, or runtime.install_docker: true, or runtime.kind: python"
     return 1
   fi
   case "$registry" in
@@ -518,11 +519,14 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
         leftover, docker_unit = LEFTOVER, " docker.service"
         image = shlex.quote(runtime.image)
         prepare = CONTAINER.replace("@IMAGE@", image).replace("@DOCKER_IMAGE@", DOCKER_IMAGE)
+        prepare = startup_installs.docker() * runtime.install_docker + prepare
     elif runtime.packages:
         python = command = '"$base/venv/bin/python"'
         packages = " ".join(map(shlex.quote, runtime.packages))
         prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
         prepare = prepare.replace("@PACKAGES@", packages)
+        if runtime.python_version is not None:
+            prepare = startup_installs.python_by_uv(runtime.python_version, packages)
     else:
         python = command = _heredoc_quote(runtime.python)
         prepare = ""

@@ -195,6 +195,8 @@ def _needs_of_internet(gce: GceSection) -> str:
     """Returns what is read from the internet at the boot of a VM; empty: nothing."""
     runtime = gce.runtime
     if isinstance(runtime, ContainerRuntime):
+        if runtime.install_docker:
+            return "docker may be installed from the internet (launch.gce.runtime.install_docker)"
         if GOOGLE_REGISTRY.match(runtime.image):
             return ""
         return f"the container image {runtime.image} is not in a registry of Google"

@@ -116,9 +116,10 @@ def test_an_rdma_network_takes_no_other_type(gce: GceEmulator) -> None:
         ({**RDMA, "nic_types": ["GVNIC"]}, "has 1 types, the VMs have 10 interfaces"),
         ({"nic_types": ["MRDMA"]}, "a2-highgpu-1g has no MRDMA interfaces"),
         ({"nic_types": ["GVNIC"], "template": "t"}, "the network interfaces are the template's"),
+        ({"runtime": {"kind": "python", "python_version": "3.12"}}, "a new Python needs jaxres'"),
     ],
 )
-def test_types_that_can_not_be_are_refused_before_a_request(
+def test_keys_that_do_not_fit_are_refused_before_a_request(
     fields: dict[str, Any], text: str
 ) -> None:
     problems = [str(p) for p in cross_checks.check(config(**fields))]

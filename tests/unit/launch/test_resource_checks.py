@@ -285,6 +285,11 @@ WARNINGS: dict[str, tuple[Arrange, dict[str, Any], str]] = {
         {"runtime": {"kind": "container", "image": "ghcr.io/a/b"}},
         "the container image ghcr.io/a/b is not in a registry of Google, and VMs in",
     ),
+    "docker from the internet": (
+        lambda _: None,
+        {"runtime": {"kind": "container", "image": "gcr.io/a/b", "install_docker": True}},
+        "docker may be installed from the internet (launch.gce.runtime.install_docker), and VMs in",
+    ),
     "a reservation that is being created": (
         lambda gce: gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2, status="CREATING"),
         {"capacity_options": [RESERVED]},
