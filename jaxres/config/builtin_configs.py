@@ -20,6 +20,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
 
 
+def find_base(name: str, folder: Path) -> Path:
+    """Returns the path of a base: a file beside the config that names it, else a built-in one.
+
+    Bases may also be those of `configs/gce/`, as gce/a3-megagpu: parts of a config for one shape.
+    """
+    path, builtin = folder / name, FOLDER / f"{name}{SUFFIX}"
+    is_name = name in names() or (name.startswith("gce/") and ".." not in name)
+    return builtin if is_name and not os.path.lexists(path) and builtin.exists() else path
+
+
 def find(target: Path) -> Path:
     """Returns the path of a config: `target` if it exists, else the built-in config of that name.
 

@@ -27,7 +27,7 @@ from jaxres.config.schema_data import (
     TokensSource,
     single_sources,
 )
-from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
 from jaxres.config.schema_model import CustomModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
 from jaxres.config.schema_optimizer import (
@@ -481,6 +481,12 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
             "template an external address",
             others=("launch.gce.template",),
         )
+    yield from _nic_types(gce)
+    runtime = gce.runtime
+    if isinstance(runtime, PythonRuntime) and runtime.python_version and not runtime.packages:
+        yield Problem(
+            "launch.gce.runtime.packages", "is empty; a new Python needs jaxres' packages"
+        )
     for key, names in (("labels", gce.labels), ("metadata", gce.metadata)):
         for name in names:
             if name.startswith("jaxres-") or (key, name) == ("metadata", "startup-script"):
@@ -494,6 +500,37 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
             f"{fixed[0]} is in one region, the capacity options in {', '.join(sorted(regions))}; "
             "write {region} for it",
         )
+
+
+def _nic_types(gce: GceSection) -> Iterator[Problem]:
+    key, given = "launch.gce.nic_types", gce.nic_types
+    num_interfaces = max(1, len(gce.subnetworks))
+    if given and gce.template is not None and not gce.subnetworks:
+        text = "the network interfaces are the template's; name launch.gce.subnetworks too"
+        yield Problem(key, text, others=("launch.gce.template",))
+        return
+    if given and len(given) != num_interfaces:
+        yield Problem(
+            key,
+            f"has {len(given)} types, the VMs have {num_interfaces} interfaces; give one for each "
+            "of launch.gce.subnetworks",
+            others=("launch.gce.subnetworks",),
+        )
+        return
+    for option in gce.capacity_options:
+        shape = shape_of(option.machine_type)
+        has_rdma = shape is not None and shape.has_rdma
+        if "MRDMA" in given and shape is not None and not has_rdma:
+            text = f"{option.machine_type} has no MRDMA interfaces; use GVNIC"
+            yield Problem(key, text, others=("launch.gce.capacity_options",))
+        if has_rdma and num_interfaces > 2 and "MRDMA" not in given:
+            rest = num_interfaces - 2
+            yield Problem(
+                key,
+                f"{option.machine_type} takes interfaces of an RDMA network as MRDMA only; give "
+                f"the type of each of launch.gce.subnetworks: GVNIC twice, MRDMA {rest} times",
+                others=("launch.gce.subnetworks",),
+            )
 
 
 def _option(gce: GceSection, option: CapacityOption, key: str) -> Iterator[Problem]:

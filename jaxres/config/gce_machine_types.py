@@ -25,7 +25,8 @@ class MachineFamily:
     metric: str
     """Quota of its GPUs; spot and flex_start have a separate one (see quota_of)."""
     needs_hyperdisk: bool = False
-
+    has_rdma: bool = False
+    """Whether its GPUs reach those of other VMs by interfaces of the type MRDMA."""
     num_gpus_by_cpus: Mapping[int, int] = field(default_factory=dict)
     """Number of GPUs by the number of CPUs, where only the latter is part of the name."""
 
@@ -59,6 +60,7 @@ SHAPES = (
         "H200 141 GB",
         "NVIDIA_H200_GPUS",
         needs_hyperdisk=True,
+        has_rdma=True,
     ),
     MachineFamily(
         re.compile(r"a4-highgpu-8g"),
@@ -66,9 +68,15 @@ SHAPES = (
         "B200",
         "NVIDIA_B200_GPUS",
         needs_hyperdisk=True,
+        has_rdma=True,
     ),
     MachineFamily(
-        re.compile(r"a4x-.*"), ("reservation",), "GB200", "NVIDIA_GB200_GPUS", needs_hyperdisk=True
+        re.compile(r"a4x-.*"),
+        ("reservation",),
+        "GB200",
+        "NVIDIA_GB200_GPUS",
+        needs_hyperdisk=True,
+        has_rdma=True,
     ),
     MachineFamily(
         re.compile(r"g2-standard-[0-9]+"),

@@ -63,7 +63,8 @@ def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:
     base = layer.value.pop("base", None)
     layers = []
     for name in _base_names(base, problems):
-        below, wrong = read_file(path.parent / name, named_by=base.where if base else "")
+        found = builtin_configs.find_base(name, path.parent)
+        below, wrong = read_file(found, named_by=base.where if base else "")
         problems += wrong
         again = below.value.pop("base", None)
         if again is not None:
@@ -79,7 +80,10 @@ def _base_names(base: Node | None, problems: list[Problem]) -> list[str]:
     names = base.value if isinstance(base.value, list) else [base.value]
     if all(isinstance(name, str) and name for name in names):
         return names
-    text = f"must be a path relative to this file, or a list of paths (got {show(plain(base))})"
+    got = show(plain(base))
+    text = (
+        f"must be a path relative to this file, a built-in config, or a list of these (got {got})"
+    )
     problems.append(Problem("base", text, base.where))
     return []
 

@@ -18,6 +18,7 @@ LabelValue = Annotated[str, Field(pattern=r"^[-_a-z0-9]{0,63}$")]
 Tag = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
 MetadataKey = Annotated[str, Field(pattern=r"^[-_a-zA-Z0-9]{1,128}$")]
 PolicyName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+NicType = Literal["GVNIC", "VIRTIO_NET", "IDPF", "MRDMA", "IRDMA"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -98,6 +99,10 @@ class PythonRuntime(Section):
     kind: Literal["python"] = "python"
     python: str = free("python3")
     """Python interpreter of the VM's image."""
+    python_version: Annotated[str, Field(pattern=r"^3\.1[1-9](\.[0-9]+)?$")] | None = free(None)
+    """Version of Python, such as "3.12", that uv installs with packages; null: the image's Python.
+
+    The image then needs neither Python nor pip; `python` is not used. Needs the internet."""
     packages: tuple[str, ...] = free(())
     """Packages that pip installs into a separate environment at the first boot of a VM.
 
@@ -110,6 +115,10 @@ class ContainerRuntime(Section):
     kind: Literal["container"] = "container"
     image: str = free(...)
     """Container image with Python, JAX and jaxres' requirements; the VM's image needs docker."""
+    install_docker: bool = free(False)
+    """Whether docker and NVIDIA's container toolkit are installed on VMs whose image lacks them.
+
+    At the first boot, on Debian and Ubuntu; needs the internet. The driver is not installed."""
     flags: tuple[str, ...] = free(("--gpus=all",))
     """Additional arguments of `docker run`."""
 
@@ -151,6 +160,10 @@ class GceSection(Section):
     {region} is replaced by the zone's region. One of a Shared VPC is
     projects/HOST_PROJECT/regions/{region}/subnetworks/S. Empty: the default network, or the
     template's."""
+    nic_types: tuple[NicType, ...] = free(())
+    """Types of the network interfaces, in the order of subnetworks; empty: Compute Engine chooses.
+
+    Interfaces of an RDMA network (A3 Ultra, A4, A4X) must be MRDMA, all others may not be."""
     external_ip: bool = free(False)
     """Whether the first network interface of a VM gets an external IPv4 address.
 

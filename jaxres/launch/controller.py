@@ -545,6 +545,7 @@ def machine_for(
             CODE_LABEL: desired.code[:CODE_DIGITS],
         },
         metadata={"startup-script": text, "jaxres-run": str(paths.run)},
+        image=desired.image,
     )
 
 

@@ -165,6 +165,8 @@ class DesiredState:
     """Digest of the resolved config that all agents and controllers use."""
     id: str = ""
     """Random id of the run, part of the names of its VMs; empty: written before there were ids."""
+    image: str = ""
+    """Boot image of all VMs, to which the image family led at the start; empty: as configured."""
     epoch: int = 0
     """Epoch of the lease under which this was written."""
     serial: int = 0

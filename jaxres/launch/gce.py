@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from jaxres.faults import (
     format_exit_message,
 )
 from jaxres.launch import (
+    boot_image,
     bucket_setup,
     code_package,
     controller,
@@ -49,6 +51,7 @@ from jaxres.launch.lease import Lease
 from jaxres.launch.log_follower import LogFollower
 from jaxres.launch.observed_state import VmStatus
 from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.resource_reader import ResourceReader
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
@@ -261,11 +264,17 @@ def _up(
             vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
             for vm in vms:
                 print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
-            desired = _upload_job(config, paths, desired, clock, vms)
             print_line(f"{run}: {_gce(config).most_hosts} VMs are requested")
+            before, desired = desired, _upload_job(config, paths, desired, clock, vms)
+            image = boot_image.resolve(_gce(config), ResourceReader(compute), print_line)
+            desired = replace(desired, image=image)
+            if before is not None and (line := boot_image.change(before.image, image)):
+                print_line(line)
         else:
             config = job_config.adopt(config, desired, paths, print_line)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
+            if desired.image:
+                print_line(f"VMs boot the image of the first ones, {desired.image}")
         targets = alert_sender.resolve(config.alerts, env=env)
         desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)

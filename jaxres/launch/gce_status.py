@@ -69,6 +69,7 @@ def show_status(
         lines = [f"{run}: {record.damage or 'there is no desired state here'}"]
     else:
         fields, lines = _job_status(paths, desired, config, now=clock.wall())
+        fields["image"] = desired.image or None
     fields["orphaned_vms"] = None if orphans is None else [dataclasses.asdict(v) for v in orphans]
     if problem:
         lines.append(f"  VMs with the label {paths.label} can't be listed: {problem}")
@@ -208,6 +209,8 @@ def _vm_lines(
     if 0 < len(desired.vms) < gce.most_hosts:
         lines.append(f"  {len(desired.vms)} hosts now (launch.gce.num_hosts={gce.num_hosts})")
     lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
+    is_pinned = desired.image and desired.phase != "ended"
+    lines = [f"  VMs boot {desired.image}, to which its family led at the start"] * bool(is_pinned)
     lines += [
         f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; a spare"
         for vm in desired.spares

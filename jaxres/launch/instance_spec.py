@@ -26,6 +26,7 @@ from jaxres.config.schema_gce import (
     StandardOption,
 )
 from jaxres.faults import ConfigError
+from jaxres.launch import startup_installs
 from jaxres.launch.code_package import CODE, WORK, digest_of
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage import gcs_objects
@@ -61,6 +62,8 @@ class Machine:
     metadata: Mapping[str, str]
     has_notice: bool = True
     """Whether a preemption notice is requested, if the capacity option has one."""
+    image: str = ""
+    """Boot image to use instead of launch.gce.image; empty: none."""
     template_metadata: Mapping[str, str] = field(default_factory=dict)
     """Metadata of the template, which a request would replace as a whole (JSON merge patch)."""
 
@@ -123,7 +126,7 @@ class Machine:
         if gce.resource_policies:
             found["resource_policies"] = [policies + name for name in gce.resource_policies]
         if gce.image is not None:
-            found["disks"] = [self._disk(gce.image, disk_types)]
+            found["disks"] = [self._disk(self.image or gce.image, disk_types)]
         if gce.subnetworks or gce.template is None:
             found["network_interfaces"] = self._interfaces()
         if gce.service_account is not None or gce.template is None:
@@ -175,6 +178,8 @@ class Machine:
         full = [n if "/" in n else f"regions/{region}/subnetworks/{n}" for n in names]
         found: list[dict[str, Any]] = [{"subnetwork": name} for name in full]
         found = found or [{"network": "global/networks/default"}]
+        for one, nic_type in zip(found, self.gce.nic_types, strict=False):
+            one["nic_type"] = nic_type
         if self.gce.external_ip:
             found[0]["access_configs"] = [{"name": "External NAT", "type_": "ONE_TO_ONE_NAT"}]
         return found
@@ -439,7 +444,7 @@ registry="${image%%/*}"
 pull() {
   if ! command -v docker > /dev/null; then
     echo "docker is absent: take an image with docker and NVIDIA's container toolkit, such as" \
-      "@DOCKER_IMAGE@, or runtime.kind: python"
+      "@DOCKER_IMAGE@, or runtime.install_docker: true, or runtime.kind: python"
     return 1
   fi
   case "$registry" in
@@ -514,11 +519,14 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
         leftover, docker_unit = LEFTOVER, " docker.service"
         image = shlex.quote(runtime.image)
         prepare = CONTAINER.replace("@IMAGE@", image).replace("@DOCKER_IMAGE@", DOCKER_IMAGE)
+        prepare = startup_installs.docker() * runtime.install_docker + prepare
     elif runtime.packages:
         python = command = '"$base/venv/bin/python"'
         packages = " ".join(map(shlex.quote, runtime.packages))
         prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
         prepare = prepare.replace("@PACKAGES@", packages)
+        if runtime.python_version is not None:
+            prepare = startup_installs.python_by_uv(runtime.python_version, packages)
     else:
         python = command = _heredoc_quote(runtime.python)
         prepare = ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.config.gce_machine_types import region_of
+from jaxres.config.gce_machine_types import region_of, shape_of
 from jaxres.config.schema_gce import ContainerRuntime, GceSection
 from jaxres.launch.check_result import CheckResult
 from jaxres.launch.firewall_rules import (
@@ -66,6 +66,25 @@ def subnetworks(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult
             yield CheckResult("subnetworks", "failed", *_absent(where, reader), KEY)
         else:
             yield CheckResult("subnetworks", "ok", f"{where.subnetwork} is in {region}")
+    yield from _rdma(gce)
+
+
+def _rdma(gce: GceSection) -> Iterator[CheckResult]:
+    """Yields machine types whose GPUs have an RDMA network that the VMs are not in."""
+    if gce.num_hosts == 1 or "MRDMA" in gce.nic_types or (gce.template and not gce.subnetworks):
+        return
+    for machine_type in dict.fromkeys(option.machine_type for option in gce.capacity_options):
+        shape = shape_of(machine_type)
+        if shape is not None and shape.has_rdma:
+            yield CheckResult(
+                "subnetworks",
+                "warning",
+                f"{machine_type} is used without MRDMA interfaces: the GPUs of different VMs "
+                "exchange data over gVNIC, at a fraction of their bandwidth",
+                "Name the subnetworks of an RDMA network in launch.gce.subnetworks, and their "
+                "types in launch.gce.nic_types",
+                "launch.gce.nic_types",
+            )
 
 
 def _absent(where: SubnetworkPath, reader: ResourceReader) -> tuple[str, str]:
@@ -176,6 +195,8 @@ def _needs_of_internet(gce: GceSection) -> str:
     """Returns what is read from the internet at the boot of a VM; empty: nothing."""
     runtime = gce.runtime
     if isinstance(runtime, ContainerRuntime):
+        if runtime.install_docker:
+            return "docker may be installed from the internet (launch.gce.runtime.install_docker)"
         if GOOGLE_REGISTRY.match(runtime.image):
             return ""
         return f"the container image {runtime.image} is not in a registry of Google"

@@ -18,6 +18,7 @@ SLOWER = {"PACE": "0.02"}
 """Two steps per second, because launchers also take time to start."""
 NOTICE_SECONDS: float | None = None
 """Seconds of emulated time, which runs ten times as fast; None: the VM's own setting."""
+BOOTED = "debian-12-bookworm-v20260610"
 CREATED = "instances.bulkInsert"
 
 
@@ -28,6 +29,8 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
     cloud.wait_commit(20)
     kept, taken = cloud.member(0), cloud.member(1)
+    cloud.gce.add_image("debian-cloud", "debian-12-newer", family="debian-12")
+    cloud.gce.add_image("debian-cloud", BOOTED, family="debian-12-older")
     cloud.gce.preempt(taken, notice=True, seconds=NOTICE_SECONDS)
     assert launcher.wait_exit() == 0, cloud.describe()
     desired = cloud.desired_state()
@@ -35,6 +38,8 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     assert ("compute.instances.preempted", taken) in cloud.gce.events()
     first = desired.history[0]
     assert first.code == ExitCode.PREEMPTED, first
+    disks = [vm.wanted["disks"][0]["initializeParams"] for vm in cloud.gce.vms_so_far()]
+    assert [disk["sourceImage"].rpartition("/")[2] for disk in disks] == [BOOTED] * 3
     assert starts(cloud.run_dir)[1] == first.step_after >= 20
     assert f"attempt 2 on {kept}, " in launcher.printed(), "the other VM was not kept"
     printed = gcs_objects.read(cloud.launch_paths.output(1, taken)) or b""

@@ -100,6 +100,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         if "__pycache__" not in folder
     }
     assert {"jaxres/py.typed", "jaxres/config/builtin/quickstart.yaml"} <= wanted
+    assert "jaxres/config/builtin/gce/a4-highgpu.yaml" in wanted
     with zipfile.ZipFile(wheel) as file:
         found = {name for name in file.namelist() if ".dist-info/" not in name}
         (metadata,) = [name for name in file.namelist() if name.endswith("/METADATA")]

@@ -54,6 +54,11 @@ class Shape:
         return f"{family}_CPUS" if family in ("A2", "N2", "C3") else ""
 
     @property
+    def has_rdma(self) -> bool:
+        """Whether it takes interfaces of the type MRDMA."""
+        return self.name.startswith(("a3-ultragpu-", "a4-", "a4x-"))
+
+    @property
     def local_ssds(self) -> int:
         """Local SSDs of 375 GB that come with it."""
         per_gpu = {"a2-ultragpu": 1, "a3-highgpu": 2, "a3-megagpu": 2}
@@ -192,6 +197,8 @@ class Catalog:
     """Those of a Shared VPC: host project, region and name."""
     networks: dict[tuple[str, str, str], str] = field(default_factory=dict)
     """Networks of subnetworks, by host project (empty: own), region and name; others: default."""
+    rdma: set[tuple[str, str, str]] = field(default_factory=set)
+    """Subnetworks of networks with the RDMA profile; keys as above."""
     private: set[tuple[str, str, str]] = field(default_factory=set)
     """Subnetworks without Private Google Access; keys as above."""
     nats: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)

@@ -32,6 +32,7 @@ RUN_SECONDS = (30, 120 * 86400)
 FLEX_SECONDS = 7 * 86400
 NOTICES = (0, 120)
 ACCESS_FIELDS = {"kind", "name", "natIP", "networkTier", "type"}
+NIC_TYPES = ("GVNIC", "VIRTIO_NET", "IDPF", "MRDMA", "IRDMA")
 RESERVATION_KEY = "compute.googleapis.com/reservation-name"
 
 
@@ -124,7 +125,7 @@ def check_instance(
     check_metadata(wanted.get("metadata", {}).get("items", []), f"{field}.metadata")
     check_tags(wanted.get("tags", {}).get("items", []), f"{field}.tags")
     _check_disks(wanted, shape, project, catalog, field)
-    _check_networks(wanted, zone, catalog, field)
+    _check_networks(wanted, zone, shape, catalog, field)
     _check_scheduling(wanted, shape, field)
     _check_reservation(wanted, zone, shape, catalog, field)
     return shape
@@ -173,7 +174,9 @@ def _check_disks(
             )
 
 
-def _check_networks(wanted: dict[str, Any], zone: str, catalog: Catalog, field: str) -> None:
+def _check_networks(
+    wanted: dict[str, Any], zone: str, shape: Shape, catalog: Catalog, field: str
+) -> None:
     networks = wanted.get("networkInterfaces", [])
     if not networks:
         why = "At least one network interface is required."
@@ -199,6 +202,25 @@ def _check_networks(wanted: dict[str, Any], zone: str, catalog: Catalog, field: 
             raise invalid(where, link, why)
         if found[1] != region_of(zone):
             raise invalid(where, link, "Subnetwork must be in the same region as the instance.")
+        is_rdma = (host[1] if host else "", found[1], found[2]) in catalog.rdma
+        _check_nic_type(one, shape, is_rdma=is_rdma, field=f"{field}.networkInterfaces[{number}]")
+
+
+def _check_nic_type(one: dict[str, Any], shape: Shape, *, is_rdma: bool, field: str) -> None:
+    """A network with the RDMA profile takes interfaces of the type MRDMA only, others do not.
+
+    After cloud.google.com/vpc/docs/rdma-network-profiles; the words are not known.
+    """
+    kind = one.get("nicType", "")
+    if kind not in ("", *NIC_TYPES):
+        raise invalid(f"{field}.nicType", kind, f"Must be one of {', '.join(NIC_TYPES)}.")
+    if kind == "MRDMA" and not shape.has_rdma:
+        why = f"Machine type '{shape.name}' does not support NIC type MRDMA."
+        raise invalid(f"{field}.nicType", kind, why)
+    if is_rdma and kind != "MRDMA":
+        raise invalid(f"{field}.nicType", kind, "The RDMA network accepts NIC type MRDMA only.")
+    if kind == "MRDMA" and not is_rdma:
+        raise invalid(f"{field}.nicType", kind, "NIC type MRDMA needs an RDMA network.")
 
 
 def model_of(wanted: dict[str, Any]) -> str:

@@ -402,14 +402,23 @@ class GceEmulator:
             self.catalog.image_fields[project, name] = fields
 
     def add_subnetwork(
-        self, region: str, name: str, *, host_project: str = "", network: str = "default"
+        self,
+        region: str,
+        name: str,
+        *,
+        host_project: str = "",
+        network: str = "default",
+        is_rdma: bool = False,
     ) -> None:
         """Adds a subnetwork; with a host project, one of a Shared VPC.
 
-        A network of another name than default has no firewall rules.
+        A network of another name than default has no firewall rules; one with the RDMA profile
+        takes interfaces of the type MRDMA only.
         """
         with self.scheduler.changed:
             self.catalog.networks[host_project, region, name] = network
+            if is_rdma:
+                self.catalog.rdma.add((host_project, region, name))
             if host_project:
                 self.catalog.shared_subnetworks.add((host_project, region, name))
             else:

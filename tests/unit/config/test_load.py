@@ -114,7 +114,8 @@ def test_bases_are_relative_to_the_file_and_one_level_deep(write: Write):
 def test_an_invalid_base_is_reported_with_its_line(write: Write):
     assert lines(write(MINIMAL + "base: no.yaml")) == ["x.yaml:5: base: no.yaml: no such file"]
     assert lines(write(MINIMAL + "base: 3")) == [
-        "x.yaml:5: base: must be a path relative to this file, or a list of paths (got 3)"
+        "x.yaml:5: base: must be a path relative to this file, a built-in config, or a list of "
+        "these (got 3)"
     ]
 
 

@@ -102,6 +102,7 @@ def properties(
     image: str = IMAGE,
     scheduling: compute.Scheduling | None = None,
     region: str = "us-central1",
+    nic_type: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Returns what a VM is to be, but for its name."""
@@ -112,7 +113,7 @@ def properties(
         "machine_type": machine,
         "scheduling": spot() if scheduling is None else scheduling,
         "disks": [compute.AttachedDisk(boot=True, auto_delete=True, initialize_params=init)],
-        "network_interfaces": [compute.NetworkInterface(subnetwork=subnetwork)],
+        "network_interfaces": [compute.NetworkInterface(subnetwork=subnetwork, nic_type=nic_type)],
         "labels": {"jaxres-run": "r"},
         "metadata": compute.Metadata(
             items=[compute.Items(key=key, value=value) for key, value in found.items()]

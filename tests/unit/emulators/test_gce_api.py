@@ -70,6 +70,11 @@ RESERVED = compute.ReservationAffinity(
         ({"image": "projects/debian-cloud/global/images/family/none"}, "image resource cannot be"),
         ({"region": "us-east4"}, "same region"),
         ({"machine": "a4-highgpu-8g"}, r"\[pd-standard\] features"),
+        ({"nic_type": "MRDMA"}, "does not support NIC type MRDMA"),
+        (
+            {"nic_type": "MRDMA", "machine": "a4-highgpu-8g", "disk": "hyperdisk-balanced"},
+            "MRDMA needs an RDMA network",
+        ),
         ({"items": {"big": "x" * (256 * 1024 + 1)}}, "too large"),
     ],
 )

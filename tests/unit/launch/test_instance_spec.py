@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jaxres.config import cross_checks
 from jaxres.config.schema_gce import GceSection
-from jaxres.launch.desired_state import PendingCreate
+from jaxres.launch import boot_image
+from jaxres.launch.controller import machine_for, new_state
+from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.instance_spec import NUM_GPUS, Machine
 from jaxres.launch.observed_state import CreateFailed
+from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.resource_reader import ResourceReader
+from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gce.vm import Vm
 from tests.unit.launch.gce_config import OPTION, config
@@ -72,6 +78,85 @@ def test_a_missing_template_is_refused_by_the_service(gce: GceEmulator) -> None:
     found = ComputeFixture(gce, template="none").create()
     assert isinstance(found, CreateFailed)
     assert (found.kind, "instanceTemplates/none" in found.message) == ("refused", True)
+
+
+ULTRA = {"kind": "spot", "zones": [ZONE], "machine_type": "a3-ultragpu-8g"}
+RDMA: dict[str, Any] = {
+    "subnetworks": ["gpu-0", "gpu-1", *(f"rdma-{n}" for n in range(8))],
+    "nic_types": ["GVNIC", "GVNIC", *["MRDMA"] * 8],
+    "disk_type": "hyperdisk-balanced",
+    "capacity_options": [ULTRA],
+}
+
+
+def add_rdma_networks(gce: GceEmulator) -> None:
+    for name in RDMA["subnetworks"]:
+        gce.add_subnetwork("us-central1", name, is_rdma=name.startswith("rdma"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interface_has_the_type_that_its_network_requires(gce: GceEmulator, kind: str) -> None:
+    add_rdma_networks(gce)
+    flex = {"capacity_options": [{**ULTRA, "kind": "flex_start"}], "max_run_hours": 24.0}
+    vm = created(gce, **{**RDMA, **(flex if kind == "flex_start" else {})})
+    assert [one.get("nicType") for one in vm.wanted["networkInterfaces"]] == RDMA["nic_types"]
+
+
+def test_an_rdma_network_takes_no_other_type(gce: GceEmulator) -> None:
+    add_rdma_networks(gce)
+    found = ComputeFixture(gce, **{**RDMA, "nic_types": []}).create()
+    assert isinstance(found, CreateFailed)
+    assert (found.kind, "MRDMA only" in found.message) == ("refused", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({**RDMA, "nic_types": []}, "GVNIC twice, MRDMA 8 times"),
+        ({**RDMA, "nic_types": ["GVNIC"]}, "has 1 types, the VMs have 10 interfaces"),
+        ({"nic_types": ["MRDMA"]}, "a2-highgpu-1g has no MRDMA interfaces"),
+        ({"nic_types": ["GVNIC"], "template": "t"}, "the network interfaces are the template's"),
+        ({"runtime": {"kind": "python", "python_version": "3.12"}}, "a new Python needs jaxres'"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused_before_a_request(
+    fields: dict[str, Any], text: str
+) -> None:
+    problems = [str(p) for p in cross_checks.check(config(**fields))]
+    assert len(problems) == 1, problems
+    assert text in problems[0]
+
+
+def test_a_replacement_boots_the_image_of_the_first_vms(gce: GceEmulator) -> None:
+    family = "projects/debian-cloud/global/images/family/debian-12"
+    job = config(project=gce.project, image=family)
+    assert job.launch.gce is not None
+    reader = ResourceReader(ComputeFixture(gce).compute)
+    first = boot_image.resolve(job.launch.gce, reader, print)
+    assert first == "projects/debian-cloud/global/images/debian-12-bookworm-v20260610"
+    state = replace(new_state("jx", "0" * 64, "0" * 64, now=1.0, after=None), image=first)
+    gce.add_image("debian-cloud", "debian-12-bookworm-v20260901", family="debian-12")
+    gce.add_image("debian-cloud", first.rpartition("/")[2], family="debian-12-old")
+    paths, vm = LaunchPaths(GcsPath("b", "r")), VmSpec("jx-0001", ZONE, 0, 1.0)
+    machine = machine_for(paths, job, state, vm)
+    (disk,) = machine.properties()["disks"]
+    assert disk["initialize_params"]["source_image"] == first
+    later = boot_image.resolve(job.launch.gce, ResourceReader(ComputeFixture(gce).compute), print)
+    assert "is debian-12-bookworm-v20260901 from now on" in boot_image.change(first, later)
+    assert boot_image.change(first, first) == boot_image.change("", later) == ""
+
+
+def test_an_image_family_that_can_not_be_read_is_named(gce: GceEmulator) -> None:
+    section = config(project=gce.project).launch.gce
+    assert section is not None
+    gce.deny("compute.images.getFromFamily")
+    printed: list[str] = []
+    found = boot_image.resolve(section, ResourceReader(ComputeFixture(gce).compute), printed.append)
+    assert found == ""
+    assert "may boot from different images" in printed[0], printed
+    image = "projects/debian-cloud/global/images/debian-12-bookworm-v20260610"
+    fixed = section.model_copy(update={"image": image})
+    assert boot_image.resolve(fixed, ResourceReader(ComputeFixture(gce).compute), print) == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)

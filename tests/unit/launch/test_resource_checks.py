@@ -285,6 +285,11 @@ WARNINGS: dict[str, tuple[Arrange, dict[str, Any], str]] = {
         {"runtime": {"kind": "container", "image": "ghcr.io/a/b"}},
         "the container image ghcr.io/a/b is not in a registry of Google, and VMs in",
     ),
+    "docker from the internet": (
+        lambda _: None,
+        {"runtime": {"kind": "container", "image": "gcr.io/a/b", "install_docker": True}},
+        "docker may be installed from the internet (launch.gce.runtime.install_docker), and VMs in",
+    ),
     "a reservation that is being created": (
         lambda gce: gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2, status="CREATING"),
         {"capacity_options": [RESERVED]},
@@ -305,6 +310,14 @@ WARNINGS: dict[str, tuple[Arrange, dict[str, Any], str]] = {
         "own-1 is deprecated",
     ),
 }
+
+
+def test_gpus_without_their_rdma_network_are_a_warning(gce: GceEmulator) -> None:
+    ultra = {**GPU, "machine_type": "a3-ultragpu-8g"}
+    fields = {"capacity_options": [ultra], "disk_type": "hyperdisk-balanced"}
+    (warning,) = check(gce, **fields)
+    assert "a3-ultragpu-8g is used without MRDMA interfaces" in warning
+    assert check(gce, **fields, num_hosts=1) == []
 
 
 @pytest.mark.parametrize("case", WARNINGS)

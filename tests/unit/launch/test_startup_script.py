@@ -38,6 +38,8 @@ RUN = GcsPath("bkt", "runs/it's $(touch owned) `so`; a")
 RUNTIMES = {
     "bare": PythonRuntime(python="/opt/my python/bin/python3"),
     "packages": PythonRuntime(packages=("jax[cuda13]==0.10.2", "a b;c", "c'd")),
+    "uv": PythonRuntime(python_version="3.12", packages=("jax[cuda13]==0.10.2", "a b;c", "c'd")),
+    "docker": ContainerRuntime(image="gcr.io/p/i", install_docker=True),
     "container": ContainerRuntime(image="gcr.io/p/i@sha256:0", flags=("--gpus=all", "-e=A=$B `c`")),
 }
 
@@ -328,6 +330,96 @@ def test_an_image_without_docker_is_named_with_one_that_has_it(tmp_path: Path) -
     assert instance_spec.DOCKER_IMAGE in report.error
 
 
+# curl: the installer of uv is a script that writes a stand-in for uv.
+INSTALLER = CURL.replace(
+    "*) exit 22 ;;",
+    r"""*install-uv*astral.sh/uv/*/install.sh) [ ! -e "$HOME/offline" ] || exit 6
+  echo 'mkdir -p "$UV_INSTALL_DIR"; cp "$HOME/bin/uv-stand-in" "$UV_INSTALL_DIR/uv"' \
+    > "$HOME/.jaxres-vm/install-uv" ;;
+*nvidia.asc*libnvidia-container/gpgkey) touch "$HOME/.jaxres-vm/apt/nvidia.asc" ;;
+*) exit 22 ;;""",
+)
+UV = """#!/bin/bash
+printf '%s\\n' "$*" >> "$HOME/calls"
+case "$1 $2" in
+'venv --quiet')
+  mkdir -p "${*: -1}/bin"
+  printf '#!/bin/bash\\necho no jax here; exit 1\\n' > "${*: -1}/bin/python"
+  chmod +x "${*: -1}/bin/python" ;;
+'pip install') [ ! -e "$HOME/no-packages" ] || { echo 'no such package'; exit 1; } ;;
+*) exit 7 ;;
+esac
+"""
+
+
+def test_python_is_installed_by_uv_where_the_image_has_none(tmp_path: Path) -> None:
+    process = start(tmp_path, RUNTIMES["uv"], {"curl": INSTALLER, "uv-stand-in": UV})
+    output = process.communicate(timeout=60)[0].decode()
+    base = tmp_path / ".jaxres-vm"
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"venv --quiet --managed-python --python 3.12 {base}/venv",
+        f"pip install --quiet --python {base}/venv/bin/python jax[cuda13]==0.10.2 a b;c c'd",
+    ], output
+    stages = [report and (report.stage, report.state) for report in reports(tmp_path)]
+    assert stages == [
+        *((stage, "running") for stage in ("code", "uv", "packages", "python")),
+        ("python", "failed"),
+    ], output
+    assert (base / "venv" / "complete").exists()
+
+
+def test_an_installation_that_fails_is_tried_again_and_named(tmp_path: Path) -> None:
+    (tmp_path / "no-packages").touch()
+    process = start(tmp_path, RUNTIMES["uv"], {"curl": INSTALLER, "uv-stand-in": UV})
+    output = process.communicate(timeout=60)[0].decode()
+    found = [report for report in reports(tmp_path) if report and report.stage == "packages"]
+    error = "no such package"
+    assert [report.state for report in found] == ["running", *["retrying"] * 4, "failed"], output
+    assert found[-1] == BootReport("packages", "failed", error)
+    assert not (tmp_path / ".jaxres-vm" / "venv" / "complete").exists()
+
+
+APT = """#!/bin/bash
+printf 'apt-get %s\\n' "$*" >> "$HOME/calls"
+case "$*" in
+*'install -y docker.io') cp "$HOME/bin/docker-stand-in" "$HOME/bin/docker" ;;
+*'install -y nvidia-container-toolkit')
+  grep -q 'stable/deb/amd64 /$' "$HOME/.jaxres-vm/apt/nvidia.list" || exit 8
+  printf '#!/bin/bash\\necho "nvidia-ctk $*" >> "$HOME/calls"\\n' > "$HOME/bin/nvidia-ctk"
+  chmod +x "$HOME/bin/nvidia-ctk" ;;
+*update) ;;
+*) exit 7 ;;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("docker", path=BASE_PATH) is not None, reason="it is present")
+def test_docker_is_installed_where_the_image_has_none(tmp_path: Path) -> None:
+    programs = {
+        "curl": INSTALLER,
+        "apt-get": APT,
+        "docker-stand-in": DOCKER,
+        "dpkg": "#!/bin/bash\necho amd64\n",
+        "systemctl": '#!/bin/bash\necho "systemctl $*" >> "$HOME/calls"\n',
+    }
+    process = start(tmp_path, RUNTIMES["docker"], programs)
+    output = process.communicate(timeout=60)[0].decode()
+    calls = (tmp_path / "calls").read_text().partition("\nrun ")[0].splitlines()
+    parts = f"Dir::Etc::sourceparts={tmp_path}/.jaxres-vm/apt"
+    assert [call.rpartition("User=root ")[2] for call in calls] == [
+        "update",
+        "install -y docker.io",
+        f"-o {parts} update",
+        f"-o {parts} install -y nvidia-container-toolkit",
+        "nvidia-ctk runtime configure --runtime=docker",
+        "systemctl restart docker",
+        "login --username oauth2accesstoken --password-stdin https://gcr.io",
+        "pull gcr.io/p/i",
+    ], output
+    stages = [report.stage for report in reports(tmp_path) if report and report.state == "running"]
+    assert stages[:3] == ["code", "docker", "image"]
+
+
 DOCKER = """#!/bin/bash
 printf '%s\\n' "$*" >> "$HOME/calls"
 case "$1" in
@@ -366,6 +458,6 @@ def test_registries_of_google_get_the_token_of_the_vm_and_no_others(
 def test_no_connection_of_the_script_is_awaited_for_minutes(kind: str) -> None:
     script = rendered(RUNTIMES[kind].model_dump(mode="json")).replace("\\\n", " ")
     calls = re.findall(r"\bcurl -.*", script)
-    assert len(calls) == 4
+    assert len(calls) == (5 if kind in ("uv", "docker") else 4)
     limits = ("--connect-timeout 5 ", "--max-time 2 ")
     assert [call for call in calls if not any(limit in call for limit in limits)] == []
