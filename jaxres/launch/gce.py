@@ -264,12 +264,12 @@ def _up(
             vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
             for vm in vms:
                 print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
-            print_line(f"{run}: {_gce(config).most_hosts} VMs are requested")
             before, desired = desired, _upload_job(config, paths, desired, clock, vms)
             image = boot_image.resolve(_gce(config), ResourceReader(compute), print_line)
             desired = replace(desired, image=image)
             if before is not None and (line := boot_image.change(before.image, image)):
                 print_line(line)
+            print_line(f"{run}: {_gce(config).most_hosts} VMs are requested")
         else:
             config = job_config.adopt(config, desired, paths, print_line)
             print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")

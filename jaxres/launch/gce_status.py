@@ -206,11 +206,11 @@ def _vm_lines(
         for n, (_, metadata) in gcs_objects.list_metadata(paths.boots).items()
     }
     vms, lines = (*desired.vms, *desired.early_vms), list[str]()
+    if desired.image and desired.phase != "ended":
+        lines.append(f"  VMs boot {desired.image}, to which its family led at the start")
     if 0 < len(desired.vms) < gce.most_hosts:
         lines.append(f"  {len(desired.vms)} hosts now (launch.gce.num_hosts={gce.num_hosts})")
     lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
-    is_pinned = desired.image and desired.phase != "ended"
-    lines = [f"  VMs boot {desired.image}, to which its family led at the start"] * bool(is_pinned)
     lines += [
         f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; a spare"
         for vm in desired.spares
