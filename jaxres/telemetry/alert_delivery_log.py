@@ -7,12 +7,12 @@ supervisor could not deliver.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxres.telemetry import incidents
 from jaxres.telemetry.incidents import ALWAYS_SENT, RESOLVES, Incident
 
 HOUR_SECONDS = 3600.0
@@ -57,10 +57,9 @@ class Ledger:
         if line["state"] == "queued":
             if key in self.known:  # Queued again by a process that had lost the run meanwhile.
                 return
-            known = {f.name for f in dataclasses.fields(Incident)}
-            fields = {name: value for name, value in line["incident"].items() if name in known}
+            time, incident = incidents.parse(line["incident"], time=time)
             self.known.add(key)
-            self.waiting[key] = Waiting(Incident(**fields), time)
+            self.waiting[key] = Waiting(incident, time)
             return
         delivered = self.waiting.pop(key, None)
         if delivered is None:
@@ -91,6 +90,6 @@ def fold(target: str, lines: Iterable[dict[str, Any]]) -> Ledger:
     for entry in lines:
         try:
             ledger.apply(entry)
-        except (KeyError, TypeError, AttributeError):
-            continue  # Written by another version; at worst an alert is sent twice.
+        except (KeyError, TypeError, ValueError):
+            continue  # Written by another version; at worst an alert is sent twice, or not at all.
     return ledger

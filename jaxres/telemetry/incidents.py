@@ -27,6 +27,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
+from jaxres.storage import codec
 from jaxres.telemetry.heartbeat import SpeedChanged, TrainingReport
 
 Kind = Literal[
@@ -56,6 +57,8 @@ Kind = Literal[
     "masked_steps",
     "masked_steps_recovered",
 ]
+LAST_TIME = 253_402_300_800.0
+"""The year 10,000, which no message can name."""
 ALWAYS_SENT = ("gave_up", "attempt_failed", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
 HEADLINES: Mapping[str, str] = {
@@ -164,6 +167,17 @@ class Message:
     key: str
     """Idempotency key: the same in every retry, so that the receiver can drop a repetition."""
     body: dict[str, Any]
+
+
+def parse(fields: Any, *, time: Any) -> tuple[float, Incident]:
+    """Returns a written incident and its time, in seconds since the epoch.
+
+    Raises:
+      ValueError: another version has written it, so that it can't be sent.
+    """
+    if type(time) not in (int, float) or not 0 <= time < LAST_TIME:
+        raise ValueError(f"the time is {time!r:.60}")
+    return float(time), codec.decode(Incident, fields, ignore_unknown=True)
 
 
 def messages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import socket
@@ -182,6 +183,29 @@ def test_an_incident_that_a_late_process_queues_again_is_not_sent_again():
     assert not alert_delivery_log.fold("t", [queued, done, queued]).waiting
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"kind": "of_a_newer_version"},
+        {"attempt": "one"},
+        {"run": None},
+        {"time": None},
+        {"time": 1e300},
+        {"time": math.nan},
+    ],
+)
+def test_a_queued_incident_of_another_version_stops_no_alert(tmp_path, written):
+    known = {"kind": "restarted", "run": "r", "attempt": 1, "step": 4} | written
+    time = known.pop("time", 1.0)
+    line = {"time": time, "target": "generic:HOOK_0", "key": "k", "state": "queued"}
+    RunDir(tmp_path).alerts.write_text(json.dumps(line | {"incident": known}) + "\n")
+    printed = Printed()
+    with served() as hook:
+        with alerts(tmp_path, hook, printed=printed) as sender:
+            sender.send(incident(attempt=9))
+        assert [body["attempt"] for body in hook.accepted] == [9], printed
+
+
 SENDER = """
 import sys, time
 from pathlib import Path
@@ -241,6 +265,14 @@ def test_missing_and_unusable_variables_are_one_clear_error_without_their_values
     assert "variable PAGER_KEY is not set" in printed
     assert "variable HOOK does not hold an address" in printed
     assert SECRET not in printed
+
+
+def test_a_url_in_the_config_that_is_none_is_named_as_such():
+    section = AlertsSection(targets=(PagerdutyTarget(key_env="KEY", url="https://a b/"),))
+    with pytest.raises(ConfigError) as caught:
+        resolve(section, env={"KEY": SECRET})
+    assert "alerts.targets[0].url: 'https://a b/' is no address" in str(caught.value)
+    assert "variable KEY" not in str(caught.value)
 
 
 def test_workers_receive_no_secret():
