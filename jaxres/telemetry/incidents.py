@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.event_log import is_seconds
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
@@ -57,8 +58,6 @@ Kind = Literal[
     "masked_steps",
     "masked_steps_recovered",
 ]
-LAST_TIME = 253_402_300_800.0
-"""The year 10,000, which no message can name."""
 ALWAYS_SENT = ("gave_up", "attempt_failed", "finished")
 """Kinds that end a run; the rate limit does not apply to them."""
 HEADLINES: Mapping[str, str] = {
@@ -175,7 +174,7 @@ def parse(fields: Any, *, time: Any) -> tuple[float, Incident]:
     Raises:
       ValueError: another version has written it, so that it can't be sent.
     """
-    if type(time) not in (int, float) or not 0 <= time < LAST_TIME:
+    if not is_seconds(time):
         raise ValueError(f"the time is {time!r:.60}")
     return float(time), codec.decode(Incident, fields, ignore_unknown=True)
 
