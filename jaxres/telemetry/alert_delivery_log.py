@@ -41,8 +41,13 @@ class Ledger:
     """Number of dropped incidents by kind, since the last message."""
     sent: list[float] = field(default_factory=list)
     """Times of the messages sent within the hour before the newest message."""
-    is_open: dict[str, str] = field(default_factory=dict)
-    """Keys of delivered incidents that are not resolved yet, and their kinds."""
+    unresolved: dict[str, Incident] = field(default_factory=dict)
+    """Delivered incidents that are not resolved yet, by key."""
+
+    @property
+    def is_open(self) -> dict[str, str]:
+        """Keys of delivered incidents that are not resolved yet, and their kinds."""
+        return {key: incident.kind for key, incident in self.unresolved.items()}
 
     def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
         """Returns whether the rate limit allows a message of this kind."""
@@ -72,9 +77,10 @@ class Ledger:
         self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
         if kind in RESOLVES:
             resolved = RESOLVES[kind]
-            self.is_open = {name: k for name, k in self.is_open.items() if k not in resolved}
+            left = {k: i for k, i in self.unresolved.items() if i.kind not in resolved}
+            self.unresolved = left
         else:
-            self.is_open[key] = kind
+            self.unresolved[key] = delivered.incident
 
 
 def line(

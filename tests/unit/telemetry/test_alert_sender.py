@@ -316,6 +316,19 @@ def test_stalled_and_resumed_commits_are_reported(tmp_path):
     assert sent[:2] == [("commits_stalled", 1, 0), ("commits_resumed", 1, 40)]
 
 
+def test_a_supervisor_that_follows_a_killed_one_reports_that_commits_have_resumed(tmp_path):
+    with served() as hook:
+        with alerts(tmp_path, hook, no_commit_minutes=0.2 / 60) as _:
+            hook.wait(lambda: len(hook.accepted) == 1)
+        log = RunLog(RunDir(tmp_path).log, attempt=1, last_seq=1, clock=SystemClock())
+        log.append(Commit(step=40, path="p", manifest="m", bytes=1))
+        for _ in range(2):
+            with alerts(tmp_path, hook, no_commit_minutes=100) as _:
+                hook.wait(lambda: len(hook.accepted) >= 2, seconds=100)
+    sent = [(body["kind"], body["step"]) for body in hook.accepted]
+    assert sent == [("commits_stalled", 0), ("commits_resumed", 40)]
+
+
 RESTARTED = AttemptRestarted(
     attempt=2,
     exit=137,
