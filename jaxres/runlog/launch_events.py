@@ -111,5 +111,5 @@ def _add(found: dict[tuple[str, int], LaunchEvent], job: str, fields: dict[str, 
         event = codec.decode(LaunchEvent, fields, ignore_unknown=True)
     except (ValueError, TypeError, AttributeError):
         return  # Of a kind that this version does not know.
-    if is_seconds(event.time) and (event.since is None or is_seconds(event.since)):
+    if is_seconds(event.time) and is_seconds(event.since or 0.0):
         found.setdefault((job, event.number), event)
