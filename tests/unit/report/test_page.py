@@ -201,7 +201,9 @@ def test_the_size_is_bounded_by_pixels_not_by_steps_or_attempts():
 @pytest.mark.parametrize("value", ["x", None, [1], math.nan, 1e308, 10**400, -1])
 def test_events_with_damaged_numbers_leave_the_page_whole(value: Any):
     run = crashed_run()
-    numbers = dict.fromkeys(("blocked_seconds", "seconds", "linked_bytes", "flops_per_token"), value)
+    numbers = dict.fromkeys(
+        ("blocked_seconds", "seconds", "linked_bytes", "flops_per_token"), value
+    )
     for own in run.events.values():
         own += [own[-1] | {"event": kind, "step": value} | numbers for kind in KINDS]
         own += [own[-1] | {"event": kind, "step": 2} | numbers for kind in KINDS]
