@@ -27,6 +27,8 @@ HOUR_SECONDS = 3600.0
 UNMEASURED_STALL_SECONDS = 1.0
 """Assumed stall of a save, until the first save is measured."""
 LEAST_STALL_SECONDS = 1e-6
+MOST_MTBFS = 300.0
+"""An interval of more times between failures than this is never completed."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def optimum(stall_seconds: float, *, mtbf_seconds: float) -> float:
 
 def useful_share(seconds: float, costs: Costs, *, mtbf_seconds: float) -> float:
     """Returns the share of the time that is not lost to saves and failures at an interval."""
+    if seconds > MOST_MTBFS * mtbf_seconds:
+        return 0.0
     useful = (seconds - costs.stall_seconds) * math.exp(-costs.write_seconds / mtbf_seconds)
     spent = math.expm1(seconds / mtbf_seconds) * (mtbf_seconds + costs.restart_seconds)
     return max(0.0, useful / spent)
@@ -112,8 +116,11 @@ def of_log(records: Sequence[Record], *, attempt: int) -> Costs:
     record.
     """
     failures, hours, restart = 0, 0.0, 0.0
+    by_attempt: dict[int, list[Record]] = {}
+    for record in records:
+        by_attempt.setdefault(record.attempt, []).append(record)
     for number in range(1, attempt + 1):
-        own = [record for record in records if record.attempt == number]
+        own = by_attempt.get(number, [])
         start = next((r for r in own if isinstance(r.body, Start)), None)
         if start is None:
             continue

@@ -9,6 +9,8 @@ from typing import Any
 from jaxres.telemetry.stdio import format_bytes
 
 Found = Mapping[str, Any]
+LONGEST_CLOCK = 1e12
+"""Longest time, in seconds, that is printed with its hours and minutes."""
 
 
 def as_text(found: Found) -> str:
@@ -131,6 +133,8 @@ def _percent(share: float) -> str:
 
 def _clock(seconds: float) -> str:
     """Returns hours, minutes and seconds."""
+    if seconds > LONGEST_CLOCK:
+        return f"{seconds / 86400:.3g} days"
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 

@@ -439,7 +439,7 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
             if kind not in KINDS:
                 text = f"there is no {show(kind)}{did_you_mean(kind, KINDS)} ({', '.join(KINDS)})"
                 yield Problem(f"{key}.kinds", text)
-        safe = ("https://", "http://127.0.0.1")
+        safe = ("https://", "http://127.0.0.1:", "http://127.0.0.1/")
         if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
             yield Problem(f"{key}.url", "must begin with https:// (the key is sent to it)")
     if config.alerts.spend_dollars is not None:

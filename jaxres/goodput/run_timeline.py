@@ -104,13 +104,16 @@ def fold(
     ends = np.cumsum([len(own) for own in lines.values()])
     lost_to = dict(zip(lines, np.split(lost, ends[:-1]), strict=False))
     axis = _Axis()
+    by_attempt: dict[int, list[Record]] = {claim.attempt: [] for claim in claims}
+    for record in records:
+        by_attempt.setdefault(record.attempt, []).append(record)
     intervals: list[Interval] = []
     attempts: list[AttemptTime] = []
     for index, claim in enumerate(claims):
         number = claim.attempt
         source = _Source(claim, _timed(events, number), _timed(supervisor_events, number))
         bound = _next_event(claims[index:], events, supervisor_events)
-        own = [record for record in records if record.attempt == number]
+        own = by_attempt[number]
         is_running = is_alive and index == len(claims) - 1
         of_attempt = lines.get(number, NO_LINES)
         placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)

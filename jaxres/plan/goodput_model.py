@@ -25,8 +25,6 @@ from jaxres.config.schema_operations import AutoWhen
 
 HOUR_SECONDS = 3600.0
 MB = 1e6
-MOST_MTBFS = 300.0
-"""An interval of more MTBFs than this is never completed."""
 
 Leaves = Literal["now", "memory", "storage"]
 """The newest state that an interruption leaves: the last step, that in memory, or a commit."""
@@ -174,7 +172,7 @@ def long_run_goodput(plan: Plan) -> float | None:
     if not plan.per_hour:
         return work_seconds / saves.interval_seconds
     mtbf = HOUR_SECONDS / plan.per_hour
-    if saves.interval_seconds > MOST_MTBFS * mtbf:
+    if saves.interval_seconds > save_interval.MOST_MTBFS * mtbf:
         return 0.0
     costs = Costs(
         stall_seconds=saves.stall_seconds,

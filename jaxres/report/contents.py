@@ -16,6 +16,7 @@ from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Summary
 from jaxres.runlog import attempt_history, metrics_columns, run_log
 from jaxres.runlog.attempt_history import KILLED, RUNNING, AttemptSummary
+from jaxres.runlog.event_log import LONGEST_SECONDS
 from jaxres.runlog.events import EVENTS, RunBuilt, SaveCommitted, SaveFailed, SaveStarted
 from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.launch_events import LaunchEvent
@@ -180,6 +181,14 @@ def _interruptions(
         yield Interruption(attempt.attempt, attempt.cause, step, steps.get(seq or 0))
 
 
+def _number(
+    event: Mapping[str, Any], name: str, *, most: float = LONGEST_SECONDS
+) -> int | float | None:
+    """Returns a number of an event; None: it has none, or one that is damaged."""
+    value = event.get(name)
+    return value if isinstance(value, int | float) and -most < value < most else None
+
+
 def _saves(sources: Sources) -> Iterator[Save]:
     """Yields the commits in the order of the log."""
     history = run_log.fold(sources.records)
@@ -189,9 +198,9 @@ def _saves(sources: Sources) -> Iterator[Save]:
     written: dict[tuple[int, int], Mapping[str, Any]] = {}
     for attempt, events in sources.events.items():
         for event in events:
-            key = attempt, event.get("step", 0)
+            key = attempt, int(_number(event, "step") or 0)
             if event.get("event") == SAVE_STARTED:
-                stalls[key] = event.get("blocked_seconds", 0.0)
+                stalls[key] = _number(event, "blocked_seconds") or 0.0
             elif event.get("event") == SAVE_COMMITTED:
                 written[key] = event
     for record in sources.records:
@@ -206,8 +215,8 @@ def _saves(sources: Sources) -> Iterator[Save]:
             status="quarantined" if record.seq in damaged else status,
             size_bytes=record.body.bytes,
             stall_seconds=stalls.get(key),
-            write_seconds=event.get("seconds"),
-            written_bytes=record.body.bytes - event.get("linked_bytes", 0),
+            write_seconds=_number(event, "seconds"),
+            written_bytes=record.body.bytes - int(_number(event, "linked_bytes", most=1e30) or 0),
         )
 
 
@@ -234,8 +243,9 @@ def _speeds(sources: Sources) -> Iterator[tuple[int, Speed]]:
         if built is None or lines is None or not len(lines):
             continue
         seconds = float(np.median(lines.step_seconds))
-        tokens, flops = built.get("tokens_per_step"), built.get("flops_per_token")
-        if seconds <= 0 or not tokens or not isinstance(flops, int | float):
+        tokens = _number(built, "tokens_per_step", most=1e30)
+        flops = _number(built, "flops_per_token", most=1e30)
+        if seconds <= 0 or not tokens or flops is None:
             continue
         num_devices, _, kind = str(built.get("devices", "")).partition(" x ")
         peak = peak_flops(kind)

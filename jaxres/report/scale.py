@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 LOG_RATIO = 50.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
+LARGEST = 1e150
+"""Values beyond are drawn at the edge of the axis: a difference of two would be infinite."""
 MARGIN = 0.05
 """Free share of the axis on each side of the values."""
 
@@ -46,10 +48,11 @@ class Scale:
 
 def fit(values: Values) -> Scale:
     """Returns an axis for values, of which the finite ones count; at least one is."""
-    finite = values[np.isfinite(values)]
+    finite = np.clip(values[np.isfinite(values)], -LARGEST, LARGEST)
     low, high = float(finite.min()), float(finite.max())
     if low > 0 and high / low >= LOG_RATIO:
-        room = (high / low) ** MARGIN
+        low, high = max(low, 1 / LARGEST), max(high, 1 / LARGEST * LOG_RATIO)
+        room = high**MARGIN / low**MARGIN
         return Scale(low / room, high * room, is_log=True)
     room = (high - low) * MARGIN or abs(high) * MARGIN or 1.0
     return Scale(low - room, high + room)

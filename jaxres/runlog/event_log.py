@@ -24,6 +24,9 @@ from jaxres.storage.threads import spawn_thread
 MAX_WAITING = 10_000
 """Largest number of events that wait in memory while the disk is full."""
 
+LONGEST_SECONDS = 6e10
+"""No time and no duration is as large: it is in the year 3871, and a damaged number is larger."""
+
 
 class EventLog:
     """Appends events to one host's file and calls the listeners; a context manager."""
@@ -71,9 +74,17 @@ def read_events(path: RunPath) -> list[dict[str, Any]]:
 
 
 def _is_event(row: dict[str, Any]) -> bool:
-    times = (row.get("time"), row.get("monotonic", 0.0))
-    is_timed = all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+    is_timed = is_seconds(row.get("time")) and is_seconds(row.get("monotonic", 0.0))
     return is_timed and isinstance(row.get("event"), str)
+
+
+def is_seconds(value: Any) -> bool:
+    """Returns whether a parsed number can be a time or a duration.
+
+    >>> is_seconds(1.5), is_seconds(float("nan")), is_seconds(10**400), is_seconds("1")
+    (True, False, False, False)
+    """
+    return isinstance(value, int | float) and -LONGEST_SECONDS < value < LONGEST_SECONDS
 
 
 def read_json_lines(path: RunPath) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxres.faults import RunError
-from jaxres.runlog.event_log import json_objects
+from jaxres.runlog.event_log import is_seconds, json_objects
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import codec, files
 
@@ -113,4 +113,5 @@ def _add(found: dict[tuple[str, int], LaunchEvent], job: str, fields: dict[str, 
         event = codec.decode(LaunchEvent, fields, ignore_unknown=True)
     except (ValueError, TypeError, AttributeError):
         return  # Of a kind that this version does not know.
-    found.setdefault((job, event.number), event)
+    if is_seconds(event.time) and is_seconds(event.since or 0.0):
+        found.setdefault((job, event.number), event)

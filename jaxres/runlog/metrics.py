@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
-from jaxres.runlog.event_log import finite_or_none, json_objects, read_json_lines_since
+from jaxres.runlog.event_log import finite_or_none, is_seconds, json_objects, read_json_lines_since
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, start_of
 from jaxres.storage.line_writer import open_line_writer, read_lines
@@ -156,6 +156,10 @@ def _decoded(fields: dict[str, Any]) -> MetricsLine | None:
     if not known.keys() >= _REQUIRED:
         return None
     if any(type(value) not in _TYPES[name] for name, value in known.items()):
+        return None
+    if any(type(value) is int and abs(value) >= 2**63 for value in known.values()):
+        return None
+    if not is_seconds(known["step_seconds"]):
         return None
     busy = known.get("busy_seconds", [])
     if not all(isinstance(seconds, int | float) for seconds in busy):

@@ -12,6 +12,7 @@ import pydantic_core
 from numpy.typing import NDArray
 
 from jaxres.runlog import metrics
+from jaxres.runlog.event_log import LONGEST_SECONDS
 from jaxres.runlog.history import RunHistory, start_of
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
@@ -112,11 +113,14 @@ def _parsed(lines: Sequence[bytes]) -> MetricsColumns:
     try:
         rows = pydantic_core.from_json(b"[" + b",".join(lines) + b"]", cache_strings="keys")
         values = dict(zip(_JSON_TYPES, zip(*map(_fields_of, rows), strict=True), strict=True))
-    except (ValueError, KeyError, TypeError):
+        columns = _columns(values)
+    except (ValueError, KeyError, TypeError, OverflowError):
         return _parsed_one_by_one(lines)
     if any(not set(map(type, values[name])) <= types for name, types in _JSON_TYPES.items()):
         return _parsed_one_by_one(lines)
-    return _columns(values)
+    if not (np.abs(columns.step_seconds) < LONGEST_SECONDS).all():
+        return _parsed_one_by_one(lines)
+    return columns
 
 
 def _parsed_one_by_one(lines: Sequence[bytes]) -> MetricsColumns:

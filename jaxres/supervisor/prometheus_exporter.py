@@ -93,13 +93,15 @@ class PrometheusExporter:
         assert self.metrics is not None
         self.metrics.health = health
         address = self._section.address
-        labels = (self._run_dir.root.absolute().name, str(host))
+        name = self._run_dir.root.absolute().name.encode(errors="replace").decode()
+        labels = (name, str(host))  # The name of a folder may be no UTF-8.
         try:
             server = _serve(address, _Collector(self.metrics, labels))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host.
             if not self._is_refused:
+                reason = error.strerror if isinstance(error, OSError) else error
                 print_message(
-                    f"telemetry.prometheus: no metrics are served at {address}: {error.strerror}; "
+                    f"telemetry.prometheus: no metrics are served at {address}: {reason}; "
                     "training continues, the next attempt tries again"
                 )
             self._is_refused = True
@@ -154,7 +156,7 @@ class _ServerV6(_Server):
 
 
 def _serve(address: str, collector: _Collector) -> _Server:
-    """Returns a bound server of the metrics; raises OSError."""
+    """Returns a bound server of the metrics; raises OSError or UnicodeError."""
     client = importlib.import_module(PACKAGE)
     registry = client.CollectorRegistry()
     registry.register(collector)

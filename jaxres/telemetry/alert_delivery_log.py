@@ -7,12 +7,12 @@ supervisor could not deliver.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxres.telemetry import incidents
 from jaxres.telemetry.incidents import ALWAYS_SENT, RESOLVES, Incident
 
 HOUR_SECONDS = 3600.0
@@ -41,8 +41,13 @@ class Ledger:
     """Number of dropped incidents by kind, since the last message."""
     sent: list[float] = field(default_factory=list)
     """Times of the messages sent within the hour before the newest message."""
-    is_open: dict[str, str] = field(default_factory=dict)
-    """Keys of delivered incidents that are not resolved yet, and their kinds."""
+    unresolved: dict[str, Incident] = field(default_factory=dict)
+    """Delivered incidents that are not resolved yet, by key."""
+
+    @property
+    def is_open(self) -> dict[str, str]:
+        """Keys of delivered incidents that are not resolved yet, and their kinds."""
+        return {key: incident.kind for key, incident in self.unresolved.items()}
 
     def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
         """Returns whether the rate limit allows a message of this kind."""
@@ -57,10 +62,9 @@ class Ledger:
         if line["state"] == "queued":
             if key in self.known:  # Queued again by a process that had lost the run meanwhile.
                 return
-            known = {f.name for f in dataclasses.fields(Incident)}
-            fields = {name: value for name, value in line["incident"].items() if name in known}
+            time, incident = incidents.parse(line["incident"], time=time)
             self.known.add(key)
-            self.waiting[key] = Waiting(Incident(**fields), time)
+            self.waiting[key] = Waiting(incident, time)
             return
         delivered = self.waiting.pop(key, None)
         if delivered is None:
@@ -73,9 +77,10 @@ class Ledger:
         self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
         if kind in RESOLVES:
             resolved = RESOLVES[kind]
-            self.is_open = {name: k for name, k in self.is_open.items() if k not in resolved}
+            left = {k: i for k, i in self.unresolved.items() if i.kind not in resolved}
+            self.unresolved = left
         else:
-            self.is_open[key] = kind
+            self.unresolved[key] = delivered.incident
 
 
 def line(
@@ -91,6 +96,6 @@ def fold(target: str, lines: Iterable[dict[str, Any]]) -> Ledger:
     for entry in lines:
         try:
             ledger.apply(entry)
-        except (KeyError, TypeError, AttributeError):
-            continue  # Written by another version; at worst an alert is sent twice.
+        except (KeyError, TypeError, ValueError):
+            continue  # Written by another version; at worst an alert is sent twice, or not at all.
     return ledger

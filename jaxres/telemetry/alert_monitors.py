@@ -6,13 +6,16 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxres.clock import Awake, Clock
 from jaxres.faults import RunError
 from jaxres.runlog import run_log
+from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record
 from jaxres.storage.threads import make_thread
+from jaxres.telemetry import alert_delivery_log
 from jaxres.telemetry.heartbeat import (
     News,
     SaveHealth,
@@ -80,6 +83,19 @@ class CommitMonitor:
         """Stops the thread without waiting for it: it may be blocked on storage."""
         self._closed.set()
 
+    def _step_of_open_stall(self) -> int | None:
+        """Returns the committed step of a stall that was sent by a process that was killed.
+
+        None: there is none, or commits have resumed since.
+        """
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(RunError, OSError):
+            rows = read_json_lines(self._run_dir.alerts)
+        names = {name for row in rows if isinstance(name := row.get("target"), str)}
+        ledgers = (alert_delivery_log.fold(name, rows) for name in names)
+        sent = (incident for ledger in ledgers for incident in ledger.unresolved.values())
+        return min((i.step for i in sent if i.kind == "commits_stalled"), default=None)
+
     def _run(self) -> None:
         every = min(CHECK_SECONDS, self._limit / 4)
         run = self._run_dir.root.absolute().name
@@ -95,7 +111,9 @@ class CommitMonitor:
             attempt = max([attempt, *(record.attempt for record in records)])
             step = committed_step(records)
             if stall is None:
-                stall = CommitStall(self._limit, step, now)
+                stalled = self._step_of_open_stall()
+                since = step if stalled is None else min(step, stalled)
+                stall = CommitStall(self._limit, since, now, is_stalled=stalled is not None)
             step = max(stall.step, step)
             kind = stall.check(step, now=now)
             if kind is not None:

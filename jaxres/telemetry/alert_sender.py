@@ -83,6 +83,8 @@ def resolve(section: AlertsSection, *, env: Mapping[str, str]) -> tuple[Resolved
         target = ResolvedTarget(config, env.get(name, "").strip())
         if not target.secret:
             errors.append(f"alerts.targets[{number}]: the environment variable {name} is not set")
+        elif isinstance(config, PagerdutyTarget) and not webhook.is_url(config.url):
+            errors.append(f"alerts.targets[{number}].url: {config.url!r:.200} is no address")
         elif not webhook.is_url(target.url):
             errors.append(
                 f"alerts.targets[{number}]: the environment variable {name} does not hold an "

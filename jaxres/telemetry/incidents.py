@@ -15,6 +15,7 @@ from typing import Any, Literal
 from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.event_log import is_seconds
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
@@ -27,6 +28,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
+from jaxres.storage import codec
 from jaxres.telemetry.heartbeat import SpeedChanged, TrainingReport
 
 Kind = Literal[
@@ -164,6 +166,17 @@ class Message:
     key: str
     """Idempotency key: the same in every retry, so that the receiver can drop a repetition."""
     body: dict[str, Any]
+
+
+def parse(fields: Any, *, time: Any) -> tuple[float, Incident]:
+    """Returns a written incident and its time, in seconds since the epoch.
+
+    Raises:
+      ValueError: another version has written it, so that it can't be sent.
+    """
+    if not is_seconds(time):
+        raise ValueError(f"the time is {time!r:.60}")
+    return float(time), codec.decode(Incident, fields, ignore_unknown=True)
 
 
 def messages(

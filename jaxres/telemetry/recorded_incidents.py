@@ -21,7 +21,8 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.line_writer import LineWriter, open_line_writer
 from jaxres.storage.threads import make_thread
-from jaxres.telemetry.incidents import HEADLINES, Incident
+from jaxres.telemetry import incidents
+from jaxres.telemetry.incidents import Incident
 
 MAX_WAITING = 1000
 """Most incidents that wait in memory while storage does not answer."""
@@ -129,10 +130,7 @@ class RecordedIncidents:
 
 def _parse(row: dict[str, Any]) -> tuple[float, Incident] | None:
     """Returns the incident of a line with its time; None: it was written by another version."""
-    known = {field.name for field in dataclasses.fields(Incident)}
     try:
-        fields = {name: value for name, value in row["incident"].items() if name in known}
-        incident = Incident(**fields)
-        return (float(row["time"]), incident) if incident.kind in HEADLINES else None
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return incidents.parse(row.get("incident"), time=row.get("time"))
+    except ValueError:
         return None

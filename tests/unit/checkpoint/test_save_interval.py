@@ -104,3 +104,8 @@ def test_failures_hours_and_the_restart_are_read_from_the_log():
     assert costs.failures == 3, "the kill, the hang and the storage that lost steps"
     assert costs.trained_hours == pytest.approx(1 + 0.5 + 0.5 + 1 + 1)
     assert costs.restart_seconds == 30
+
+
+def test_a_save_that_takes_ages_of_the_time_between_failures_is_of_no_use():
+    chosen = choose(Costs(write_seconds=1e6), AutoWhen(mtbf_hours=0.01))
+    assert (chosen.bound, chosen.useful_share) == ("write", 0.0)

@@ -177,6 +177,20 @@ def test_extreme_jobs_have_a_plan(capsys):
         assert 0 <= planned(capsys, *words, "--replications", "5")["goodput"]["mean"] <= 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--state-gib", "1e12"], id="a save takes ages of the MTBF"),
+        pytest.param(["--component", "x=1e225/gpu"], id="no failure in the age of the universe"),
+    ],
+)
+def test_numbers_without_measure_have_a_plan_in_text_and_json(words, capsys):
+    words = ["--gpus", "64", "--state-gib", "10", "--replications", "5", *words]
+    assert planned(capsys, *words)["goodput"]["mean"] <= 1
+    assert plan.main(words) == 0
+    assert not {"nan", "inf"} & set(capsys.readouterr().out.split())
+
+
 def test_the_page_has_the_plan_and_loads_nothing(capsys, tmp_path):
     file = tmp_path / "plan.html"
     found = planned(capsys, *SMALL, "--plot", str(file))

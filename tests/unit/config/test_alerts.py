@@ -39,6 +39,7 @@ def test_targets_of_every_kind_survive_the_recorded_config_and_are_free(
         ("[{kind: slack, key_env: A}]", "[0].key_env", "pagerduty has it"),
         ("[{kind: slack, url_env: A, kinds: [gaveup]}]", "[0].kinds", "did you mean 'gave_up'"),
         ("[{kind: pagerduty, key_env: A, url: 'http://a'}]", "[0].url", "https://"),
+        ("[{kind: pagerduty, key_env: A, url: 'http://127.0.0.1.a'}]", "[0].url", "https://"),
         ("{kind: slack}", "", "must be a list"),
         ("[3]", "[0]", "must be a section"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from jaxres.goodput import attempt_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.runlog import metrics, metrics_columns, run_log
-from jaxres.runlog.records import Rollback
+from jaxres.runlog.records import Record, Rollback
 from jaxres.runlog.supervisor_events import AttemptRestarted
 from tests.unit.goodput.simulated_run import Killed, SimulatedRun, random_run
 
@@ -57,6 +58,30 @@ def test_the_classes_sum_up_to_the_true_time_under_kills_and_jumps_of_the_clock(
     timeline = fold(run)
     check_whole(timeline)
     assert timeline.seconds == pytest.approx(true_seconds(run), rel=1e-3)
+
+
+class Counted(list[Record]):
+    """Counts how often all records are gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Record]:
+        self.passes += 1
+        return super().__iter__()
+
+
+def test_the_records_are_gone_through_as_often_with_many_attempts_as_with_one():
+    passes: list[int] = []
+    for attempts in (1, 30):
+        run = SimulatedRun()
+        for _ in range(attempts):
+            seq = run.begin(("compile", 1.0))
+            run.train(seq, 1.0)
+            run.record_crash(70)
+        run.records = Counted(run.records)
+        fold(run)
+        passes.append(run.records.passes)
+    assert passes[0] == passes[1], "10,000 attempts would take minutes"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import gce_status, transition_events
@@ -109,6 +112,18 @@ def test_an_event_of_an_unknown_kind_is_kept_and_a_line_without_a_time_is_not(
     (tmp_path / "launch" / "desired_state.json").write_text(text)
     found = launch_events.read(RunDir(tmp_path))
     assert [event.kind for event in found] == ["of a newer version"]
+
+
+@pytest.mark.parametrize("name", ["time", "since"])
+@pytest.mark.parametrize("value", [1e308, math.nan, math.inf])
+def test_an_event_of_the_launcher_with_a_damaged_time_is_left_out(
+    name: str, value: float, tmp_path: Path
+) -> None:
+    line = {"number": 1, "kind": "vm_lost", "time": NOW, "since": NOW}
+    text = json.dumps({"id": "a", "events": [line | {name: value}, line | {"number": 2}]})
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "desired_state.json").write_text(text)
+    assert [event.number for event in launch_events.read(RunDir(tmp_path))] == [2]
 
 
 def test_status_has_the_seconds_of_the_newest_recovery() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxres.report.comparison import comparison_page, difference_text
 from jaxres.report.contents import Contents, Sources, collect
 from jaxres.report.markup import element
 from jaxres.report.page import run_page
+from jaxres.runlog.events import EVENTS, RunBuilt, SaveCommitted, SaveStarted
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import of_lines
 from jaxres.runlog.records import AttemptEnded, Rollback
@@ -21,6 +23,7 @@ from tests.unit.goodput.test_run_timeline import fold
 from tests.unit.report.parsed_page import Page, parse
 
 MAX_BYTES = 5_000_000
+KINDS = tuple(map(EVENTS.tag, (RunBuilt, SaveStarted, SaveCommitted)))
 EVIL = "<script>alert(1)</script>\"' onload=x & \x00\x1b \ud800"
 """Text that must not become markup: elements, ends of attributes, control characters."""
 
@@ -193,6 +196,25 @@ def test_the_size_is_bounded_by_pixels_not_by_steps_or_attempts():
     most = len(run_page(contents(many, launch_events=events)))
     assert more_steps < MAX_BYTES / 10, "more steps than pixels"
     assert most < MAX_BYTES / 4, "what a run can have most of"
+
+
+@pytest.mark.parametrize("value", ["x", None, [1], math.nan, 1e308, 10**400, -1])
+def test_events_with_damaged_numbers_leave_the_page_whole(value: Any):
+    run = crashed_run()
+    numbers = dict.fromkeys(
+        ("blocked_seconds", "seconds", "linked_bytes", "flops_per_token"), value
+    )
+    for own in run.events.values():
+        own += [own[-1] | {"event": kind, "step": value} | numbers for kind in KINDS]
+        own += [own[-1] | {"event": kind, "step": 2} | numbers for kind in KINDS]
+    page_of(run)
+
+
+def test_losses_at_the_edge_of_a_float_are_a_chart():
+    run = crashed_run()
+    for lines, loss in zip(run.lines.values(), (1.7e308, 5e-324), strict=True):
+        lines[0] = dataclasses.replace(lines[0], loss=loss, grad_norm=-loss)
+    page_of(run)
 
 
 def test_two_runs_name_the_first_step_with_another_loss():

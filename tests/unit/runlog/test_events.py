@@ -3,6 +3,8 @@ import errno
 import math
 import threading
 
+import pytest
+
 from jaxres.runlog import event_log
 from jaxres.runlog.event_log import EventLog, read_events, read_json_lines
 from jaxres.runlog.events import Evaluated, Noted, PhaseChanged, StepsPruned
@@ -48,6 +50,17 @@ def test_a_number_that_is_not_finite_is_null(tmp_path):
         log.emit(Evaluated(8, math.nan, math.inf, 0))
     (event,) = read_events(tmp_path / "e")
     assert (event["loss"], event["best_loss"]) == (None, None)
+
+
+@pytest.mark.parametrize("damaged", ["1e308", "NaN", "Infinity", f"1{'0' * 400}", '"1"', "null"])
+@pytest.mark.parametrize("name", ["time", "monotonic"])
+def test_a_line_whose_time_is_damaged_is_no_event(tmp_path, name, damaged):
+    with EventLog(tmp_path / "e", clock=Ticking()) as log:
+        log.emit(Noted("one"))
+    line = (tmp_path / "e").read_text()
+    number = {"time": "1001.0", "monotonic": "2.0"}[name]
+    (tmp_path / "e").write_text(line.replace(f'"{name}": {number}', f'"{name}": {damaged}') + line)
+    assert [event["message"] for event in read_events(tmp_path / "e")] == ["one"]
 
 
 def test_listeners_are_called_after_the_event_is_written(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 from pathlib import Path
 
@@ -66,6 +67,10 @@ def test_numbers_are_read_bit_for_bit_and_null_is_nan(tmp_path: Path):
         json.dumps(LINE.fields() | {"skipped": 1}),
         json.dumps(LINE.fields() | {"seq": 2.5}),
         json.dumps(LINE.fields() | {"loss": "2"}),
+        json.dumps(LINE.fields() | {"step": 10**30}),
+        json.dumps(LINE.fields() | {"loss": 10**400}),
+        json.dumps(LINE.fields() | {"step_seconds": math.nan}),
+        json.dumps(LINE.fields() | {"step_seconds": 1e308}),
     ],
 )
 def test_a_damaged_line_is_left_out_and_the_others_stay(damaged: str, tmp_path: Path):

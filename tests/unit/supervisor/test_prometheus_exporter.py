@@ -1,6 +1,7 @@
 """The HTTP server of the metrics: it answers, ends no run, and drops clients that are silent."""
 
 import json
+import os
 import socket
 import urllib.request
 
@@ -25,8 +26,8 @@ def config(address):
     return RunConfig.model_validate(sections)
 
 
-def exporter(tmp_path, address):
-    return PrometheusExporter(config(address), RunDir(tmp_path / "my-run"), clock=SystemClock())
+def exporter(tmp_path, address, *, name="my-run"):
+    return PrometheusExporter(config(address), RunDir(tmp_path / name), clock=SystemClock())
 
 
 @pytest.fixture
@@ -67,6 +68,19 @@ def test_a_taken_address_is_a_warning_and_the_next_attempt_tries_again(tmp_path,
         taken.close()
         served.ensure_started(host=0, health=None)
         assert "jaxres_run_info" in scraped(address)
+
+
+def test_an_address_that_is_no_name_of_a_host_is_a_warning(tmp_path, capsys):
+    with exporter(tmp_path, "no..host:19400") as served:
+        served.ensure_started(host=0, health=None)
+    assert "no metrics are served at no..host:19400" in capsys.readouterr().err
+
+
+def test_a_run_directory_with_any_name_is_a_label(tmp_path, address):
+    name = os.fsdecode(b'a"b\nc\xff')
+    with exporter(tmp_path, address, name=name) as served:
+        served.ensure_started(host=0, health=None)
+        assert 'run="a\\"b\\nc?"' in scraped(address)
 
 
 def test_a_silent_client_is_dropped_and_the_next_one_is_served(tmp_path, address, monkeypatch):

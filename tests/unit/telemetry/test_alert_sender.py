@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import signal
 import socket
@@ -182,6 +183,29 @@ def test_an_incident_that_a_late_process_queues_again_is_not_sent_again():
     assert not alert_delivery_log.fold("t", [queued, done, queued]).waiting
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"kind": "of_a_newer_version"},
+        {"attempt": "one"},
+        {"run": None},
+        {"time": None},
+        {"time": 1e300},
+        {"time": math.nan},
+    ],
+)
+def test_a_queued_incident_of_another_version_stops_no_alert(tmp_path, written):
+    known = {"kind": "restarted", "run": "r", "attempt": 1, "step": 4} | written
+    time = known.pop("time", 1.0)
+    line = {"time": time, "target": "generic:HOOK_0", "key": "k", "state": "queued"}
+    RunDir(tmp_path).alerts.write_text(json.dumps(line | {"incident": known}) + "\n")
+    printed = Printed()
+    with served() as hook:
+        with alerts(tmp_path, hook, printed=printed) as sender:
+            sender.send(incident(attempt=9))
+        assert [body["attempt"] for body in hook.accepted] == [9], printed
+
+
 SENDER = """
 import sys, time
 from pathlib import Path
@@ -243,6 +267,14 @@ def test_missing_and_unusable_variables_are_one_clear_error_without_their_values
     assert SECRET not in printed
 
 
+def test_a_url_in_the_config_that_is_none_is_named_as_such():
+    section = AlertsSection(targets=(PagerdutyTarget(key_env="KEY", url="https://a b/"),))
+    with pytest.raises(ConfigError) as caught:
+        resolve(section, env={"KEY": SECRET})
+    assert "alerts.targets[0].url: 'https://a b/' is no address" in str(caught.value)
+    assert "variable KEY" not in str(caught.value)
+
+
 def test_workers_receive_no_secret():
     section = AlertsSection(targets=(SlackTarget(url_env="A"), PagerdutyTarget(key_env="B")))
     assert scrub_secrets(section, {"A": "x", "B": "y", "C": "z"}) == {"C": "z"}
@@ -282,6 +314,19 @@ def test_stalled_and_resumed_commits_are_reported(tmp_path):
         hook.wait(lambda: len(hook.accepted) >= 2)
     sent = [(body["kind"], body["attempt"], body["step"]) for body in hook.accepted]
     assert sent[:2] == [("commits_stalled", 1, 0), ("commits_resumed", 1, 40)]
+
+
+def test_a_supervisor_that_follows_a_killed_one_reports_that_commits_have_resumed(tmp_path):
+    with served() as hook:
+        with alerts(tmp_path, hook, no_commit_minutes=0.2 / 60) as _:
+            hook.wait(lambda: len(hook.accepted) == 1)
+        log = RunLog(RunDir(tmp_path).log, attempt=1, last_seq=1, clock=SystemClock())
+        log.append(Commit(step=40, path="p", manifest="m", bytes=1))
+        for _ in range(2):
+            with alerts(tmp_path, hook, no_commit_minutes=100) as _:
+                hook.wait(lambda: len(hook.accepted) >= 2, seconds=100)
+    sent = [(body["kind"], body["step"]) for body in hook.accepted]
+    assert sent == [("commits_stalled", 0), ("commits_resumed", 40)]
 
 
 RESTARTED = AttemptRestarted(
