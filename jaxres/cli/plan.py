@@ -31,6 +31,7 @@ from jaxres.plan import (
     goodput_model,
     measured,
     observed_attempts,
+    observed_vms,
     state_size,
 )
 from jaxres.plan.assumptions import ASSUMPTIONS, DEFAULTS
@@ -42,8 +43,9 @@ from jaxres.plan.retention_bill import storage_bill
 from jaxres.plan.simulate import Simulation, simulate
 from jaxres.plan.simulated_attempts import SimulatedJob, simulate_attempts
 from jaxres.report.plan_page import plan_page
-from jaxres.runlog import run_log
+from jaxres.runlog import launch_events, run_log
 from jaxres.runlog.event_log import read_events
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import run_config
 
@@ -256,8 +258,8 @@ def _job(
         repair_hours=value.get("--repair-hours"),
         preemptions_per_day=options.spot_rate or 0.0,
         notice_seconds=_notice(options, config, value),
-        stockout_share=value.get("--stockout-share"),
-        stockout_seconds=value.get("--capacity-wait-seconds"),
+        stockout_share=value.get("--stockout-share", "stockout_share"),
+        stockout_seconds=value.get("--capacity-wait-seconds", "stockout_seconds"),
         outages=Outages(per_day, outage_seconds) if per_day else None,
         save_every_seconds=options.save_every_seconds,
         measures=Measures(
@@ -321,12 +323,17 @@ def _measured(run_dir: RunDir) -> Measured:
     if not timeline.attempts:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     events = [e for a in timeline.attempts for e in read_events(run_dir.events(a.attempt, 0))]
-    found = measured.of_run(timeline, summary.summarize(timeline), events)
-    return replace(found, simulated=_simulated(run_dir, timeline, events))
+    from_launcher = launch_events.read(run_dir)
+    vms = observed_vms.of_events(from_launcher, num_attempts=len(timeline.attempts))
+    found = measured.of_run(timeline, summary.summarize(timeline), events, vms)
+    return replace(found, simulated=_simulated(run_dir, timeline, events, from_launcher))
 
 
 def _simulated(
-    run_dir: RunDir, timeline: RunTimeline, events: list[dict[str, Any]]
+    run_dir: RunDir,
+    timeline: RunTimeline,
+    events: list[dict[str, Any]],
+    from_launcher: Sequence[LaunchEvent],
 ) -> SimulatedJob | None:
     """Returns the simulation of the run with its own failures; None: it can't be simulated."""
     try:
@@ -339,6 +346,7 @@ def _simulated(
         events=events,
         supervisor_events=read_events(run_dir.supervisor_events),
         config=config,
+        launch_events=from_launcher,
     )
     if observed is None:
         return None

@@ -13,7 +13,9 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import SETUP, Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Incident, Summary
+from jaxres.plan.observed_vms import ObservedVms
 from jaxres.plan.simulated_attempts import SimulatedJob
+from jaxres.plan.simulated_vms import Gap
 from jaxres.runlog.events import EVENTS, SaveCommitted, SaveStarted
 
 HOUR_SECONDS = 3600.0
@@ -23,6 +25,10 @@ NO_FAILURES = (
     ROLLED_BACK,
 )
 """Causes of incidents that are no failures of the fleet."""
+PREEMPTIONS = ("preempted", "about to be stopped")
+"""Kinds of losses of VMs that are no failures of a host."""
+STOCKOUTS = ("stockout", "quota")
+"""Refusals of requests for which no machine was free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +48,17 @@ class Measured:
     detect_seconds: float | None
     """Mean over the failures, as all that follow."""
     boot_seconds: float | None
-    """Between the attempts: capacity, boot of VMs, down."""
+    """Between the attempts: capacity, boot of VMs, down. Of a job on VMs: boot of lost VMs only."""
     start_seconds: float | None
     """Start-up and compilation."""
     read_seconds: float | None
     failures: int
     preemptions: int
     trained_hours: float
+    stockout_share: float | None = None
+    """Share of the losses of VMs after which no machine was free."""
+    stockout_seconds: float | None = None
+    """Mean wait for machines then."""
     simulated: SimulatedJob | None = None
     """The run as simulated with its own failures and times; None: it can't be simulated."""
 
@@ -59,7 +69,10 @@ class Measured:
 
 
 def of_run(
-    timeline: RunTimeline, summary: Summary, events: Iterable[Mapping[str, Any]]
+    timeline: RunTimeline,
+    summary: Summary,
+    events: Iterable[Mapping[str, Any]],
+    vms: ObservedVms | None = None,
 ) -> Measured:
     """Returns what a run has measured.
 
@@ -67,13 +80,25 @@ def of_run(
       timeline: the run's timeline.
       summary: its summary.
       events: the events of host 0's workers, of all attempts.
+      vms: of a job on VMs, what its launcher has recorded between the attempts.
     """
     saves, commits = EVENTS.tag(SaveStarted), EVENTS.tag(SaveCommitted)
     events = list(events)
     stalls = [e for e in events if e.get("event") == saves and "blocked_seconds" in e]
     committed = [e for e in events if e.get("event") == commits and "seconds" in e]
-    failures = [incident for incident in summary.incidents if incident.cause not in NO_FAILURES]
-    restarted = [incident for incident in failures if sum(incident.setup_seconds.values())]
+    losses = _losses(timeline, vms)
+    failures = [
+        incident
+        for incident in summary.incidents
+        if incident.cause not in NO_FAILURES or _is_failed_host(losses.get(incident.attempt))
+    ]
+    # A recovery on VMs takes as long after a preemption.
+    ended = failures if vms is None else [i for i in summary.incidents if i.cause != ROLLED_BACK]
+    restarted = [incident for incident in ended if sum(incident.setup_seconds.values())]
+    boots = [_gap_seconds(incident) for incident in restarted]
+    if vms is not None:
+        boots = [i.vm_boot_seconds for i in restarted if i.attempt in losses]
+    waits = [i.capacity_wait_seconds for i in restarted if _is_stockout(losses.get(i.attempt))]
     newest = timeline.attempts[-1] if timeline.attempts else None
     idle = sum(
         interval.seconds
@@ -89,13 +114,31 @@ def of_run(
         stall_seconds=_mean(event["blocked_seconds"] for event in stalls),
         write_seconds=_mean(event["seconds"] for event in committed),
         detect_seconds=_mean(incident.detection_seconds for incident in restarted),
-        boot_seconds=_mean(_gap_seconds(incident) for incident in restarted),
+        boot_seconds=_mean(boots),
         start_seconds=_mean(_start_seconds(incident) for incident in restarted),
         read_seconds=_mean(i.setup_seconds.get(Activity.RESTORE, 0.0) for i in restarted),
         failures=len(failures),
         preemptions=_count(summary.incidents, exit_row(ExitCode.PREEMPTED).name),
         trained_hours=(summary.seconds - idle) / HOUR_SECONDS,
+        stockout_share=_mean(float(_is_stockout(gap)) for gap in losses.values()),
+        stockout_seconds=_mean(waits),
     )
+
+
+def _losses(timeline: RunTimeline, vms: ObservedVms | None) -> dict[int, Gap]:
+    """Returns the gaps after the attempts that have lost a VM, by attempt."""
+    gaps = () if vms is None else vms.gaps
+    found = zip(timeline.attempts, gaps, strict=False)
+    return {attempt.attempt: one.gap for attempt, one in found if one.gap.lost}
+
+
+def _is_failed_host(gap: Gap | None) -> bool:
+    """Returns whether a VM was lost, and none was preempted."""
+    return gap is not None and all(vm.kind not in PREEMPTIONS for vm in gap.lost)
+
+
+def _is_stockout(gap: Gap | None) -> bool:
+    return gap is not None and any(answer.refused in STOCKOUTS for answer in gap.answers)
 
 
 def _mean(values: Iterable[float]) -> float | None:

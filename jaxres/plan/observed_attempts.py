@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -11,10 +13,21 @@ from jaxres.config.schema import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import Activity, Interval
 from jaxres.goodput.run_timeline import AttemptTime, RunTimeline
+from jaxres.plan import observed_vms
+from jaxres.plan.observed_vms import ObservedGap, ObservedVms
 from jaxres.plan.simulated_attempts import Failure, JobSettings, Times
+from jaxres.plan.simulated_vms import Vms
 from jaxres.runlog import run_log
-from jaxres.runlog.events import EVENTS, SaveCommitted, SaveStarted
-from jaxres.runlog.records import AttemptEnded, Record, Start
+from jaxres.runlog.events import (
+    EVENTS,
+    PhaseChanged,
+    RunEnded,
+    SaveCommitted,
+    SaveStarted,
+    TrainingStarted,
+)
+from jaxres.runlog.launch_events import LaunchEvent
+from jaxres.runlog.records import AttemptEnded, Claim, Commit, Record, Start
 from jaxres.runlog.supervisor_events import AttemptRestarted
 from jaxres.supervisor.restart_policy import KILLED
 
@@ -39,11 +52,12 @@ def of_run(
     events: Iterable[Mapping[str, Any]],
     supervisor_events: Iterable[Mapping[str, Any]],
     config: RunConfig,
+    launch_events: Sequence[LaunchEvent] = (),
 ) -> ObservedAttempts | None:
     """Returns the times and failures of a run; None: it is not of the kind that is simulated.
 
     The run is complete, began at step 0, has gone back only between attempts, and a restart loop
-    (`launch local`) has started all attempts but the first.
+    (`launch local`) or the launcher of `launch gce` has started all attempts but the first.
 
     Args:
       timeline: the run's timeline.
@@ -51,43 +65,95 @@ def of_run(
       events: those of host 0's workers, of all attempts.
       supervisor_events: those of the restart loop.
       config: the newest config.
+      launch_events: events of the launcher of `launch gce`.
     """
     attempts = timeline.attempts
-    restarted = EVENTS.tag(AttemptRestarted)
-    waits = {e["attempt"]: e["after_seconds"] for e in supervisor_events if e["event"] == restarted}
     if not attempts or attempts[-1].cause != DONE or any(len(a.starts) > 1 for a in attempts):
         return None
+    vms, waits = _vms(config, launch_events, num_attempts=len(attempts)), None
+    if vms is None and (waits := _waits(supervisor_events, attempts)) is None:
+        return None
     starts = [r.body for r in records if isinstance(r.body, Start)]
-    if starts[0].step or any(one.attempt not in waits for one in attempts[:-1]):
+    if starts[0].step:
         return None
     last_step = run_log.fold(records).step
     num_steps = last_step + sum(timeline.lost_steps.values())
-    times = _times(timeline, list(events), waits, num_steps=num_steps)
+    events = list(events)
+    times = _times(timeline, events, num_steps=num_steps)
     if times is None:
         return None
-    ends = {r.attempt: r.body for r in records if isinstance(r.body, AttemptEnded)}
     num_steps_of = _steps_of_attempts(timeline, records, last_step=last_step)
-    failures = [
-        _failure(
-            one,
-            ends.get(one.attempt),
-            _own(timeline, one),
-            num_steps=num_steps_of.get(one.attempt, 0),
-            step_seconds=times.step_seconds,
-        )
-        for one in attempts[:-1]
-    ]
-    settings = JobSettings(
+    claims = [r.time for r in records if isinstance(r.body, Claim)]
+    failures = _failures(timeline, records, events, num_steps_of, times)
+    settings = _settings(config)
+    if vms is None:
+        gaps = [sum(i.seconds for i in _own(timeline, a) if i.in_gap) for a in attempts[:-1]]
+        launches = [gap - wait for gap, wait in zip(gaps, waits or (), strict=True)]
+    else:
+        found = zip(failures, vms.gaps, attempts, strict=False)
+        failures = [_before_gap(failure, gap, one) for failure, gap, one in found]
+        launches = [at - gap.started for at, gap in zip(claims[1:], vms.gaps, strict=True)]
+        settings = replace(settings, vms=_vms_of_job(vms, config, claimed=claims[0]))
+    last = attempts[-1]  # The attempt without a failure.
+    own, num_steps = _own(timeline, last), num_steps_of.get(last.attempt, 0)
+    times = replace(
+        times,
+        step_seconds=_step_seconds(own, num_steps, default=times.step_seconds),
+        pause_seconds=_pause_seconds(own, num_steps, default=times.pause_seconds),
+        detect_seconds=_mean([failure.detect_seconds or 0.0 for failure in failures]),
+        launch_seconds=max(0.0, _mean(launches)),
+    )
+    return ObservedAttempts(times, tuple(failures), settings)
+
+
+def _settings(config: RunConfig) -> JobSettings:
+    return JobSettings(
         last_step=config.train.steps,
         when=config.checkpoint.when,
         restart=config.restart,
         launch=config.launch,
     )
-    last = attempts[-1]  # The attempt without a failure.
-    own_seconds = _step_seconds(
-        _own(timeline, last), num_steps_of.get(last.attempt, 0), default=times.step_seconds
+
+
+def _before_gap(failure: Failure, observed: ObservedGap, attempt: AttemptTime) -> Failure:
+    """Returns a failure as the launcher saw it, with what followed."""
+    late = observed.ended - attempt.time
+    detection = (failure.detect_seconds or 0.0) + late
+    return replace(failure, code=observed.code, gap=observed.gap, detect_seconds=detection)
+
+
+def _vms_of_job(vms: ObservedVms, config: RunConfig, *, claimed: float) -> Vms:
+    """Returns the VMs of a job; `claimed`: the first claim, in seconds since the epoch."""
+    return Vms(
+        config=config,
+        first=vms.first,
+        before_seconds=claimed - vms.began,
+        usual=vms.usual,
+        label=vms.label,
     )
-    return ObservedAttempts(replace(times, step_seconds=own_seconds), tuple(failures), settings)
+
+
+def _waits(
+    events: Iterable[Mapping[str, Any]], attempts: Sequence[AttemptTime]
+) -> list[float] | None:
+    """Returns the restart loop's wait after each attempt; None: not all were started by one."""
+    restarted = EVENTS.tag(AttemptRestarted)
+    waits = {e["attempt"]: e["after_seconds"] for e in events if e["event"] == restarted}
+    numbers = [one.attempt for one in attempts[:-1]]
+    return [waits[n] for n in numbers] if waits.keys() >= set(numbers) else None
+
+
+def _vms(
+    config: RunConfig, events: Sequence[LaunchEvent], *, num_attempts: int
+) -> ObservedVms | None:
+    """Returns the gaps of a job on VMs; None: it is none, or it can't be simulated.
+
+    That of a job with spares can't: they are requested while it trains.
+    """
+    gce = config.launch.gce
+    if gce is None or gce.spares or not events:
+        return None
+    return observed_vms.of_events(events, num_attempts=num_attempts)
 
 
 def _own(timeline: RunTimeline, attempt: AttemptTime) -> list[Interval]:
@@ -112,10 +178,17 @@ def _step_seconds(own: Sequence[Interval], num_steps: int, *, default: float) ->
     return sum(i.seconds for i in own if i.activity in STEPS) / num_steps if num_steps else default
 
 
+def _pause_seconds(
+    own: Sequence[Interval], num_steps: int, *, default: float, until: float = math.inf
+) -> float:
+    """Returns the mean pause after a step of an attempt, of pauses that begin before a time."""
+    pauses = (i.seconds for i in own if i.activity in PAUSES and i.start < until)
+    return sum(pauses) / num_steps if num_steps else default
+
+
 def _times(
     timeline: RunTimeline,
     events: Sequence[Mapping[str, Any]],
-    waits: Mapping[int, float],
     *,
     num_steps: int,
 ) -> Times | None:
@@ -128,12 +201,11 @@ def _times(
     step_seconds = sum(seconds[one] for one in STEPS) / num_steps if num_steps else 0.0
     if not trains or not step_seconds:
         return None
-    gaps = [sum(i.seconds for i in _own(timeline, a) if i.in_gap) for a in timeline.attempts[:-1]]
     starts = [at - one.claimed for one, at in trains if one in later]
     blocked = _values(events, EVENTS.tag(SaveStarted), "blocked_seconds")
-    written = _values(events, EVENTS.tag(SaveCommitted), "seconds")
-    commit = max(0.0, _mean(written) - _mean(blocked))
-    detections = [_detection(_own(timeline, a)) for a in timeline.attempts[:-1]]
+    commit = _commit_seconds(events) or 0.0
+    settle = _settle_seconds(events)
+    settle = commit if settle is None else settle
     last = timeline.attempts[-1]
     ends = [
         i.seconds
@@ -143,21 +215,49 @@ def _times(
     return Times(
         step_seconds=step_seconds,
         pause_seconds=sum(seconds[one] for one in PAUSES) / num_steps,
-        stall_seconds=_stall(seconds, blocked, commit),
+        stall_seconds=_stall(seconds, blocked, commit, settle),
         commit_seconds=commit,
         first_start_seconds=(_training(first) or first.claimed) - first.claimed,
         start_seconds=_mean(starts),
-        # On average an attempt is killed in the middle of a step.
-        detect_seconds=max(0.0, _mean(detections) - step_seconds / 2),
-        launch_seconds=max(0.0, _mean(gaps) - _mean(list(waits.values()))),
-        end_seconds=sum(ends),
+        end_seconds=sum(ends) + max(0.0, settle - commit),
     )
+
+
+def _commit_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the mean time from the end of a stall to its commit; None: there is no commit."""
+    blocked = _values(events, EVENTS.tag(SaveStarted), "blocked_seconds")
+    written = _values(events, EVENTS.tag(SaveCommitted), "seconds")
+    return max(0.0, _mean(written) - _mean(blocked)) if written else None
+
+
+def _cycle_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the mean time from step to step until the newest save of an attempt; None: unknown.
+
+    It decides which saves are committed before the attempt ends. `events`: those of the attempt.
+    """
+    begun = [e for e in events if e.get("event") == EVENTS.tag(TrainingStarted)]
+    saves = [e for e in events if e.get("event") == EVENTS.tag(SaveStarted)]
+    num_steps = saves[-1]["step"] - begun[0]["step"] if begun and saves else 0
+    if num_steps <= 0:
+        return None
+    blocked = sum(_values(saves, EVENTS.tag(SaveStarted), "blocked_seconds"))
+    return (saves[-1]["monotonic"] - begun[0]["monotonic"] - blocked) / num_steps
+
+
+def _settle_seconds(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns for how long the newest attempt that ended by itself waited for its last save."""
+    kinds = (EVENTS.tag(PhaseChanged), EVENTS.tag(RunEnded))
+    phases = [e for e in events if e.get("event") in kinds and "monotonic" in e]
+    if len(phases) < 2 or phases[-1]["event"] != kinds[1] or phases[-2].get("phase") != "settle":
+        return None
+    return phases[-1]["monotonic"] - phases[-2]["monotonic"]
 
 
 def _stall(
     seconds: Mapping[Activity, float],
     blocked: Sequence[float],
     commit: float,
+    settle: float,
 ) -> float:
     """Returns the mean time that training waits for a save, some also for a slow one before it.
 
@@ -169,27 +269,72 @@ def _stall(
     if commit > trained / len(blocked):
         return _mean(blocked)
     # The end waits for the commit of the last step.
-    return max(_mean(blocked), (seconds[Activity.SAVE_STALL] - commit) / len(blocked))
+    return max(_mean(blocked), (seconds[Activity.SAVE_STALL] - settle) / len(blocked))
+
+
+def _failures(
+    timeline: RunTimeline,
+    records: Sequence[Record],
+    events: Sequence[Mapping[str, Any]],
+    num_steps_of: Mapping[int, int],
+    times: Times,
+) -> list[Failure]:
+    """Returns what ended each attempt but the last; `num_steps_of`: its steps, by attempt."""
+    claims = [r.time for r in records if isinstance(r.body, Claim)]
+    found: list[Failure] = []
+    for one, (begin, end) in zip(timeline.attempts, itertools.pairwise(claims), strict=False):
+        failure = _failure(
+            one,
+            [r for r in records if r.attempt == one.attempt],
+            _own(timeline, one),
+            num_steps=num_steps_of.get(one.attempt, 0),
+            times=times,
+        )
+        own = [event for event in events if begin <= event.get("time", -math.inf) < end]
+        failure = replace(failure, commit_seconds=_commit_seconds(own))
+        cycle = _cycle_seconds(own)
+        if cycle is not None and failure.step_seconds is not None:
+            failure = replace(failure, pause_seconds=max(0.0, cycle - failure.step_seconds))
+        found.append(failure)
+    return found
 
 
 def _failure(
     attempt: AttemptTime,
-    end: AttemptEnded | None,
+    records: Sequence[Record],
     own: Sequence[Interval],
     *,
     num_steps: int,
-    step_seconds: float,
+    times: Times,
 ) -> Failure:
-    """Returns what ended an attempt, and when; `step_seconds`: those of an attempt without one."""
+    """Returns what ended an attempt, when, and how long its detection took within the attempt.
+
+    `times`: those of the job.
+    """
     begin = _training(attempt)
-    until = attempt.ended - _detection(own)
-    step_seconds = _step_seconds(own, num_steps, default=step_seconds)
+    end = next((r.body for r in records if isinstance(r.body, AttemptEnded)), None)
+    is_saved = end is not None and end.committed
+    last_step = max((i.end for i in own if i.activity in STEPS), default=attempt.claimed)
+    step_seconds = _step_seconds(own, num_steps, default=times.step_seconds)
+    half = step_seconds / 2  # On average an attempt is killed in the middle of a step.
+    until, saving = last_step, 0.0
+    if begin is None:
+        begin, half, until = attempt.claimed, 0.0, attempt.ended - _detection(own)
+    elif is_saved:
+        saving = times.stall_seconds + times.commit_seconds + times.end_seconds
+    else:  # A VM takes its newest events with it, but no record.
+        latest = math.inf if end is None else attempt.ended
+        claim, *others = records
+        commits = [r.time - claim.time for r in others if isinstance(r.body, Commit)]
+        until = max([until, *(min(latest, attempt.claimed + one) for one in commits)])
     return Failure(
-        seconds=until - (attempt.claimed if begin is None else begin - step_seconds / 2),
+        seconds=until + half - begin,
         code=KILLED if end is None else end.exit,
-        in_setup=begin is None,
-        is_saved=end is not None and end.committed,
+        in_setup=_training(attempt) is None,
+        is_saved=is_saved,
         step_seconds=step_seconds,
+        pause_seconds=_pause_seconds(own, num_steps, default=times.pause_seconds, until=last_step),
+        detect_seconds=attempt.ended - until - half - saving,
     )
 
 

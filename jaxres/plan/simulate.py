@@ -3,10 +3,9 @@
 All replications advance from failure to failure together, as vectors, so it decides nothing by
 itself. Of the deciders of a run it uses `save_interval.choose`, which has computed the intervals
 of the plan. `retention.plan` is used by the bill of storage: which old steps are kept changes no
-goodput. `restart_policy.decide` and the schedule of saves within a run are those of
-`simulated_attempts.py`, which simulates one job under given failures and is compared with real
-runs. `launch.reconcile.decide` is not used: its input are VMs, agent reports and a lease, which a
-plan doesn't have; what replacing a VM takes is a time of the plan. That a lost VM is replaced by
+goodput. `restart_policy.decide`, `launch.reconcile.decide` and the schedule of saves within a run
+are those of `simulated_attempts.py`, which simulates one job under given failures and is compared
+with real runs. Here what replacing a VM takes is a time of the plan. That a lost VM is replaced by
 the next capacity option at once is the rule of `launch.capacity_options.choose`.
 """
 

@@ -3,6 +3,7 @@
 Deciders of a run that it calls:
 
 - `supervisor.restart_policy.decide`: whether another attempt follows, and after which wait;
+- `launch.reconcile.decide`: the same of a job on VMs, and which VMs are replaced (`simulated_vms`);
 - `checkpoint.save_interval.choose`: the interval with `checkpoint.when.kind=auto`.
 
 It does not call
@@ -10,9 +11,7 @@ It does not call
 - `train.save_scheduler`: it reads a run log, events and a clock. Its rule is repeated here in a few
   lines, without the bound on small changes of the interval, and without late saves that are left
   out (ADR 21);
-- `checkpoint.retention`: the newest commit is always kept, so no policy changes what is lost;
-- `launch.reconcile`: it decides from VMs, reports and a lease. What it takes until new VMs are
-  ready is a measured time.
+- `checkpoint.retention`: the newest commit is always kept, so no policy changes what is lost.
 """
 
 from __future__ import annotations
@@ -25,10 +24,12 @@ from jaxres.checkpoint import save_interval
 from jaxres.checkpoint.save_interval import HOUR_SECONDS, Costs
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
+from jaxres.plan.simulated_vms import Gap, SimulatedLauncher, Vms
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, RestartPolicy
 
+NO_GAP = Gap()
 RECENT = 1000
 """Newest attempts of which the restart policy is told: its time grows with their number."""
 
@@ -52,7 +53,9 @@ class Times:
     detect_seconds: float = 0.0
     """From a failure until the attempt is recorded as ended."""
     launch_seconds: float = 0.0
-    """From then, after the wait of the restart policy, until the next attempt is claimed."""
+    """From then, after the wait of the restart policy, until the next attempt is claimed.
+
+    Of a job on VMs: from the launcher's decision to start it."""
     end_seconds: float = 0.0
     """From the last commit of an attempt that ends by itself until it is recorded as ended."""
 
@@ -71,6 +74,14 @@ class Failure:
     """Whether the attempt commits its last step before it ends, as after a notice."""
     step_seconds: float | None = None
     """Of the steps of this attempt; None: those of the job."""
+    pause_seconds: float | None = None
+    """The same of its pauses."""
+    commit_seconds: float | None = None
+    """The same of its commits."""
+    detect_seconds: float | None = None
+    """From this failure until its attempt is recorded as ended; None: the mean of the job."""
+    gap: Gap = NO_GAP
+    """What service and VMs do after the attempt, of a job on VMs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +92,8 @@ class JobSettings:
     when: When
     restart: RestartSection
     launch: LaunchSection
+    vms: Vms | None = None
+    """VMs of `launch gce`; None: a restart loop on one machine starts the attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +109,10 @@ class SimulatedJob:
     num_saves: int
     steps_lost: int
     wait_seconds: float
-    """Of the restart policy, in sum."""
+    """Of the restart policy, or from the end of an attempt that a launcher sees until it starts the
+    next one; in sum."""
     gave_up: str
-    """Reason of the restart policy; "": it did not give up."""
+    """Reason of the restart policy or of the launcher; "": the job was not given up."""
     times: Times
     """What it was simulated with."""
 
@@ -108,6 +122,7 @@ def simulate_attempts(
 ) -> SimulatedJob:
     """Returns what a job does: one attempt for each failure, then one to the last step."""
     policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
+    launcher = None if settings.vms is None else SimulatedLauncher(settings.vms)
     history: list[AttemptOutcome[int]] = []
     seconds = useful = wait_seconds = trained_seconds = 0.0
     committed = num_attempts = num_saves = steps_lost = num_lossy = 0
@@ -121,9 +136,7 @@ def simulate_attempts(
             costs = Costs(failures=num_lossy, trained_hours=trained_seconds / HOUR_SECONDS)
             until = math.inf if failure is None else failure.seconds
             is_saved = failure is None or failure.is_saved
-            own = times
-            if failure is not None and failure.step_seconds is not None:
-                own = replace(times, step_seconds=failure.step_seconds)
+            own = times if failure is None else _own_times(times, failure)
             reached = _train(own, settings, committed, until, costs, is_saved=is_saved)
             seconds += setup + reached.seconds
             useful += (reached.committed - committed) * own.step_seconds
@@ -135,10 +148,15 @@ def simulate_attempts(
         if failure is None or committed == settings.last_step:
             seconds += times.end_seconds
             break
-        seconds += times.detect_seconds + (times.end_seconds if failure.is_saved else 0.0)
+        detection = failure.detect_seconds
+        seconds += times.detect_seconds if detection is None else detection
+        seconds += times.end_seconds if failure.is_saved else 0.0
         num_lossy += not failure.is_saved and not failure.in_setup
         history.append(AttemptOutcome(failure.code, "", before, committed))
-        decision = restart_policy.decide(history[-RECENT:], seconds, policy)
+        if launcher is None:
+            decision = restart_policy.decide(history[-RECENT:], seconds, policy)
+        else:
+            decision = launcher.end_attempt(failure.code, failure.gap, step=committed, now=seconds)
         if isinstance(decision, GiveUp):
             gave_up = decision.reason
             break
@@ -155,6 +173,13 @@ def simulate_attempts(
         gave_up=gave_up,
         times=times,
     )
+
+
+def _own_times(times: Times, failure: Failure) -> Times:
+    """Returns the times of the attempt that a failure ends."""
+    names = ("step_seconds", "pause_seconds", "commit_seconds")
+    own = {name: getattr(failure, name) for name in names}
+    return replace(times, **{name: value for name, value in own.items() if value is not None})
 
 
 @dataclass(frozen=True)

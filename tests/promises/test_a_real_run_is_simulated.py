@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jaxres.runlog.event_log import read_events
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, Workspace
+from tests.promises import interrupted_job
+from tests.promises.cloud import Cloud
+from tests.promises.interrupted_job import found
+from tests.promises.trainer import ROOT, Workspace
 
 CONFIG = ROOT / "experiments/simulator_against_real_runs/run.yaml"
 LAST_STEP = 60
 HELD = (5, 5, 45)
 """Steps after which the first attempts are held until they are killed; every 10th is saved."""
-
-
-def found(verb: str, *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "jaxres", verb, *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=PATIENCE_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def hold_after(path: Path, steps: int) -> None:
@@ -67,3 +59,23 @@ def test_a_run_that_was_killed_three_times_is_simulated_with_its_own_failures(
     ]
     assert (simulated["step"], simulated["num_attempts"]) == (LAST_STEP, 4)
     assert simulated["wait_seconds"] == sum(waits), "the same restart policy"
+
+
+@pytest.mark.campaign
+def test_a_job_on_vms_that_was_interrupted_three_times_has_the_goodput_of_its_simulation(
+    cloud: Cloud,
+) -> None:
+    launcher = interrupted_job.train(cloud)
+    cloud.assert_nothing_is_left()
+    refused = launcher.printed().count("us-central1-a: stockout: ")
+    assert refused >= 1, "no request was refused"
+
+    run = str(cloud.run_dir.root)
+    ledger = found("report", run, **cloud.env)
+    causes = [incident["cause"] for incident in ledger["incidents"]]
+    assert causes == list(interrupted_job.CAUSES)
+    measured = found("plan", "--from", run, "--replications", "1", **cloud.env)["measured"]
+    simulated = measured["simulated"]
+    assert (simulated["step"], simulated["num_attempts"], simulated["gave_up"]) == (60, 4, "")
+    assert simulated["goodput"] == pytest.approx(ledger["goodput"], abs=0.01)
+    assert simulated["seconds"] == pytest.approx(ledger["seconds"], rel=0.05)

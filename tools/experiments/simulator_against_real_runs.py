@@ -1,9 +1,10 @@
 """Does the simulator of `jaxres plan` predict the goodput of a real run with the same kills?
 
-    python -m tools.experiments.simulator_against_real_runs
+    python -m tools.experiments.simulator_against_real_runs [--vms]
 
 Each run is a real `launch local` with restarts, whose worker gets SIGKILL at seeded times of its
 training. Then `jaxres plan --from RUN` simulates the run's own failures with the run's own times.
+With --vms the run is one `launch gce` on an emulated cloud: tests/promises/interrupted_job.py.
 Exits 1 if the simulated goodput of a run is more than 1 point away from that of its ledger.
 """
 
@@ -51,8 +52,12 @@ SETTINGS = (
 
 
 def main() -> int:
-    """Trains and simulates the runs, and writes results/results.json."""
+    """Trains and simulates the runs, and writes results/results.json or results/vms.json."""
     began = time.monotonic()
+    if "--vms" in sys.argv[1:]:
+        result = of_job_on_vms() | {"seconds": round(time.monotonic() - began)}
+        write_result(FOLDER / "results" / "vms.json", result)
+        return 0 if result["holds"] else 1
     rows = []
     with tempfile.TemporaryDirectory(prefix="simulator-") as name:
         for number, setting in enumerate(SETTINGS):
@@ -62,7 +67,8 @@ def main() -> int:
             train(run_dir, gaps, overrides=setting.overrides)
             rows.append(compared(setting, run_dir, gaps))
             print(json.dumps(rows[-1], indent=2), flush=True)
-    result = result_of(rows) | {"seconds": round(time.monotonic() - began)}
+    settings = {"step_seconds": STEP_SECONDS, "mtbf_seconds_of_training": MTBF_SECONDS}
+    result = result_of(rows) | settings | {"seconds": round(time.monotonic() - began)}
     write_result(FOLDER / "results" / "results.json", result)
     return 0 if result["holds"] else 1
 
@@ -74,10 +80,16 @@ def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "claim": "the simulated goodput is within 1 point of the measured one",
         "holds": worst <= BOUND,
         "largest_difference": worst,
-        "step_seconds": STEP_SECONDS,
-        "mtbf_seconds_of_training": MTBF_SECONDS,
         "runs": rows,
     }
+
+
+def of_job_on_vms() -> dict[str, Any]:
+    """Returns the result of a job on emulated VMs."""
+    command = [sys.executable, "-m", "tests.promises.interrupted_job"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout)
+    return result_of([row_of("launch gce", found["plan"], found["ledger"])])
 
 
 def train(run_dir: Path, gaps: Sequence[float], *, overrides: Sequence[str] = ()) -> None:
@@ -125,13 +137,20 @@ def compared(setting: Setting, run_dir: Path, gaps: Sequence[float]) -> dict[str
     """Returns the goodput of the ledger beside that of the simulation."""
     plan = json.loads(jaxres("plan", "--from", str(run_dir), "--json", "--replications", "1"))
     ledger = json.loads(jaxres("report", str(run_dir), "--json"))
+    return row_of(setting.name, plan, ledger) | {
+        "seed": setting.seed,
+        "gaps_seconds": [round(gap, 2) for gap in gaps],
+        "step_seconds_by_attempt": [_mean_step(path) for path in _metrics(run_dir)],
+    }
+
+
+def row_of(name: str, plan: dict[str, Any], ledger: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the report and the plan have found of one run."""
     simulated, measured = plan["measured"]["simulated"], ledger["goodput"]
     lost = sum(incident["steps_lost"] for incident in ledger["incidents"])
     seconds = {name: round(value, 1) for name, value in ledger["by_activity"].items() if value}
     return {
-        "run": setting.name,
-        "seed": setting.seed,
-        "gaps_seconds": [round(gap, 2) for gap in gaps],
+        "run": name,
         "incidents": [incident["cause"] for incident in ledger["incidents"]],
         "seconds": {"measured": ledger["seconds"], "simulated": simulated["seconds"]},
         "steps_lost": {"measured": lost, "simulated": simulated["steps_lost"]},
@@ -139,7 +158,6 @@ def compared(setting: Setting, run_dir: Path, gaps: Sequence[float]) -> dict[str
         "difference": simulated["goodput"] - measured,
         "wait_seconds_simulated": simulated["wait_seconds"],
         "times": simulated["times"],
-        "step_seconds_by_attempt": [_mean_step(path) for path in _metrics(run_dir)],
         "ledger_seconds": seconds,
     }
 

@@ -53,10 +53,10 @@ def killed_run(
     raise AssertionError("no attempt reached the end")
 
 
-def save(run: SimulatedRun) -> None:
-    run.save(SAVE)
-    run.events[run.attempt][-2] |= {"blocked_seconds": SAVE}
-    run.event(SaveCommitted, step=run.step, path="p", bytes=1, seconds=SAVE)
+def save(run: SimulatedRun, seconds: float = SAVE) -> None:
+    run.save(seconds)
+    run.events[run.attempt][-2] |= {"blocked_seconds": seconds}
+    run.event(SaveCommitted, step=run.step, path="p", bytes=1, seconds=seconds)
 
 
 def observed(run: SimulatedRun) -> ObservedAttempts | None:
@@ -115,3 +115,28 @@ def test_a_run_that_no_loop_restarted_or_that_is_not_complete_is_not_simulated()
     run = killed_run(23)
     run.records.pop()
     assert observed(run) is None
+
+
+def test_pauses_after_the_newest_save_do_not_delay_it():
+    """Else a save that the run had committed is lost in the simulation."""
+    run = SimulatedRun()
+    seq = run.begin(*SETUP)
+    for _ in range(2 * SAVE_EVERY):
+        run.train(seq, STEP)
+        if run.step % SAVE_EVERY == 0:
+            save(run)
+    for _ in range(3):
+        run.wait_for_data(10.0)
+        run.train(seq, STEP)
+    run.end(137, detection_seconds=DETECTION)
+    run.event(AttemptRestarted, supervisor=True, attempt=run.attempt, after_seconds=WAIT)
+    run.now += WAIT
+    seq = run.begin(*SETUP)
+    while run.step < LAST_STEP:
+        run.train(seq, STEP)
+        if run.step % SAVE_EVERY == 0:
+            save(run)
+    run.end(0, detection_seconds=1.0)
+    found = observed(run)
+    assert found is not None
+    assert found.failures[0].pause_seconds == pytest.approx(0.0, abs=0.01), "the saves are late"
