@@ -22,9 +22,8 @@ from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
 from jaxres.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
 from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
-from jaxres.cli import chaos_results, kept_results
+from jaxres.cli import chaos_results
 from jaxres.cli.chaos_results import ChaosResult
-from jaxres.cli.kept_results import versions_here
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
@@ -32,6 +31,8 @@ from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog.resume_verdict import RunFacts
+from jaxres.train import kept_results
+from jaxres.train.kept_results import versions_here
 
 USAGE = (
     "jaxres chaos list\n"
