@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxres.chaos import leftovers
 from jaxres.chaos.schedule import PlannedRun
 from jaxres.chaos.short_runs import Runner, Topology
 from jaxres.exit_codes import ExitCode, exit_name
@@ -48,6 +49,8 @@ class HeldRun:
 
     others: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Commands of this run besides the runner's, which a fault has left."""
+    ports: dict[int, str] = field(default_factory=dict)
+    """Inode -> text of each port on which its processes have listened."""
     fault_at: float | None = None
     """When the newest fault happened, on the clock of `now`."""
 
@@ -136,7 +139,9 @@ class HeldRun:
     def wait_held(self, number: int) -> bool:
         """Waits until every worker holds; returns False if the command has ended."""
         files = [self.held(number, host) for host in range(self.topology.hosts)]
-        return self.runner.wait(lambda: all(file.exists() for file in files))
+        is_held = self.runner.wait(lambda: all(file.exists() for file in files))
+        self.ports |= leftovers.ports_of(leftovers.processes(self.root))
+        return is_held
 
     def pid(self, number: int, host: int) -> int:
         """Returns the pid of a worker that holds."""

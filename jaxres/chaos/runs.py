@@ -19,7 +19,7 @@ from jaxres.chaos.time_account import TimeAccount
 from jaxres.chaos.verdict import ChaosFacts, Injection
 from jaxres.clock import Clock
 from jaxres.goodput import read_timeline, summary
-from jaxres.runlog import run_log
+from jaxres.runlog import metrics, run_log
 from jaxres.runlog.records import AttemptEnded, Claim
 
 INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
@@ -88,7 +88,7 @@ class FaultyRun:
         try:
             injections = self._inject(run)
             code = run.runner.wait_exit()
-            left = leftovers.find(run.run_dir, run.runner.clock)
+            left = leftovers.find(run.run_dir, run.runner.clock, ports=run.ports)
         finally:
             run.end_others()
         observed = run.runner.observe(run.name, code)
@@ -101,6 +101,7 @@ class FaultyRun:
             uncommitted=frozenset(run.uncommitted),
             merged_lines=tuple(str(path) for path, end in run.torn if damage.is_merged(path, end)),
             left=left,
+            kept=tuple(metrics.read_history(run.run_dir, run.history())),
             account=_account(run, abs(_clock_offset(run.runner.clock) - offset)),
         )
 
