@@ -1,4 +1,4 @@
-"""A port that a run has opened must be closed when it has ended, whoever has it."""
+"""A port that a process of a run has opened must be closed when the run has ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_an_open_port_of_an_ended_run_is_left_behind(
 ) -> None:
     monkeypatch.setattr(leftovers, "GONE_SECONDS", 0.0)
     run_dir = RunDir(tmp_path / "run")
-    run_dir.log.mkdir(parents=True)
+    (tmp_path / "run" / "log").mkdir(parents=True)
     before = leftovers.ports_of([os.getpid()])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

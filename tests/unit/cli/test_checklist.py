@@ -200,7 +200,15 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
             *([], {"chaos": ChaosFound({"partition": "failed"}, "1 of 3")}),
         ),
         ("damage", "warn", "not run: never", [], {"chaos": ChaosFound({}, "never")}),
-        ("partition", "n/a", "no scenario", [], {"chaos": ChaosFound({}, "never")}),
+        (
+            *("partition", "warn", "chaos run --hosts 2"),
+            *([], {"chaos": ChaosFound({}, "never"), "num_hosts": 2}),
+        ),
+        (
+            *("partition", "n/a", "one host"),
+            ["run.dir=gs://one/run", gce(SPOT)],
+            {"chaos": ChaosFound({}, "never"), "num_hosts": 1},
+        ),
         ("budgets", "pass", "5 failures", [], {}),
         ("budgets", "warn", "limits the cost", ["run.dir=gs://one/run", gce(SPOT)], {}),
         (

@@ -194,7 +194,7 @@ def test_an_attempt_that_was_asked_to_stop_is_the_last_of_its_command(run, monke
         AttemptResult(end, "", committed=True, is_recorded=True, requested=requested)
         for end, requested in ((code, code), (ExitCode.DONE, None))
     ]
-    run.config = configs.load("quickstart", []).config
+    run.config = configs.load(Path("quickstart")).config
     monkeypatch.setattr(restart_loop, "_run_one", lambda run, without: ends.pop(0))
     monkeypatch.setattr(restart_loop, "_wait_backoff", lambda run, seconds: None)
     monkeypatch.setattr(restart_loop, "_announce", lambda *_: None)
