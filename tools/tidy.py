@@ -43,6 +43,7 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/gce_status.py:show_status": "hours and cost so far, for output",
     "jaxres/launch/vm_commands.py:cordon": "stamps an exclusion",
     "jaxres/launch/vm_commands.py:request_drain": "stamps an exclusion",
+    "jaxres/cli/resume_check.py:_today": "stamps a result",
     "jaxres/chaos/runs.py:_clock_offset": "finds that the clock was set",
     "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
     "jaxres/telemetry/routing_check.py:send": "stamps a test message",

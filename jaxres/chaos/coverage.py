@@ -17,7 +17,6 @@ NOT_INJECTED = {
     "unhealthy_device": "the fault of a GPU can't be caused from outside",
     "missing_device": "a device can't be taken away from outside",
     "failed_preflight": "the fault of a device or link can't be caused from outside",
-    "peer_lost": "one supervisor has all workers on this machine",
     "crash_loop": "it ends a run for good; each run here must reach its last step",
     "host_lost": "`launch gce` alone; the runs are of `launch local`",
     "no_capacity": "`launch gce` alone; the runs are of `launch local`",

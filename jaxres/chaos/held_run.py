@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxres.chaos import leftovers
+from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.schedule import PlannedRun
 from jaxres.chaos.short_runs import Runner, Topology
 from jaxres.exit_codes import ExitCode, exit_name
@@ -39,6 +41,8 @@ class HeldRun:
     """Name of the run directory; another one after the loss of a region."""
     server: GcsServer | None = None
     """The emulated Cloud Storage, if the run is in a bucket."""
+    network: JobNetwork | None = None
+    """The connections of the supervisors, if each host has its own."""
     torn: list[tuple[Path, int]] = field(default_factory=list)
     """Files with a torn line, and where it ends."""
     uncommitted: set[int] = field(default_factory=set)
@@ -48,6 +52,8 @@ class HeldRun:
 
     others: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Commands of this run besides the runner's, which a fault has left."""
+    ports: dict[int, str] = field(default_factory=dict)
+    """Inode -> text of each port on which its processes have listened."""
     fault_at: float | None = None
     """When the newest fault happened, on the clock of `now`."""
 
@@ -88,6 +94,9 @@ class HeldRun:
         """Starts the command, or starts it again, with the settings that the scenarios need."""
         names = {fault.scenario for fault in self.planned.faults}
         extra = [f"{key}={self.folder(what)}" for name, key, what in OWN_FOLDERS if name in names]
+        if self.network is not None:
+            self.runner.start_hosts(self.name, self.network.open(), extra=extra)
+            return
         self.runner.start(self.name, self.topology, hang="hang" in names, extra=extra)
 
     def resume(self, number: int) -> None:
@@ -136,7 +145,9 @@ class HeldRun:
     def wait_held(self, number: int) -> bool:
         """Waits until every worker holds; returns False if the command has ended."""
         files = [self.held(number, host) for host in range(self.topology.hosts)]
-        return self.runner.wait(lambda: all(file.exists() for file in files))
+        is_held = self.runner.wait(lambda: all(file.exists() for file in files))
+        self.ports |= leftovers.ports_of(leftovers.processes(self.root))
+        return is_held
 
     def pid(self, number: int, host: int) -> int:
         """Returns the pid of a worker that holds."""

@@ -1,10 +1,11 @@
-"""What an ended run has left on this machine: processes, temporary files, saves, shared memory."""
+"""What an ended run has left here: processes, ports, temporary files, saves, shared memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from jaxres.clock import Clock
@@ -17,6 +18,8 @@ from jaxres.supervisor.proc_stat import read_proc_stat
 GONE_SECONDS = 30.0
 """Longest wait for the processes of an ended run to disappear."""
 POLL_SECONDS = 0.05
+LISTENS = "0A"
+"""State of a listening socket in /proc/net/tcp."""
 
 
 def processes(root: RunPath) -> list[int]:
@@ -36,16 +39,57 @@ def processes(root: RunPath) -> list[int]:
 
 def wait_gone(root: RunPath, clock: Clock) -> list[int]:
     """Waits a while until no process of a run is left; returns those that are."""
+    return list(_wait_empty(lambda: processes(root), clock))
+
+
+def _wait_empty(look: Callable[[], Collection[int]], clock: Clock) -> Collection[int]:
     deadline = clock.monotonic() + GONE_SECONDS
-    while (left := processes(root)) and clock.monotonic() < deadline:
+    while (left := look()) and clock.monotonic() < deadline:
         clock.sleep(POLL_SECONDS)
     return left
 
 
-def find(run_dir: RunDir, clock: Clock) -> tuple[str, ...]:
-    """Returns what a run that has ended has left behind, one text for each thing."""
+def listening() -> dict[int, str]:
+    """Returns inode -> address of each TCP socket that listens on this machine.
+
+    An inode is not used again while a process has the socket; a port may be.
+    """
+    found: dict[int, str] = {}
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # There may be no IPv6.
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENS:
+                    found[int(fields[9])] = f"port {int(fields[1].rpartition(':')[2], 16)}"
+    return found
+
+
+def ports_of(pids: Iterable[int]) -> dict[int, str]:
+    """Returns inode -> text of each TCP socket with which these processes listen."""
+    everywhere, found = listening(), dict[int, str]()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # It may end meanwhile.
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    inode = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(entry))
+                    if inode is not None and int(inode[1]) in everywhere:
+                        found[int(inode[1])] = everywhere[int(inode[1])]
+    return found
+
+
+def find(run_dir: RunDir, clock: Clock, *, ports: Mapping[int, str]) -> tuple[str, ...]:
+    """Returns what a run that has ended has left behind, one text for each thing.
+
+    Args:
+      run_dir: the run directory.
+      clock: of the waits.
+      ports: those of `ports_of`, while the run was there: a process that does not name the run
+        may have inherited one.
+    """
     root = run_dir.root
     left = [f"process {pid}" for pid in wait_gone(root, clock)]
+    still = _wait_empty(lambda: ports.keys() & listening().keys(), clock)
+    left += [f"{ports[inode]}, still open" for inode in sorted(still)]
     left += [f"temporary file {path}" for path in sorted(run_dir.local.rglob(".*.tmp"))]
     known = run_log.fold(run_log.read_records(run_dir.log)).protected_dirs
     names = [one.name for one in step_dirs.listed(run_dir.checkpoints)]

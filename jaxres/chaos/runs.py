@@ -6,20 +6,29 @@ any machine, however fast its steps are. The next hold is planned before a worke
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jaxres.chaos import damage, file_faults, leftovers, process_faults, storage_faults
+from jaxres.chaos import (
+    damage,
+    file_faults,
+    leftovers,
+    network_faults,
+    process_faults,
+    storage_faults,
+)
 from jaxres.chaos.emulated_bucket import emulated_bucket
 from jaxres.chaos.held_run import HeldRun
+from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.schedule import Fault, PlannedRun
 from jaxres.chaos.short_runs import Runner, Topology
 from jaxres.chaos.time_account import TimeAccount
 from jaxres.chaos.verdict import ChaosFacts, Injection
 from jaxres.clock import Clock
 from jaxres.goodput import read_timeline, summary
-from jaxres.runlog import run_log
+from jaxres.runlog import metrics, run_log
 from jaxres.runlog.records import AttemptEnded, Claim
 
 INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
@@ -41,6 +50,9 @@ INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
     "slow-storage": storage_faults.slow_storage,
     "damaged-cache": file_faults.damage_cache,
     "damaged-data": file_faults.damage_data,
+    "partition": network_faults.partition,
+    "peer-lost": network_faults.lose_host,
+    "slow-network": network_faults.slow_network,
 }
 """Scenario -> what injects it, while every worker holds after the planned step."""
 
@@ -80,6 +92,11 @@ class FaultyRun:
         name = self.planned.name
         if self.planned.place == "disk":
             return self._execute(HeldRun(self.runner, self.planned, self.topology, name))
+        if self.planned.place == "hosts":
+            network = JobNetwork(self.topology.hosts)
+            with contextlib.closing(network):
+                run = HeldRun(self.runner, self.planned, self.topology, name, network=network)
+                return self._execute(run)
         with emulated_bucket(self.runner, name) as (runner, server):
             return self._execute(HeldRun(runner, self.planned, self.topology, name, server=server))
 
@@ -88,7 +105,7 @@ class FaultyRun:
         try:
             injections = self._inject(run)
             code = run.runner.wait_exit()
-            left = leftovers.find(run.run_dir, run.runner.clock)
+            left = leftovers.find(run.run_dir, run.runner.clock, ports=run.ports)
         finally:
             run.end_others()
         observed = run.runner.observe(run.name, code)
@@ -101,6 +118,7 @@ class FaultyRun:
             uncommitted=frozenset(run.uncommitted),
             merged_lines=tuple(str(path) for path, end in run.torn if damage.is_merged(path, end)),
             left=left,
+            kept=tuple(metrics.read_history(run.run_dir, run.history())),
             account=_account(run, abs(_clock_offset(run.runner.clock) - offset)),
         )
 

@@ -15,8 +15,9 @@ from jaxres.exit_codes import SIGNAL_BASE, ExitCode
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
 """What the production checklist asks for: a killed host, a cut network, a damaged checkpoint."""
-Place = Literal["disk", "bucket"]
-"""Where the run directory is: on a disk, or in an emulated bucket."""
+Place = Literal["disk", "bucket", "hosts"]
+"""Where a run is: under one supervisor on a disk or in an emulated bucket; `hosts`: on a disk, with
+a supervisor for each host, which needs two workers or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Scenario:
     is_alone: bool = False
     """Whether a run has no second fault: it needs settings of its own, or another directory."""
     place: Place = "disk"
-    """Where the run directory is."""
+    """Where its run is."""
     is_default: bool = True
     """Whether it is in the default schedule; else by its name or `--all`."""
     rows: tuple[str, ...] = ()
@@ -214,6 +215,35 @@ ALL = (
         is_alone=True,
         is_default=False,  # It builds the corpus twice.
         rows=("damaged_data",),
+    ),
+    Scenario(
+        name="partition",
+        injects="cuts the connection between the supervisors of two hosts; then the same commands",
+        promise="every supervisor exits with PEER_LOST; at most a save interval is lost",
+        ends=frozenset({ExitCode.PEER_LOST}),
+        lost_intervals=1,
+        place="hosts",
+        rows=("peer_lost",),
+        checklist_kind="partition",
+    ),
+    Scenario(
+        name="peer-lost",
+        injects="SIGKILL to the supervisor of one host; then the same commands",
+        promise="the other supervisors exit with PEER_LOST; at most a save interval is lost",
+        ends=frozenset({ExitCode.PEER_LOST, None}),  # Without host 0 there is no record.
+        lost_intervals=1,
+        place="hosts",
+        rows=("peer_lost",),
+        checklist_kind="node_kill",
+    ),
+    Scenario(
+        name="slow-network",
+        injects="what the supervisors send comes late while a save is written",
+        promise="no host is taken for lost; the save is committed",
+        ends=NO_END,
+        lost_intervals=0,
+        at_save=True,
+        place="hosts",
     ),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

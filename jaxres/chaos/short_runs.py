@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ LIMIT_SECONDS = 6 * 3600.0
 """Longest wait for a run or a step. The run's own deadlines end a hung one much earlier."""
 HANG_SECONDS = 5.0
 """deadlines.hook_seconds of a run that is broken by a hang: the supervisor finds it after these."""
+FOLLOWER_SECONDS = 120.0
+"""Longest wait for the other supervisors of a job, once that of host 0 has ended."""
 COMMIT_SECONDS = 30.0
 """Longest wait for the first commit before the first break."""
 SHOWN_ROWS = 8
@@ -170,7 +172,14 @@ class Runner:
     bucket: GcsPath | None = None
     """Where the run directories are; None: in the folder."""
     process: subprocess.Popen[bytes] | None = None
-    """The command that runs now."""
+    """The command that runs now; of a job with several supervisors, that of host 0."""
+    followers: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """The other supervisors of such a job, in order of hosts."""
+
+    @property
+    def supervisors(self) -> list[subprocess.Popen[bytes]]:
+        """The supervisors of the job that runs now, in order of hosts."""
+        return [*([] if self.process is None else [self.process]), *self.followers]
 
     def run_dir(self, name: str) -> RunDir:
         """Returns the run directory of a run."""
@@ -220,7 +229,8 @@ class Runner:
         """
         assert self.process is not None
         with contextlib.suppress(OSError):
-            if proc_stat.read_proc_stat(pid).parent == self.process.pid:
+            parents = {supervisor.pid for supervisor in self.supervisors}
+            if proc_stat.read_proc_stat(pid).parent in parents:
                 os.kill(pid, sent)
                 return True
         return False
@@ -271,7 +281,27 @@ class Runner:
         command += topology.arguments()
         if hang:
             command.append(f"deadlines.hook_seconds={HANG_SECONDS:g}")
+        self.followers = []
         self.process = start_command(command, output=self.output(name), env=self.env)
+
+    def start_hosts(self, name: str, addresses: Sequence[str], *, extra: Sequence[str]) -> None:
+        """Starts a supervisor for each host, as a scheduler does, without restarts.
+
+        Args:
+          name: of the run.
+          addresses: of the rendezvous, for each host.
+          extra: overrides of this run alone.
+        """
+        command = [sys.executable, "-m", "jaxres.train", str(self.config), *self.overrides, *extra]
+        command += [f"run.dir={self.run_dir(name).root}", f"--num-hosts={len(addresses)}"]
+        self.process, *self.followers = (
+            start_command(
+                [*command, f"--coordinator={address}", f"--host-id={host}"],
+                output=self.output(name),
+                env=self.env,
+            )
+            for host, address in enumerate(addresses)
+        )
 
     def start_verb(self, name: str, words: Sequence[str]) -> None:
         """Starts another command of jaxres, whose output follows that of a run."""
@@ -298,10 +328,18 @@ class Runner:
         return self.process.poll() is None
 
     def wait_exit(self) -> int:
-        """Waits until the command ends; returns its exit code, or 128 + the signal's number."""
+        """Waits until the command ends; returns its exit code, or 128 + the signal's number.
+
+        Of several supervisors it is the first code that is not 0.
+        """
         self.wait(lambda: False)
-        assert self.process is not None
-        code = self.process.wait()
+        deadline = self.clock.monotonic() + FOLLOWER_SECONDS
+        while any(one.poll() is None for one in self.followers):
+            if self.clock.monotonic() > deadline:
+                self.stop()
+            self.clock.sleep(POLL_SECONDS)
+        codes = [one.wait() for one in self.supervisors]
+        code = next((code for code in codes if code), 0)
         return code if code >= 0 else 128 - code
 
     def rows_differ(self) -> bool:
@@ -316,9 +354,10 @@ class Runner:
 
     def stop(self) -> None:
         """Kills the command that runs, if one does; its workers end with it."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        for process in self.supervisors:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
     def observe(self, name: str, code: int, **planned: Any) -> RunFacts:
         """Reads what a run has done, and deletes what it has left in shared memory."""

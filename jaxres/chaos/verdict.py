@@ -7,6 +7,7 @@ a later one that trained. A fault that did not happen is a failure, never a pass
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ from jaxres.chaos.schedule import Fault, PlannedRun
 from jaxres.chaos.time_account import TimeAccount
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import resume_verdict
+from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
 
 PROMISES = {
     "injected": "each planned fault has happened",
     "ends": "the run reaches its last step",
     "same bits": "every step and every committed state is that of the run without faults",
+    "each sample once": "the history has each step and each batch of samples once, by count",
     "causes": "each attempt but the last was ended by an injected fault, by the run log",
     "bounded loss": "no more steps are computed again than the scenario allows",
     "damage found": "damaged steps, and no others, are recorded and never restored",
@@ -29,7 +32,7 @@ PROMISES = {
     "scenario": "what the scenario itself promises (`jaxres chaos list`)",
     "recovery time": "the run trains again within --max-recovery-seconds",
     "whole lines": "no line of a log is lost after a torn one",
-    "nothing left": "no process, temporary file, unfinished save or shared memory is left",
+    "nothing left": "no process, port, temporary file, unfinished save or shared memory is left",
 }
 """Name -> meaning of each promise that is checked in every run."""
 
@@ -65,6 +68,8 @@ class ChaosFacts:
     """Steps whose save a fault has made fail."""
     merged_lines: tuple[str, ...] = ()
     """Files in which a torn line was continued by another one."""
+    kept: tuple[MetricsLine, ...] = ()
+    """The steps of the history that is kept, without those that were trained again."""
     left: tuple[str, ...] = ()
     """What the run has left behind."""
     account: TimeAccount | None = None
@@ -139,6 +144,7 @@ def judge(
     found = [
         *_not_injected(facts),
         *_differences(reference, facts),
+        *_samples(reference, facts),
         *_causes(facts),
         *_losses(facts, save_every),
         *_damage(facts),
@@ -173,6 +179,21 @@ def _differences(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
         cause = resume_verdict.cause_of_resume(found)
         text = f"step {mismatch.step}, {mismatch.what}: {mismatch.a} without faults, {mismatch.b}"
         yield Broken("same bits", f"{text} here; {cause}")
+
+
+def _samples(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
+    """Counts the batches of the history: no comparison step by step finds a doubled one."""
+    if facts.run.exit != ExitCode.DONE:
+        return  # What is missing is reported as the end of the run.
+    steps = Counter(row.step for row in facts.kept)
+    if doubled := sorted(step for step, count in steps.items() if count > 1):
+        yield Broken("each sample once", f"steps {doubled} are in the history more than once")
+    wanted = Counter(row.samples for row in reference.rows)
+    found = Counter(row.samples for row in facts.kept)
+    missing, more = (wanted - found).total(), (found - wanted).total()
+    if missing or more:
+        text = f"{missing} batch(es) of samples are missing in the history, {more} are too many"
+        yield Broken("each sample once", text)
 
 
 def _causes(facts: ChaosFacts) -> Iterator[Broken]:

@@ -16,15 +16,14 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos import emulated_bucket, verdict
+from jaxres.chaos import emulated_bucket, job_network, verdict
 from jaxres.chaos.runs import FaultyRun
 from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
 from jaxres.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
 from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
-from jaxres.cli import chaos_results, kept_results
+from jaxres.cli import chaos_results
 from jaxres.cli.chaos_results import ChaosResult
-from jaxres.cli.kept_results import versions_here
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
@@ -32,6 +31,8 @@ from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog.resume_verdict import RunFacts
+from jaxres.train import kept_results
+from jaxres.train.kept_results import versions_here
 
 USAGE = (
     "jaxres chaos list\n"
@@ -192,12 +193,17 @@ class Chaos:
         Raises:
           UsageError: one that the command names is not applicable, or none is.
         """
-        names, omitted = self._options.scenarios, dict[str, str]()
-        reason = emulated_bucket.why_not(self._loaded.config)
-        if reason:
-            omitted = {name: reason for name in names if BY_NAME[name].place == "bucket"}
+        names = self._options.scenarios
+        reasons = {
+            "bucket": emulated_bucket.why_not(self._loaded.config),
+            "hosts": job_network.why_not(self._options.hosts),
+        }
+        omitted = {
+            name: reason for name in names if (reason := reasons.get(BY_NAME[name].place, ""))
+        }
         if omitted and (self._options.are_named or len(omitted) == len(names)):
-            raise UsageError(f"{next(iter(omitted))}: not applicable: {reason}")
+            name, reason = next(iter(omitted.items()))
+            raise UsageError(f"{name}: not applicable: {reason}")
         return [name for name in names if name not in omitted], omitted
 
     def _is_time_over(self) -> bool:

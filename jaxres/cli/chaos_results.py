@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from jaxres.chaos.scenarios import ChecklistKind
-from jaxres.cli import kept_results
-from jaxres.cli.kept_results import version_changes, versions_here
 from jaxres.config import RunConfig
+from jaxres.train import kept_results
+from jaxres.train.kept_results import version_changes, versions_here
 
 FOLDER = "chaos"
 FORMAT = 1

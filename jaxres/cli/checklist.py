@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres.chaos import scenarios
 from jaxres.chaos.scenarios import ChecklistKind
 from jaxres.cli import checklist_estimates as estimates
 from jaxres.cli.chaos_results import FAILED, PASSED
@@ -36,7 +35,6 @@ LEAST_DRIVER = {12: 525, 13: 580}
 MUST_REACH = ("gave_up", "commits_stalled", "hardware_fault")
 """Incidents that an operator has to get: the run has ended, does not advance, or a host is sick."""
 PREEMPTIBLE = ("spot", "flex_start")
-TESTED_KINDS = {scenario.checklist_kind for scenario in scenarios.ALL}
 
 Judge = Callable[[RunConfig, Facts], Found]
 
@@ -422,9 +420,12 @@ def _chaos(kind: ChecklistKind) -> Judge:
             return ok(facts.chaos.text)
         if verdict == FAILED:
             return warn(f"a promise did not hold: {facts.chaos.text}", "See the campaign's table")
-        if kind not in TESTED_KINDS:
-            return not_applicable("`jaxres chaos` has no scenario for it yet")
-        return warn(f"not run: {facts.chaos.text}", "Run `jaxres chaos run` with this config")
+        if kind != "partition":
+            return warn(f"not run: {facts.chaos.text}", "Run `jaxres chaos run` with this config")
+        if facts.num_hosts == 1:
+            return not_applicable("the job has one host")
+        advice = "Run `jaxres chaos run --hosts 2` with this config"
+        return warn(f"not run: {facts.chaos.text}", advice)
 
     return chaos
 

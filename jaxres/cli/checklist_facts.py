@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from jaxres.cli import chaos_results, kept_results
+from jaxres.cli import chaos_results
 from jaxres.cli.chaos_results import ChaosFound
 from jaxres.cli.check import Check
 from jaxres.config import RunConfig
@@ -36,6 +36,7 @@ from jaxres.supervisor.health_messages import MESSAGES, WatchStarted, WatchUnava
 from jaxres.supervisor.processes import kill_session
 from jaxres.supervisor.prometheus_exporter import PACKAGE as EXPORTER
 from jaxres.telemetry import alert_sender
+from jaxres.train import kept_results
 
 MOUNTS = Path("/proc/self/mounts")
 RECENT_STEPS = 50

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxres import config as configs
 from jaxres import data, faults
-from jaxres.cli import checklist, checklist_facts, resume_results
+from jaxres.cli import checklist, checklist_facts
 from jaxres.cli.check import Check
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
@@ -38,7 +38,7 @@ from jaxres.supervisor.gce_metadata import Response
 from jaxres.supervisor.run_config import find_run_dir
 from jaxres.telemetry import alert_sender, routing_check
 from jaxres.telemetry.stdio import format_bytes
-from jaxres.train import oom_advice
+from jaxres.train import oom_advice, resume_results
 
 if TYPE_CHECKING:
     from jaxres.engine.sharding_report import Layout

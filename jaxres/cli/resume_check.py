@@ -11,6 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxres import config as configs
@@ -24,14 +25,6 @@ from jaxres.chaos.short_runs import (
     shortened,
 )
 from jaxres.checkpoint import diff
-from jaxres.cli import kept_results, resume_results
-from jaxres.cli.resume_results import (
-    BreakResult,
-    CheckResult,
-    FirstDifference,
-    Place,
-    RunResult,
-)
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
 from jaxres.config.argparser import Parser
@@ -42,6 +35,14 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
+from jaxres.train import kept_results, resume_results
+from jaxres.train.resume_results import (
+    BreakResult,
+    CheckResult,
+    FirstDifference,
+    Place,
+    RunResult,
+)
 
 USAGE = (
     "jaxres resume-check CONFIG.yaml [section.field=value ...] [--steps N] [--breaks K] "
@@ -217,6 +218,7 @@ class Check:
             seed=self._options.seed,
             overridden=tuple(self._extra),
             seconds=round(self._clock.monotonic() - self._started, 1),
+            date=_today(self._clock),
         )
         stored = kept_results.kept(lambda: resume_results.store(self._loaded.config, result))
         if self._options.json:
@@ -289,6 +291,10 @@ def _require_same_trajectory(loaded: Loaded, short: configs.RunConfig) -> None:
 def _devices(run_dir: RunDir) -> str:
     starts = run_log.fold(run_log.read_records(run_dir.log)).starts
     return run_log.start_of(starts[-1]).computation.get("devices", "") if starts else ""
+
+
+def _today(clock: Clock) -> str:
+    return datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%d")
 
 
 def _table_rows(found: Comparison) -> list[str]:

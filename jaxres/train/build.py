@@ -48,6 +48,7 @@ from jaxres.train import (
     performance_guard,
     preflight,
     replica_check,
+    resume_results,
     save_scheduler,
 )
 from jaxres.train.components import Components, DataLoader, Diagnostics, StepSchedule, Trainer
@@ -92,6 +93,8 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     is_due = save_scheduler.attach(config.checkpoint.when, context)
     on_step, sync, flush = _metrics(context, stack)
     checkpoints = _checkpoints(config, context, trainable=parts.trainable, before_commit=sync)
+    computation = _computation(parts, context, compiled.train, compiled.text)
+    _note_resume_check(config, context, devices=computation["devices"])
     memory = _memory(parts, context, stack, flush)
     run = Trainer(
         steps=config.train.steps,
@@ -113,7 +116,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
-        computation=_computation(parts, context, compiled.train, compiled.text),
+        computation=computation,
         on_step=on_step,
         consensus=_consensus(context, checkpoints, memory, parts.mesh, is_due),
         peers=context.peers,
@@ -154,6 +157,13 @@ def _computation(
     return numerics_fingerprint(
         parts.config, context.claim, parts.mesh, parts.plan, step, program=program
     )
+
+
+def _note_resume_check(config: RunConfig, context: AttemptContext, *, devices: str) -> None:
+    """Reports, until the run has started once, whether a resume of its config was tested."""
+    if context.peers.member.leads and not context.log.history().starts:
+        found = resume_results.read(config)
+        context.emit(Noted(resume_results.start_note(found, devices=devices)))
 
 
 def _diagnostics(config: RunConfig, context: AttemptContext) -> Diagnostics:

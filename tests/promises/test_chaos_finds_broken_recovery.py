@@ -107,3 +107,19 @@ def test_hidden_state_breaks_the_promise_of_the_same_bits(workspace: Workspace) 
     assert [one["promise"] for one in run["broken"]] == ["same bits"]
     assert f"step {run['faults'][0]['resumed_at'] + 1}, loss" in run["broken"][0]["text"]
     assert "broken: same bits" in printed
+
+
+@pytest.mark.campaign
+def test_a_cut_and_a_lost_host_end_every_supervisor_and_the_next_start_is_bit_exact(
+    workspace: Workspace,
+) -> None:
+    code, result, printed = chaos(workspace, "partition", "peer-lost", "--hosts", "2")
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    by_name = {fault["scenario"]: fault for fault in run["faults"]}
+    assert "bytes lost" in by_name["partition"]["evidence"]
+    assert "SIGKILL to the supervisor of host" in by_name["peer-lost"]["evidence"]
+    ends = exits(workspace, run)
+    assert ends[-1] == ExitCode.DONE
+    assert ExitCode.PEER_LOST in ends
+    assert result["kinds"]["partition"] == "passed"

@@ -16,8 +16,8 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
+from jaxres.testing.proxy import proxy
 from tests.promises.networks import network, permitted
-from tests.promises.proxy import proxy
 from tests.promises.trainer import (
     ENDLESS,
     FAULTY,

@@ -33,7 +33,13 @@ def test_the_quickstart_learns_and_prints_a_summary(workspace: Workspace, device
     assert losses[0] > 5
     assert losses[-1] < 4
     printed = trainer.printed()
-    for text in ("guarantee: bitwise", "held-out loss", "the model writes:", "training loss over"):
+    for text in (
+        "guarantee: bitwise",
+        "resume-check: ",
+        "held-out loss",
+        "the model writes:",
+        "training loss over",
+    ):
         assert text in printed, printed
     assert "what to try next" in printed
     (sample,) = trainer.events_of("sample_written")

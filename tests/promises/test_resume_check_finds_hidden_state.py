@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxres.cli import resume_results
 from jaxres.config import load
+from jaxres.train import resume_results
 from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, Workspace
 
 pytestmark = pytest.mark.slow

@@ -35,7 +35,6 @@ from jaxres.cli import (
     doctor,
     plan,
     report,
-    resume_results,
     run_health,
     status,
 )
@@ -70,7 +69,7 @@ from jaxres.runlog.run_log import RunHistory
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock
 from jaxres.telemetry import alert_delivery_log, heartbeat, incidents
-from jaxres.train import consensus
+from jaxres.train import consensus, resume_results
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_names.json"
 ADVICE = (

@@ -6,8 +6,8 @@
     ... --run 12                                    one pair again, recorded or not
 
 A slice goes on where the last one ended: what pairs.jsonl has is not repeated. Scenarios that need
-a run of their own have no pair, nor has one on a disk with one in a bucket. Exit 0: every promise
-held.
+a run of their own or two workers have no pair, nor has one on a disk with one in a bucket. Exit 0:
+every promise held.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from jaxres import config as configs  # noqa: E402 (the tree of this file)
 from jaxres.chaos import verdict  # noqa: E402
 from jaxres.chaos.runs import FaultyRun  # noqa: E402
-from jaxres.chaos.scenarios import ALL, BY_NAME  # noqa: E402
+from jaxres.chaos.scenarios import ALL, BY_NAME, Scenario  # noqa: E402
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan_run  # noqa: E402
 from jaxres.chaos.short_runs import HERE as ONE_WORKER  # noqa: E402
 from jaxres.chaos.short_runs import Runner, shortened  # noqa: E402
@@ -66,7 +66,7 @@ def all_pairs(seed: int, only: Sequence[str] = ()) -> list[Pair]:
     >>> len(all_pairs(0)), all_pairs(0) == all_pairs(0), all_pairs(0) == all_pairs(1)
     (96, True, False)
     """
-    shared = [one.name for one in ALL if not one.is_alone and (not only or one.name in only)]
+    shared = [one.name for one in ALL if _is_shared(one) and (not only or one.name in only)]
     pairs = [
         (a, b)
         for a, b in itertools.permutations(sorted(shared), 2)
@@ -74,6 +74,10 @@ def all_pairs(seed: int, only: Sequence[str] = ()) -> list[Pair]:
     ]
     random.Random(f"pairs-{seed}").shuffle(pairs)
     return [Pair(number, a, b) for number, (a, b) in enumerate(pairs)]
+
+
+def _is_shared(scenario: Scenario) -> bool:
+    return not scenario.is_alone and scenario.place != "hosts"  # Those need two workers.
 
 
 def main(arguments: Sequence[str]) -> int:

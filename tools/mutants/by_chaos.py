@@ -73,6 +73,7 @@ CAUGHT: Mapping[str, Case] = {
     "failed-save-counts": Case("full-disk", TINY),
     "error-of-a-save-ignored": Case("full-disk", TINY),
     "manifest-before-finalise": Case("notice", TINY),
+    "notice-is-no-end-of-the-command": Case("notice", TINY),
     "spread-arrays-without-one-hosts-part": Case("worker-kill", TINY, 2),
     "average-not-restored": Case("notice", FEATURES),
     "batch-statistics-not-restored": Case("notice", FEATURES),

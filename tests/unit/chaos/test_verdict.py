@@ -97,6 +97,9 @@ FACTS = ChaosFacts(
     ),
     quarantined=frozenset({8}),
     account=ACCOUNT,
+    kept=tuple(
+        row(step, attempt=1 if step <= 3 else 2 if step <= 6 else 3) for step in range(1, STEPS + 1)
+    ),
 )
 """Killed after step 5, resumed at 3; step 8 damaged, resumed at 6."""
 
@@ -227,7 +230,9 @@ def with_outage(**changes: Any) -> ChaosFacts:
     run = dataclasses.replace(REFERENCE, name="run-1", **changes)
     injection = Injection(OUTAGE, "503 for every request", recovery_seconds=1.0)
     account = dataclasses.replace(ACCOUNT, incidents=())
-    return ChaosFacts(PlannedRun("run-1", (OUTAGE,)), run, (injection,), account=account)
+    return ChaosFacts(
+        PlannedRun("run-1", (OUTAGE,)), run, (injection,), account=account, kept=REFERENCE.rows
+    )
 
 
 def test_a_fault_may_end_no_attempt() -> None:
@@ -249,3 +254,15 @@ def test_what_a_scenario_itself_promises_is_checked() -> None:
     zombie = dataclasses.replace(FACTS.injections[0], unkept="the old supervisor still runs")
     facts = dataclasses.replace(FACTS, injections=(zombie, FACTS.injections[1]))
     assert broken(facts) == ["scenario"]
+
+
+def test_a_batch_that_is_doubled_or_missing_in_the_history_is_counted() -> None:
+    twice = dataclasses.replace(FACTS, kept=(*FACTS.kept, row(5, attempt=3)))
+    assert broken(twice) == ["each sample once", "each sample once"]
+    missing = dataclasses.replace(FACTS, kept=FACTS.kept[1:])
+    assert broken(missing) == ["each sample once"]
+    repeated = dataclasses.replace(FACTS.kept[4], samples=FACTS.kept[3].samples)
+    other = dataclasses.replace(FACTS, kept=(*FACTS.kept[:4], repeated, *FACTS.kept[5:]))
+    (found,) = judge(REFERENCE, other, save_every=SAVE_EVERY)
+    assert found.promise == "each sample once"
+    assert found.text == "1 batch(es) of samples are missing in the history, 1 are too many"

@@ -71,7 +71,9 @@ def test_words_are_a_config_its_overrides_and_scenarios() -> None:
     assert chaos._parse(["run", "--all"]).scenarios == tuple(BY_NAME)
 
 
-def test_a_scenario_of_a_bucket_is_left_out_if_the_data_are_in_one(tmp_path: Path) -> None:
+def test_a_scenario_is_left_out_if_the_data_are_in_a_bucket_or_one_host_trains(
+    tmp_path: Path,
+) -> None:
     data = "data.source.path=gs://bucket/text"
 
     def applicable(*words: str) -> tuple[list[str], dict[str, str]]:
@@ -82,6 +84,10 @@ def test_a_scenario_of_a_bucket_is_left_out_if_the_data_are_in_one(tmp_path: Pat
     names, omitted = applicable()
     assert set(names) | set(omitted) == set(DEFAULT)
     assert {BY_NAME[name].place for name in names} == {"disk"}
-    assert set(omitted) == {"storage-outage", "bucket-flip"}
+    network = {"partition", "peer-lost", "slow-network"}
+    assert set(omitted) == {"storage-outage", "bucket-flip", *network}
+    assert network < set(applicable("--hosts", "2")[0])
+    with pytest.raises(UsageError, match="partition: not applicable: needs --hosts 2 or more"):
+        applicable("partition")
     with pytest.raises(UsageError, match="bucket-flip: not applicable: the data are in a bucket"):
         applicable("bucket-flip")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
-from jaxres.cli import chaos_results, checklist, checklist_facts, doctor, kept_results
+from jaxres.cli import chaos_results, checklist, checklist_facts, doctor
 from jaxres.cli.chaos_results import ChaosFound, ChaosResult
 from jaxres.cli.check import Check
 from jaxres.cli.checklist import ITEMS
@@ -21,6 +21,7 @@ from jaxres.config.schema_operations import AlertsSection
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import parse_path
 from jaxres.telemetry import alert_sender, routing_check
+from jaxres.train import kept_results
 from tests.unit.telemetry.webhook_server import served
 
 ROOT = Path(__file__).parents[3]
@@ -199,7 +200,15 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
             *([], {"chaos": ChaosFound({"partition": "failed"}, "1 of 3")}),
         ),
         ("damage", "warn", "not run: never", [], {"chaos": ChaosFound({}, "never")}),
-        ("partition", "n/a", "no scenario", [], {"chaos": ChaosFound({}, "never")}),
+        (
+            *("partition", "warn", "chaos run --hosts 2"),
+            *([], {"chaos": ChaosFound({}, "never"), "num_hosts": 2}),
+        ),
+        (
+            *("partition", "n/a", "one host"),
+            ["run.dir=gs://one/run", gce(SPOT)],
+            {"chaos": ChaosFound({}, "never"), "num_hosts": 1},
+        ),
         ("budgets", "pass", "5 failures", [], {}),
         ("budgets", "warn", "limits the cost", ["run.dir=gs://one/run", gce(SPOT)], {}),
         (

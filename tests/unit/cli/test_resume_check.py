@@ -11,11 +11,11 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.chaos.short_runs import Topology, shortened
-from jaxres.cli import kept_results, resume_check, resume_results
-from jaxres.cli.resume_results import CheckResult
+from jaxres.cli import resume_check
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageRefused
-from jaxres.train import break_hook
+from jaxres.train import break_hook, kept_results, resume_results
+from jaxres.train.resume_results import CheckResult, Found
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "promises" / "tiny.yaml"
@@ -43,6 +43,7 @@ def result(**changes: Any) -> CheckResult:
         seed=0,
         overridden=(),
         seconds=1.0,
+        date="2026-11-26",
     )
     return dataclasses.replace(found, **changes)
 
@@ -89,7 +90,9 @@ def test_a_topology_has_hosts_and_perhaps_devices() -> None:
 def test_a_result_is_found_for_its_trajectory_only(config: configs.RunConfig) -> None:
     assert "never tested" in resume_results.read(config).text
     resume_results.store(config, result())
-    assert resume_results.read(config) == resume_results.Found(True, "guarantee: bitwise here")
+    assert resume_results.read(config) == Found(
+        True, "guarantee: bitwise here", date="2026-11-26", devices="1 x cpu"
+    )
     free = config.model_copy(update={"hooks": (), "train": config.train.model_copy()})
     assert resume_results.read(free).is_good
     other = config.run.model_copy(update={"seed": 7})

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.supervisor import restart_loop, run_dir_watcher, worker_group
@@ -22,7 +24,7 @@ from jaxres.supervisor import run_lock as owners
 from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.restart_loop import LoopState
-from jaxres.supervisor.restart_policy import RestartPolicy
+from jaxres.supervisor.restart_policy import RestartHistory, RestartPolicy
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.worker_group import boot_id
 from tests.emulators.metadata import MetadataServer
@@ -184,3 +186,18 @@ def test_a_run_directory_emptied_between_two_attempts_is_not_started_again_at_st
     with pytest.raises(StorageUnavailable, match="1 records existed, 0 are left"):
         restart_loop._run_claimed(run, worker_group.WorkerGroup())
     assert not run.run_dir.log.exists()
+
+
+@pytest.mark.parametrize("code", [ExitCode.PREEMPTED, ExitCode.STOPPED])
+def test_an_attempt_that_was_asked_to_stop_is_the_last_of_its_command(run, monkeypatch, code):
+    ends = [
+        AttemptResult(end, "", committed=True, is_recorded=True, requested=requested)
+        for end, requested in ((code, code), (ExitCode.DONE, None))
+    ]
+    run.config = configs.load(Path("quickstart")).config
+    monkeypatch.setattr(restart_loop, "_run_one", lambda run, without: ends.pop(0))
+    monkeypatch.setattr(restart_loop, "_wait_backoff", lambda run, seconds: None)
+    monkeypatch.setattr(restart_loop, "_announce", lambda *_: None)
+    monkeypatch.setattr(restart_loop, "_finish", lambda run, ended, exit, reason: exit)
+    assert restart_loop._run_attempts(run, RestartHistory()) == code
+    assert len(ends) == 1, "another attempt has begun"

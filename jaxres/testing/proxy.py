@@ -1,4 +1,4 @@
-"""A TCP proxy that drops traffic on request, for machines without network namespaces."""
+"""A TCP proxy on loopback that loses or delays what it forwards, on request."""
 
 from __future__ import annotations
 
@@ -7,21 +7,40 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from jaxres.clock import SystemClock
+
+RECEIVED_BYTES = 65536
+
 
 class Proxy:
-    """Forwards bytes between its clients and an address, until it is cut."""
+    """Forwards bytes between its clients and an address; a context manager."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._is_cut = threading.Event()
+        self._late_seconds = 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.lost_bytes = 0
+        """Bytes that it has received since it was cut."""
+        self.num_late = 0
+        """How often it has forwarded something late."""
         threading.Thread(target=self._serve, daemon=True).start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def cut(self) -> None:
         """Drops every byte from now on; closes no connection."""
         self._is_cut.set()
+
+    def delay(self, seconds: float) -> None:
+        """Forwards everything so much later from now on; 0: at once."""
+        self._late_seconds = seconds
 
     def close(self) -> None:
         """Takes no more connections."""
@@ -41,15 +60,20 @@ class Proxy:
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if not self._is_cut.is_set():
+            while data := source.recv(RECEIVED_BYTES):
+                if late := self._late_seconds:
+                    SystemClock().sleep(late)
+                    self.num_late += 1
+                if self._is_cut.is_set():
+                    self.lost_bytes += len(data)
+                else:
                     target.sendall(data)
-            target.close()
+            if not self._is_cut.is_set():
+                target.close()
 
 
 @contextlib.contextmanager
 def proxy(target: str) -> Iterator[Proxy]:
     """Runs a proxy in front of an address."""
-    found = Proxy(target)
-    yield found
-    found.close()
+    with Proxy(target) as found:
+        yield found

@@ -1,6 +1,7 @@
 """Results of `jaxres resume-check`, kept for each config in data.cache_dir/resume-checks.
 
-A result belongs to a trajectory, and says with which versions and devices it was found.
+A result belongs to a trajectory, and says with which versions and devices it was found. `jaxres
+doctor` and the first start of a run read it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxres.cli import kept_results
-from jaxres.cli.kept_results import version_changes, versions_here
 from jaxres.config import RunConfig
+from jaxres.train import kept_results
+from jaxres.train.device_check import kinds_of
+from jaxres.train.kept_results import version_changes, versions_here
 
 FOLDER = "resume-checks"
 BITWISE = "bitwise"
@@ -110,6 +112,8 @@ class CheckResult:
     overridden: tuple[str, ...]
     """Free keys that the check has set."""
     seconds: float
+    date: str
+    """Day of the check in UTC, as in 2026-11-26."""
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that are written."""
@@ -137,6 +141,10 @@ class Found:
     is_good: bool
     """Whether a check has found it bitwise, with the same versions."""
     text: str
+    date: str = ""
+    """Day of the check; empty: there is none, or an older version of jaxres has made it."""
+    devices: str = ""
+    """On what it was made."""
 
 
 def read(config: RunConfig) -> Found:
@@ -145,13 +153,35 @@ def read(config: RunConfig) -> Found:
     try:
         result = json.loads(path_of(config).read_bytes())
         before, level, summary = result["versions"], result["guarantee"], result["summary"]
+        where = {"date": str(result.get("date", "")), "devices": str(result["devices"])}
         changed = version_changes(before, versions_here())
     except FileNotFoundError:
         return Found(False, f"a resume of this config was never tested here: {command}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Found(False, f"{path_of(config)} can't be read ({error!r}): {command}")
     if level != BITWISE:
-        return Found(False, f"{summary} ({path_of(config)}). After a change {command}")
+        return Found(False, f"{summary} ({path_of(config)}). After a change {command}", **where)
     if changed:
-        return Found(False, f"tested with other versions ({', '.join(changed)}): {command}")
-    return Found(True, str(summary))
+        return Found(
+            False, f"tested with other versions ({', '.join(changed)}): {command}", **where
+        )
+    return Found(True, str(summary), **where)
+
+
+def start_note(found: Found, *, devices: str) -> str:
+    """Returns the line of a run's first start: whether a resume of its config was tested.
+
+    Args:
+      found: the newest result of the config.
+      devices: those of the start, as in Start.computation.
+
+    >>> found = Found(True, "guarantee: bitwise here", date="2026-11-26", devices="1 x cpu cpu")
+    >>> start_note(found, devices="8 x cpu cpu on 2 hosts")
+    'resume-check: guarantee: bitwise here (2026-11-26, 1 x cpu cpu)'
+    >>> start_note(found, devices="1 x gpu H100")
+    'resume-check: guarantee: bitwise here (2026-11-26, 1 x cpu cpu); not tested on 1 x gpu H100'
+    """
+    where = ", ".join(text for text in (found.date, found.devices) if text)
+    text = f"resume-check: {found.text}" + (f" ({where})" if where else "")
+    is_elsewhere = found.devices and kinds_of(found.devices) != kinds_of(devices)
+    return f"{text}; not tested on {devices}" if is_elsewhere else text
