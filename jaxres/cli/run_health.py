@@ -172,5 +172,5 @@ def _alive(
         after = f"{supervision.after_seconds:.0f} s after the last one"
         return RunHealth("restarting", f"attempt {attempt + 1}, {after}", restarts)
     if not is_supervised:
-        restarts = "manual: started without a supervisor (`launch` restarts it automatically)"
+        restarts = "manual, unless a job of `launch slurm`, `k8s`, `sky` or `gce` restarts it"
     return RunHealth("running", f"to stop and save: touch {root}/stop", restarts)

@@ -167,14 +167,22 @@ def plain(node: Node) -> Any:
 
 
 def is_plain_text(text: str) -> bool:
-    """Returns whether the text, unquoted, is read as text both by YAML 1.1 and 1.2."""
+    """Returns whether the text, unquoted, is read as text both by YAML 1.1 and 1.2.
+
+    PyYAML does not know that y and n are true and false in YAML 1.1, as kubectl reads them.
+    """
+    if text in ("y", "Y", "n", "N"):
+        return False
     ours = any(p.match(text) for p in (_INT, _FLOAT, _BOOL, _NULL))
     theirs = yaml.SafeLoader("").resolve(yaml.ScalarNode, text, (True, False))
     return not ours and theirs == _TAG + "str"
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar(_TAG + "str", text, style=None if is_plain_text(text) else "'")
+    style = None if is_plain_text(text) else "'"
+    if any(end in text for end in "\x85\u2028\u2029"):  # Line ends of YAML 1.1: as escapes.
+        style = '"'
+    return dumper.represent_scalar(_TAG + "str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

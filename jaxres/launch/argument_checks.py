@@ -16,12 +16,20 @@ from jaxres.storage.path import RunPath, is_remote
 
 NAME = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 """A name of Kubernetes (RFC 1123 label)."""
-LONG_NAME = r"(?=.{1,253}$)[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
+_DOTTED = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+LONG_NAME = rf"(?=.{{1,253}}$){_DOTTED}"
 """A name of Kubernetes with dots (RFC 1123 subdomain)."""
-NODE_LABEL = rf"({LONG_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?"
-IMAGE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,499}"
-SIZE = "[1-9][0-9]{0,14}([KMGTP]i?|k)?"
-"""A number of bytes as Kubernetes takes it."""
+LABEL_NAME = rf"(?=.{{1,63}}$){_DOTTED}"
+"""A name that is also the value of a label."""
+NODE_LABEL = rf"((?=[^/]{{1,253}}/){_DOTTED}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?"
+_FOLDER = "[a-z0-9]+(([.]|_{1,2}|-+)[a-z0-9]+)*"
+IMAGE = (
+    r"(?=.{1,500}$)([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]{1,5})?/)?"
+    rf"{_FOLDER}(/{_FOLDER})*(:\w[\w.-]{{0,127}})?(@[a-z0-9]+:[0-9a-f]{{32,}})?"
+)
+"""A reference of an image: [HOST[:PORT]/]FOLDER.../NAME[:TAG][@DIGEST] (the OCI's grammar)."""
+SIZE = "[1-9][0-9]{0,14}(k|[MGTP]|[KMGTP]i)"
+"""A number of bytes as Kubernetes takes it. Without a unit, 64 would be 64 bytes."""
 MAX_NODES = 100_000
 """Most pods of an indexed Job that run at a time (Kubernetes, batch validation)."""
 MAX_GPUS = 1024
@@ -50,6 +58,10 @@ def image(given: str) -> str:
     return text("--image", given, IMAGE, "the name of an image, such as REGISTRY/jaxres:1")
 
 
+SYSTEM_FOLDERS = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
+"""Folders of an image or of the pod that a mount would hide, or could not be in."""
+
+
 def claim(given: str, taken: Sequence[str]) -> tuple[str, str]:
     """Returns the claim of --claim and where it is mounted.
 
@@ -64,7 +76,10 @@ def claim(given: str, taken: Sequence[str]) -> tuple[str, str]:
     if ".." in PurePosixPath(path).parts or not path.isprintable() or ":" in path:
         raise UsageError(f"{flag}: expected a folder without .., colons and control characters")
     path = path.rstrip("/") or "/"
-    if path == "/" or path in taken:
+    own = PurePosixPath(path)
+    system = [one for one in map(PurePosixPath, SYSTEM_FOLDERS) if one.is_relative_to(own)]
+    inside = [one for one in map(PurePosixPath, SYSTEM_FOLDERS) if own.is_relative_to(one)]
+    if system or inside or path in taken:
         raise UsageError(f"{flag}: something else is at {path}; give another folder, as data:/data")
     return name, path
 

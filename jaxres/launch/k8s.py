@@ -135,11 +135,12 @@ def _check(given: argparse.Namespace) -> None:
     names = "lower-case letters, digits and hyphens"
     argument_checks.text("--namespace", given.namespace, argument_checks.NAME, names)
     dotted = [("--exclude-node", node) for node in given.exclude_node]
-    for flag in ("queue", "service_account"):
-        value = getattr(given, flag)
-        dotted += [(f"--{flag.replace('_', '-')}", value)] if value else []
+    dotted += [("--service-account", given.service_account)] if given.service_account else []
     for flag, value in dotted:
         argument_checks.text(flag, value, argument_checks.LONG_NAME, f"{names}, or dots")
+    if given.queue:
+        short = f"up to 63 {names}, or dots"
+        argument_checks.text("--queue", given.queue, argument_checks.LABEL_NAME, short)
     if given.topology:
         label = "a label of nodes, such as cloud.google.com/gke-nodepool"
         argument_checks.text("--topology", given.topology, argument_checks.NODE_LABEL, label)
@@ -181,9 +182,8 @@ def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
 
 def _claims(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     found = list[tuple[str, str]]()
-    taken = [k8s_manifest.CONFIG_FOLDER, k8s_manifest.SHARED_MEMORY]
     for text in texts:
-        found.append(argument_checks.claim(text, [*taken, *(path for _, path in found)]))
+        found.append(argument_checks.claim(text, [path for _, path in found]))
     return tuple(found)
 
 
@@ -226,7 +226,7 @@ def grace_seconds(config: RunConfig, save_seconds: float | None, *, asked: int |
       asked: --grace-seconds.
 
     Raises:
-      ConfigError: what was asked for is too short for the save.
+      ConfigError: what was asked for is too short for the save, or longer than a week.
     """
     needed = k8s_manifest.needed_grace_seconds(config, save_seconds)
     configured = config.preemption.sigterm_seconds
@@ -239,6 +239,11 @@ def grace_seconds(config: RunConfig, save_seconds: float | None, *, asked: int |
         raise ConfigError(
             f"{asked} s from SIGTERM to SIGKILL are too few to save{measured}: give at least "
             f"--grace-seconds {needed}"
+        )
+    if asked > argument_checks.MAX_SECONDS:
+        raise ConfigError(
+            f"{asked} s from SIGTERM to SIGKILL: a node waits that long for a pod to end; give at "
+            f"most {argument_checks.MAX_SECONDS}"
         )
     return asked
 
@@ -318,7 +323,7 @@ def _submit(objects: Sequence[Manifest], options: ClusterOptions, *, env: Mappin
         try:
             for manifest in others:
                 api.create_or_replace(manifest)
-        except RunError:
+        except (RunError, KeyboardInterrupt):
             api.delete_job(job)  # Its pods would wait for the others forever.
             raise
     for path in k8s_manifest.changed_fields(job, created):
@@ -398,10 +403,15 @@ class _Api:
             create = getattr(core, f"create_namespaced_{kind}")
             self._call(lambda: create(space, manifest, **limit))
         except Fenced:
-            if kind == "config_map":
-                self._call(
-                    lambda: core.replace_namespaced_config_map(name, space, manifest, **limit)
-                )
+            if kind != "config_map":
+                return
+            found = self._call(lambda: core.read_namespaced_config_map(name, space, **limit))
+            if set(found.data or {}) - set(manifest["data"]):
+                raise ConfigError(
+                    f"{name}: namespace {space} has a ConfigMap of this name that is not of a run. "
+                    "Give another --name"
+                ) from None
+            self._call(lambda: core.replace_namespaced_config_map(name, space, manifest, **limit))
 
     def _call(self, request: Callable[[], Any]) -> Any:
         try:
@@ -421,15 +431,16 @@ class _Api:
         return HTTPError
 
     def _typed(self, error: Any) -> Exception:
-        name, said = self.options.name, error.reason
-        with suppress(ValueError, AttributeError, TypeError, KeyError):
-            said = _message(error.body) or said
+        name, space = self.options.name, self.options.namespace
+        message = _message(error.body)
+        said = message or error.reason
         if error.status == 409:
             return Fenced(
-                f"{name}: there is a job of this run already. If it has ended: kubectl delete "
-                f"{self.options.kind} {name} -n {self.options.namespace}; then submit again"
+                f"{name}: there is a job of this run already ({said}). If it has ended: kubectl "
+                f"delete {self.options.kind} {name} -n {space}; then submit again"
             )
-        if error.status == 404 and self.options.kind == "jobset":
+        missing = re.search('(namespaces|configmaps) "', message)
+        if error.status == 404 and self.options.kind == "jobset" and not missing:
             return ConfigError(
                 f"the cluster has no JobSet {k8s_manifest.JOBSET_VERSION}: install JobSet 0.10.1 "
                 "or newer (jobset.sigs.k8s.io), or give --kind job"
@@ -437,11 +448,21 @@ class _Api:
         if error.status >= 500 or error.status == 429:
             return StorageUnavailable(f"the Kubernetes API: {error.status} {said}")
         refused = f"{name}: the Kubernetes API refuses it: {error.status} {said}"
+        if missing and error.status == 404:
+            create = f"`kubectl create namespace {space}`, then " if "namesp" in missing[1] else ""
+            refused += f". To go on: {create}submit again"
+        if error.status == 401:
+            refused += ". The credentials of the kubeconfig are not valid, or have expired"
         if self.options.kind == "jobset" and re.search("unknown field|nsupported value", str(said)):
             refused += ". JobSet 0.10.1 or newer has these fields (jobset.sigs.k8s.io)"
         return ConfigError(refused)
 
 
-def _message(body: Any) -> Any:
-    """Returns the message of an answer that refuses a request."""
-    return json.loads(body)["message"]
+def _message(body: Any) -> str:
+    """Returns the message of an answer that refuses a request; empty: it has none.
+
+    The API of Kubernetes answers a path that it does not have with a line that is no JSON.
+    """
+    with suppress(ValueError, AttributeError, TypeError, KeyError):
+        return str(json.loads(body)["message"] or "")
+    return ""

@@ -411,6 +411,12 @@ class _Job:
             seed=secrets.randbits(32),
             idle_jobs=slurm_job.idle_jobs(entries, records),
         )
+        if isinstance(decision, Resubmit) and files.exists(stop := self.run_dir.request("stop")):
+            # An attempt of the next job would take it, but that job may wait for days.
+            folder = self.run_dir.attempt(run_log.fold(records).attempt)
+            files.make_dir(folder)
+            files.move(stop, folder / "stop")
+            decision = End(ExitCode.STOPPED, f"{stop}: the job is not submitted again")
         return decision, records, len(nodes) < len(self.nodes)
 
     def _resubmit(self, decision: Resubmit) -> int:

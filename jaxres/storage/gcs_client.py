@@ -5,6 +5,7 @@ Every request has a timeout and is retried for RETRY_SECONDS.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import threading
@@ -37,6 +38,8 @@ class NoBucket(StorageRefused):
     """The bucket does not exist."""
 
 
+PACKAGES = ("google.api_core.retry", "google.auth", "google.cloud.storage", "requests", "urllib3")
+"""What a bucket needs, of the extra `gcs`."""
 _lock = threading.Lock()
 _clients: dict[int, Client] = {}
 
@@ -74,16 +77,29 @@ def close() -> None:
             cached.close()
 
 
-def _connect() -> Client:
+def require_packages() -> None:
+    """Imports the packages that a bucket needs.
+
+    Raises:
+      ConfigError: one of them is not installed.
+    """
     try:
-        from google.auth.exceptions import DefaultCredentialsError
-        from google.cloud.storage import Client
-        from requests.adapters import HTTPAdapter
+        for name in PACKAGES:
+            importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"{SCHEME}...: a package is missing ({error.name}). "
-            "Run `pip install -e '.[gcs]'` in the checkout of jaxres."
+            "Run `pip install -e '.[gcs]'` in the checkout of jaxres, or give its wheel as "
+            "'jaxres-VERSION-py3-none-any.whl[gcs]'."
         ) from error
+
+
+def _connect() -> Client:
+    require_packages()
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud.storage import Client
+    from requests.adapters import HTTPAdapter
+
     try:
         client = Client(project=None)
     except DefaultCredentialsError as error:
@@ -101,10 +117,12 @@ def with_retries(path: GcsPath, call: Callable[[], T]) -> T:
     """Returns what a call returns; retries it after transient errors.
 
     Raises:
+      ConfigError: a package is not installed.
       StorageUnavailable: the call has not succeeded within RETRY_SECONDS.
       StorageRefused: the bucket does not exist, or denies access.
       GoogleAPICallError: 404, 412 or 416, which the caller handles.
     """
+    require_packages()
     clock = SystemClock()
     began, pause = clock.monotonic(), PAUSE_SECONDS[0]
     while True:

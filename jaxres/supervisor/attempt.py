@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxres.clock import Clock
 from jaxres.config.schema import DeadlinesSection
-from jaxres.exit_codes import ExitCode
+from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor.forkserver_client import ForkServer
@@ -85,6 +85,12 @@ class RunningAttempt:
     def step(self) -> int:
         """Newest step that any host has finished."""
         return max((host.progress.step for host in self.hosts), default=0)
+
+    @property
+    def is_restarted_after_stop(self) -> bool:
+        """Whether a stop was requested after which the run is started again (75, 82)."""
+        stop = self.stop_requested
+        return stop is not None and exit_row(stop).restart is not RestartRule.NEVER
 
     def save_timings(self) -> SaveTimings:
         """Returns the measured times that a stop depends on."""

@@ -68,6 +68,7 @@ class RunDirWatcher:
         run_lock: RunLock,
         clock: Clock,
         step: Callable[[], int],
+        keeps_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepares the watcher; starts no thread yet.
 
@@ -78,6 +79,8 @@ class RunDirWatcher:
           run_lock: its heartbeat is written every second, in a bucket every five.
           clock: the supervisor's clock.
           step: returns the newest finished step, for the names of moved request files.
+          keeps_stop: returns whether this attempt ends with an exit after which the run is started
+            again: the request to stop then stays for the next start.
         """
         self._run_dir = run_dir
         self._attempt = attempt
@@ -85,11 +88,13 @@ class RunDirWatcher:
         self._run_lock = run_lock
         self._clock = clock
         self._step = step
+        self._keeps_stop = keeps_stop
         self._poll_seconds = BUCKET_POLL_SECONDS if run_dir.is_remote else POLL_SECONDS
         self._threads = WatcherThreads[WatcherEvent]()
         self._polling_since = math.inf
         self._heartbeat_at = -math.inf
         self._is_stop_reported = False
+        self._has_moved_stop = False
         self.has_answered = False
         """Whether one poll has completed, so that storage answers."""
 
@@ -155,10 +160,18 @@ class RunDirWatcher:
     def _take_requests(self) -> None:
         """Reports request files that an operator has put into the run directory, and moves them."""
         stop, save = self._run_dir.request("stop"), self._run_dir.request("save")
+        keeps_stop = self._keeps_stop()
+        if keeps_stop and self._has_moved_stop:  # Moved just before the attempt was preempted.
+            with contextlib.suppress(RunError, OSError):
+                files.replace(stop, b"")
+                self._has_moved_stop = False
         # Reported only once if they can not be moved.
-        if _exists(stop) and (self._move(stop) or not self._is_stop_reported):
-            self._is_stop_reported = True
-            self._threads.put(StopRequested(stop))
+        if _exists(stop):
+            is_moved = not keeps_stop and self._move(stop)
+            self._has_moved_stop |= is_moved
+            if is_moved or not self._is_stop_reported:
+                self._is_stop_reported = True
+                self._threads.put(StopRequested(stop))
         if _exists(save) and self._move(save):
             self._threads.put(SaveRequested())
 

@@ -174,9 +174,11 @@ def request_stop(
       choice: what the remaining time allows; None: the remaining time is unknown.
     """
     if running.stop_requested is not None:
+        stays = exit is ExitCode.STOPPED and running.is_restarted_after_stop
+        following = f", and the next start stops at once ({exit.value})" if stays else ""
         print_message(
-            f"{why}: a stop is in progress already; exit {running.stop_requested.value} follows "
-            f"({running.progress_text()})"
+            f"{why}: a stop is in progress already; exit {running.stop_requested.value} follows"
+            f"{following} ({running.progress_text()})"
         )
         return None
     running.stop_requested = exit

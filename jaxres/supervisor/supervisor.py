@@ -136,6 +136,7 @@ def _run_dir_watcher(running: RunningAttempt, owner: RunLock, *, last_seq: int) 
         run_lock=owner,
         clock=running.clock,
         step=lambda: running.step,
+        keeps_stop=lambda: running.is_restarted_after_stop,
     )
 
 

@@ -127,7 +127,7 @@ def _check_job(spec: Mapping[str, Any]) -> None:
 
 
 class _Requests(Quiet):
-    """Requests for namespaced objects: create, replace, delete."""
+    """Requests for namespaced objects: create, read, replace, delete."""
 
     emulator: ApiServer
 
@@ -138,10 +138,17 @@ class _Requests(Quiet):
             self._send_bytes(*self.emulator.answers[key[0]])
         elif key is None:
             self._answer(404, "the server could not find the requested resource")
+        elif key[1] in self.emulator.absent_namespaces:
+            self._answer(404, f'namespaces "{key[1]}" not found')
         elif key in self.emulator.objects:
             self._answer(409, f"{key[2]} already exists")
         else:
             self._store(key, body, created=201)
+
+    def do_GET(self) -> None:
+        path, _, name = self.path.partition("?")[0].rpartition("/")
+        found = self.emulator.objects.get(self._key(name, path) or ("", "", ""))
+        self._answer(404, "not found") if found is None else self._send(200, found)
 
     def do_PUT(self) -> None:
         path, _, name = self.path.partition("?")[0].rpartition("/")
@@ -198,6 +205,7 @@ class ApiServer:
         """(kind, namespace, name) -> object."""
         self.absent = set[str]()
         """Kinds that this cluster does not have."""
+        self.absent_namespaces = set[str]()
         self.answers: dict[str, tuple[int, bytes]] = {}
         """Kind -> status and body that its creation gets, and nothing is created."""
         self.webhook: Callable[[dict[str, Any]], dict[str, Any]] = lambda body: body

@@ -226,7 +226,7 @@ def test_a_supervisor_that_waits_differs_from_one_that_has_given_up(tmp_path):
     write_heartbeat(run_dir, clock)
     assert read_status(run_dir, clock).outlook.state == "running", "it was restarted manually"
     assert status_rows(run_dir, clock)["restarts"].startswith(
-        "manual: started without a supervisor"
+        "manual, unless a job of `launch slurm`"
     )
     RunLog.claim(
         run_dir.log,

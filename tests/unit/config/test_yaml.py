@@ -104,6 +104,7 @@ def test_invalid_yaml_is_rejected_with_its_line(text: str, line: str):
             "é🙂",
             "\x7f",
             "a\u2028b",
+            "a\x85b",
             "=",
             "<<",
         ),
@@ -113,6 +114,18 @@ def test_invalid_yaml_is_rejected_with_its_line(text: str, line: str):
 def test_dumped_data_parses_to_the_same_values(value: Any):
     text = yaml.dump({"key": value})
     assert repr(read(text)["key"]) == repr(value), text
+
+
+@pytest.mark.parametrize("value", ["y", "N", "on", "0o17", "1e3", "1_000", "12:30:45", "null"])
+def test_text_that_another_reader_takes_for_something_else_is_quoted(value: str):
+    """kubectl reads YAML 1.1: a job of the name n would be false."""
+    assert yaml.dump({"key": value}) == f"key: '{value}'\n"
+
+
+@pytest.mark.parametrize("value", ["a\x85b", "a\u2028b", "\u2029"])
+def test_no_text_has_an_unusual_end_of_line(value: str):
+    """The text is indented line by line in a manifest."""
+    assert len(yaml.dump({"key": value}).splitlines()) == 1
 
 
 def test_an_object_that_is_there_twice_is_dumped_twice():

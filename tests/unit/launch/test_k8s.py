@@ -77,6 +77,44 @@ def test_a_cluster_without_jobset_is_named(server, submit):
         submit()
 
 
+@pytest.mark.parametrize("kind", ["jobset", "job"])
+def test_a_namespace_that_does_not_exist_is_named(server, submit, kind):
+    server.absent_namespaces.add("team")
+    with pytest.raises(ConfigError, match=r'namespaces "team" not found.*create namespace team'):
+        submit("--kind", kind, "--namespace", "team")
+    assert server.objects == {}
+
+
+def test_credentials_that_have_expired_are_named(server, submit):
+    server.answers["JobSet"] = 401, b'{"message": "Unauthorized"}'
+    with pytest.raises(ConfigError, match=r"401 Unauthorized\. The credentials of the kubeconfig"):
+        submit()
+
+
+def test_a_job_that_is_still_being_deleted_is_named(server, submit):
+    server.answers["JobSet"] = 409, b'{"message": "object is being deleted: jobsets already exist"}'
+    with pytest.raises(Fenced, match="object is being deleted"):
+        submit()
+
+
+def test_a_config_map_of_something_else_is_not_overwritten(server, submit):
+    foreign = {"kind": "ConfigMap", "apiVersion": "v1", "data": {"nginx.conf": "x"}}
+    server.objects["ConfigMap", "default", "web"] = foreign
+    with pytest.raises(ConfigError, match=r"ConfigMap of this name that is not of a run.*--name"):
+        submit("--name", "web")
+    assert server.objects == {("ConfigMap", "default", "web"): foreign}
+
+
+def test_an_interrupted_submission_leaves_no_job_without_its_config(server, submit, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(k8s._Api, "create_or_replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        submit()
+    assert server.objects == {}
+
+
 def test_what_the_api_refuses_is_one_message(submit, monkeypatch):
     wrong = {"containerName": "train", "operator": "In", "values": [0]}
     monkeypatch.setattr(k8s_manifest, "_exit_codes", lambda wanted: wrong)

@@ -14,7 +14,7 @@ from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ROWS, ExitCode, RestartRule
 from jaxres.faults import ConfigError, UsageError
-from jaxres.launch import k8s, k8s_manifest
+from jaxres.launch import argument_checks, k8s, k8s_manifest
 from jaxres.launch.k8s_manifest import ClusterOptions, Consequence, consequence
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import SaveCommitted
@@ -243,6 +243,9 @@ TWO_CLAIMS = ["--claim", "a:/x", "--claim", "b:/x"]
         (["--print"], UsageError, "--image"),
         (["--image", "a b", "--print"], UsageError, "--image 'a b'"),
         (["--image", "ü/i", "--print"], UsageError, "--image 'ü/i'"),
+        (["--image", "me/Jaxres:1", "--print"], UsageError, "--image 'me/Jaxres:1'"),
+        (["--image", "me//i", "--print"], UsageError, "--image 'me//i'"),
+        (["--image", "i:1:2", "--print"], UsageError, "--image 'i:1:2'"),
         (["--image", "i", "--print", "--nodes", "0"], UsageError, "--nodes 0"),
         (["--image", "i", "--print", "--nodes", "9999999"], UsageError, "to 100000"),
         (["--image", "i", "--print", "--gpus-per-node", "-1"], UsageError, "--gpus-per-node -1"),
@@ -251,12 +254,30 @@ TWO_CLAIMS = ["--claim", "a:/x", "--claim", "b:/x"]
         (["--image", "i", "--print", "--grace-seconds", "-1"], UsageError, "--grace-seconds -1"),
         (["--image", "i", "--print", "--namespace", "Ü"], UsageError, "--namespace 'Ü'"),
         (["--image", "i", "--print", "--queue", "a b"], UsageError, "--queue 'a b'"),
+        (["--image", "i", "--print", "--queue", "q" * 64], UsageError, "up to 63"),
+        (["--image", "i", "--print", "--exclude-node", "a..b"], UsageError, "--exclude-node"),
         (["--image", "i", "--print", "--topology", "a/b/c"], UsageError, "--topology 'a/b/c'"),
         (["--image", "i", "--print", "--shm-size", "lots"], UsageError, "--shm-size 'lots'"),
+        (["--image", "i", "--print", "--shm-size", "64"], UsageError, "--shm-size '64'"),
+        (["--image", "i", "--print", "--shm-size", "64K"], UsageError, "--shm-size '64K'"),
         (["--image", "i", "--print", "--exclude-node", ""], UsageError, "--exclude-node ''"),
         (["--image", "i", "--print", "--service-account", "A"], UsageError, "--service-account"),
         (["--image", "i", "--print", *TWO_CLAIMS], UsageError, "something else is at /x"),
         (["--image", "i", "--print", "--claim", "a:/dev/shm"], UsageError, "is at /dev/shm"),
+        (["--image", "i", "--print", "--claim", "a:/etc/jaxres/x"], UsageError, "something else"),
+        (["--image", "i", "--print", "--claim", "a:/etc"], UsageError, "something else"),
+        (["--image", "i", "--print", "--claim", "a:/"], UsageError, "something else"),
+        (
+            [
+                "--image",
+                "i",
+                "--print",
+                "run.dir=gs://bucket/run",
+                "preemption.sigterm_seconds=1e9",
+            ],
+            ConfigError,
+            "at most 604800",
+        ),
         (["--image", "i", "--print", "--claim", "a:/x/.."], UsageError, "without .."),
         (["--image", "i", "--print", "--kind", "job", "--topology", "x"], UsageError, "--topology"),
         (["--image", "i", "--print", "run.dir=/here"], ConfigError, "lost with its pod"),
@@ -273,6 +294,17 @@ def test_bad_arguments_are_one_clear_error(arguments, error, text, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=text):
         k8s.main(["quickstart", *arguments], env={})
+
+
+DIGEST = "sha256:" + 64 * "a"
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["i", "me/jaxres:1", "REGISTRY/jaxres:1", "localhost:5000/a/b_c/d-e:V.1", f"r.io/j@{DIGEST}"],
+)
+def test_names_of_images_are_accepted(image):
+    assert argument_checks.image(image) == image
 
 
 def test_gpus_that_the_mesh_can_not_use_are_refused_before_the_cluster_is_asked():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.launch import slurm, slurm_commands
 from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
@@ -356,6 +357,18 @@ def test_a_job_that_is_preempted_is_submitted_again_and_begins_no_attempt(comman
     assert "--begin=now+0" in commands.calls("sbatch")[-1]
     assert [entry.job for entry in journal(Submitted)] == ["17", "18"]
     assert journal(Final) == []
+
+
+def test_a_job_that_was_asked_to_stop_while_it_was_preempted_is_not_submitted_again(
+    commands, trains
+):
+    commands.set("squeue", "2026-11-26T07:12:05")
+    commands.set("sbatch", "18")
+    Path("run/stop").touch()
+    assert trains() == ExitCode.STOPPED
+    assert journal()[-1] == Final(ExitCode.STOPPED)
+    assert [entry.job for entry in journal(Submitted)] == ["17"]
+    assert not Path("run/stop").exists(), "the next submission trains"
 
 
 def test_a_job_without_a_node_that_is_down_is_submitted_again_without_it(commands, trains):

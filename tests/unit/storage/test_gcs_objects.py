@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from jaxres.faults import StorageRefused, StorageUnavailable
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.storage import files, gcs_client, gcs_objects, line_writer
 from jaxres.storage.line_writer import open_line_writer
@@ -34,6 +35,17 @@ def test_text_that_is_no_bucket_path_is_refused() -> None:
     for text in ("gs://", "gs://bucket", "gs://Bucket/a", "gs://bucket//a", "gs://bucket/a/../b"):
         with pytest.raises(ValueError, match="gs://BUCKET/FOLDER"):
             parse_path(text)
+
+
+@pytest.mark.parametrize("absent", ["google.api_core.retry", "google.cloud.storage", "requests"])
+def test_without_the_packages_of_a_bucket_the_extra_is_named(
+    root: GcsPath, monkeypatch: pytest.MonkeyPatch, absent: str
+) -> None:
+    loaded = [name for name in sys.modules if name.startswith(f"{absent}.")]
+    for name in (absent, *loaded):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"a package is missing.*\.\[gcs\]"):
+        files.list_names(root)
 
 
 @pytest.mark.parametrize("kind", ["503 after", "drop after", "500 after"])

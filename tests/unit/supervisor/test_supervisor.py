@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import files
 from jaxres.supervisor.root_cause import GRACE_SECONDS
+from jaxres.supervisor.run_dir_watcher import RunDirWatcher, StopRequested
+from jaxres.supervisor.run_lock import RunLock
 from tests.unit.runlog.example_records import CLAIM
 
 HERE = Path(__file__).parent
@@ -287,6 +290,47 @@ def test_request_files_take_effect_on_all_workers(start):
         path.name.partition("-")[0] for path in sorted(supervisor.run_dir.attempt(1).glob("s*"))
     ]
     assert taken == ["save", "stop"]
+
+
+def test_a_stop_that_is_requested_during_a_preemption_stays_for_the_next_start(start):
+    """The attempt ends with 75, after which the run is started again: the stop would be lost."""
+    supervisor = start({"on_stop": [75, 600]})
+    supervisor.wait_steps()
+    supervisor.process.send_signal(signal.SIGTERM)
+    supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "SIGTERM")
+    supervisor.run_dir.request("stop").touch()
+    supervisor.wait(
+        lambda: "exit 75 follows, and the next start stops at once (76)" in supervisor.printed(),
+        "an answer",
+    )
+    supervisor.process.send_signal(signal.SIGTERM)
+    ended, _ = supervisor.ended()
+    assert ended["code"] == 143
+    assert supervisor.run_dir.request("stop").exists()
+
+
+@pytest.mark.parametrize("is_taken_first", [True, False])
+def test_a_stop_that_is_taken_just_before_a_preemption_is_put_back(tmp_path, is_taken_first):
+    run_dir, is_preempted = RunDir(tmp_path), not is_taken_first
+    for folder in (run_dir.log, run_dir.attempt(1)):
+        folder.mkdir(parents=True)
+    with RunLock(run_dir, clock=SystemClock()) as lock:
+        watcher = RunDirWatcher(
+            run_dir,
+            attempt=1,
+            last_seq=1,
+            run_lock=lock,
+            clock=SystemClock(),
+            step=lambda: 7,
+            keeps_stop=lambda: is_preempted,
+        )
+        run_dir.request("stop").touch()
+        watcher._poll()
+        assert run_dir.request("stop").exists() is not is_taken_first
+        is_preempted = True
+        watcher._poll()
+        assert run_dir.request("stop").exists()
+        assert watcher.reports() == [StopRequested(run_dir.request("stop"))]
 
 
 def hang_storage(supervisor):
