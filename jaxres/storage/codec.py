@@ -8,9 +8,10 @@ any format, so that renaming a class needs no new format number.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -86,18 +87,22 @@ class TaggedCodec(Generic[T]):
 
 
 def encode(value: Any, *, omit_defaults: bool = False) -> dict[str, Any]:
-    """Returns the fields of a dataclass, nested dataclasses as objects.
+    """Returns the fields of a dataclass, nested dataclasses as objects, exit codes as integers.
 
     Args:
       value: a dataclass instance.
       omit_defaults: whether to leave out fields of `value` that are equal to their default.
     """
-    fields = dataclasses.asdict(value)
+    fields = dataclasses.asdict(value, dict_factory=_plain)
     if omit_defaults:
         for field in dataclasses.fields(value):
             if fields[field.name] == field.default:
                 del fields[field.name]
     return fields
+
+
+def _plain(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: int(v) if isinstance(v, enum.IntEnum) else v for name, v in fields}
 
 
 def decode(kind: type[T], fields: Any, *, ignore_unknown: bool = False) -> T:

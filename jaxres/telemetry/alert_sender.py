@@ -9,7 +9,6 @@ target's response and the line that records it, the incident is sent twice, with
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import queue
 import threading
@@ -24,6 +23,7 @@ from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
+from jaxres.storage import codec
 from jaxres.storage.line_writer import LineWriter, open_line_writer
 from jaxres.storage.path import is_remote
 from jaxres.storage.threads import make_thread
@@ -336,7 +336,7 @@ class TargetSender:
         if key in self._ledger.known:
             return
         self._taken_at[key] = self._clock.monotonic()
-        self._record(key, "queued", time=time, incident=dataclasses.asdict(incident))
+        self._record(key, "queued", time=time, incident=codec.encode(incident))
 
     def _nonce(self) -> str:
         """Returns the nonce of the run's first claim: it identifies the run even if it is moved."""

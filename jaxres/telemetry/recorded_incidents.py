@@ -7,7 +7,6 @@ incidents to a file of its own. The launcher, or the supervisor of host 0, reads
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import queue
 import threading
@@ -18,7 +17,7 @@ from jaxres.clock import Clock
 from jaxres.faults import RunError
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
-from jaxres.storage import files
+from jaxres.storage import codec, files
 from jaxres.storage.line_writer import LineWriter, open_line_writer
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import incidents
@@ -92,7 +91,7 @@ def file_name(host: int) -> str:
 
 def line(incident: Incident, *, time: float) -> dict[str, Any]:
     """Returns one line of a file."""
-    return {"time": time, "incident": dataclasses.asdict(incident)}
+    return {"time": time, "incident": codec.encode(incident)}
 
 
 class RecordedIncidents:

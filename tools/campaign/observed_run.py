@@ -179,7 +179,7 @@ class ObservedRun:
             records=run_log.read_records(self.run_dir.log),
             seen_digests=self.seen_digests,
             damaged=tuple(damaged),
-            left=leftovers.find(self.run_dir, SystemClock()),
+            left=leftovers.find(self.run_dir, SystemClock(), ports={}),
             problem=problem,
         )
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.promises.proxy import proxy
+from jaxres.testing.proxy import Proxy
 from tools.experiments import plans
 from tools.experiments.training_process import ROOT
 
@@ -157,7 +157,7 @@ def failures(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         job = Job(folder / f"cut-{repeat}")
-        with proxy(address) as between:
+        with Proxy(address) as between:
             try:
                 for host, at in enumerate((address, between.address)):
                     job.start(
