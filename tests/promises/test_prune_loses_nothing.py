@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
@@ -13,6 +15,7 @@ from jaxres.storage import files
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, digest, run_history, starts
 
 
+@pytest.mark.slow
 def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
     any_workspace: Workspace, fault_free: RunDir
 ) -> None:

@@ -27,6 +27,7 @@ def events(trainer: TrainingProcess, kind: str, host: int = 0) -> list[dict[str,
     return [event for event in trainer.events(host) if event["event"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_with_time_based_saves_is_bit_exact_after_kills(
     workspace: Workspace, fault_free: RunDir
 ) -> None:

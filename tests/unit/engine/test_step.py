@@ -191,6 +191,7 @@ def test_a_nonfinite_step_changes_neither_parameters_nor_moments(
     assert not equal(again.params, after.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", [*campaign([np.nan, np.inf]), 1e30], ids=["nan", "inf", "square overflows"]
 )
