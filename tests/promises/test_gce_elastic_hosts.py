@@ -1,4 +1,4 @@
-"""A job with a range of hosts trains through stockouts, on 4, 2, 4 hosts and so on; no bit changes."""
+"""A job with a range of hosts trains through stockouts, on 4, 2 and 4 hosts; no bit changes."""
 
 from __future__ import annotations
 
