@@ -63,6 +63,14 @@ def started(watcher):
     return event
 
 
+def wait_for(watcher, condition):
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        watcher.poll()
+        assert time.monotonic() < until, watcher.gpu_values()
+        time.sleep(0.005)
+
+
 FAULTS = {
     "ecc": ("1.ecc_uncorrected 5", "ecc", "5 uncorrectable ECC errors"),
     "remap pending": ("1.remap_pending 1", "row_remap", "is pending"),
@@ -207,7 +215,7 @@ def test_a_gpu_that_is_gone_when_the_process_starts_again_is_lost(gpus, watch, m
     gpus.set("gpus 2")
     watcher = watch()
     started(watcher)
-    assert len(watcher.gpu_values()) == 2
+    wait_for(watcher, lambda: len(watcher.gpu_values()) == 2)
     gpus.set("gpus 1")
     found = ended_and_started_again(watcher, monkeypatch)
     assert found[0].gpus == ("GPU 0 (Fake H100, GPU-0)",)
@@ -223,22 +231,15 @@ def test_a_gpu_that_can_not_be_read_exports_no_values_of_before(gpus, watch, mon
     def exported():
         return [values.get("power_mW") for values in watcher.gpu_values().values()]
 
-    def wait_for(values):
-        until = time.monotonic() + PATIENCE_SECONDS
-        while exported() != values:
-            watcher.poll()
-            assert time.monotonic() < until, f"not {values}, but {exported()}"
-            time.sleep(0.005)
-
-    wait_for([300000])
+    wait_for(watcher, lambda: exported() == [300000])
     gpus.set("lost 15")
     (found,) = next_found(watcher)
     assert found.kind == "lost"
     assert exported() == [None], "a lost GPU looks as it was"
     gpus.set()
-    wait_for([300000])
+    wait_for(watcher, lambda: exported() == [300000])
     os.kill(next(iter(watcher.pids)), signal.SIGKILL)
-    wait_for([])
+    wait_for(watcher, lambda: exported() == [])
 
 
 @pytest.mark.parametrize(
