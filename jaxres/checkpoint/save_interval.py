@@ -21,6 +21,7 @@ from typing import Literal
 
 from jaxres.config.schema_operations import AutoWhen
 from jaxres.exit_codes import exit_row
+from jaxres.runlog.records import by_attempt
 from jaxres.runlog.run_log import AttemptEnded, Claim, Record, Start
 
 HOUR_SECONDS = 3600.0
@@ -116,11 +117,9 @@ def of_log(records: Sequence[Record], *, attempt: int) -> Costs:
     record.
     """
     failures, hours, restart = 0, 0.0, 0.0
-    by_attempt: dict[int, list[Record]] = {}
-    for record in records:
-        by_attempt.setdefault(record.attempt, []).append(record)
+    own_records = by_attempt(records)
     for number in range(1, attempt + 1):
-        own = by_attempt.get(number, [])
+        own = own_records.get(number, [])
         start = next((r for r in own if isinstance(r.body, Start)), None)
         if start is None:
             continue

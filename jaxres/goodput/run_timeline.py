@@ -26,7 +26,7 @@ from jaxres.runlog.attempt_history import RUNNING, unrecorded_end
 from jaxres.runlog.events import EVENTS
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import MetricsColumns, concatenate, of_lines
-from jaxres.runlog.records import AttemptEnded, Claim, Record, Start, SupervisorEnded
+from jaxres.runlog.records import AttemptEnded, Claim, Record, Start, SupervisorEnded, by_attempt
 from jaxres.runlog.run_log import start_of
 from jaxres.runlog.supervisor_events import AttemptRestarted, GaveUp, SupervisionEnded
 
@@ -104,16 +104,14 @@ def fold(
     ends = np.cumsum([len(own) for own in lines.values()])
     lost_to = dict(zip(lines, np.split(lost, ends[:-1]), strict=False))
     axis = _Axis()
-    by_attempt: dict[int, list[Record]] = {claim.attempt: [] for claim in claims}
-    for record in records:
-        by_attempt.setdefault(record.attempt, []).append(record)
+    own_records = by_attempt(records)
     intervals: list[Interval] = []
     attempts: list[AttemptTime] = []
     for index, claim in enumerate(claims):
         number = claim.attempt
         source = _Source(claim, _timed(events, number), _timed(supervisor_events, number))
         bound = _next_event(claims[index:], events, supervisor_events)
-        own = by_attempt[number]
+        own = own_records.get(number, [])
         is_running = is_alive and index == len(claims) - 1
         of_attempt = lines.get(number, NO_LINES)
         placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)

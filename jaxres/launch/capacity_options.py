@@ -35,6 +35,8 @@ denied: no permission now; before the first attempt of a job has ended this coun
 notice_refused: the preemption notice may be the cause; the next request omits it.
 refused: neither another zone nor a later request would help.
 """
+NO_CAPACITY: tuple[CreateErrorKind, ...] = ("stockout", "quota")
+"""Refusals because no machine is free for this project."""
 FIRST_COOL_SECONDS = 300.0
 QUOTA_COOL_SECONDS = 3600.0
 RATE_COOL_SECONDS = 60.0

@@ -42,12 +42,12 @@ from jaxres.launch.observed_state import (
 )
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.provisioning import LOST_REQUEST_SECONDS
+from jaxres.launch.reconcile import CYCLE_SECONDS
 from jaxres.runlog import faulty_hosts, launch_events, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import is_remote
 
-CYCLE_SECONDS = 1.0
 LIST_SECONDS = 5.0
 """Time between two lists of VMs while an attempt runs; at other times every cycle lists them. Also
 the time between two lists of the service's own operations."""

@@ -15,12 +15,10 @@ from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.engine import mesh_plan
-from jaxres.launch import lost_vms, provisioning, spares
+from jaxres.launch import capacity_options, lost_vms, provisioning, spares
 from jaxres.launch.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.observed_state import ObservedState
 
-NO_CAPACITY = ("stockout", "quota")
-"""Refusals for which the survivors do not wait."""
 LEAVE_SECONDS = 60.0
 """Time of a restart besides the start of the attempt: save, exit, reports, first compilation."""
 GROW_FACTOR, KEEP_FACTOR = 2.0, 1.0
@@ -134,7 +132,9 @@ def _is_refused(desired: DesiredState, observed: ObservedState, config: RunConfi
     is_late = observed.now - desired.refill_since > 60 * gce.repair_minutes
     site = next((vm.option, vm.zone) for vm in desired.vms if not vm.created)
     return is_late or any(
-        (c.option, c.zone) == site and c.error in NO_CAPACITY and c.until >= desired.refill_since
+        (c.option, c.zone) == site
+        and c.error in capacity_options.NO_CAPACITY
+        and c.until >= desired.refill_since
         for c in desired.backoffs
     )
 

@@ -25,9 +25,13 @@ ABSENT_SECONDS = 15.0
 NOTICE_SECONDS = NEAR_SECONDS + 2 * UNKNOWN_WRITE_SECONDS
 """A VM that is stopped within this time is replaced before an attempt starts: its supervisor would
 save and leave soon after the start, as long as it has not measured a save."""
+PREEMPTED, STOPPING = "preempted", "about to be stopped"
+"""Kinds of the loss of a VM that is taken away, and of one with a notice of it."""
+BY_EXIT = "on a host that exited with"
+"""Begin of the kind of a loss that follows from an exit code."""
 KINDS = {
     HOST_ERROR: "on a host that failed",
-    "compute.instances.preempted": "preempted",
+    "compute.instances.preempted": PREEMPTED,
     "compute.instances.terminateOnHostMaintenance": "ended for maintenance",
     "compute.instances.guestTerminate": "shut down from inside",
 }
@@ -139,7 +143,7 @@ def _loss(
     if is_training:
         return None
     if is_notice_due(report, now=observed.now):
-        return Loss("about to be stopped", report.notice)
+        return Loss(STOPPING, report.notice)
     return Loss(kind, cause) if cause else None
 
 

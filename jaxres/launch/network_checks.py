@@ -71,7 +71,7 @@ def subnetworks(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult
 
 def _rdma(gce: GceSection) -> Iterator[CheckResult]:
     """Yields machine types whose GPUs have an RDMA network that the VMs are not in."""
-    if gce.num_hosts == 1 or "MRDMA" in gce.nic_types or (gce.template and not gce.subnetworks):
+    if gce.most_hosts == 1 or "MRDMA" in gce.nic_types or (gce.template and not gce.subnetworks):
         return
     for machine_type in dict.fromkeys(option.machine_type for option in gce.capacity_options):
         shape = shape_of(machine_type)

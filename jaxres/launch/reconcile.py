@@ -33,6 +33,9 @@ from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
+CYCLE_SECONDS = 1.0
+"""Time between two decisions of a launcher."""
+
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
     """Returns the next desired state; the same one if nothing changes."""
@@ -391,7 +394,7 @@ def _after_attempt(
     lost = lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
     for name in {*unhealthy, _to_replace(desired.history)}:
         if name in desired.names:
-            kind = f"on a host that exited with {outcome.code}"
+            kind = f"{lost_vms.BY_EXIT} {outcome.code}"
             lost[name] = Loss(kind, f"is replaced: {outcome.reason}")
     settled = early_replacement.settle(desired, lost, observed)
     messages = (f"{message}; {decision.reason}", *settled.messages)

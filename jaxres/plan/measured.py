@@ -13,6 +13,8 @@ from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import SETUP, Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Incident, Summary
+from jaxres.launch.capacity_options import NO_CAPACITY
+from jaxres.launch.lost_vms import PREEMPTED, STOPPING
 from jaxres.plan.observed_vms import ObservedVms
 from jaxres.plan.simulated_attempts import SimulatedJob
 from jaxres.plan.simulated_vms import Gap
@@ -25,10 +27,6 @@ NO_FAILURES = (
     ROLLED_BACK,
 )
 """Causes of incidents that are no failures of the fleet."""
-PREEMPTIONS = ("preempted", "about to be stopped")
-"""Kinds of losses of VMs that are no failures of a host."""
-STOCKOUTS = ("stockout", "quota")
-"""Refusals of requests for which no machine was free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +132,11 @@ def _losses(timeline: RunTimeline, vms: ObservedVms | None) -> dict[int, Gap]:
 
 def _is_failed_host(gap: Gap | None) -> bool:
     """Returns whether a VM was lost, and none was preempted."""
-    return gap is not None and all(vm.kind not in PREEMPTIONS for vm in gap.lost)
+    return gap is not None and all(vm.kind not in (PREEMPTED, STOPPING) for vm in gap.lost)
 
 
 def _is_stockout(gap: Gap | None) -> bool:
-    return gap is not None and any(answer.refused in STOCKOUTS for answer in gap.answers)
+    return gap is not None and any(answer.refused in NO_CAPACITY for answer in gap.answers)
 
 
 def _mean(values: Iterable[float]) -> float | None:

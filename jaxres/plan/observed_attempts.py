@@ -27,7 +27,7 @@ from jaxres.runlog.events import (
     TrainingStarted,
 )
 from jaxres.runlog.launch_events import LaunchEvent
-from jaxres.runlog.records import AttemptEnded, Claim, Commit, Record, Start
+from jaxres.runlog.records import AttemptEnded, Claim, Commit, Record, Start, by_attempt
 from jaxres.runlog.supervisor_events import AttemptRestarted
 from jaxres.supervisor.restart_policy import KILLED
 
@@ -84,7 +84,7 @@ def of_run(
         return None
     num_steps_of = _steps_of_attempts(timeline, records, last_step=last_step)
     claims = [r.time for r in records if isinstance(r.body, Claim)]
-    failures = _failures(timeline, records, events, num_steps_of, times)
+    failures = _failures(timeline, records, claims, events, num_steps_of, times)
     settings = _settings(config)
     if vms is None:
         gaps = [sum(i.seconds for i in _own(timeline, a) if i.in_gap) for a in attempts[:-1]]
@@ -275,17 +275,21 @@ def _stall(
 def _failures(
     timeline: RunTimeline,
     records: Sequence[Record],
+    claims: Sequence[float],
     events: Sequence[Mapping[str, Any]],
     num_steps_of: Mapping[int, int],
     times: Times,
 ) -> list[Failure]:
-    """Returns what ended each attempt but the last; `num_steps_of`: its steps, by attempt."""
-    claims = [r.time for r in records if isinstance(r.body, Claim)]
+    """Returns what ended each attempt but the last.
+
+    `claims`: when each attempt was claimed. `num_steps_of`: its steps, by attempt.
+    """
+    own_records = by_attempt(records)
     found: list[Failure] = []
     for one, (begin, end) in zip(timeline.attempts, itertools.pairwise(claims), strict=False):
         failure = _failure(
             one,
-            [r for r in records if r.attempt == one.attempt],
+            own_records[one.attempt],
             _own(timeline, one),
             num_steps=num_steps_of.get(one.attempt, 0),
             times=times,

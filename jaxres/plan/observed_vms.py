@@ -34,8 +34,6 @@ class ObservedVms:
     """Before the first attempt."""
     began: float
     """The first request for VMs, in seconds since the epoch."""
-    started: float
-    """The start of the first attempt, in seconds since the epoch."""
     gaps: tuple[ObservedGap, ...]
     label: str
     """Label of the VMs."""
@@ -74,7 +72,7 @@ def of_events(events: Sequence[LaunchEvent], *, num_attempts: int) -> ObservedVm
         return None
     first = Gap(answers=tuple(_answers(before)))
     label = requested.vms[0].rsplit("-", 2)[0]  # LABEL-ID-NUMBER
-    return ObservedVms(first, requested.time, events[starts[0]].time, tuple(gaps), label)
+    return ObservedVms(first, requested.time, tuple(gaps), label)
 
 
 def _gap(events: Sequence[LaunchEvent]) -> ObservedGap | None:

@@ -20,18 +20,14 @@ from jaxres.launch.observed_state import AgentReport, CreateFailed, ObservedStat
 from jaxres.launch.observed_state import RunLogSummary as LogSummary
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
-CYCLE_SECONDS = 1.0
-"""Time between two decisions of the launcher, as in launch/controller.py."""
 MAX_CYCLES = 1_000_000
 """Most decisions between two attempts: over eleven days."""
 IDLE_SECONDS = 60.0
-"""The same while nothing is known to happen before."""
+"""Time between two decisions while nothing is known to happen before."""
 SETTLED_SECONDS = 1e6
 """Since the exit of the hosts: the launcher waits for no further one."""
 EPOCH = 1e9
 """The begin of the simulated run, in seconds since the epoch: 0 has a meaning in a state."""
-BY_EXIT = "on a host that exited with"
-"""Begin of the kind of a loss that the launcher has decided because of an exit code."""
 OPERATIONS = {kind: operation for operation, kind in lost_vms.KINDS.items()}
 
 
@@ -123,7 +119,7 @@ class SimulatedLauncher:
         if (end := self._desired.end) is not None:
             return GiveUp(end.exit, end.reason)
         names, at = [host.name for host in self.hosts], EPOCH + now
-        by_exit = {names[vm.slot] for vm in gap.lost if vm.kind.startswith(BY_EXIT)}
+        by_exit = {names[vm.slot] for vm in gap.lost if vm.kind.startswith(lost_vms.BY_EXIT)}
         gone = {names[vm.slot]: vm for vm in gap.lost if names[vm.slot] not in by_exit}
         self._lost |= {name: (at + vm.seconds, vm.kind) for name, vm in gone.items()}
         noticed = {name: vm.notice_seconds for name, vm in gone.items() if vm.notice_seconds}
@@ -163,7 +159,7 @@ class SimulatedLauncher:
             if after.creation is not None and after.creation.request_id != request:
                 request, asked = after.creation.request_id, at
                 answer = next(answers, self.vms.usual)
-            longest = CYCLE_SECONDS if after != before else IDLE_SECONDS
+            longest = reconcile.CYCLE_SECONDS if after != before else IDLE_SECONDS
             times = [ended, asked + answer.seconds, *self._times(gap)]
             at = min([at + longest, *(one for one in times if one > at)])
         raise AssertionError(f"no attempt starts within {at - ended:.0f} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxres.faults import ConfigError, Unrestorable
@@ -250,3 +251,11 @@ class Record:
 def file_name(seq: int) -> str:
     """Returns the name of a record's file."""
     return f"{seq:08d}.json"
+
+
+def by_attempt(records: Iterable[Record]) -> dict[int, list[Record]]:
+    """Returns the records of each attempt, in their order."""
+    found: dict[int, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.attempt, []).append(record)
+    return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 from jaxres.clock import SystemClock
 
@@ -70,10 +69,3 @@ class Proxy:
                     target.sendall(data)
             if not self._is_cut.is_set():
                 target.close()
-
-
-@contextlib.contextmanager
-def proxy(target: str) -> Iterator[Proxy]:
-    """Runs a proxy in front of an address."""
-    with Proxy(target) as found:
-        yield found

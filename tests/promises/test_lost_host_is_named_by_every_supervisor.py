@@ -16,7 +16,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from jaxres.testing.proxy import proxy
+from jaxres.testing.proxy import Proxy
 from tests.promises.networks import network, permitted
 from tests.promises.trainer import (
     ENDLESS,
@@ -160,7 +160,7 @@ def cut_off(workspace: Workspace, folder: Path, *, lost: int) -> Iterator[CutOff
             )
         return
     at = free_address()
-    with proxy(at) as between:
+    with Proxy(at) as between:
         addresses = [between.address if host == lost else at for host in range(HOSTS)]
         yield (
             [start(host=host, at=address) for host, address in enumerate(addresses)],
