@@ -8,6 +8,7 @@ answers each request, and when the agents report.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,8 +19,11 @@ from jaxres.launch.capacity_options import CreateErrorKind
 from jaxres.launch.desired_state import DesiredState, HostAddress
 from jaxres.launch.observed_state import AgentReport, CreateFailed, ObservedState, VmStatus
 from jaxres.launch.observed_state import RunLogSummary as LogSummary
+from jaxres.launch.reconcile import CYCLE_SECONDS
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
+CLOCK_ERROR = 1e-5
+"""Share of a cycle by which the float of a time may be wrong."""
 MAX_CYCLES = 1_000_000
 """Most decisions between two attempts: over eleven days."""
 IDLE_SECONDS = 60.0
@@ -159,8 +163,8 @@ class SimulatedLauncher:
             if after.creation is not None and after.creation.request_id != request:
                 request, asked = after.creation.request_id, at
                 answer = next(answers, self.vms.usual)
-            longest = reconcile.CYCLE_SECONDS if after != before else IDLE_SECONDS
-            times = [ended, asked + answer.seconds, *self._times(gap)]
+            longest = CYCLE_SECONDS if after != before else IDLE_SECONDS
+            times = [ended, asked + answer.seconds, *self._times(gap), *self._deadlines(at)]
             at = min([at + longest, *(one for one in times if one > at)])
         raise AssertionError(f"no attempt starts within {at - ended:.0f} s")
 
@@ -224,11 +228,14 @@ class SimulatedLauncher:
             events={n: OPERATIONS[kind] for n, kind in kinds.items() if kind in OPERATIONS},
         )
 
+    def _deadlines(self, at: float) -> Iterator[float]:
+        """Yields when the launcher sees that a wait of its own is over: at one of its cycles."""
+        for until in (self._desired.not_before, *(one.until for one in self._desired.backoffs)):
+            yield at + CYCLE_SECONDS * math.ceil((until - at) / CYCLE_SECONDS - CLOCK_ERROR)
+
     def _times(self, gap: Gap) -> Iterator[float]:
         """Yields when something may be observed that changes a decision."""
-        yield self._desired.not_before
         yield from (vm.deleting_since + gap.freed_seconds for vm in self._desired.deleting)
-        yield from (one.until for one in self._desired.backoffs)
         for vm in (*self._desired.vms, *self._desired.early_vms):
             yield self._reports_from.get(vm.name, 0.0)
             yield self._lost.get(vm.name, (0.0, ""))[0]

@@ -57,6 +57,17 @@ def test_a_refused_zone_is_skipped_for_as_long_as_the_launcher_skips_it() -> Non
     assert seconds(later) == CYCLE_SECONDS + 5.0 + 20.0, "the refusals are forgotten by then"
 
 
+def test_a_wait_of_the_restart_policy_ends_at_a_cycle_of_the_launcher() -> None:
+    """In a run of `launch gce` an attempt after a backoff of 0.1 s began after 1.02 s."""
+    settings = launcher().vms
+    restart = settings.config.restart.model_copy(update={"backoff_seconds": 2.1})
+    config = settings.config.model_copy(update={"restart": restart})
+    found = SimulatedLauncher(replace(settings, config=config)).end_attempt(
+        KILLED, Gap(), step=10, now=100.0
+    )
+    assert seconds(found) == 3 * CYCLE_SECONDS, "the launcher looks once a cycle"
+
+
 def test_a_replacement_that_was_requested_at_the_notice_boots_meanwhile() -> None:
     noticed = replace(PREEMPTED, notice_seconds=15.0)
     gap = Gap(lost=(noticed,), answers=(GRANTED,))
