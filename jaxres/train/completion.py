@@ -22,6 +22,7 @@ from jaxres.config import RunConfig
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor.run_config import newest_config
 from jaxres.supervisor.run_lock import RunLock
@@ -84,10 +85,13 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
 def delete_leftovers(run_dir: RunDir) -> None:
     """Deletes the leftover step directories of a complete run; while it is live, none.
 
+    Also temporary files in its log, which a supervisor that is killed at its end may leave.
+
     A failure is printed: the run is complete all the same.
     """
 
     def delete() -> None:
+        files.delete_temporaries(run_dir.log)
         history = run_log.fold(run_log.read_records(run_dir.log))
         if not pruning.leftovers(history, run_dir=run_dir):
             return

@@ -74,6 +74,16 @@ def test_leftovers_of_a_killed_worker_are_deleted_when_the_run_is_complete(run_d
     assert (run_dir.root / PATH).exists()
 
 
+def test_temporary_files_of_the_log_are_deleted_when_the_run_is_complete(run_dir):
+    """A supervisor was killed between the two operations by which a record gets its name."""
+    record = max(run_dir.log.glob("*.json"))
+    temporary = record.with_name(f".{record.name}.8f0758552d92.tmp")
+    shutil.copy(record, temporary)
+    assert completion.check(run_dir, config()) == Completion(is_complete=True)
+    assert not temporary.exists(), "a temporary file of a complete run stays"
+    assert record.exists()
+
+
 def largest(step_dir):
     """Returns the name of the file that has most values."""
     sizes = files.sizes(step_dir)
