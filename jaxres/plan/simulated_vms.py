@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
@@ -22,6 +23,10 @@ from jaxres.launch.observed_state import RunLogSummary as LogSummary
 from jaxres.launch.reconcile import CYCLE_SECONDS
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
+HALF_CYCLE = CYCLE_SECONDS / 2
+"""The launcher observes once a cycle, and a run's times are those of its observations. So what has
+taken some cycles there takes as many here, though they are not exactly as long.
+"""
 CLOCK_ERROR = 1e-5
 """Share of a cycle by which the float of a time may be wrong."""
 MAX_CYCLES = 1_000_000
@@ -148,6 +153,7 @@ class SimulatedLauncher:
         at, answers = min([ended, *self._notices.values()]), iter(gap.answers)
         request, asked, answer = "", at, self.vms.usual
         for _ in range(MAX_CYCLES):
+            at = ended if abs(at - ended) <= HALF_CYCLE else at
             before, result = self._desired, None
             if before.creation is not None:
                 result = self._result(answer, before.creation.names, asked=asked, at=at)
@@ -164,15 +170,16 @@ class SimulatedLauncher:
                 request, asked = after.creation.request_id, at
                 answer = next(answers, self.vms.usual)
             longest = CYCLE_SECONDS if after != before else IDLE_SECONDS
-            times = [ended, asked + answer.seconds, *self._times(gap), *self._deadlines(at)]
-            at = min([at + longest, *(one for one in times if one > at)])
+            observed_at = (asked + answer.seconds, *self._times(gap))
+            times = [ended, *self._waits(), *(one - HALF_CYCLE for one in observed_at)]
+            at = _next_cycle(at, min([at + longest, *(one for one in times if one > at)]))
         raise AssertionError(f"no attempt starts within {at - ended:.0f} s")
 
     def _result(
         self, answer: Answer, names: tuple[str, ...], *, asked: float, at: float
     ) -> CreateFailed | bool:
         """Returns the result of the present request, and what becomes of its VMs."""
-        if at < asked + answer.seconds:
+        if at + HALF_CYCLE < asked + answer.seconds:
             return False
         if answer.refused is not None:
             return CreateFailed(answer.refused, "as in the run")
@@ -183,7 +190,7 @@ class SimulatedLauncher:
         return True
 
     def _is_lost(self, name: str, at: float) -> bool:
-        return name in self._lost and self._lost[name][0] <= at
+        return name in self._lost and self._lost[name][0] <= at + HALF_CYCLE
 
     def _observe(
         self,
@@ -195,7 +202,8 @@ class SimulatedLauncher:
         result: CreateFailed | bool | None,
     ) -> ObservedState:
         desired = self._desired
-        freed = [vm for vm in desired.deleting if at >= vm.deleting_since + gap.freed_seconds]
+        seen = at + HALF_CYCLE
+        freed = [vm for vm in desired.deleting if seen >= vm.deleting_since + gap.freed_seconds]
         wanted = (*desired.vms, *desired.early_vms)
         exist = [vm for vm in (*wanted, *desired.deleting) if vm.created and vm not in freed]
         lost = {vm.name for vm in exist if self._is_lost(vm.name, at)}
@@ -205,10 +213,10 @@ class SimulatedLauncher:
                 boot="",
                 attempt=desired.attempt,
                 exit=exits.get(vm.name),
-                notice="as in the run" if self._notices.get(vm.name, at + 1) <= at else "",
+                notice="as in the run" if self._notices.get(vm.name, inf) <= seen else "",
             )
             for vm in wanted
-            if self._reports_from.get(vm.name, at + 1) <= at
+            if self._reports_from.get(vm.name, inf) <= seen
         }
         kinds = {name: self._lost[name][1] for name in lost}
         return ObservedState(
@@ -228,10 +236,10 @@ class SimulatedLauncher:
             events={n: OPERATIONS[kind] for n, kind in kinds.items() if kind in OPERATIONS},
         )
 
-    def _deadlines(self, at: float) -> Iterator[float]:
-        """Yields when the launcher sees that a wait of its own is over: at one of its cycles."""
-        for until in (self._desired.not_before, *(one.until for one in self._desired.backoffs)):
-            yield at + CYCLE_SECONDS * math.ceil((until - at) / CYCLE_SECONDS - CLOCK_ERROR)
+    def _waits(self) -> Iterator[float]:
+        """Yields when the waits of the launcher's own are over."""
+        yield self._desired.not_before
+        yield from (one.until for one in self._desired.backoffs)
 
     def _times(self, gap: Gap) -> Iterator[float]:
         """Yields when something may be observed that changes a decision."""
@@ -239,3 +247,8 @@ class SimulatedLauncher:
         for vm in (*self._desired.vms, *self._desired.early_vms):
             yield self._reports_from.get(vm.name, 0.0)
             yield self._lost.get(vm.name, (0.0, ""))[0]
+
+
+def _next_cycle(at: float, until: float) -> float:
+    """Returns when the launcher decides first, at or after a time that is after `at`."""
+    return at + CYCLE_SECONDS * max(1, math.ceil((until - at) / CYCLE_SECONDS - CLOCK_ERROR))

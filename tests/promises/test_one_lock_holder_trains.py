@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -31,15 +30,6 @@ SLOW = {"PACE": "0.004"}
 
 def attempts(run_dir: RunDir) -> list[str]:
     return files.list_names(run_dir.root / "attempts")
-
-
-def asleep(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def suspend(trainer: TrainingProcess) -> None:
-    trainer.kill(signal.SIGSTOP)
-    trainer.wait(lambda: asleep(trainer.process.pid), what="a suspended supervisor")
 
 
 @pytest.mark.slow
@@ -133,7 +123,7 @@ def test_successor_of_a_suspended_lock_holder_keeps_the_run(
     """The successor trains without the lock, which the suspended owner holds, and gets it later."""
     zombie = workspace.start("run", config=FAULTY, env=PACED)
     zombie.wait_step(13)
-    suspend(zombie)
+    zombie.kill(signal.SIGSTOP)
     successor = workspace.start("run", config=FAULTY, env={"PACE": "0.01"})
     successor.wait(lambda: run_history(successor.run_dir).attempt == 2, what="a claim")
     successor.wait_step(starts(successor.run_dir)[0] + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -33,17 +32,6 @@ def counted(run_dir: RunDir, trainer: TrainingProcess) -> dict[str, bytes]:
     }
 
 
-def is_stopped(trainer: TrainingProcess) -> bool:
-    """Returns whether the process is in state T (stopped)."""
-    stat = Path(f"/proc/{trainer.process.pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "T"
-
-
-def suspend(trainer: TrainingProcess) -> None:
-    trainer.kill(signal.SIGSTOP)
-    trainer.wait(lambda: is_stopped(trainer), what="a stopped process")
-
-
 WHEN: dict[str, Callable[[TrainingProcess], None]] = {
     "while it trains": lambda trainer: trainer.wait_commit(40),
     "before it trains": lambda trainer: trainer.wait_phase("compile"),
@@ -62,7 +50,7 @@ WHEN: dict[str, Callable[[TrainingProcess], None]] = {
 def test_zombie_damages_nothing(any_workspace: Workspace, unbroken: RunDir, when: str) -> None:
     zombie = any_workspace.start("run", *MLP)
     WHEN[when](zombie)
-    suspend(zombie)
+    zombie.kill(signal.SIGSTOP)
     begun = starts(zombie.run_dir)
 
     successor = any_workspace.finish("run", *MLP)
@@ -86,7 +74,7 @@ def test_zombie_deletes_no_file_of_its_active_successor(
     """Start-up deletes leftovers of killed saves; a zombie must spare its successor's saves."""
     zombie = workspace.start("run", *MLP)
     zombie.wait_phase("build")
-    suspend(zombie)
+    zombie.kill(signal.SIGSTOP)
 
     successor = workspace.start("run", *MLP, "checkpoint.save_every_steps=1", "train.steps=1000000")
     successor.wait_commit(10)

@@ -65,6 +65,15 @@ MLP = (
 compiled step does not depend on the number of steps."""
 
 
+def is_suspended(pid: int) -> bool:
+    """Returns whether all threads of a process are suspended by a signal, or have ended."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if stat.read_text().rpartition(")")[2].split()[0] not in "TZX":
+                return False
+    return True
+
+
 @dataclass
 class TrainingProcess:
     """One training process and its run directory."""
@@ -134,13 +143,22 @@ class TrainingProcess:
         return found
 
     def kill(self, sig: signal.Signals = signal.SIGKILL, *, target: str = "all") -> None:
-        """Sends a real signal to the `supervisor`, the `worker`, or `all`: the worker first."""
+        """Sends a real signal to the `supervisor`, the `worker`, or `all`: the worker first.
+
+        After SIGSTOP they are suspended; their threads may still write when the system call
+        returns.
+        """
         worker = self.worker()
         if target != "supervisor" and worker is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, sig)
+                if sig == signal.SIGSTOP:
+                    self.wait(lambda: is_suspended(worker), what="a suspended worker")
         if target != "worker":
             self.process.send_signal(sig)
+            if sig == signal.SIGSTOP:
+                pid = self.process.pid
+                self.wait(lambda: is_suspended(pid), what="a suspended supervisor")
 
     def wait_exit(self, seconds: float = PATIENCE_SECONDS) -> int:
         """Waits for the exit; returns the exit code, or the negative signal number."""

@@ -82,9 +82,9 @@ def test_a_crash_restarts_on_the_same_vms_after_the_wait_of_the_restart_policy()
 
 
 def test_a_vm_that_is_lost_after_its_process_has_exited_is_replaced_too() -> None:
-    later = Gap(lost=(replace(PREEMPTED, seconds=1.5),))
+    later = Gap(lost=(replace(PREEMPTED, seconds=2.0),))
     found = launcher().end_attempt(ExitCode.PEER_LOST, later, step=10, now=100.0)
-    assert seconds(found) == 1.5 + CYCLE_SECONDS + 5.0 + 20.0
+    assert seconds(found) == 2.0 + CYCLE_SECONDS + 5.0 + 20.0
 
 
 def test_an_unhealthy_host_is_replaced_and_the_others_are_kept() -> None:
