@@ -57,6 +57,16 @@ def test_a_refused_zone_is_skipped_for_as_long_as_the_launcher_skips_it() -> Non
     assert seconds(later) == CYCLE_SECONDS + 5.0 + 20.0, "the refusals are forgotten by then"
 
 
+def test_what_took_some_cycles_of_the_real_launcher_takes_as_many() -> None:
+    """Its cycle is a second and the time of its work; between two cycles it decides nothing."""
+    longer = 1.03
+    refused = Answer(seconds=2.0 * longer, refused="stockout")
+    granted = Answer(seconds=5.0 * longer, report_seconds=12.0 * longer)
+    gap = Gap(lost=(PREEMPTED,), freed_seconds=3.0 * longer, answers=(refused, granted))
+    found = launcher().end_attempt(ExitCode.PREEMPTED, gap, step=10, now=100.0)
+    assert seconds(found) == (3 + 2 + 1 + 5 + 12) * CYCLE_SECONDS, "not the launcher's cycles"
+
+
 def test_a_wait_of_the_restart_policy_ends_at_a_cycle_of_the_launcher() -> None:
     """In a run of `launch gce` an attempt after a backoff of 0.1 s began after 1.02 s."""
     settings = launcher().vms
