@@ -364,7 +364,7 @@ class Replica:
         In the root the heartbeat of the run lock is written meanwhile: there only the update's own.
         """
         root = self._target.root
-        for folder in (self._target.checkpoints, self._target.log, root / "attempts"):
+        for folder in (self._target.checkpoints, self._target.log, self._target.attempts):
             files.delete_leftovers(folder)
         files.delete_leftovers(root / "tokenizers")
         files.delete_leftovers(root, of=OWN_FILES)

@@ -253,7 +253,7 @@ def _quarantine(log: RunLog, commit: Commit, evidence: str) -> None:
 def _newest_attempt(run_dir: RunDir) -> int:
     """Returns the newest attempt that has left a record, a folder or a step directory."""
     history = run_log.fold(run_log.read_records(run_dir.log))
-    folders = files.list_names(run_dir.root / "attempts")
+    folders = files.list_names(run_dir.attempts)
     return max(
         history.attempt,
         *(int(name) for name in folders if name.isdecimal()),

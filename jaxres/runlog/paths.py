@@ -136,9 +136,14 @@ class RunDir:
         """Events of one host's supervisor in an attempt, such as preemption notices."""
         return self.attempt(attempt) / f"events-supervisor-host{host:03d}.jsonl"
 
+    @property
+    def attempts(self) -> RunPath:
+        """The folder of the attempts' folders."""
+        return self.root / "attempts"
+
     def attempt(self, attempt: int) -> RunPath:
         """The folder of one attempt."""
-        return self.root / "attempts" / f"{attempt:04d}"
+        return self.attempts / f"{attempt:04d}"
 
     def read_back(self, host: int) -> Path:
         """The folder of the files that a host reads back while it saves to a bucket."""

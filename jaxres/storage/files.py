@@ -54,6 +54,8 @@ class Store(Protocol[P_contra]):
 
     def delete_temporaries(self, folder: P_contra) -> None: ...
 
+    def has_leftovers(self, folder: P_contra) -> bool: ...
+
     def delete_leftovers(self, folder: P_contra, *, of: Collection[str] | None = None) -> None: ...
 
     def list_names(self, folder: P_contra, *, after: str = "") -> list[str]: ...
@@ -166,6 +168,14 @@ def delete_temporaries(folder: RunPath) -> None:
     Safe during concurrent `create` calls: a writer that still has such a file has already lost.
     """
     store_of(folder).delete_temporaries(folder)
+
+
+def has_leftovers(folder: RunPath) -> bool:
+    """Returns whether killed processes have left something at any depth below `folder`.
+
+    That is what `delete_leftovers` deletes.
+    """
+    return store_of(folder).has_leftovers(folder)
 
 
 def delete_leftovers(folder: RunPath, *, of: Collection[str] | None = None) -> None:

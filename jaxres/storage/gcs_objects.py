@@ -487,6 +487,10 @@ class GcsStore:
     def delete_temporaries(self, folder: GcsPath) -> None:
         """No-op: an upload needs no temporary object."""
 
+    def has_leftovers(self, folder: GcsPath) -> bool:
+        """Returns False: nothing is left, as for delete_temporaries."""
+        return False
+
     def delete_leftovers(self, folder: GcsPath, *, of: Collection[str] | None = None) -> None:
         """No-op, as delete_temporaries."""
 

@@ -202,6 +202,15 @@ class LocalStore:
                 if match is not None and (folder / match[1]).exists():
                     temporary.unlink(missing_ok=True)
 
+    def has_leftovers(self, folder: Path) -> bool:
+        """Returns whether there are temporary files or trash at any depth."""
+        with typed_errors(folder):
+            return any(
+                _TEMPORARY.fullmatch(name) or _TRASH.fullmatch(name)
+                for _, folders, names in os.walk(folder)
+                for name in (*folders, *names)
+            )
+
     def delete_leftovers(self, folder: Path, *, of: Collection[str] | None = None) -> None:
         """Deletes temporary files and trash at any depth; with `of`, temporary files of these."""
         with typed_errors(folder):

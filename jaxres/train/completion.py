@@ -83,9 +83,9 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
 
 
 def delete_leftovers(run_dir: RunDir) -> None:
-    """Deletes the leftover step directories of a complete run; while it is live, none.
+    """Deletes what killed processes of a complete run have left; while it is live, nothing.
 
-    Also temporary files in its log, which a supervisor that is killed at its end may leave.
+    That is step directories that nothing uses, and temporary files in the log and of the attempts.
 
     A failure is printed: the run is complete all the same.
     """
@@ -93,11 +93,13 @@ def delete_leftovers(run_dir: RunDir) -> None:
     def delete() -> None:
         files.delete_temporaries(run_dir.log)
         history = run_log.fold(run_log.read_records(run_dir.log))
-        if not pruning.leftovers(history, run_dir=run_dir):
+        is_clean = not files.has_leftovers(run_dir.attempts)
+        if is_clean and not pruning.leftovers(history, run_dir=run_dir):
             return
         with contextlib.suppress(Fenced), RunLock(run_dir, clock=SystemClock()):
             history = run_log.fold(run_log.read_records(run_dir.log))
             pruning.delete_all_but(history, run_dir=run_dir, attempt=history.attempt)
+            files.delete_leftovers(run_dir.attempts)
 
     what = f"{run_dir.root}: leftovers of a killed worker were not deleted"
     write_with_timeout(

@@ -84,6 +84,20 @@ def test_temporary_files_of_the_log_are_deleted_when_the_run_is_complete(run_dir
     assert record.exists()
 
 
+def test_temporary_files_of_attempts_are_deleted_when_the_run_is_complete(run_dir):
+    """A worker was killed while it wrote `sharding.txt`."""
+    temporary = run_dir.attempt(2) / ".sharding.txt.7dedd044c1f2.tmp"
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text("half")
+    assert completion.check(run_dir, config(steps=9)) == Completion(is_complete=False)
+    assert temporary.exists(), "an attempt follows"
+    with RunLock(run_dir, clock=SystemClock()) as lock, heartbeats(lock):
+        completion.delete_leftovers(run_dir)
+        assert temporary.exists(), "nothing is deleted while the run is live"
+    assert completion.check(run_dir, config()) == Completion(is_complete=True)
+    assert not temporary.exists(), "a temporary file of an attempt stays"
+
+
 def largest(step_dir):
     """Returns the name of the file that has most values."""
     sizes = files.sizes(step_dir)
