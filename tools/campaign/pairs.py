@@ -3,6 +3,7 @@
     python tools/campaign/pairs.py --minutes 10     the next slice of all pairs
     ... --seed 1                                    other steps and hosts, in another order
     ... --only worker-kill,notice                   pairs of these scenarios
+    ... --part 1/2                                  each second pair; 2/2 may run at the same time
     ... --run 12                                    one pair again, recorded or not
 
 A slice goes on where the last one ended: what pairs.jsonl has is not repeated. Scenarios that need
@@ -88,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
     parser.add_argument("--only", default="", metavar="SCENARIO,...")
+    parser.add_argument("--part", type=part, default=(1, 1), metavar="K/N", help="each N-th pair")
     parser.add_argument("--run", type=int, help="this pair alone; it is not recorded")
     parser.add_argument("--to", type=Path, default=HERE, help=f"folder of {RECORD} and README.md")
     options = parser.parse_args(arguments)
@@ -96,6 +98,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"unknown scenario: {', '.join(sorted(unknown))}")
     pairs, record = all_pairs(options.seed, only), options.to / RECORD
     left = results.left(pairs, results.read(record), seed=options.seed, only=only)
+    which, parts = options.part
+    left = [pair for pair in left if pair.number % parts == which - 1]
     folder = Path(tempfile.mkdtemp(prefix="jaxres-pairs-"))
     if options.run is not None:
         left, record = pairs[options.run : options.run + 1], folder / RECORD
@@ -109,6 +113,18 @@ def main(arguments: Sequence[str]) -> int:
     if is_good:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if is_good else 1
+
+
+def part(text: str) -> tuple[int, int]:
+    """Returns which part of how many.
+
+    >>> part("2/3")
+    (2, 3)
+    """
+    which, parts = map(int, text.split("/"))
+    if not 1 <= which <= parts:
+        raise ValueError(text)
+    return which, parts
 
 
 class Slice:
@@ -160,7 +176,7 @@ class Slice:
         }
         results.append(self._record, line)
         state = results.HELD if not texts else "BROKEN"
-        print(f"{pair.number}: {pair.first}, {pair.second}: {line['seconds']} s: {state}")
+        print(f"{pair.number}: {pair.first}, {pair.second}: {line['seconds']} s: {state}", flush=True)
         for text in texts:
             print(f"  {text}", flush=True)
         if not texts:
