@@ -103,6 +103,9 @@ class Console:
                 case events.TrainingStarted(step, _, guarantee, committed):
                     self._committed = step if committed is None else committed
                     self.print(f"{_begin(event)} · guarantee: {guarantee}")
+                case events.HardwareTested(extent, seconds=seconds, results=results):
+                    passed = f"passed in {seconds:.1f} s: {'; '.join(results)}"
+                    self.print(f"hardware.preflight={extent}: {passed}")
                 case _ if isinstance(event, events.MemoryEvent):
                     self.print(_memory_tier(event))
                 case events.Evaluated():
