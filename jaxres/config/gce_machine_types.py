@@ -23,7 +23,7 @@ class Published:
     gb_per_second: float
     """In 1e9 bytes/s."""
     source: str
-    """Collective, where the figure is published, and of when."""
+    """Collective and NCCL plug-in, where the figure is published, and when it was read."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ SHAPES = (
         "NVIDIA_H100_GPUS",
         two_vms=Published(
             49.3,
-            "all_gather, dstack examples/clusters/a3high/README.md, commit 6f6b421b, read 2026-11",
+            "all_gather with GPUDirect-TCPX, dstack examples/clusters/a3high/README.md, "
+            "read 2026-11",
         ),
     ),
     MachineFamily(
@@ -83,7 +84,9 @@ SHAPES = (
         "H100 80 GB",
         "NVIDIA_H100_MEGA_GPUS",
         two_vms=Published(
-            181.9, "all_gather, dstack examples/misc/a3mega-clusters/README.md, read 2026-11"
+            181.9,
+            "all_gather with GPUDirect-TCPXO, dstack examples/misc/a3mega-clusters/README.md, "
+            "read 2026-11",
         ),
     ),
     MachineFamily(
@@ -103,8 +106,8 @@ SHAPES = (
         has_rdma=True,
         two_vms=Published(
             324.1,
-            "all_gather, GoogleCloudPlatform/cluster-toolkit examples/gke-a4-highgpu/README.md, "
-            "read 2026-11",
+            "all_gather with gIB, GoogleCloudPlatform/cluster-toolkit "
+            "examples/gke-a4-highgpu/README.md, read 2026-11",
         ),
     ),
     MachineFamily(

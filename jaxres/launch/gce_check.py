@@ -158,7 +158,7 @@ def check(
     folder = directory(run)
     if options.dry_run:
         return preflight.show(job, folder)
-    for line in [*preflight.price_lines(job), *_other_job(run)]:
+    for line in [*preflight.price_lines(job), *_highest_cost(job), *_other_job(run)]:
         print_line(line)
     running = job_start.start_or_resume(job, folder, env=env, clock=clock, waits=False, clear=clear)
     assert running is not None, folder  # It is cleared, so it is not complete.
@@ -212,7 +212,8 @@ def clear(folder: GcsPath) -> None:
     Raises:
       ConfigError: the directory has a run that is no check.
     """
-    step = run_log.fold(run_log.read_records(RunDir(folder).log)).step
+    log = RunDir(folder).log
+    step = run_log.fold(run_log.read_records(log)).step
     if step > STEPS:
         raise ConfigError(
             f"{folder}: has a run of {step} steps, which is no check. Move it, or change run.dir: "
@@ -223,6 +224,7 @@ def clear(folder: GcsPath) -> None:
     for name in gcs_objects.list_sizes(folder):
         if name not in kept:
             gcs_objects.delete(folder / name)
+    run_log.forget(log)
 
 
 def is_unfinished(run: GcsPath) -> bool:
@@ -231,6 +233,17 @@ def is_unfinished(run: GcsPath) -> bool:
         desired = StateObject(LaunchPaths(directory(run)).desired_state).read_valid()
         return desired is not None and desired.phase != "ended"
     return False
+
+
+def _highest_cost(job: RunConfig) -> list[str]:
+    """Returns a line with what the check costs at most, if all prices are known."""
+    gce, hours = gce_section(job), job.launch.max_hours
+    prices = [option.dollars_per_hour for option in gce.capacity_options]
+    known = [price for price in prices if price is not None]
+    if hours is None or len(known) < len(prices):
+        return []
+    most = max(known) * gce.most_hosts * hours
+    return [f"the check costs at most about ${most:.2f}, if it takes {hours:g} hours"]
 
 
 def _other_job(run: GcsPath) -> list[str]:

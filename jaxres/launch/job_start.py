@@ -86,7 +86,7 @@ def start_or_resume(
       env: environment variables.
       clock: the clock.
       waits: whether to wait while another launcher holds the lease.
-      clear: deletes what an ended job has left in the run directory, so that the job begins anew;
+      clear: deletes what an ended job has left in the run directory, so that a new run begins;
         None: its run goes on.
 
     Raises:
@@ -104,12 +104,7 @@ def start_or_resume(
         if goes_on and completion.is_complete(RunDir(run), config):
             job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
             return None
-        alert_sender.resolve(config.alerts, env=env)
-        elastic.check_range(config)
-        for warning in preflight.check(gce_section(config), compute, run):
-            print_line(warning)
-        # Errors appear before the lease is taken.
-        code_package.list_files(gce_section(config).package)
+        _check_before_lease(config, run, compute, env=env)
         may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
     else:  # VMs exist already.
         may_be_led = True
@@ -128,14 +123,36 @@ def start_or_resume(
                 clear(run)
             desired = _new_job(config, paths, desired, compute, clock, vms)
         else:
-            config = job_config.adopt(config, desired, paths, print_line)
-            print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
-            if desired.image:
-                print_line(f"VMs boot the image of the first ones, {desired.image}")
+            config = _adopt(config, paths, desired)
         targets = alert_sender.resolve(config.alerts, env=env)
         desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return controller_of(paths, config, compute, lease, record, clock, targets)
+
+
+def _check_before_lease(
+    config: RunConfig, run: GcsPath, compute: Compute, *, env: Mapping[str, str]
+) -> None:
+    """Makes all checks of a new job, and prints what may go wrong.
+
+    Raises:
+      ConfigError: the job can't work.
+      StorageUnavailable: the service does not answer.
+    """
+    alert_sender.resolve(config.alerts, env=env)
+    elastic.check_range(config)
+    for warning in preflight.check(gce_section(config), compute, run):
+        print_line(warning)
+    code_package.list_files(gce_section(config).package)
+
+
+def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunConfig:
+    """Returns the config of a job that runs, and prints that it goes on."""
+    config = job_config.adopt(config, desired, paths, print_line)
+    print_line(f"{paths.run}: resuming ({desired.phase}, attempt {desired.attempt})")
+    if desired.image:
+        print_line(f"VMs boot the image of the first ones, {desired.image}")
+    return config
 
 
 def _new_job(

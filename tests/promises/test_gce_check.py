@@ -34,6 +34,7 @@ def test_a_check_passes_leaves_no_vm_and_does_not_touch_the_run(cloud: Cloud) ->
     assert check.wait_exit() == ExitCode.DONE, cloud.describe()
     printed = check.printed()
     assert "$3.00 an hour for all" in printed, "two VMs, not the four of the run"
+    assert "the check costs at most about $3.00, if it takes 1 hours" in printed
     folder = gce_check.directory(cloud.run)
     assert run_history(RunDir(folder)).step == 1, printed
     lines = printed[printed.index(f"check of 2 x a2-highgpu-1g for {folder}") :].splitlines()
