@@ -106,12 +106,17 @@ class Check:
             self.command("check"), cwd=ROOT, env=self.env, text=True, stdout=output, stderr=output
         )
         try:
-            self.gce.wait_for(lambda: list(self.gce.vms().values()) == ["RUNNING"])
+            self.await_vm()
             yield process
         finally:
             process.kill()
             process.wait()
             output.close()
+
+    def await_vm(self) -> None:
+        self.gce.wait_for(
+            lambda: list(self.gce.vms().values()) == ["RUNNING"], timeout=PATIENCE_SECONDS
+        )
 
     def printed(self) -> str:
         return (self.root / "check.txt").read_text()
@@ -170,7 +175,9 @@ def test_a_check_without_capacity_says_so_and_creates_no_vm(check: Check) -> Non
             check.command("check"), cwd=ROOT, env=check.env, stdout=output, stderr=output
         )
         try:
-            check.gce.wait_for(lambda: "us-central1-a: stockout: " in check.printed())
+            check.gce.wait_for(
+                lambda: "us-central1-a: stockout: " in check.printed(), timeout=PATIENCE_SECONDS
+            )
             down = check.down()
             assert down.returncode == ExitCode.DONE, down.stdout
             assert process.wait(PATIENCE_SECONDS) == ExitCode.STOPPED, check.printed()
