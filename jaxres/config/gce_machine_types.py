@@ -106,7 +106,7 @@ SHAPES = (
         has_rdma=True,
         two_vms=Published(
             324.1,
-            "all_gather with gIB, GoogleCloudPlatform/cluster-toolkit "
+            "all_gather with gIB over 2 or 4 VMs, GoogleCloudPlatform/cluster-toolkit "
             "examples/gke-a4-highgpu/README.md, read 2026-11",
         ),
     ),

@@ -157,6 +157,7 @@ def check(
     )
     folder = directory(run)
     if options.dry_run:
+        sys.stdout.write("".join(f"{line}\n" for line in _highest_cost(job)))
         return preflight.show(job, folder)
     for line in [*preflight.price_lines(job), *_highest_cost(job), *_other_job(run)]:
         print_line(line)

@@ -93,10 +93,13 @@ def rows(
         _step(at, tests, end),
     ]
     for stage in stages:
-        if isinstance(stage, str):  # It was not completed.
+        if isinstance(stage, Row):
+            found.append(stage)
+        elif end.exit == ExitCode.DONE:
+            found.append(Row(stage, "WARNING", "its record can't be read"))
+        else:  # It was not completed.
             found.append(Row(stage, "FAILED", one_line(end.reason)))
             break
-        found.append(stage)
     if "job_ended" in at and "job_ending" in at:
         seconds = at["job_ended"].time - at["job_ending"].time
         found.append(Row("delete the VMs", "ok", "no VM is left", seconds))
@@ -120,10 +123,11 @@ def _create(at: Mapping[str, LaunchEvent]) -> Row | str:
 def _boot(at: Mapping[str, LaunchEvent], events: Sequence[LaunchEvent]) -> Row | str:
     """The image, the startup script with its stages, and the agent's first report."""
     stage, started = "boot, driver, Python", at.get("attempt_started")
-    if started is None:
+    created = at.get("vms_created")
+    if started is None or created is None:
         return stage
     reports = [e.time for e in events if e.kind == "agent_reported" and e.vms[0] in started.vms]
-    seconds = max(reports, default=started.time) - at["vms_created"].time
+    seconds = max(reports, default=started.time) - created.time
     return Row(stage, "ok", "all agents report", seconds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.launch import gce, gce_check
 from jaxres.launch.paths import LaunchPaths
@@ -83,6 +85,20 @@ def test_its_batch_fits_every_usual_number_of_devices() -> None:
 def test_flags_that_make_no_sense_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError):
         gce.main(["check", *words], env={}, clock=SystemClock())
+
+
+def test_a_dry_run_prints_the_requests_and_the_price_and_creates_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    given = config(num_hosts=16)
+    path.write_text(configs.dump_yaml(given).replace("run:\n", f"run:\n  dir: {RUN}\n", 1))
+    assert gce.main(["check", str(path), "--dry-run"], env={}) == ExitCode.DONE
+    printed = capsys.readouterr().out
+    assert printed.startswith("the check costs at most about $3.00, if it takes 1 hours\n")
+    assert f"run {RUN}.check: 2 VMs, all in one zone" in printed
+    assert "limits: max_hours=1.0, max_dollars=None" in printed
+    assert printed.endswith("nothing was created\n")
 
 
 def test_what_an_earlier_check_has_left_is_deleted_but_never_a_run(gcs_bucket: str) -> None:

@@ -89,6 +89,12 @@ def test_the_stage_that_was_not_completed_has_the_reason_of_the_end() -> None:
         assert {row.stage for row in after} <= {"delete the VMs"}, "stages after a failure"
 
 
+def test_a_check_that_has_passed_never_hides_that_its_records_can_not_be_read() -> None:
+    found = full([], [], DONE)
+    assert {(row.state, row.found) for row in found} == {("WARNING", "its record can't be read")}
+    assert "connect, devices, tests" in {row.stage for row in found}
+
+
 def test_what_the_service_has_refused_is_told_once_for_each_zone_and_cause() -> None:
     fields = {"vms": VMS, "zone": "us-a", "cause": "stockout"}
     refused = [
