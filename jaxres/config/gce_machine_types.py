@@ -14,6 +14,19 @@ ANY = ("spot", "flex_start", "reservation", "standard")
 
 
 @dataclass(frozen=True)
+class Published:
+    """Bus bandwidth of nccl-tests over VMs of a machine type, by messages of 1 GiB.
+
+    A sum over two VMs may be faster than an all-gather: NCCL adds up within the VMs by NVLink.
+    """
+
+    gb_per_second: float
+    """In 1e9 bytes/s."""
+    source: str
+    """Collective and NCCL plug-in, where the figure is published, and when it was read."""
+
+
+@dataclass(frozen=True)
 class MachineFamily:
     """A family of machine types that have GPUs."""
 
@@ -29,6 +42,8 @@ class MachineFamily:
     """Whether its GPUs reach those of other VMs by interfaces of the type MRDMA."""
     num_gpus_by_cpus: Mapping[int, int] = field(default_factory=dict)
     """Number of GPUs by the number of CPUs, where only the latter is part of the name."""
+    two_vms: Published | None = None
+    """Bandwidth between two VMs that others have published; None: none was found."""
 
     def num_gpus(self, machine_type: str) -> int | None:
         """Returns the number of GPUs, or None if it does not follow from the machine type's name.
@@ -52,8 +67,28 @@ SHAPES = (
     MachineFamily(
         re.compile(r"a3-highgpu-(1|2|4)g"), ("spot", "flex_start"), "H100 80 GB", "NVIDIA_H100_GPUS"
     ),
-    MachineFamily(re.compile(r"a3-highgpu-8g"), ANY, "H100 80 GB", "NVIDIA_H100_GPUS"),
-    MachineFamily(re.compile(r"a3-megagpu-8g"), ANY, "H100 80 GB", "NVIDIA_H100_MEGA_GPUS"),
+    MachineFamily(
+        re.compile(r"a3-highgpu-8g"),
+        ANY,
+        "H100 80 GB",
+        "NVIDIA_H100_GPUS",
+        two_vms=Published(
+            49.3,
+            "all_gather with GPUDirect-TCPX, dstack examples/clusters/a3high/README.md, "
+            "read 2026-11",
+        ),
+    ),
+    MachineFamily(
+        re.compile(r"a3-megagpu-8g"),
+        ANY,
+        "H100 80 GB",
+        "NVIDIA_H100_MEGA_GPUS",
+        two_vms=Published(
+            181.9,
+            "all_gather with GPUDirect-TCPXO, dstack examples/misc/a3mega-clusters/README.md, "
+            "read 2026-11",
+        ),
+    ),
     MachineFamily(
         re.compile(r"a3-ultragpu-8g"),
         ("spot", "flex_start", "reservation"),
@@ -69,6 +104,11 @@ SHAPES = (
         "NVIDIA_B200_GPUS",
         needs_hyperdisk=True,
         has_rdma=True,
+        two_vms=Published(
+            324.1,
+            "all_gather with gIB over 2 or 4 VMs, GoogleCloudPlatform/cluster-toolkit "
+            "examples/gke-a4-highgpu/README.md, read 2026-11",
+        ),
     ),
     MachineFamily(
         re.compile(r"a4x-.*"),

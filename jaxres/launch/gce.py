@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxres import config as configs
 from jaxres import faults
@@ -22,21 +18,18 @@ from jaxres.faults import (
     ConfigError,
     PreemptedError,
     StoppedError,
-    StorageUnavailable,
     UsageError,
     format_exit_message,
 )
 from jaxres.launch import (
-    boot_image,
     bucket_setup,
-    code_package,
     controller,
     draining,
-    elastic,
+    gce_check,
     gce_status,
-    instance_spec,
     job_alerts,
     job_config,
+    job_start,
     lease_wait,
     orphaned_vms,
     preflight,
@@ -45,29 +38,27 @@ from jaxres.launch import (
 )
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, StateObject
-from jaxres.launch.gce_api import Compute
-from jaxres.launch.job_alerts import JobAlerts
-from jaxres.launch.lease import Lease
+from jaxres.launch.job_start import (
+    compute_for,
+    controller_of,
+    print_line,
+    released_on_error,
+    set_aside_damaged,
+)
 from jaxres.launch.log_follower import LogFollower
-from jaxres.launch.observed_state import VmStatus
 from jaxres.launch.paths import LaunchPaths
-from jaxres.launch.resource_reader import ResourceReader
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, RunPath, is_remote
 from jaxres.supervisor.run_config import parse_target, resolve_run
-from jaxres.telemetry import alert_sender
-from jaxres.telemetry.alert_sender import ResolvedTarget
-from jaxres.train import completion
-
-if TYPE_CHECKING:
-    from jaxres.config.schema_gce import GceSection
 
 COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
                                       [--dry-run [--check]] [--standby]
+       python -m jaxres.launch gce check CONFIG.yaml [section.field=value ...] [--hosts 1|2]
+                                      [--hardware quick|full] [--max-hours H] [--dry-run]
        python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
        python -m jaxres.launch gce logs gs://RUN|CONFIG.yaml [--vm NAME] [--attempt N | --follow]
        python -m jaxres.launch gce ssh gs://RUN|CONFIG.yaml [--vm NAME]
@@ -85,6 +76,8 @@ up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost on
 --dry-run: prints what would be created, and its price; creates nothing.
 --dry-run --check: makes all checks of `up` instead, and prints their results, what to do, and the
     price; creates nothing; 78 if one has failed.
+check: creates one or two VMs as `up` would, tests their hardware and the network between them,
+    trains a step, and deletes them. 82: the hardware of a VM is faulty; else codes as of `up`.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
 --follow: prints what host 0 (or the host of --vm) prints as it appears in the bucket, over new
     attempts and replaced VMs; ends with the job, with its exit code. Ctrl-C ends only this command.
@@ -94,8 +87,10 @@ cordon: the VM is replaced before the next attempt. drain: a save, then it is re
 status, stop, down: with CONFIG.yaml they find VMs of run.dir by label if its folder is gone.
 init: shows how it would create or change the run's bucket; does so with --yes.
 """
-VERBS = ("up", "status", "logs", "ssh", "cordon", "drain", "uncordon", "stop", "down", "init")
-ENDPOINT = "JAXRES_GCE_ENDPOINT"
+VERBS = (
+    *("up", "check", "status", "logs", "ssh", "cordon", "drain", "uncordon", "stop", "down"),
+    "init",
+)
 WATCH_SECONDS = 1.0
 
 
@@ -121,6 +116,8 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
                 return preflight.show_checks(config, run, compute_for(config, env))
             return preflight.show(config, run)
         return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
+    if verb == "check":
+        return _check(rest, env=env, clock=clock)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
         target, overrides = parse_target(
@@ -143,6 +140,8 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
             clock=clock,
             compute_for=lambda config: compute_for(config, env),
         )
+    if verb == "down":
+        return _down(run, given, env=env, clock=clock)
     return _request_end(verb, run, given, env=env, clock=clock)
 
 
@@ -209,24 +208,6 @@ def _require_gce(
     return config, root
 
 
-def compute_for(config: RunConfig, env: Mapping[str, str]) -> Compute:
-    """Returns the Compute API of a config's project."""
-    gce = _gce(config)
-    return Compute(gce, endpoint=gce.endpoint or env.get(ENDPOINT) or None)
-
-
-def _gce(config: RunConfig) -> GceSection:
-    assert config.launch.gce is not None, config
-    return config.launch.gce
-
-
-def print_line(message: str) -> None:
-    """Prints a message with the time."""
-    moment = datetime.fromtimestamp(SystemClock().wall()).strftime("%H:%M:%S")
-    sys.stdout.write(f"{moment} {message}\n")
-    sys.stdout.flush()
-
-
 def _up(
     target: RunPath,
     overrides: Sequence[str],
@@ -236,81 +217,30 @@ def _up(
     waits: bool,
 ) -> int:
     config, run = _config(target, overrides)
-    compute, paths = compute_for(config, env), LaunchPaths(run)
-    compute.set_console(print_line)
-    record = StateObject(paths.desired_state)
-    desired = record.read_valid()
-    may_be_led = bool(record.damage)
-    if desired is None or desired.phase == "ended":
-        if not record.damage and completion.is_complete(RunDir(run), config):
-            job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
-            return ExitCode.DONE
-        alert_sender.resolve(config.alerts, env=env)
-        elastic.check_range(config)
-        for warning in preflight.check(_gce(config), compute, run):
-            print_line(warning)
-        code_package.list_files(_gce(config).package)  # Errors appear before the lease is taken.
-        may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
-    else:  # VMs exist already.
-        may_be_led = True
-    lease = lease_wait.new_lease(paths, config, print_line)
-    find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
-    find(waits=waits, desired=desired, may_be_led=may_be_led)
-    with _released_on_error(lease):
-        desired = record.read_valid()
-        _set_aside_damaged(record)
-        if desired is None or desired.phase == "ended":
-            seconds = orphaned_vms.SHORT_RETRY_SECONDS
-            vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
-            for vm in vms:
-                print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
-            before, desired = desired, _upload_job(config, paths, desired, clock, vms)
-            image = boot_image.resolve(_gce(config), ResourceReader(compute), print_line)
-            desired = replace(desired, image=image)
-            if before is not None and (line := boot_image.change(before.image, image)):
-                print_line(line)
-            print_line(f"{run}: {_gce(config).most_hosts} VMs are requested")
-        else:
-            config = job_config.adopt(config, desired, paths, print_line)
-            print_line(f"{run}: resuming ({desired.phase}, attempt {desired.attempt})")
-            if desired.image:
-                print_line(f"VMs boot the image of the first ones, {desired.image}")
-        targets = alert_sender.resolve(config.alerts, env=env)
-        desired = job_alerts.start_targets(desired, config)
-        record.write(desired, epoch=lease.epoch, held=lease.held)
-    return _run_controller(_controller(paths, config, compute, lease, record, clock, targets))
+    running = job_start.start_or_resume(config, run, env=env, clock=clock, waits=waits)
+    return ExitCode.DONE if running is None else _run_controller(running)
 
 
-def _controller(
-    paths: LaunchPaths,
-    config: RunConfig,
-    compute: Compute,
-    lease: Lease,
-    record: StateObject,
-    clock: Clock,
-    targets: Sequence[ResolvedTarget],
-) -> Controller:
-    """Returns the controller of a job whose desired state was written, with its alerts."""
-    assert record.desired is not None, paths
-    alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
-    return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
+def _check(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> int:
+    options = gce_check.parse(arguments, usage=USAGE)
+    target, overrides = parse_target(options.words, command=f"{COMMAND} check")
+    config, run = _config_without_bucket(target, overrides)
+    return gce_check.check(config, run, options, env=env, clock=clock, end_job=_request_end)
 
 
-def _set_aside_damaged(record: StateObject) -> None:
-    """Moves a damaged desired state to another name and prints that; it is never deleted."""
-    if (damage := record.damage) and (aside := record.set_aside()) is not None:
-        print_line(f"{damage}; moved to {aside.name}")
-
-
-@contextlib.contextmanager
-def _released_on_error(lease: Lease) -> Iterator[None]:
-    """Releases the lease if the block fails, so that another launcher can take it at once."""
+def _down(run: GcsPath, given: RunConfig | None, *, env: Mapping[str, str], clock: Clock) -> int:
+    """Ends a job at once, and a check of its hardware whose launcher was killed."""
+    has_check = gce_check.is_unfinished(run)
+    if has_check:
+        folder = gce_check.directory(run)
+        print_line(f"{folder}: a check of the hardware has not ended; it is ended too")
+        _request_end("down", folder, None, env=env, clock=clock)
     try:
-        yield
-    except BaseException:
-        with contextlib.suppress(StorageUnavailable):  # Then the lease expires.
-            lease.release()
-        raise
+        return _request_end("down", run, given, env=env, clock=clock)
+    except UsageError:  # There is no job of the run itself.
+        if not has_check:
+            raise
+        return ExitCode.DONE
 
 
 def _run_controller(
@@ -320,7 +250,7 @@ def _run_controller(
     run = running.paths.run
     try:
         alerts = running.alerts or contextlib.nullcontext()
-        with _released_on_error(running.lease), faults.refusals(at_start=False), alerts:
+        with released_on_error(running.lease), faults.refusals(at_start=False), alerts:
             end = running.run(until=until)
     except (StoppedError, PreemptedError) as left:
         print_line(
@@ -338,28 +268,6 @@ def _run_controller(
 def _exit_of_signal(left: StoppedError | PreemptedError) -> int:
     """Returns the exit code of a launcher that a signal has ended."""
     return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
-
-
-def _upload_job(
-    config: RunConfig,
-    paths: LaunchPaths,
-    before: DesiredState | None,
-    clock: Clock,
-    orphans: Sequence[VmStatus],
-) -> DesiredState:
-    """Uploads code and config for the VMs, and returns the desired state of a new job."""
-    code = instance_spec.upload(code_package.pack(_gce(config).package), paths.codes, ".tar.gz")
-    text = configs.dump_yaml(config).encode()
-    digest = instance_spec.upload(text, paths.configs, ".yaml")
-    return controller.new_state(
-        paths.label,
-        code,
-        digest,
-        now=clock.wall(),
-        after=before,
-        run_id=secrets.token_hex(4),
-        orphans=orphans,
-    )
 
 
 def _request_end(
@@ -384,7 +292,7 @@ def _request_end(
         if not lease.acquire(after_epoch=desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
         elif (desired := record.read_valid()) is not None and desired.phase != "ended":
-            with _released_on_error(lease):
+            with released_on_error(lease):
                 compute = compute_for(config, env)
                 compute.set_console(print_line)
                 print_line(
@@ -393,7 +301,7 @@ def _request_end(
                 record.write(desired, epoch=lease.epoch, held=lease.held)
             targets = job_alerts.resolve_if_set(config, env)
             code = _run_controller(
-                _controller(paths, config, compute, lease, record, clock, targets)
+                controller_of(paths, config, compute, lease, record, clock, targets)
             )
             return ExitCode.DONE if code == ExitCode.STOPPED else code
     lease.release()
@@ -428,9 +336,9 @@ def _end_orphans(
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=True, desired=desired, may_be_led=desired is None)
-    with _released_on_error(lease):
+    with released_on_error(lease):
         if (current := record.read_valid()) is None or current.phase == "ended":
-            _set_aside_damaged(record)
+            set_aside_damaged(record)
             if verb == "stop":
                 limit = config.deadlines.save_seconds + reconcile.SETTLE_SECONDS
                 orphaned_vms.await_exits(
@@ -558,7 +466,7 @@ def _await_drain(
         if not lease.acquire(after_epoch=0 if desired is None else desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
             continue
-        with _released_on_error(lease):
+        with released_on_error(lease):
             desired = record.read()
             compute = compute_for(config, env)
             compute.set_console(print_line)
@@ -568,7 +476,7 @@ def _await_drain(
             record.write(desired, epoch=lease.epoch, held=lease.held)
         targets = job_alerts.resolve_if_set(config, env)
         code = _run_controller(
-            _controller(paths, config, compute, lease, record, clock, targets), until=is_done
+            controller_of(paths, config, compute, lease, record, clock, targets), until=is_done
         )
         if code != ExitCode.DONE or record.desired is None or record.desired.phase == "ended":
             return code

@@ -61,6 +61,13 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     return [*found, *_limit_lines(config), "nothing was created"]
 
 
+def price_lines(config: RunConfig) -> list[str]:
+    """Returns the prices of the VMs, and the limits of the job."""
+    assert config.launch.gce is not None, config
+    gce = config.launch.gce
+    return ["prices:", *_option_lines(gce), *_spare_lines(gce), *_limit_lines(config)]
+
+
 def _option_lines(gce: GceSection) -> list[str]:
     """Returns each zone of each capacity option, with its price."""
     found = []
@@ -164,7 +171,7 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     results = [*_results(gce, compute, run)]
     num_failed = sum(result.state == "failed" for result in results)
     found = [f"project {gce.project}, run {run}: {gce.most_hosts} VMs", *table(results)]
-    found += ["prices:", *_option_lines(gce), *_spare_lines(gce), *_limit_lines(config)]
+    found += price_lines(config)
     counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
     found += [f"{counts}; nothing was created"]
     sys.stdout.write("".join(f"{line}\n" for line in found))

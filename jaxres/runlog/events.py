@@ -95,6 +95,26 @@ class TrainingStarted:
 
 
 @dataclass(frozen=True)
+class HardwareTested:
+    """The tests of this host's hardware before the attempt trains have passed."""
+
+    extent: str
+    """`hardware.preflight`."""
+    devices: int
+    """Devices of this host."""
+    device_kind: str
+    seconds: float
+    results: tuple[str, ...]
+    """What was tested, with the rates."""
+    num_devices: int
+    """Devices of all hosts."""
+    bus_bytes_per_second: float | None = None
+    """Bus bandwidth of a sum over all of them; None: there is one device."""
+    message_bytes: int = 0
+    """Bytes that each device has added in that sum."""
+
+
+@dataclass(frozen=True)
 class MemoryTierOpened:
     """States are kept in this host's memory, besides the committed ones."""
 
@@ -420,6 +440,7 @@ Event = (
     | CompiledStepsLoaded
     | StepsCompiled
     | TrainingStarted
+    | HardwareTested
     | MemoryEvent
     | Evaluated
     | SaveStarted
@@ -465,6 +486,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "compiled_steps_loaded": CompiledStepsLoaded,
         "steps_compiled": StepsCompiled,
         "training_started": TrainingStarted,
+        "hardware_tested": HardwareTested,
         "memory_tier_opened": MemoryTierOpened,
         "memory_copied": MemoryCopied,
         "memory_copy_failed": MemoryCopyFailed,

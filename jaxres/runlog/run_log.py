@@ -97,6 +97,11 @@ class _Known:
         self._lock = threading.Lock()
         self._logs: dict[RunPath, list[Record]] = {}
 
+    def forget(self, folder: RunPath) -> None:
+        """Forgets the records of a log that was deleted."""
+        with self._lock:
+            self._logs.pop(folder, None)
+
     def newest(self, folder: GcsPath) -> list[Record]:
         """Returns all records; lists them once, then requests only the next ones.
 
@@ -116,6 +121,11 @@ class _Known:
 
 
 _known = _Known()
+
+
+def forget(folder: RunPath) -> None:
+    """Forgets the records that this process has read of a log that is deleted now."""
+    _known.forget(folder)
 
 
 def _read(path: RunPath) -> Record:

@@ -144,8 +144,8 @@ class Console:
                     self._failed_saves = 0
                 case events.SampleWritten(text=text):
                     self.print(f"the model writes:\n{text}\n")
-                case events.Noted(message):
-                    self.print(message)
+                case events.Noted() | events.HardwareTested():
+                    self.print(_noted(event))
                 case _:
                     pass
 
@@ -269,6 +269,13 @@ def _left_out(event: events.BadRecordsSkipped) -> str:
         f"BAD RECORD: {event.reason}. Permanently excluded: {count} rows; resuming from step "
         f"{event.step}"
     )
+
+
+def _noted(event: events.Noted | events.HardwareTested) -> str:
+    if isinstance(event, events.Noted):
+        return event.message
+    passed = f"passed in {event.seconds:.1f} s: {'; '.join(event.results)}"
+    return f"hardware.preflight={event.extent}: {passed}"
 
 
 def _evaluated(event: events.Evaluated) -> str:

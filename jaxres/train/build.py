@@ -33,7 +33,7 @@ from jaxres.engine.sharding_report import Layout
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
 from jaxres.models import Model
-from jaxres.runlog.events import Noted, PhaseChanged, RunBuilt
+from jaxres.runlog.events import HardwareTested, Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files, memory_folder
 from jaxres.supervisor import processes
@@ -59,6 +59,7 @@ from jaxres.train.hooks import Hooks
 from jaxres.train.jitted_steps import CompiledSteps
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
 from jaxres.train.performance_guard import PerformanceGuard
+from jaxres.train.preflight import Measured
 from jaxres.train.replay_check import ReplayCheck, RotatedStep
 from jaxres.train.replica_check import ReplicaCheck
 
@@ -404,13 +405,22 @@ def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
         host=socket.gethostname(),
         clock=context.clock,
     )
-    passed: list[str] = []
+    passed: list[Measured] = []
     for measured in tests:
-        passed.append(str(measured))
+        passed.append(measured)
         context.emit(PhaseChanged("build", f"tested {measured.what}"))
-    seconds = context.clock.monotonic() - began
+    sums = [each for each in passed if each.bus_bytes_per_second is not None]
     context.emit(
-        Noted(f"hardware.preflight={setting}: passed in {seconds:.1f} s: {'; '.join(passed)}")
+        HardwareTested(
+            setting,
+            devices=jax.local_device_count(),
+            device_kind=jax.local_devices()[0].device_kind,
+            seconds=context.clock.monotonic() - began,
+            results=tuple(map(str, passed)),
+            num_devices=jax.device_count(),
+            bus_bytes_per_second=sums[0].bus_bytes_per_second if sums else None,
+            message_bytes=sums[0].message_bytes if sums else 0,
+        )
     )
 
 

@@ -2,7 +2,8 @@
 
 Home of: failed_preflight. Every test has an answer that is known exactly: products of small
 integers, patterns in memory, sums over all devices, bytes of a file. A wrong answer is a fault of
-the hardware, and the host does not join (82). Rates are measured and printed, and never judged.
+the hardware, and the host does not join (82). Rates are measured and printed, and not judged here:
+`launch gce check` compares the bandwidth of the sum with the figure of the machine type.
 """
 
 from __future__ import annotations
@@ -39,14 +40,20 @@ class Extent:
     """Most memory of a device that is tested."""
     transfer_bytes: int
     """Bytes that are sent to a device, summed over devices, and written to the disk."""
+    message_bytes: int
+    """Bytes that each device adds in the sums whose bandwidth is measured."""
 
 
 EXTENTS = {
-    "quick": Extent(1024, 2, 0.05, 2**28, 2**26),
-    "full": Extent(4096, 50, 0.8, 2**40, 2**30),
+    "quick": Extent(1024, 2, 0.05, 2**28, 2**26, 2**26),
+    "full": Extent(4096, 50, 0.8, 2**40, 2**30, 2**30),
 }
 UNKNOWN_MEMORY_BYTES = 2**28
 """Free memory of a device that does not report it, as a CPU."""
+UNKNOWN_MESSAGE_BYTES = 2**22
+"""Most bytes that such a device adds in the measured sums."""
+SUM_ROUNDS = 5
+"""Sums that are measured; the fastest one counts."""
 POSITION = 0x9E3779B1
 """Odd factor of a word's position: no two words that are close to each other have equal bits."""
 COMPLEMENT = 0xFFFFFFFF
@@ -62,6 +69,10 @@ class Measured:
     """What was tested."""
     result: str
     """The result to print, such as a rate."""
+    bus_bytes_per_second: float | None = None
+    """Of the sum over all devices: its bus bandwidth, as nccl-tests define it."""
+    message_bytes: int = 0
+    """Of the sum over all devices: bytes that each device has added."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.result}"
@@ -108,8 +119,8 @@ def run(
         yield Measured(f"{name}, {size / 2**20:,.0f} MiB of memory", "unchanged")
         yield Measured(f"{name}, host to device", _per_second(_send(extent, device, fail, clock)))
     if len(jax.devices()) > 1:
-        rate = _sum_over_devices(extent, functools.partial(_fail, host), clock)
-        yield Measured(f"sum over {len(jax.devices())} devices", _per_second(rate))
+        _sum_over_devices(extent, functools.partial(_fail, host))
+        yield _measure_sum(extent, clock)
     rates = _write_and_read(extent, folder, functools.partial(_fail, host, str(folder)), clock)
     if rates is not None:
         yield Measured(f"disk of {folder}, write, read", ", ".join(map(_per_second, rates)))
@@ -190,10 +201,10 @@ def sent(data: np.ndarray, device: Any) -> jax.Array:
     return jax.block_until_ready(jax.device_put(data, device, may_alias=False))
 
 
-def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn], clock: Clock) -> float:
-    """Adds up an array over all devices of the job; returns the bytes/s of each device."""
+def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn]) -> None:
+    """Adds up an array over all devices of the job, and checks the sum on those of this host."""
     devices = jax.devices()
-    mesh = Mesh(np.asarray(devices), ("devices",))
+    split = _one_row_a_device()
     count = max(1, extent.transfer_bytes // 4 // len(devices))
     row = np.arange(count, dtype=np.uint32) % 16
 
@@ -201,24 +212,59 @@ def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn], cloc
         number = (index[0].start or 0) if index else 0
         return ((1 + number % 7) * row).astype(np.float32)[None]
 
-    split = NamedSharding(mesh, PartitionSpec("devices"))
     array = jax.make_array_from_callback((len(devices), count), split, share)
     expected = sum(1 + n % 7 for n in range(len(devices))) * row.astype(np.float32)
-    summed(array)  # Compiles.
-    began = clock.monotonic()
-    total = summed(array)
-    seconds = clock.monotonic() - began
-    for part in total.addressable_shards:
+    for part in summed(array).addressable_shards:
         if not np.array_equal(np.asarray(part.data), expected):
             fail(f"device {part.device.id}", "a sum over all devices is wrong on it")
-    return 4 * count / max(seconds, 1e-9)
+
+
+def _measure_sum(extent: Extent, clock: Clock) -> Measured:
+    """Measures the bus bandwidth of sums over all devices of the job."""
+    num_devices, size = len(jax.devices()), extent.message_bytes
+    if not jax.local_devices()[0].memory_stats():  # Equal on all hosts: their kinds are.
+        size = min(size, UNKNOWN_MESSAGE_BYTES)
+    shape = (num_devices, size // 4)
+    make = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=_one_row_a_device())
+    array = jax.block_until_ready(make())
+    summed(array)  # Compiles.
+    seconds = []
+    for _ in range(SUM_ROUNDS):
+        began = clock.monotonic()
+        summed(array)
+        seconds.append(clock.monotonic() - began)
+    rate = bus_bandwidth(size, min(seconds), num_devices)
+    text = f"{_per_second(rate)} bus bandwidth, {size / 2**20:,.0f} MiB a device"
+    return Measured(f"sum over {num_devices} devices", text, rate, size)
+
+
+def bus_bandwidth(size_bytes: int, seconds: float, num_devices: int) -> float:
+    """Returns the bus bandwidth of a sum over devices in bytes/s.
+
+    As in nccl-tests (doc/PERFORMANCE.md): each device sends and receives 2 (n - 1) / n times what
+    it adds, so the figure can be compared between jobs with different numbers of devices.
+
+    >>> bus_bandwidth(2**30, 0.5, 2) == 2**31
+    True
+    """
+    return 2 * (num_devices - 1) / num_devices * size_bytes / max(seconds, 1e-9)
+
+
+def _one_row_a_device() -> NamedSharding:
+    """Returns the sharding of an array whose rows are on a device each, over the whole job."""
+    return NamedSharding(Mesh(np.asarray(jax.devices()), ("devices",)), PartitionSpec("devices"))
 
 
 def summed(array: jax.Array) -> jax.Array:
     """Returns the sum of the rows, each of which is on a device of its own, on every device."""
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-    add = jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=everywhere)
-    return jax.block_until_ready(add(array))
+    return jax.block_until_ready(_add_rows(everywhere)(array))
+
+
+@functools.cache
+def _add_rows(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """Returns the compiled sum: one function, so that a second call does not compile again."""
+    return jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=everywhere)
 
 
 def _write_and_read(

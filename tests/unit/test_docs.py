@@ -238,9 +238,11 @@ def _check_gce(words, tmp_path, monkeypatch):
     monkeypatch.setattr(gce, "compute_for", lambda *_: None)
     monkeypatch.setattr(gce.bucket_setup, "init_bucket", record("init"))
     monkeypatch.setattr(gce.gce_status, "show_status", record("status"))
+    monkeypatch.setattr(gce.gce_check, "check", record("check"))
     for function, name in (
         ("_up", "up"),
         ("_request_end", words[0]),
+        ("_down", "down"),
         ("_logs", "logs"),
         ("_command_on_vm", words[0]),
     ):

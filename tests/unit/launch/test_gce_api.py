@@ -13,9 +13,9 @@ from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import preflight
 from jaxres.launch.desired_state import PendingCreate, VmSpec
-from jaxres.launch.gce import ENDPOINT, compute_for
 from jaxres.launch.gce_api import ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
+from jaxres.launch.job_start import ENDPOINT, compute_for
 from jaxres.launch.observed_state import CreateFailed
 from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator

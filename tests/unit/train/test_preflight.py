@@ -13,7 +13,7 @@ from jaxres.faults import StorageRefused, UnhealthyHost
 from jaxres.storage import files
 from jaxres.train import preflight
 
-SMALL = preflight.Extent(64, 1, 1.0, 2**16, 2**16)
+SMALL = preflight.Extent(64, 1, 1.0, 2**16, 2**16, 2**16)
 
 
 def run_tests(folder, dtypes=("float32", "bfloat16", "float16")):
@@ -84,6 +84,24 @@ def test_a_device_with_a_wrong_sum_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "summed", summed)
     with pytest.raises(UnhealthyHost, match="node-7: device 3: a sum over all devices is wrong"):
         run_tests(tmp_path)
+
+
+def test_the_bandwidth_of_the_sum_is_measured_on_a_compiled_sum(monkeypatch, tmp_path):
+    lowered = []
+    real = preflight._add_rows
+
+    def add_rows(everywhere):
+        lowered.append(everywhere)
+        return real(everywhere)
+
+    monkeypatch.setattr(preflight, "_add_rows", add_rows)
+    tests = preflight.run(SMALL, dtypes=(), folder=tmp_path, host="h", clock=SystemClock())
+    (measured,) = (one for one in tests if one.bus_bytes_per_second is not None)
+    assert (measured.what, measured.message_bytes) == ("sum over 8 devices", 2**16)
+    assert measured.bus_bytes_per_second > 0
+    assert "bus bandwidth, 0 MiB a device" in measured.result
+    assert len(lowered) > preflight.SUM_ROUNDS
+    assert len({id(real(one)) for one in lowered}) == 1, "each sum was compiled again"
 
 
 def test_a_file_that_reads_back_differently_is_a_fault_of_the_host(monkeypatch, tmp_path):

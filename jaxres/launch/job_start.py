@@ -1,0 +1,228 @@
+"""Starts a job on VMs, or takes it over: checks, lease, uploads, first desired state. No jax.
+
+`launch gce up` leads a run so, `launch gce check` a job of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from jaxres import config as configs
+from jaxres.clock import Clock, SystemClock
+from jaxres.config import RunConfig
+from jaxres.faults import StorageUnavailable
+from jaxres.launch import (
+    boot_image,
+    code_package,
+    controller,
+    elastic,
+    instance_spec,
+    job_alerts,
+    job_config,
+    lease_wait,
+    orphaned_vms,
+    preflight,
+)
+from jaxres.launch.controller import Controller
+from jaxres.launch.desired_state import DesiredState, StateObject
+from jaxres.launch.gce_api import Compute
+from jaxres.launch.job_alerts import JobAlerts
+from jaxres.launch.lease import Lease
+from jaxres.launch.observed_state import VmStatus
+from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.resource_reader import ResourceReader
+from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import GcsPath
+from jaxres.telemetry import alert_sender
+from jaxres.telemetry.alert_sender import ResolvedTarget
+from jaxres.train import completion
+
+if TYPE_CHECKING:
+    from jaxres.config.schema_gce import GceSection
+
+ENDPOINT = "JAXRES_GCE_ENDPOINT"
+
+
+def compute_for(config: RunConfig, env: Mapping[str, str]) -> Compute:
+    """Returns the Compute API of a config's project."""
+    gce = gce_section(config)
+    return Compute(gce, endpoint=gce.endpoint or env.get(ENDPOINT) or None)
+
+
+def gce_section(config: RunConfig) -> GceSection:
+    """Returns the section on VMs of a config that has one."""
+    assert config.launch.gce is not None, config
+    return config.launch.gce
+
+
+def print_line(message: str) -> None:
+    """Prints a message with the time."""
+    moment = datetime.fromtimestamp(SystemClock().wall()).strftime("%H:%M:%S")
+    sys.stdout.write(f"{moment} {message}\n")
+    sys.stdout.flush()
+
+
+def start_or_resume(
+    config: RunConfig,
+    run: GcsPath,
+    *,
+    env: Mapping[str, str],
+    clock: Clock,
+    waits: bool,
+    clear: Callable[[GcsPath], None] | None = None,
+) -> Controller | None:
+    """Takes the lease of a job and returns its controller; None: the run is complete already.
+
+    Args:
+      config: config of the job; one that runs keeps the config of its start.
+      run: run directory.
+      env: environment variables.
+      clock: the clock.
+      waits: whether to wait while another launcher holds the lease.
+      clear: deletes what an ended job has left in the run directory, so that a new run begins;
+        None: its run goes on.
+
+    Raises:
+      ConfigError: a check before the first VM has failed.
+      Fenced: another launcher holds the lease.
+      StorageUnavailable: the bucket or the Compute API does not answer.
+    """
+    compute, paths = compute_for(config, env), LaunchPaths(run)
+    compute.set_console(print_line)
+    record = StateObject(paths.desired_state)
+    desired = record.read_valid()
+    may_be_led = bool(record.damage)
+    if desired is None or desired.phase == "ended":
+        goes_on = clear is None and not record.damage
+        if goes_on and completion.is_complete(RunDir(run), config):
+            job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
+            return None
+        _check_before_lease(config, run, compute, env=env)
+        may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
+    else:  # VMs exist already.
+        may_be_led = True
+    lease = lease_wait.new_lease(paths, config, print_line)
+    find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
+    find(waits=waits, desired=desired, may_be_led=may_be_led)
+    with released_on_error(lease):
+        desired = record.read_valid()
+        set_aside_damaged(record)
+        if desired is None or desired.phase == "ended":
+            seconds = orphaned_vms.SHORT_RETRY_SECONDS
+            vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
+            for vm in vms:
+                print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
+            if clear is not None:
+                clear(run)
+            desired = _new_job(config, paths, desired, compute, clock, vms)
+        else:
+            config = _adopt(config, paths, desired)
+        targets = alert_sender.resolve(config.alerts, env=env)
+        desired = job_alerts.start_targets(desired, config)
+        record.write(desired, epoch=lease.epoch, held=lease.held)
+    return controller_of(paths, config, compute, lease, record, clock, targets)
+
+
+def _check_before_lease(
+    config: RunConfig, run: GcsPath, compute: Compute, *, env: Mapping[str, str]
+) -> None:
+    """Makes all checks of a new job, and prints what may go wrong.
+
+    Raises:
+      ConfigError: the job can't work.
+      StorageUnavailable: the service does not answer.
+    """
+    alert_sender.resolve(config.alerts, env=env)
+    elastic.check_range(config)
+    for warning in preflight.check(gce_section(config), compute, run):
+        print_line(warning)
+    code_package.list_files(gce_section(config).package)
+
+
+def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunConfig:
+    """Returns the config of a job that runs, and prints that it goes on."""
+    config = job_config.adopt(config, desired, paths, print_line)
+    print_line(f"{paths.run}: resuming ({desired.phase}, attempt {desired.attempt})")
+    if desired.image:
+        print_line(f"VMs boot the image of the first ones, {desired.image}")
+    return config
+
+
+def _new_job(
+    config: RunConfig,
+    paths: LaunchPaths,
+    before: DesiredState | None,
+    compute: Compute,
+    clock: Clock,
+    orphans: Sequence[VmStatus],
+) -> DesiredState:
+    """Uploads code and config, and returns the desired state of a new job with its boot image."""
+    desired = _upload_job(config, paths, before, clock, orphans)
+    image = boot_image.resolve(gce_section(config), ResourceReader(compute), print_line)
+    if before is not None and (line := boot_image.change(before.image, image)):
+        print_line(line)
+    print_line(f"{paths.run}: {gce_section(config).most_hosts} VMs are requested")
+    return replace(desired, image=image)
+
+
+def _upload_job(
+    config: RunConfig,
+    paths: LaunchPaths,
+    before: DesiredState | None,
+    clock: Clock,
+    orphans: Sequence[VmStatus],
+) -> DesiredState:
+    """Uploads code and config for the VMs, and returns the desired state of a new job."""
+    code = instance_spec.upload(
+        code_package.pack(gce_section(config).package), paths.codes, ".tar.gz"
+    )
+    text = configs.dump_yaml(config).encode()
+    digest = instance_spec.upload(text, paths.configs, ".yaml")
+    return controller.new_state(
+        paths.label,
+        code,
+        digest,
+        now=clock.wall(),
+        after=before,
+        run_id=secrets.token_hex(4),
+        orphans=orphans,
+    )
+
+
+def controller_of(
+    paths: LaunchPaths,
+    config: RunConfig,
+    compute: Compute,
+    lease: Lease,
+    record: StateObject,
+    clock: Clock,
+    targets: Sequence[ResolvedTarget],
+) -> Controller:
+    """Returns the controller of a job whose desired state was written, with its alerts."""
+    assert record.desired is not None, paths
+    alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
+    return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
+
+
+def set_aside_damaged(record: StateObject) -> None:
+    """Moves a damaged desired state to another name and prints that; it is never deleted."""
+    if (damage := record.damage) and (aside := record.set_aside()) is not None:
+        print_line(f"{damage}; moved to {aside.name}")
+
+
+@contextlib.contextmanager
+def released_on_error(lease: Lease) -> Iterator[None]:
+    """Releases the lease if the block fails, so that another launcher can take it at once."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(StorageUnavailable):  # Then the lease expires.
+            lease.release()
+        raise
