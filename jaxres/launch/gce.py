@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import secrets
 import signal
 import sys
@@ -15,11 +16,10 @@ from typing import TYPE_CHECKING
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
-from jaxres.config import RunConfig
+from jaxres.config import RunConfig, schema_operations
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import (
-    ConfigError,
     PreemptedError,
     StoppedError,
     StorageUnavailable,
@@ -37,6 +37,7 @@ from jaxres.launch import (
     instance_spec,
     job_alerts,
     job_config,
+    launcher_unit,
     lease_wait,
     orphaned_vms,
     preflight,
@@ -44,7 +45,7 @@ from jaxres.launch import (
     vm_commands,
 )
 from jaxres.launch.controller import Controller
-from jaxres.launch.desired_state import DesiredState, StateObject
+from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
@@ -55,8 +56,8 @@ from jaxres.launch.resource_reader import ResourceReader
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
-from jaxres.storage.path import GcsPath, RunPath, is_remote
-from jaxres.supervisor.run_config import parse_target, resolve_run
+from jaxres.storage.path import GcsPath, RunPath
+from jaxres.supervisor.run_config import parse_target
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.alert_sender import ResolvedTarget
 from jaxres.train import completion
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
-                                      [--dry-run [--check]] [--standby]
+                                      [--dry-run [--check]] [--standby] [--resume-only] [--detach]
        python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
        python -m jaxres.launch gce logs gs://RUN|CONFIG.yaml [--vm NAME] [--attempt N | --follow]
        python -m jaxres.launch gce ssh gs://RUN|CONFIG.yaml [--vm NAME]
@@ -86,6 +87,9 @@ up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost on
 --dry-run --check: makes all checks of `up` instead, and prints their results, what to do, and the
     price; creates nothing; 78 if one has failed.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
+--resume-only: continues a job, and starts none: exits with 0 if the job has ended.
+--detach: makes the checks here, then leaves the launcher to systemd: as a unit that outlives the
+    shell, is started again when the launcher dies, and ends with the job.
 --follow: prints what host 0 (or the host of --vm) prints as it appears in the bucket, over new
     attempts and replaced VMs; ends with the job, with its exit code. Ctrl-C ends only this command.
 ssh: prints the gcloud command that opens a shell on host 0 (or --vm); runs nothing.
@@ -109,32 +113,34 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
-        _refuse_unknown(flags, ("--dry-run", "--check", "--standby"))
+        _refuse_unknown(flags, ("--dry-run", "--check", "--standby", "--resume-only", "--detach"))
         if "--check" in flags and "--dry-run" not in flags:
             raise UsageError("--check: needs --dry-run; `up` makes the same checks by itself")
         target, overrides = parse_target(
             [a for a in rest if a not in flags], command=f"{COMMAND} up"
         )
+        if "--detach" in flags and "--dry-run" in flags:
+            raise UsageError("--detach: not with --dry-run, which starts nothing")
         if "--dry-run" in flags:
-            config, run = _config_without_bucket(target, overrides)
+            config, run = job_config.find_without_bucket(target, overrides)
             if "--check" in flags:
                 return preflight.show_checks(config, run, compute_for(config, env))
             return preflight.show(config, run)
-        return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
+        return _up(target, overrides, flags, env=env, clock=clock)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
         target, overrides = parse_target(
             [a for a in rest if a not in flags], command=f"{COMMAND} init"
         )
         return bucket_setup.init_bucket(
-            *_config_without_bucket(target, overrides), does="--yes" in flags
+            *job_config.find_without_bucket(target, overrides), does="--yes" in flags
         )
     if verb == "logs":
         return _logs(rest, env=env, clock=clock)
     if verb in ("ssh", "cordon", "drain", "uncordon"):
         return _command_on_vm(verb, rest, env=env, clock=clock)
     _refuse_unknown(flags, ("--json",) if verb == "status" else ())
-    run, given = _run_of([a for a in rest if a not in flags])
+    run, given = job_config.find_run([a for a in rest if a not in flags], command=COMMAND)
     if verb == "status":
         return gce_status.show_status(
             run,
@@ -150,63 +156,6 @@ def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
     for flag in flags:
         if flag not in known:
             raise UsageError(f"{flag}: unknown flag (usage: `{COMMAND} --help`)")
-
-
-def _run_of(arguments: Sequence[str]) -> tuple[GcsPath, RunConfig | None]:
-    """Returns the run directory that the arguments name, and the config if they name its file."""
-    target, overrides = parse_target(arguments, command=COMMAND)
-    if is_remote(target):
-        if overrides:
-            raise UsageError(f"{overrides[0]}: a run directory takes no overrides")
-        return target, None
-    if not target.is_file():
-        raise UsageError(
-            f"{target}: runs of `launch gce` are in buckets; give gs://BUCKET/FOLDER, or the "
-            "config file"
-        )
-    config, run = _config_without_bucket(target, overrides)
-    return run, config
-
-
-def _config(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
-    """Returns the config of a job and its run directory.
-
-    Raises:
-      ConfigError: the config has no section on VMs, or the run directory is not in a bucket.
-    """
-    if is_remote(target):
-        desired = StateObject(LaunchPaths(target).desired_state).read()
-        if desired is None:
-            raise UsageError(
-                f"{target}: no job of `launch gce` was started here. Give the config file first."
-            )
-        return job_config.recorded(LaunchPaths(target), desired.config, overrides), target
-    loaded, run_dir = resolve_run(target, overrides)
-    return _require_gce(target, loaded.config, run_dir.root)
-
-
-def _config_without_bucket(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
-    """Returns the config of a job and its run directory, whose bucket need not exist."""
-    if is_remote(target):
-        return _config(target, overrides)
-    config = configs.load(target, overrides).config
-    return _require_gce(target, config, config.run.dir)
-
-
-def _require_gce(
-    target: RunPath, config: RunConfig, root: RunPath | None
-) -> tuple[RunConfig, GcsPath]:
-    """Checks that a config describes a job on VMs with a run directory in a bucket."""
-    if config.launch.gce is None:
-        raise ConfigError(
-            f"{target}: launch.gce is missing, which describes the VMs; docs/gce.md has an example."
-        )
-    if root is None or not is_remote(root):
-        raise ConfigError(
-            f"{target}: run.dir must be in a bucket, because VMs are lost with their disks: give "
-            "run.dir=gs://BUCKET/FOLDER"
-        )
-    return config, root
 
 
 def compute_for(config: RunConfig, env: Mapping[str, str]) -> Compute:
@@ -230,18 +179,69 @@ def print_line(message: str) -> None:
 def _up(
     target: RunPath,
     overrides: Sequence[str],
+    flags: Sequence[str],
     *,
     env: Mapping[str, str],
     clock: Clock,
-    waits: bool,
 ) -> int:
-    config, run = _config(target, overrides)
+    """Leads a job to its end, or leaves it to a launcher that systemd runs."""
+    if "--detach" in flags:
+        return _up_detached(target, overrides, flags, env=env, clock=clock)
+    found = _take_job(target, overrides, flags, env=env, clock=clock)
+    return found if isinstance(found, int) else _run_controller(found)
+
+
+def _up_detached(
+    target: RunPath,
+    overrides: Sequence[str],
+    flags: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> int:
+    """Makes all checks, records the job, and starts the unit of its launcher."""
+    _, run = job_config.find(target, overrides)
+    paths, waits = LaunchPaths(run), "--standby" in flags
+    unit = launcher_unit.unit_of(paths, uid=os.geteuid(), env=env)
+    launcher_unit.require(unit, env)
+    desired = StateObject(paths.desired_state).read_valid()
+    if not waits or desired is None or desired.phase == "ended":
+        found = _take_job(target, overrides, flags, env=env, clock=clock)
+        if isinstance(found, int):
+            return found
+        found.lease.release()
+    config, _ = job_config.find(run, ())  # As the unit reads it.
+    secrets = [schema_operations.variable(target) for target in config.alerts.targets]
+    launcher_unit.start(unit, run, env, secrets=secrets, waits=waits)
+    sys.stdout.write(launcher_unit.describe(unit, run, env, secrets))
+    return ExitCode.DONE
+
+
+def _take_job(
+    target: RunPath,
+    overrides: Sequence[str],
+    flags: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    clock: Clock,
+) -> Controller | int:
+    """Takes the lease of a job, and records the job before if it is a new one.
+
+    Returns its controller, or the exit code if there is nothing to lead.
+    """
+    config, run = job_config.find(target, overrides)
     compute, paths = compute_for(config, env), LaunchPaths(run)
     compute.set_console(print_line)
     record = StateObject(paths.desired_state)
     desired = record.read_valid()
     may_be_led = bool(record.damage)
-    if desired is None or desired.phase == "ended":
+    is_new = desired is None or desired.phase == "ended"
+    if is_new and not record.damage and "--resume-only" in flags:
+        job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
+        state = "no job was started here" if desired is None else "the job has ended"
+        sys.stdout.write(f"{run}: {state}; --resume-only starts none\n")
+        return ExitCode.DONE
+    if is_new:
         if not record.damage and completion.is_complete(RunDir(run), config):
             job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
             return ExitCode.DONE
@@ -255,10 +255,13 @@ def _up(
         may_be_led = True
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
-    find(waits=waits, desired=desired, may_be_led=may_be_led)
+    find(waits="--standby" in flags, desired=desired, may_be_led=may_be_led)
     with _released_on_error(lease):
         desired = record.read_valid()
         _set_aside_damaged(record)
+        if not is_new and desired is not None and desired.phase == "ended":
+            lease.release()  # Its launcher has ended it while this one has waited.
+            return _report_end(run, desired.end)
         if desired is None or desired.phase == "ended":
             seconds = orphaned_vms.SHORT_RETRY_SECONDS
             vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
@@ -278,7 +281,7 @@ def _up(
         targets = alert_sender.resolve(config.alerts, env=env)
         desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
-    return _run_controller(_controller(paths, config, compute, lease, record, clock, targets))
+    return _controller(paths, config, compute, lease, record, clock, targets)
 
 
 def _controller(
@@ -331,6 +334,11 @@ def _run_controller(
     if end is None:
         running.lease.release()
         return ExitCode.DONE
+    return _report_end(run, end)
+
+
+def _report_end(run: GcsPath, end: JobEnd | None) -> int:
+    assert end is not None, run
     sys.stdout.write(format_exit_message(end.exit, f"{run}: {end.reason}; no VM is left"))
     return end.exit
 
@@ -477,7 +485,7 @@ def _logs(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> 
     options = parser.parse_args(list(arguments))
     if options.follow and options.attempt is not None:
         raise UsageError("--attempt: --follow prints the newest attempt and those after it")
-    run, given = _run_of([options.run])
+    run, given = job_config.find_run([options.run], command=COMMAND)
     paths = LaunchPaths(run)
     desired = _state_of(paths)
     if options.follow:
@@ -512,7 +520,7 @@ def _command_on_vm(
     if verb in ("cordon", "drain"):
         parser.add_argument("--reason", default="by an operator")
     options = parser.parse_args(list(arguments))
-    run, given = _run_of([options.run])
+    run, given = job_config.find_run([options.run], command=COMMAND)
     paths = LaunchPaths(run)
     desired = _state_of(paths)
     config = job_config.any_config(paths, desired, given)
