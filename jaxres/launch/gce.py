@@ -234,8 +234,8 @@ def _take_job(
     compute.set_console(print_line)
     record = StateObject(paths.desired_state)
     desired = record.read_valid()
-    may_be_led = bool(record.damage)
     is_new = desired is None or desired.phase == "ended"
+    may_be_led = bool(record.damage) or not is_new
     if is_new and not record.damage and "--resume-only" in flags:
         job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
         state = "no job was started here" if desired is None else "the job has ended"
@@ -245,14 +245,8 @@ def _take_job(
         if not record.damage and completion.is_complete(RunDir(run), config):
             job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
             return ExitCode.DONE
-        alert_sender.resolve(config.alerts, env=env)
-        elastic.check_range(config)
-        for warning in preflight.check(_gce(config), compute, run):
-            print_line(warning)
-        code_package.list_files(_gce(config).package)  # Errors appear before the lease is taken.
+        _check_new(config, compute, run, env)  # Errors appear before the lease is taken.
         may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
-    else:  # VMs exist already.
-        may_be_led = True
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits="--standby" in flags, desired=desired, may_be_led=may_be_led)
@@ -282,6 +276,15 @@ def _take_job(
         desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return _controller(paths, config, compute, lease, record, clock, targets)
+
+
+def _check_new(config: RunConfig, compute: Compute, run: GcsPath, env: Mapping[str, str]) -> None:
+    """Makes the checks before a job is recorded, and prints their warnings."""
+    alert_sender.resolve(config.alerts, env=env)
+    elastic.check_range(config)
+    for warning in preflight.check(_gce(config), compute, run):
+        print_line(warning)
+    code_package.list_files(_gce(config).package)
 
 
 def _controller(

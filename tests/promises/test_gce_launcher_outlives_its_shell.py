@@ -121,11 +121,3 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
     assert after.placement == before.placement, "another job was started"
     assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()
-
-
-@pytest.mark.slow
-def test_a_stop_ends_the_unit_and_no_restart_begins_another_job(
-    systemd: Systemd, cloud: Cloud
-) -> None:
-    unit = launcher_unit.unit_of(cloud.launch_paths, uid=0, env={})
-    del systemd, unit
