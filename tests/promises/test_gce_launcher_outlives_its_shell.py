@@ -12,6 +12,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import launcher_unit
+from jaxres.launch.launcher_unit import LauncherUnit
 from jaxres.runlog.paths import RunDir
 from tests.promises import booted_systemd
 from tests.promises.booted_systemd import Systemd
@@ -37,10 +38,6 @@ def systemd(tmp_path: Path, caches: Path) -> Iterator[Systemd]:
         yield found
 
 
-def unit_of(name: str, folder: Path) -> launcher_unit.LauncherUnit:
-    return launcher_unit.LauncherUnit(name, 0, folder)
-
-
 def wait(what: Callable[[], object], *, of: Callable[[], str]) -> None:
     until = time.monotonic() + PATIENCE_SECONDS
     while not what():
@@ -48,21 +45,27 @@ def wait(what: Callable[[], object], *, of: Callable[[], str]) -> None:
         time.sleep(0.05)
 
 
-def is_gone(systemd: Systemd, unit: str) -> bool:
-    return systemd.show(f"{unit}.service", "LoadState") == {"LoadState": "not-found"}
+def is_gone(systemd: Systemd, unit: LauncherUnit) -> bool:
+    env = booted_systemd.USER_ENV if unit.uid else None
+    found = systemd.show(f"{unit.name}.service", "LoadState", flags=unit.flags, env=env)
+    return found == {"LoadState": "not-found"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("uid", [0, 1000])
 def test_a_launcher_is_started_again_until_an_exit_code_that_is_final(
-    systemd: Systemd, tmp_path: Path
+    systemd: Systemd, tmp_path: Path, uid: int
 ) -> None:
     """Every code ends a unit of its own; all of them run at once."""
+    if uid:
+        systemd.start_user_manager()
     before = ["killed", *(str(int(code)) for code in (ExitCode.BUG, ExitCode.STORAGE))]
     folder = tmp_path / ODD
     folder.mkdir()
-    scripts = {}
+    units = {}
     for code in launcher_unit.final_codes():
-        unit, script = unit_of(f"jaxres-it-{code}", tmp_path), folder / f"ends with {code}"
+        unit = LauncherUnit(f"jaxres-it-{code}", uid, tmp_path)
+        script = folder / f"ends with {code}"
         script.write_text(STAND_IN)
         Path(f"{script}.codes").write_text("\n".join([*before, str(code)]) + "\n")
         unit.environment_file.parent.mkdir(exist_ok=True)
@@ -71,14 +74,14 @@ def test_a_launcher_is_started_again_until_an_exit_code_that_is_final(
         arguments = launcher_unit.start_arguments(
             unit, command, description=f"of {ODD}", folder=folder
         )
-        done = systemd.run(*arguments)
+        done = systemd.run(*arguments, env=booted_systemd.USER_ENV)
         assert done.returncode == 0, done.stdout
-        scripts[unit.name] = Path(f"{script}.starts")
-    for name, starts in scripts.items():
-        wait(lambda name=name: is_gone(systemd, name), of=lambda: systemd.output.read_text())
+        units[unit] = Path(f"{script}.starts")
+    for unit, starts in units.items():
+        wait(lambda unit=unit: is_gone(systemd, unit), of=lambda: systemd.output.read_text())
         lines = starts.read_text().splitlines()
         assert lines[0] == f"{ODD}|{ODD}|{folder}"
-        assert len(lines) == len(before) + 1, f"{name}: started {len(lines)} times"
+        assert len(lines) == len(before) + 1, f"{unit.name}: started {len(lines)} times"
 
 
 @pytest.mark.slow
@@ -113,7 +116,7 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
     assert before.phase != "ended", "the job is too short for this test"
     assert systemd.run("kill", "-KILL", str(killed)).returncode == 0
     wait(lambda: main_pid() not in (0, killed), of=lambda: f"no restart\n{cloud.describe()}")
-    wait(lambda: is_gone(systemd, unit.name), of=lambda: f"the unit stays\n{cloud.describe()}")
+    wait(lambda: is_gone(systemd, unit), of=lambda: f"the unit stays\n{cloud.describe()}")
     after = cloud.desired_state()
     assert after is not None
     assert (after.phase, after.end and after.end.exit) == ("ended", ExitCode.DONE)
