@@ -203,6 +203,10 @@ class GceSection(Section):
     """Additional environment variables of the training, such as NCCL's; never secrets.
 
     They are stored in the run directory."""
+    cloud_logging: Literal["auto", "off"] = free("auto")
+    """Whether the VMs send the console lines of training and agent to Cloud Logging.
+
+    auto: where the image has Google's Ops Agent and no configuration of its own for it."""
     port: Annotated[int, Field(ge=1024, le=60_000)] = free(8470)
     """First of 1000 ports for the rendezvous of the hosts; each attempt uses the next one."""
     max_run_hours: PositiveFloat = free(168.0)

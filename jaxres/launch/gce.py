@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
-from jaxres.config import RunConfig
+from jaxres.config import RunConfig, schema_operations
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import (
-    ConfigError,
     PreemptedError,
     StoppedError,
     UsageError,
-    format_exit_message,
 )
 from jaxres.launch import (
     bucket_setup,
@@ -30,6 +28,7 @@ from jaxres.launch import (
     job_alerts,
     job_config,
     job_start,
+    launcher_unit,
     lease_wait,
     orphaned_vms,
     preflight,
@@ -50,13 +49,13 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
-from jaxres.storage.path import GcsPath, RunPath, is_remote
-from jaxres.supervisor.run_config import parse_target, resolve_run
+from jaxres.storage.path import GcsPath, RunPath
+from jaxres.supervisor.run_config import parse_target
 
 COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
-                                      [--dry-run [--check]] [--standby]
+                                      [--dry-run [--check]] [--standby] [--resume-only] [--detach]
        python -m jaxres.launch gce check CONFIG.yaml [section.field=value ...] [--hosts 1|2]
                                       [--hardware quick|full] [--max-hours H] [--dry-run]
        python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
@@ -79,6 +78,9 @@ up: creates VMs by launch.gce.capacity_options, trains on them, replaces lost on
 check: creates one or two VMs as `up` would, tests their hardware and the network between them,
     trains a step, and deletes them. 82: the hardware of a VM is faulty; else codes as of `up`.
 --standby: waits while another launcher holds the lease, and takes over when that one is lost.
+--resume-only: continues a job, and starts none: exits with 0 if the job has ended.
+--detach: makes the checks here, then leaves the launcher to systemd: as a unit that outlives the
+    shell, is started again when the launcher dies, and ends with the job.
 --follow: prints what host 0 (or the host of --vm) prints as it appears in the bucket, over new
     attempts and replaced VMs; ends with the job, with its exit code. Ctrl-C ends only this command.
 ssh: prints the gcloud command that opens a shell on host 0 (or --vm); runs nothing.
@@ -104,18 +106,20 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
-        _refuse_unknown(flags, ("--dry-run", "--check", "--standby"))
+        _refuse_unknown(flags, ("--dry-run", "--check", "--standby", "--resume-only", "--detach"))
         if "--check" in flags and "--dry-run" not in flags:
             raise UsageError("--check: needs --dry-run; `up` makes the same checks by itself")
         target, overrides = parse_target(
             [a for a in rest if a not in flags], command=f"{COMMAND} up"
         )
+        if "--detach" in flags and "--dry-run" in flags:
+            raise UsageError("--detach: not with --dry-run, which starts nothing")
         if "--dry-run" in flags:
-            config, run = _config_without_bucket(target, overrides)
+            config, run = job_config.find_without_bucket(target, overrides)
             if "--check" in flags:
                 return preflight.show_checks(config, run, compute_for(config, env))
             return preflight.show(config, run)
-        return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
+        return _up(target, overrides, flags, env=env, clock=clock)
     if verb == "check":
         return _check(rest, env=env, clock=clock)
     if verb == "init":
@@ -124,14 +128,14 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
             [a for a in rest if a not in flags], command=f"{COMMAND} init"
         )
         return bucket_setup.init_bucket(
-            *_config_without_bucket(target, overrides), does="--yes" in flags
+            *job_config.find_without_bucket(target, overrides), does="--yes" in flags
         )
     if verb == "logs":
         return _logs(rest, env=env, clock=clock)
     if verb in ("ssh", "cordon", "drain", "uncordon"):
         return _command_on_vm(verb, rest, env=env, clock=clock)
     _refuse_unknown(flags, ("--json",) if verb == "status" else ())
-    run, given = _run_of([a for a in rest if a not in flags])
+    run, given = job_config.find_run([a for a in rest if a not in flags], command=COMMAND)
     if verb == "status":
         return gce_status.show_status(
             run,
@@ -151,80 +155,55 @@ def _refuse_unknown(flags: Sequence[str], known: Sequence[str]) -> None:
             raise UsageError(f"{flag}: unknown flag (usage: `{COMMAND} --help`)")
 
 
-def _run_of(arguments: Sequence[str]) -> tuple[GcsPath, RunConfig | None]:
-    """Returns the run directory that the arguments name, and the config if they name its file."""
-    target, overrides = parse_target(arguments, command=COMMAND)
-    if is_remote(target):
-        if overrides:
-            raise UsageError(f"{overrides[0]}: a run directory takes no overrides")
-        return target, None
-    if not target.is_file():
-        raise UsageError(
-            f"{target}: runs of `launch gce` are in buckets; give gs://BUCKET/FOLDER, or the "
-            "config file"
-        )
-    config, run = _config_without_bucket(target, overrides)
-    return run, config
-
-
-def _config(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
-    """Returns the config of a job and its run directory.
-
-    Raises:
-      ConfigError: the config has no section on VMs, or the run directory is not in a bucket.
-    """
-    if is_remote(target):
-        desired = StateObject(LaunchPaths(target).desired_state).read()
-        if desired is None:
-            raise UsageError(
-                f"{target}: no job of `launch gce` was started here. Give the config file first."
-            )
-        return job_config.recorded(LaunchPaths(target), desired.config, overrides), target
-    loaded, run_dir = resolve_run(target, overrides)
-    return _require_gce(target, loaded.config, run_dir.root)
-
-
-def _config_without_bucket(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
-    """Returns the config of a job and its run directory, whose bucket need not exist."""
-    if is_remote(target):
-        return _config(target, overrides)
-    config = configs.load(target, overrides).config
-    return _require_gce(target, config, config.run.dir)
-
-
-def _require_gce(
-    target: RunPath, config: RunConfig, root: RunPath | None
-) -> tuple[RunConfig, GcsPath]:
-    """Checks that a config describes a job on VMs with a run directory in a bucket."""
-    if config.launch.gce is None:
-        raise ConfigError(
-            f"{target}: launch.gce is missing, which describes the VMs; docs/gce.md has an example."
-        )
-    if root is None or not is_remote(root):
-        raise ConfigError(
-            f"{target}: run.dir must be in a bucket, because VMs are lost with their disks: give "
-            "run.dir=gs://BUCKET/FOLDER"
-        )
-    return config, root
-
-
 def _up(
     target: RunPath,
     overrides: Sequence[str],
+    flags: Sequence[str],
     *,
     env: Mapping[str, str],
     clock: Clock,
-    waits: bool,
 ) -> int:
-    config, run = _config(target, overrides)
-    running = job_start.start_or_resume(config, run, env=env, clock=clock, waits=waits)
-    return ExitCode.DONE if running is None else _run_controller(running)
+    """Leads a job to its end, or leaves it to a launcher that systemd runs."""
+    config, run = job_config.find(target, overrides)
+    waits, resume_only = "--standby" in flags, "--resume-only" in flags
+    start = functools.partial(
+        job_start.start_or_resume,
+        *(config, run),
+        env=env,
+        clock=clock,
+        waits=waits,
+        resume_only=resume_only,
+    )
+    if "--detach" in flags:
+        return _detach(run, start, env=env, waits=waits)
+    found = start()
+    return found if isinstance(found, int) else _run_controller(found)
+
+
+def _detach(
+    run: GcsPath, start: Callable[[], Controller | int], *, env: Mapping[str, str], waits: bool
+) -> int:
+    """Makes all checks, records the job, and starts the unit of its launcher."""
+    paths = LaunchPaths(run)
+    unit = launcher_unit.unit_of(paths, uid=os.geteuid(), env=env)
+    launcher_unit.require(unit, env)
+    desired = StateObject(paths.desired_state).read_valid()
+    if not waits or desired is None or desired.phase == "ended":
+        found = start()
+        if isinstance(found, int):
+            return found
+        found.lease.release()
+    config, _ = job_config.find(run, ())  # As the unit reads it.
+    secrets = [schema_operations.variable(target) for target in config.alerts.targets]
+    launcher_unit.start(unit, run, env, secrets=secrets, waits=waits)
+    sys.stdout.write(launcher_unit.describe(unit, run, env, secrets))
+    return ExitCode.DONE
 
 
 def _check(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> int:
     options = gce_check.parse(arguments, usage=USAGE)
     target, overrides = parse_target(options.words, command=f"{COMMAND} check")
-    config, run = _config_without_bucket(target, overrides)
+    config, run = job_config.find_without_bucket(target, overrides)
     return gce_check.check(config, run, options, env=env, clock=clock, end_job=_request_end)
 
 
@@ -261,8 +240,7 @@ def _run_controller(
     if end is None:
         running.lease.release()
         return ExitCode.DONE
-    sys.stdout.write(format_exit_message(end.exit, f"{run}: {end.reason}; no VM is left"))
-    return end.exit
+    return job_start.report_end(run, end)
 
 
 def _exit_of_signal(left: StoppedError | PreemptedError) -> int:
@@ -385,7 +363,7 @@ def _logs(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> 
     options = parser.parse_args(list(arguments))
     if options.follow and options.attempt is not None:
         raise UsageError("--attempt: --follow prints the newest attempt and those after it")
-    run, given = _run_of([options.run])
+    run, given = job_config.find_run([options.run], command=COMMAND)
     paths = LaunchPaths(run)
     desired = _state_of(paths)
     if options.follow:
@@ -420,7 +398,7 @@ def _command_on_vm(
     if verb in ("cordon", "drain"):
         parser.add_argument("--reason", default="by an operator")
     options = parser.parse_args(list(arguments))
-    run, given = _run_of([options.run])
+    run, given = job_config.find_run([options.run], command=COMMAND)
     paths = LaunchPaths(run)
     desired = _state_of(paths)
     config = job_config.any_config(paths, desired, given)

@@ -162,7 +162,8 @@ def check(
     for line in [*preflight.price_lines(job), *_highest_cost(job), *_other_job(run)]:
         print_line(line)
     running = job_start.start_or_resume(job, folder, env=env, clock=clock, waits=False, clear=clear)
-    assert running is not None, folder  # It is cleared, so it is not complete.
+    if isinstance(running, int):  # Another check has begun and ended meanwhile.
+        return running
     attempts: list[DesiredState] = []
     try:
         end = _lead(running, attempts)

@@ -26,7 +26,7 @@ from jaxres.config.schema_gce import (
     StandardOption,
 )
 from jaxres.faults import ConfigError
-from jaxres.launch import startup_installs
+from jaxres.launch import cloud_logging, startup_installs
 from jaxres.launch.code_package import CODE, WORK, digest_of
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage import gcs_objects
@@ -374,7 +374,7 @@ if rm "$base/@POWER_OFF@" 2> /dev/null; then exec poweroff; fi
 @LEFTOVER@STOPPED
 chmod +x "$base/stopped"
 rm -f "$base/@POWER_OFF@"
-@PREPARE@
+@CLOUD_LOGGING@@PREPARE@
 if [ "$gpus" -gt 0 ]; then await_gpus; fi
 begin python
 logged "$base/agent" check
@@ -552,6 +552,7 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
         "@LEFTOVER@": leftover,
         "@DOCKER_UNIT@": docker_unit,
         "@STOP_SECONDS@": str(stop_seconds(config)),
+        "@CLOUD_LOGGING@": cloud_logging.startup_part() * (gce.cloud_logging == "auto"),
         "@PREPARE@": prepare,
     }
     # One pass: a value that contains a placeholder is not expanded again.

@@ -12,9 +12,68 @@ from jaxres.config import RunConfig
 from jaxres.faults import ConfigError, UsageError
 from jaxres.launch import instance_spec
 from jaxres.launch.code_package import digest_of
-from jaxres.launch.desired_state import DesiredState
+from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage import gcs_objects
+from jaxres.storage.path import GcsPath, RunPath, is_remote
+from jaxres.supervisor.run_config import parse_target, resolve_run
+
+
+def find_run(arguments: Sequence[str], *, command: str) -> tuple[GcsPath, RunConfig | None]:
+    """Returns the run directory that the arguments name, and the config if they name its file."""
+    target, overrides = parse_target(arguments, command=command)
+    if is_remote(target):
+        if overrides:
+            raise UsageError(f"{overrides[0]}: a run directory takes no overrides")
+        return target, None
+    if not target.is_file():
+        raise UsageError(
+            f"{target}: runs of `launch gce` are in buckets; give gs://BUCKET/FOLDER, or the "
+            "config file"
+        )
+    config, run = find_without_bucket(target, overrides)
+    return run, config
+
+
+def find(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
+    """Returns the config of a job and its run directory.
+
+    Raises:
+      ConfigError: the config has no section on VMs, or the run directory is not in a bucket.
+    """
+    if is_remote(target):
+        desired = StateObject(LaunchPaths(target).desired_state).read()
+        if desired is None:
+            raise UsageError(
+                f"{target}: no job of `launch gce` was started here. Give the config file first."
+            )
+        return recorded(LaunchPaths(target), desired.config, overrides), target
+    loaded, run_dir = resolve_run(target, overrides)
+    return _require_gce(target, loaded.config, run_dir.root)
+
+
+def find_without_bucket(target: RunPath, overrides: Sequence[str]) -> tuple[RunConfig, GcsPath]:
+    """Returns the config of a job and its run directory, whose bucket need not exist."""
+    if is_remote(target):
+        return find(target, overrides)
+    config = configs.load(target, overrides).config
+    return _require_gce(target, config, config.run.dir)
+
+
+def _require_gce(
+    target: RunPath, config: RunConfig, root: RunPath | None
+) -> tuple[RunConfig, GcsPath]:
+    """Checks that a config describes a job on VMs with a run directory in a bucket."""
+    if config.launch.gce is None:
+        raise ConfigError(
+            f"{target}: launch.gce is missing, which describes the VMs; docs/gce.md has an example."
+        )
+    if root is None or not is_remote(root):
+        raise ConfigError(
+            f"{target}: run.dir must be in a bucket, because VMs are lost with their disks: give "
+            "run.dir=gs://BUCKET/FOLDER"
+        )
+    return config, root
 
 
 def recorded(paths: LaunchPaths, digest: str, overrides: Sequence[str]) -> RunConfig:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.faults import StorageUnavailable
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import StorageUnavailable, format_exit_message
 from jaxres.launch import (
     boot_image,
     code_package,
@@ -31,7 +32,7 @@ from jaxres.launch import (
     preflight,
 )
 from jaxres.launch.controller import Controller
-from jaxres.launch.desired_state import DesiredState, StateObject
+from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
@@ -76,9 +77,10 @@ def start_or_resume(
     env: Mapping[str, str],
     clock: Clock,
     waits: bool,
+    resume_only: bool = False,
     clear: Callable[[GcsPath], None] | None = None,
-) -> Controller | None:
-    """Takes the lease of a job and returns its controller; None: the run is complete already.
+) -> Controller | int:
+    """Takes the lease of a job and returns its controller, or an exit code: nothing is to be led.
 
     Args:
       config: config of the job; one that runs keeps the config of its start.
@@ -86,6 +88,7 @@ def start_or_resume(
       env: environment variables.
       clock: the clock.
       waits: whether to wait while another launcher holds the lease.
+      resume_only: starts no new job.
       clear: deletes what an ended job has left in the run directory, so that a new run begins;
         None: its run goes on.
 
@@ -101,9 +104,12 @@ def start_or_resume(
     may_be_led = bool(record.damage)
     if desired is None or desired.phase == "ended":
         goes_on = clear is None and not record.damage
-        if goes_on and completion.is_complete(RunDir(run), config):
+        if goes_on and (resume_only or completion.is_complete(RunDir(run), config)):
             job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
-            return None
+            if resume_only:
+                state = "no job was started here" if desired is None else "the job has ended"
+                sys.stdout.write(f"{run}: {state}; --resume-only starts none\n")
+            return ExitCode.DONE
         _check_before_lease(config, run, compute, env=env)
         may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
     else:  # VMs exist already.
@@ -112,7 +118,10 @@ def start_or_resume(
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=waits, desired=desired, may_be_led=may_be_led)
     with released_on_error(lease):
-        desired = record.read_valid()
+        before, desired = desired, record.read_valid()
+        if (end := _ended_meanwhile(before, desired)) is not None:
+            lease.release()
+            return report_end(run, end)
         set_aside_damaged(record)
         if desired is None or desired.phase == "ended":
             seconds = orphaned_vms.SHORT_RETRY_SECONDS
@@ -128,6 +137,21 @@ def start_or_resume(
         desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return controller_of(paths, config, compute, lease, record, clock, targets)
+
+
+def _ended_meanwhile(before: DesiredState | None, now: DesiredState | None) -> JobEnd | None:
+    """Returns the end of a job to which another launcher has led it during the wait for the lease.
+
+    None: there was no such job, or it goes on.
+    """
+    is_other = before is None or now is None or before.serial != now.serial
+    return now.end if now is not None and now.phase == "ended" and is_other else None
+
+
+def report_end(run: GcsPath, end: JobEnd) -> int:
+    """Prints how a job has ended; returns its exit code."""
+    sys.stdout.write(format_exit_message(end.exit, f"{run}: {end.reason}; no VM is left"))
+    return end.exit
 
 
 def _check_before_lease(

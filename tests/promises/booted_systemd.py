@@ -24,6 +24,10 @@ SYSTEMD = next(
     None,
 )
 TARGET = "jaxres-test.target"
+UNIT_PATH = "/run/systemd/system"
+USER_RUN = "/run/user/0"
+USER_ENV = {"XDG_RUNTIME_DIR": USER_RUN, "PATH": "/usr/bin:/bin"}
+"""Environment of programs that call the user's systemd."""
 CGROUP = "jaxres-test-"
 """Beginning of the names of the cgroups; the process id of the test follows."""
 UNITS = {
@@ -77,9 +81,27 @@ class Systemd:
             timeout=seconds,
         )
 
-    def show(self, unit: str, *names: str) -> dict[str, str]:
+    def start_user_manager(self) -> None:
+        """Starts root's own systemd, for `systemctl --user`; logind would start it at a login."""
+        script = f'mkdir -p {USER_RUN} && exec "$0" --user --unit={TARGET} --log-target=console'
+        env = f"--property=Environment=XDG_RUNTIME_DIR={USER_RUN} SYSTEMD_UNIT_PATH={UNIT_PATH}"
+        command = ("systemd-run", "--property=Delegate=yes", env, "sh", "-c", script, str(SYSTEMD))
+        assert self.run(*command).returncode == 0
+        until = time.monotonic() + PATIENCE_SECONDS
+        while self.run("systemctl", "--user", "is-active", TARGET, env=USER_ENV).returncode:
+            assert time.monotonic() < until, "the user's systemd does not answer"
+            time.sleep(0.05)
+
+    def show(
+        self,
+        unit: str,
+        *names: str,
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
         """Returns properties of a unit."""
-        done = self.run("systemctl", "show", f"--property={','.join(names)}", unit)
+        names_flag = f"--property={','.join(names)}"
+        done = self.run("systemctl", *flags, "show", names_flag, unit, env=env)
         assert done.returncode == 0, done.stdout
         return dict(line.split("=", 1) for line in done.stdout.splitlines())
 

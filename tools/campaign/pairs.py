@@ -175,14 +175,17 @@ class Slice:
             "outcome": texts or results.HELD,
         }
         results.append(self._record, line)
-        state = results.HELD if not texts else "BROKEN"
-        print(f"{pair.number}: {pair.first}, {pair.second}: {line['seconds']} s: {state}", flush=True)
-        for text in texts:
-            print(f"  {text}", flush=True)
-        if not texts:
+        is_good = not texts
+        state = results.HELD if is_good else "BROKEN"
+        texts = [
+            f"{pair.number}: {pair.first}, {pair.second}: {line['seconds']} s: {state}",
+            *texts,
+        ]
+        print("\n  ".join(texts), flush=True)
+        if is_good:
             root = self._runner.run_dir(f"pair-{pair.number}").local
             shutil.rmtree(root, ignore_errors=True)
-        return not texts
+        return is_good
 
 
 if __name__ == "__main__":
