@@ -7,7 +7,7 @@ import functools
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from jaxres.faults import (
     ConfigError,
     PreemptedError,
     StoppedError,
-    StorageUnavailable,
     UsageError,
     format_exit_message,
 )
@@ -256,7 +255,7 @@ def _up(
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=waits, desired=desired, may_be_led=may_be_led)
-    with _released_on_error(lease):
+    with lease_wait.holding(lease):
         desired = record.read_valid()
         _set_aside_damaged(record)
         if desired is None or desired.phase == "ended":
@@ -302,17 +301,6 @@ def _set_aside_damaged(record: StateObject) -> None:
         print_line(f"{damage}; moved to {aside.name}")
 
 
-@contextlib.contextmanager
-def _released_on_error(lease: Lease) -> Iterator[None]:
-    """Releases the lease if the block fails, so that another launcher can take it at once."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(StorageUnavailable):  # Then the lease expires.
-            lease.release()
-        raise
-
-
 def _run_controller(
     running: Controller, *, until: Callable[[DesiredState], bool] = lambda _: False
 ) -> int:
@@ -320,7 +308,7 @@ def _run_controller(
     run = running.paths.run
     try:
         alerts = running.alerts or contextlib.nullcontext()
-        with _released_on_error(running.lease), faults.refusals(at_start=False), alerts:
+        with lease_wait.holding(running.lease), faults.refusals(at_start=False), alerts:
             end = running.run(until=until)
     except (StoppedError, PreemptedError) as left:
         print_line(
@@ -384,7 +372,7 @@ def _request_end(
         if not lease.acquire(after_epoch=desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
         elif (desired := record.read_valid()) is not None and desired.phase != "ended":
-            with _released_on_error(lease):
+            with lease_wait.holding(lease):
                 compute = compute_for(config, env)
                 compute.set_console(print_line)
                 print_line(
@@ -428,7 +416,7 @@ def _end_orphans(
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=True, desired=desired, may_be_led=desired is None)
-    with _released_on_error(lease):
+    with lease_wait.holding(lease):
         if (current := record.read_valid()) is None or current.phase == "ended":
             _set_aside_damaged(record)
             if verb == "stop":
@@ -558,7 +546,7 @@ def _await_drain(
         if not lease.acquire(after_epoch=0 if desired is None else desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
             continue
-        with _released_on_error(lease):
+        with lease_wait.holding(lease):
             desired = record.read()
             compute = compute_for(config, env)
             compute.set_console(print_line)
