@@ -43,7 +43,7 @@ from jaxres.launch import (
     vm_commands,
 )
 from jaxres.launch.controller import Controller
-from jaxres.launch.desired_state import DesiredState, StateObject
+from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
@@ -256,7 +256,11 @@ def _up(
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=waits, desired=desired, may_be_led=may_be_led)
     with lease_wait.holding(lease):
-        desired = record.read_valid()
+        before, desired = desired, record.read_valid()
+        if (end := _ended_meanwhile(before, desired)) is not None:
+            lease.release()
+            sys.stdout.write(format_exit_message(end.exit, f"{run}: {end.reason}; no VM is left"))
+            return end.exit
         _set_aside_damaged(record)
         if desired is None or desired.phase == "ended":
             seconds = orphaned_vms.SHORT_RETRY_SECONDS
@@ -278,6 +282,15 @@ def _up(
         desired = job_alerts.start_targets(desired, config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return _run_controller(_controller(paths, config, compute, lease, record, clock, targets))
+
+
+def _ended_meanwhile(before: DesiredState | None, now: DesiredState | None) -> JobEnd | None:
+    """Returns the end of a job to which another launcher has led it during the wait for the lease.
+
+    None: there was no such job, or it goes on.
+    """
+    is_other = before is None or now is None or before.serial != now.serial
+    return now.end if now is not None and now.phase == "ended" and is_other else None
 
 
 def _controller(

@@ -91,6 +91,26 @@ def test_a_creation_that_completes_after_the_end_is_deleted_by_its_launcher(clou
     cloud.assert_nothing_is_left()
 
 
+@pytest.mark.slow
+def test_a_launcher_on_standby_ends_with_the_job_that_another_one_has_led(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
+    gate = cloud.root / "gate"
+    config = cloud.config(env={"FAULT": "row:360:gate", "GATE": str(gate)}, lease_seconds=20.0)
+    first = cloud.up(config)
+    cloud.wait_commit(10)
+    second = cloud.up(config, "--standby")
+    cloud.wait(lambda: "holds the launcher lease" in second.printed(), of="standby")
+    gate.touch()
+    assert first.wait_exit() == 0, cloud.describe()
+    assert second.wait_exit() == 0, cloud.describe()
+    assert "the last step, 60, is committed; no VM is left" in second.printed()
+    assert cloud.gce.calls().calls[CREATED] == 1, "it has begun another job"
+    assert run_history(cloud.run_dir).attempt == 1
+    assert_bit_exact(cloud.run_dir, fault_free)
+    cloud.assert_nothing_is_left()
+
+
 @pytest.mark.campaign
 def test_an_outage_of_the_bucket_costs_no_launcher_its_lease(
     cloud: Cloud, fault_free: RunDir
