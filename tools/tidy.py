@@ -65,7 +65,7 @@ WALL_CLOCK_MAY = {
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
 ENVIRONMENT = (
-    *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py"),
+    *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py", "standby.py"),
     "environment.py",
 )
 """Commands, also called from Python; keys of compiled programs; the fork server; emulators."""

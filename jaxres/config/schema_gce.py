@@ -237,8 +237,10 @@ class GceSection(Section):
 
     Automatic: 3 times the longest time so far between two commits of an attempt, at least an hour;
     never before an attempt has had two commits."""
-    lease_seconds: PositiveFloat = free(60.0)
-    """Lease of the launcher; after 1.5 times this without renewal another launcher takes over."""
+    lease_seconds: PositiveFloat = free(18.0)
+    """Lease of the launcher; after 1.5 times this without renewal another launcher takes over.
+
+    18: the lease of a dead launcher is taken within 30 s."""
     endpoint: str | None = free(None)
     """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
     max_backoff_minutes: NonNegativeInt = free(60)

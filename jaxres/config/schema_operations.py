@@ -254,7 +254,7 @@ class RestartSection(Section):
     fork: bool = free(True)
     """Whether restarted workers are forked from the fork server, which takes some 100 MB.
 
-    false: each worker is a new process."""
+    On VMs of `launch gce` their supervisor is started before, too. false: each is a new process."""
 
 
 class LaunchSection(Section):

@@ -41,7 +41,6 @@ from jaxres.launch.job_start import (
     compute_for,
     controller_of,
     print_line,
-    released_on_error,
     set_aside_damaged,
 )
 from jaxres.launch.log_follower import LogFollower
@@ -229,7 +228,7 @@ def _run_controller(
     run = running.paths.run
     try:
         alerts = running.alerts or contextlib.nullcontext()
-        with released_on_error(running.lease), faults.refusals(at_start=False), alerts:
+        with lease_wait.holding(running.lease), faults.refusals(at_start=False), alerts:
             end = running.run(until=until)
     except (StoppedError, PreemptedError) as left:
         print_line(
@@ -270,7 +269,7 @@ def _request_end(
         if not lease.acquire(after_epoch=desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
         elif (desired := record.read_valid()) is not None and desired.phase != "ended":
-            with released_on_error(lease):
+            with lease_wait.holding(lease):
                 compute = compute_for(config, env)
                 compute.set_console(print_line)
                 print_line(
@@ -314,7 +313,7 @@ def _end_orphans(
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=True, desired=desired, may_be_led=desired is None)
-    with released_on_error(lease):
+    with lease_wait.holding(lease):
         if (current := record.read_valid()) is None or current.phase == "ended":
             set_aside_damaged(record)
             if verb == "stop":
@@ -444,7 +443,7 @@ def _await_drain(
         if not lease.acquire(after_epoch=0 if desired is None else desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
             continue
-        with released_on_error(lease):
+        with lease_wait.holding(lease):
             desired = record.read()
             compute = compute_for(config, env)
             compute.set_console(print_line)

@@ -31,11 +31,11 @@ from jaxres.faults import (
     StorageUnavailable,
     format_exit_message,
 )
-from jaxres.launch import hardware_report, job_start, preflight
+from jaxres.launch import hardware_report, job_start, lease_wait, preflight
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
 from jaxres.launch.hardware_report import HostTest
-from jaxres.launch.job_start import gce_section, print_line, released_on_error
+from jaxres.launch.job_start import gce_section, print_line
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import DEVICE_VARIABLES
 from jaxres.runlog import event_log, launch_events, run_log
@@ -187,7 +187,7 @@ def _lead(running: Controller, attempts: list[DesiredState]) -> JobEnd:
         return False
 
     alerts = running.alerts or contextlib.nullcontext()
-    with released_on_error(running.lease), faults.refusals(at_start=False), alerts:
+    with lease_wait.holding(running.lease), faults.refusals(at_start=False), alerts:
         end = running.run(until=note)
     assert end is not None, running.paths
     return end

@@ -190,7 +190,8 @@ def send_rest(
             may_be_led=False,
             console=print_message,
         )
-        with JobAlerts(targets, paths.run, config.alerts, desired.id, lease, clock) as alerts:
+        alerts = JobAlerts(targets, paths.run, config.alerts, desired.id, lease, clock)
+        with lease_wait.holding(lease), alerts:
             while alerts.update(desired):
                 pass
         lease.release()

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import StorageUnavailable, format_exit_message
+from jaxres.faults import format_exit_message
 from jaxres.launch import (
     boot_image,
     code_package,
@@ -117,7 +116,7 @@ def start_or_resume(
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=waits, desired=desired, may_be_led=may_be_led)
-    with released_on_error(lease):
+    with lease_wait.holding(lease):
         before, desired = desired, record.read_valid()
         if (end := _ended_meanwhile(before, desired)) is not None:
             lease.release()
@@ -239,14 +238,3 @@ def set_aside_damaged(record: StateObject) -> None:
     """Moves a damaged desired state to another name and prints that; it is never deleted."""
     if (damage := record.damage) and (aside := record.set_aside()) is not None:
         print_line(f"{damage}; moved to {aside.name}")
-
-
-@contextlib.contextmanager
-def released_on_error(lease: Lease) -> Iterator[None]:
-    """Releases the lease if the block fails, so that another launcher can take it at once."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(StorageUnavailable):  # Then the lease expires.
-            lease.release()
-        raise

@@ -3,11 +3,12 @@
 Home of: launcher_lost. The lease is one object in the run's bucket. A launcher replaces it only if
 the generation is the one that it read. The holder's term starts before its last write was sent. A
 waiting launcher takes the lease when it has not changed for 1.5 terms, measured on the waiter's own
-clock. So clocks of two machines are never compared and no wall clock is used. The epoch grows with
-every change of the holder and is part of everything that a holder writes. (Gray & Cheriton,
-Leases, SOSP 1989; Lamport's fencing by a growing number.)
+clock while the bucket answers. So clocks of two machines are never compared and no wall clock is
+used. The epoch grows with every change of the holder and is part of everything that a holder
+writes. (Gray & Cheriton, Leases, SOSP 1989; Lamport's fencing by a growing number.)
 
-A holder writes its lease again if it was deleted, damaged or replaced by an older copy. A damaged
+A holder renews its lease in a thread (`lease_wait.holding`), however long its other calls take. It
+writes its lease again if it was deleted, damaged or replaced by an older copy. A damaged
 lease is kept beside it.
 """
 
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxres.clock import boot_seconds
@@ -29,6 +31,10 @@ TAKEOVER_TERMS = 1.5
 FORMAT = 2
 RENEW_SHARE = 1 / 3
 """Share of its term after which a lease is renewed."""
+MAX_HANG_SECONDS = 600.0
+"""A launcher that has not renewed its lease itself for so long loses it, though its thread runs."""
+COUNTED_SECONDS = 1.0
+"""A waiter does not count the time of a read of the lease that takes longer."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,26 @@ class Lease:
         self._mine: tuple[LeaseRecord, int, float] | None = None
         """Record written last, its generation, and the time before the write."""
         self._other: tuple[int, float] | None = None
-        """Generation of another launcher's lease, and since when it is unchanged."""
+        """Generation of another launcher's lease, and since when it is unchanged; later by the time
+        in which the bucket did not answer."""
         self._other_name, self._other_seconds = "", seconds
+        self._lock = threading.RLock()
+        """Held while the lease is written: the launcher and its thread both renew it."""
+        self._used_at = now()
+        """When the launcher itself has acquired or renewed the lease last."""
+        self._fenced: Fenced | None = None
+        """Set once another launcher has taken the lease."""
 
     @property
     def epoch(self) -> int:
-        """Epoch of this launcher's lease."""
-        assert self._mine is not None, "no lease"
-        return self._mine[0].epoch
+        """Epoch of this launcher's lease; raises Fenced if another launcher has taken it."""
+        return self._required()[0].epoch
+
+    def _required(self) -> tuple[LeaseRecord, int, float]:
+        if (mine := self._mine) is None:
+            assert self._fenced is not None, "no lease"
+            raise self._fenced
+        return mine
 
     @property
     def other_generation(self) -> int | None:
@@ -110,8 +128,11 @@ class Lease:
         Args:
           after_epoch: epoch of the desired state; that of the new lease is above it.
           may_be_led: whether a launcher may lead the job now.
+
+        Raises:
+          StorageUnavailable: the bucket does not answer; this time is no part of the wait.
         """
-        found = self._read()
+        found = self._read_and_count()
         terms = found.terms
         is_free = terms is None or terms.released or terms.nonce == self._nonce
         is_stale = may_be_led and (terms is None or terms.epoch < after_epoch)
@@ -124,7 +145,21 @@ class Lease:
                 return False
         self._set_aside(found)
         epoch = max(after_epoch, 0 if terms is None else terms.epoch) + 1
+        self._used_at = self._now()
         return self._write(epoch=epoch, over=found.generation, started=self._now())
+
+    def _read_and_count(self) -> _Found:
+        """Reads the lease; the time in which the bucket does not answer is no part of the wait.
+
+        The holder could not renew the lease meanwhile.
+        """
+        asked = self._now()
+        try:
+            return self._read()
+        finally:
+            took = self._now() - asked
+            if self._other is not None and took > COUNTED_SECONDS:
+                self._other = self._other[0], self._other[1] + took
 
     def _describe(self, found: _Found) -> str:
         if found.terms is not None:
@@ -139,7 +174,18 @@ class Lease:
 
     def held(self) -> bool:
         """Returns whether this launcher certainly holds the lease now."""
-        return self._mine is not None and self._now() < self._mine[2] + self._mine[0].seconds
+        mine = self._mine
+        return mine is not None and self._now() < mine[2] + mine[0].seconds
+
+    def renew_if_held(self) -> None:
+        """Extends the lease, unless it was released or taken, or the launcher hangs: for a thread.
+
+        Raises:
+          Fenced, StorageUnavailable: as `renew`.
+        """
+        with self._lock:
+            if self._mine is not None and self._now() < self._used_at + MAX_HANG_SECONDS:
+                self._renew(only_if_due=True)
 
     def renew(self, *, only_if_due: bool = True) -> None:
         """Extends the lease once a third of its term has passed.
@@ -148,8 +194,12 @@ class Lease:
           Fenced: another launcher has taken it.
           StorageUnavailable: the bucket does not answer; the lease may still be valid.
         """
-        assert self._mine is not None, "no lease"
-        terms, generation, started = self._mine
+        with self._lock:
+            self._used_at = self._now()
+            self._renew(only_if_due=only_if_due)
+
+    def _renew(self, *, only_if_due: bool) -> None:
+        terms, generation, started = self._required()
         if only_if_due and self._now() < started + RENEW_SHARE * terms.seconds:
             return
         if self._write(epoch=terms.epoch, over=generation, started=self._now()):
@@ -157,16 +207,17 @@ class Lease:
         found = self._read()
         if found.terms == terms:  # The response to an earlier write was lost.
             self._mine = terms, found.generation, started
-            self.renew(only_if_due=False)
+            self._renew(only_if_due=False)
         elif not self._rewrite(found, terms, started=started):
             self._mine = None
             other = self.other_holder()
             holder = "another launcher" if other is None else other.holder
-            raise Fenced(
+            self._fenced = Fenced(
                 f"{self._path.parent.parent}: {holder} holds the lease of this run now; this one "
                 "stops acting, the training continues. `python -m jaxres.launch gce status` shows "
                 "its state."
             )
+            raise self._fenced
 
     def _rewrite(self, found: _Found, terms: LeaseRecord, *, started: float) -> bool:
         """Writes a lease again that was deleted, damaged or replaced by an older copy.
@@ -194,12 +245,13 @@ class Lease:
 
     def release(self) -> None:
         """Marks the lease as free, so that the next launcher takes it at once."""
-        if self._mine is None:
-            return
-        terms, generation, _ = self._mine
-        self._mine = None
-        released = LeaseRecord(terms.holder, terms.epoch, terms.seconds, self._nonce, released=True)
-        gcs_objects.write(self._path, _encode(released), over=generation)
+        with self._lock:
+            if self._mine is None:
+                return
+            terms, generation, _ = self._mine
+            self._mine = None
+            released = replace(terms, released=True)
+            gcs_objects.write(self._path, _encode(released), over=generation)
 
     def _write(self, *, epoch: int, over: int, started: float) -> bool:
         terms = LeaseRecord(self._holder, epoch, self._seconds, self._nonce)

@@ -35,6 +35,7 @@ from jaxres.launch.idle_time import IdleTime, next_idle
 from jaxres.launch.instance_spec import POWER_OFF, read_uploaded
 from jaxres.launch.observed_state import AgentReport, AgentState
 from jaxres.launch.paths import OUTPUT_START, LaunchPaths
+from jaxres.launch.standby_supervisor import STANDBY_SECONDS, StandbySupervisor
 from jaxres.launch.step_line import TAIL_BYTES, newest_progress
 from jaxres.runlog.events import Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived
@@ -162,6 +163,9 @@ class Agent:
         self._notice: PreemptionNotice | None = None
         self._is_leaving = False
         self._uploaded_at = -LOG_SECONDS
+        self._standby = StandbySupervisor(folder)
+        self._standby_due = clock.monotonic() + STANDBY_SECONDS
+        """When the next standby is started; inf: it was, for this attempt or this wait."""
 
     def run(self, env: Mapping[str, str]) -> None:
         """Follows the desired state until SIGTERM is received and the training process exits.
@@ -171,13 +175,16 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGHUP):  # A handler: ignored ones are inherited.
             signal.signal(number, lambda *_: self._leave())
         spawn_thread("agent-beat", self._publisher.run, daemon=True)
+        env = {**env, attempt_alerts.VARIABLE: attempt_alerts.RECORDED}  # The launcher sends them.
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._standby)
             while not (self._is_leaving and self._local is None):
                 if (desired := self._read()) is not None:
                     if self._watcher is None and (section := self._watched(desired)) is not None:
                         watcher = PreemptionWatcher(section, env=env, clock=self._clock)
                         self._watcher = stack.enter_context(watcher)
                     self._follow(desired, env)
+                    self._keep_standby(desired, env)
                 self._poll()
                 self._end_if_idle()
                 self._clock.sleep(POLL_SECONDS)
@@ -253,26 +260,48 @@ class Agent:
         arguments = self._arguments(desired, host, config)
         output = self._folder / f"output-{desired.attempt:04d}.txt"
         self._attempt_file.write_text(f"{desired.attempt}\n")
-        given = {RESTART_VARIABLE: "1" if desired.history else "0"}
-        given[attempt_alerts.VARIABLE] = attempt_alerts.RECORDED  # The launcher sends them.
-        with output.open("ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.train", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=self._training_env({**env, **given}, config, desired),
-                start_new_session=True,
-                preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
-            )
-        self._local = LocalAttempt(desired.attempt, process, output)
+        env = self._training_env(env, config, desired)
+        env[RESTART_VARIABLE] = "1" if desired.history else "0"
+        key = desired.code, desired.config
+        process = self._standby.take(arguments, env=env, key=key, output=output)
+        if process is None:
+            process = _start_supervisor(arguments, env=env, output=output)
+        self._set_local(local := LocalAttempt(desired.attempt, process, output))
         if self._is_leaving:  # SIGTERM was received while the process was started.
-            self._request_save(self._local)
+            self._request_save(local)
         self._publish("running", desired.attempt)
+
+    def _set_local(self, local: LocalAttempt | None) -> None:
+        self._local = local
+        self._standby_due = self._clock.monotonic() + STANDBY_SECONDS
+
+    def _keep_standby(self, desired: DesiredState, env: Mapping[str, str]) -> None:
+        """Starts a supervisor that waits for the next attempt, once per attempt or wait for one."""
+        used = {vm.name for vm in (*desired.vms, *desired.early_vms, *desired.spares)}
+        is_used = self._name in used.difference(desired.draining) and not self._is_leaving
+        if desired.phase == "ended" or not is_used:
+            self._standby.stop()
+            return
+        if self._standby.poll():
+            sys.stdout.write("agent: a supervisor is ready for the next attempt\n")
+        key = desired.code, desired.config
+        if self._clock.monotonic() < self._standby_due or self._standby.is_running(key):
+            return
+        with contextlib.suppress(ConfigError):  # `_start` reports it.
+            if (config := self._config(desired)) is None:
+                return
+            self._standby_due = float("inf")
+            if config.restart.fork:
+                arguments = self._run_arguments(desired)
+                training_env = self._training_env(env, config, desired)
+                self._standby.start(arguments, env=training_env, key=key)
+
+    def _run_arguments(self, desired: DesiredState) -> list[str]:
+        return [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
 
     def _arguments(self, desired: DesiredState, host: int, config: RunConfig) -> list[str]:
         """Returns the arguments of `jaxres.train` for one host of the desired attempt."""
-        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
+        arguments = self._run_arguments(desired)
         if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
             arguments += [f"preemption.notice_seconds={notice:g}"]
         if desired.seq_before:  # The run has begun: never again at step 0.
@@ -288,18 +317,21 @@ class Agent:
     ) -> dict[str, str]:
         """Returns the environment of the training: identity of this VM, its GPUs and their number.
 
-        They are left out if `launch.gce.env` chooses devices itself.
+        The GPUs are left out if `launch.gce.env` chooses devices itself. The identity is known once
+        the VM is a host.
         """
-        (host,) = (host for host in desired.hosts if host.name == self._name)
-        identity = {HOST_NAME: host.name, INSTANCE: host.instance}
-        env = {**env, **identity, PHYSICAL_HOST: host.physical_host}
+        env = dict(env)
+        for host in desired.hosts:
+            if host.name == self._name:
+                env |= {HOST_NAME: host.name, INSTANCE: host.instance}
+                env |= {PHYSICAL_HOST: host.physical_host}
         gce = config.launch.gce
         if gce is None or any(name in env for name in DEVICE_VARIABLES):
-            return dict(env)
-        options = [vm.option for vm in desired.vms if vm.name == self._name]
+            return env
+        options = [vm.option for vm in desired.all_vms if vm.name == self._name]
         types = [gce.capacity_options[option].machine_type for option in options]
         counts = [count for kind in types if (count := num_gpus(kind)) is not None]
-        return {**env, MIN_DEVICES: str(counts[0]), PLATFORM: "gpu"} if counts else dict(env)
+        return {**env, MIN_DEVICES: str(counts[0]), PLATFORM: "gpu"} if counts else env
 
     @property
     def _attempt_file(self) -> Path:
@@ -331,7 +363,7 @@ class Agent:
             self._uploaded_at = now
             self._upload(local)
         if code is not None:
-            self._local = None
+            self._set_local(None)
             exit = 128 - code if code < 0 else code
             self._publish("ended", local.attempt, exit=exit, reason=exit_line(local.output))
 
@@ -398,7 +430,7 @@ class Agent:
                 os.killpg(local.process.pid, signal.SIGKILL)
             local.process.wait()
         self._upload(local)
-        self._local = None
+        self._set_local(None)
         self._publish("ready", local.attempt, reason=reason)
 
     def _publish(
@@ -415,6 +447,21 @@ class Agent:
             path = self._paths.output(local.attempt, self._name)
             start, data = _tail_from(local.output, LOG_BYTES)
             gcs_objects.write(path, data, over=None, metadata={OUTPUT_START: str(start)})
+
+
+def _start_supervisor(
+    arguments: Sequence[str], *, env: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxres.train", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,
+            preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
+        )
 
 
 def exit_line(output: Path) -> str:

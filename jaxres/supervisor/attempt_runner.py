@@ -72,6 +72,7 @@ from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.tracker_processes import TrackerProcesses
 from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
+from jaxres.supervisor.worker_process import Fork
 from jaxres.telemetry import alert_sender, stdio
 from jaxres.telemetry.heartbeat import News
 
@@ -346,6 +347,7 @@ def run_local_workers(
     deadline: float = math.inf,
     on_news: Callable[[News], None] | None = None,
     fork_server: ForkServer | None = None,
+    fork: Fork | None = None,
 ) -> AttemptResult:
     """Runs the attempt's workers as processes of this machine, one per host of this supervisor.
 
@@ -356,10 +358,10 @@ def run_local_workers(
       wakeup: the read end of `signals.wakeup_fd`, if the caller has opened one.
       deadline: when the workers are asked to save and stop, on the attempt's clock.
       on_news: called with what host 0 reports for the alerts; None: what `opened` has for it.
-      fork_server: forks the workers; None: all are fresh processes.
+      fork_server: forks the workers of each attempt; None: a restart starts fresh processes.
+      fork: forks the workers of this attempt if there is no `fork_server`.
     """
     claim = opened.claim
-    secretless = alert_sender.scrub_secrets(opened.config.alerts, env)
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
     ended = supervise(
         {h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
@@ -369,15 +371,14 @@ def run_local_workers(
         limits=opened.config.deadlines,
         run_lock=opened.run_lock,
         clock=opened.clock,
-        env=processes.tag_env(
-            {**WORKER_VARIABLES, **secretless, "NPROC": str(claim.threads)}, opened.run_dir, claim
-        ),
+        env=worker_env(env, opened.config, opened.run_dir, claim),
         num_hosts=claim.num_hosts,
         peers=opened.peers,
         wakeup=wakeup,
         deadline=deadline,
         on_news=opened.on_news if on_news is None else on_news,
         fork_server=fork_server,
+        fork=fork,
         preemption_watcher=opened.preemption_watcher,
         health_watcher=opened.health_watcher,
         run_metrics=opened.run_metrics,
@@ -385,6 +386,15 @@ def run_local_workers(
     _review_slow_hosts(opened, ended, env=env)
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)
+
+
+def worker_env(
+    env: Mapping[str, str], config: RunConfig, run_dir: RunDir, claim: Claim
+) -> dict[str, str]:
+    """Returns the environment of an attempt's workers: without secrets, with threads and tag."""
+    secretless = alert_sender.scrub_secrets(config.alerts, env)
+    threads = {"NPROC": str(claim.threads)}
+    return processes.tag_env({**WORKER_VARIABLES, **secretless, **threads}, run_dir, claim)
 
 
 def delete_memory(run_dir: RunDir, config: RunConfig) -> None:

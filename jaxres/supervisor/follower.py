@@ -16,7 +16,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.attempt_result import AttemptResult, fault_record
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.records import Claim
+from jaxres.runlog.records import Claim, Record
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import write_with_timeout
 from jaxres.supervisor import attempt_alerts, host_exclusion, signals
@@ -29,6 +29,7 @@ from jaxres.supervisor.attempt_runner import (
     follows_an_attempt,
     print_result,
     worker_command,
+    worker_env,
 )
 from jaxres.supervisor.failure_report import upload_artifacts
 from jaxres.supervisor.health_watcher import HealthWatcher
@@ -37,7 +38,7 @@ from jaxres.supervisor.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.supervisor import supervise
 from jaxres.supervisor.worker_group import as_follower
-from jaxres.telemetry.alert_sender import scrub_secrets
+from jaxres.supervisor.worker_process import Fork
 
 
 def follow(
@@ -50,6 +51,7 @@ def follow(
     env: Mapping[str, str],
     advise: Callable[[RunConfig, str], str],
     is_complete: Callable[[RunDir, RunConfig], bool],
+    fork: Fork | None = None,
 ) -> int:
     """Connects to the supervisor of host 0 and runs this host's worker; returns the exit code."""
     loaded, run_dir = resolve_run(target, overrides)
@@ -60,9 +62,8 @@ def follow(
     identity, clock = identify(env, hostname=socket.gethostname()), SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
-        preemption_watcher = stack.enter_context(
-            PreemptionWatcher(config.preemption, env=env, clock=clock)
-        )
+        preemption = PreemptionWatcher(config.preemption, env=env, clock=clock)
+        preemption_watcher = stack.enter_context(preemption)
         health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
         health_watcher = stack.enter_context(health)
         joined = as_follower(
@@ -73,10 +74,9 @@ def follow(
         recording = attempt_alerts.recording(config, run_dir, host=member.host, clock=clock)
         health.on_fault = stack.enter_context(recording).on_fault
         signals.block()
-        records = run_log.read_records(run_dir.log)
-        claim = run_log.claim_of(records, attempt=attempt_number, folder=run_dir.log)
+        records, claim = _read_claim(run_dir, attempt_number)
         delete_unused_memory(run_dir, config)
-        exporter.on_history([record for record in records if record.attempt < claim.attempt])
+        exporter.on_history([record for record in records if record.attempt < attempt_number])
         exporter.ensure_started(host=member.host, health=health_watcher)
         ended = supervise(
             {member.host: worker_command(run_dir, claim, member, env=env)},
@@ -86,9 +86,10 @@ def follow(
             limits=config.deadlines,
             run_lock=None,
             clock=clock,
-            env={**scrub_secrets(config.alerts, env), "NPROC": str(claim.threads)},
+            env=worker_env(env, config, run_dir, claim),
             num_hosts=member.num_hosts,
             peers=peers,
+            fork=fork,
             preemption_watcher=preemption_watcher,
             health_watcher=health_watcher,
             run_metrics=exporter.metrics,
@@ -100,6 +101,11 @@ def follow(
     if ended.is_printed:
         print_result(ended, run_dir, claim)
     return ended.code
+
+
+def _read_claim(run_dir: RunDir, attempt: int) -> tuple[list[Record], Claim]:
+    records = run_log.read_records(run_dir.log)
+    return records, run_log.claim_of(records, attempt=attempt, folder=run_dir.log)
 
 
 def report_fault(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock
+from jaxres.cluster.host_identity import HOST_NAME, INSTANCE, PHYSICAL_HOST
 from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.supervisor_events import ForkServerReady
@@ -29,6 +31,8 @@ FORK_SECONDS = 2.0
 WORKER, FORK_SERVER = "jaxres.train.worker", "jaxres.train.forkserver"
 """Modules that these processes run."""
 MESSAGE_BYTES = 256
+NOT_READ_BY_IMPORTS = (TAG_VARIABLE, HOST_NAME, INSTANCE, PHYSICAL_HOST)
+"""Variables in which a worker's environment may differ from that of the fork server."""
 
 
 class CannotFork(Exception):
@@ -65,7 +69,8 @@ class ForkServer:
         """Starts the fork server unless it runs, at most once per attempt; emits when it is ready.
 
         Args:
-          env: the environment of the attempt's workers, which forks inherit except for the tag.
+          env: the environment of the attempt's workers, which forks inherit except for
+            NOT_READ_BY_IMPORTS.
         """
         if self._process is not None and self._process.poll() is None:
             self._is_ready()
@@ -101,6 +106,15 @@ class ForkServer:
             self._emit(Noted(f"a fresh process instead of a fork of the fork server: {why}"))
             return None
 
+    def fork_last(
+        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
+    ) -> ForkedProcess | None:
+        """Forks a worker as `fork` does, and then ends the fork server."""
+        try:
+            return self.fork(command, env=env, status_fd=status_fd)
+        finally:
+            self.stop()
+
     def _fork(
         self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
     ) -> ForkedProcess:
@@ -108,14 +122,15 @@ class ForkServer:
         assert self._control is not None
         if self._process.poll() is not None:
             raise CannotFork(f"it has exited with {self._process.returncode}")
-        if {**env, TAG_VARIABLE: ""} != {**self._env, TAG_VARIABLE: ""}:
+        if _read_by_imports(env) != _read_by_imports(self._env):
             raise CannotFork("the environment has changed")
         if versions() != self._versions:
             raise CannotFork("libraries were installed since it started")
         if not self._is_ready():
             raise CannotFork("it is not ready yet")
         arguments = list(command[command.index(WORKER) + 1 :])
-        request = {"arguments": arguments, "parent": os.getpid(), "mark": env[TAG_VARIABLE]}
+        own = {name: env[name] for name in NOT_READ_BY_IMPORTS if name in env}
+        request = {"arguments": arguments, "parent": os.getpid(), "env": own}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             ours.settimeout(FORK_SECONDS)
@@ -132,6 +147,12 @@ class ForkServer:
             worker = ForkedProcess(int(message))
             ours.send(b"go")
         return worker
+
+    def wait_ready(self, *, seconds: float) -> bool:
+        """Waits until forks are possible; returns False if they are not after some seconds."""
+        if self._control is not None and not self._is_ready():
+            select.select([self._control], [], [], seconds)
+        return self._control is not None and self._is_ready()
 
     def _is_ready(self) -> bool:
         assert self._control is not None
@@ -152,3 +173,7 @@ class ForkServer:
         if self._control is not None:
             self._control.close()
         self._process, self._control, self._ready = None, None, False
+
+
+def _read_by_imports(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in NOT_READ_BY_IMPORTS}

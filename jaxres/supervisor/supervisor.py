@@ -35,7 +35,13 @@ from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.supervisor.watchdog import LEAVE_SECONDS, limit_seconds, overdue_seconds
-from jaxres.supervisor.worker_process import Worker, kill_process_groups, spawn_worker, wait_for
+from jaxres.supervisor.worker_process import (
+    Fork,
+    Worker,
+    kill_process_groups,
+    spawn_worker,
+    wait_for,
+)
 from jaxres.telemetry.heartbeat import News
 
 TICK_SECONDS = 0.25
@@ -61,6 +67,7 @@ def supervise(
     deadline: float = math.inf,
     on_news: Callable[[News], None] = ignore_news,
     fork_server: ForkServer | None = None,
+    fork: Fork | None = None,
     preemption_watcher: PreemptionWatcher | None = None,
     health_watcher: HealthWatcher | None = None,
     run_metrics: RunMetrics | None = None,
@@ -74,13 +81,12 @@ def supervise(
       limits: the deadlines by phase.
       run_lock: its heartbeat is written meanwhile; None: the supervisor of host 0 holds the lock.
       clock: the supervisor's clock.
-      env: the workers' environment.
-      num_hosts: number of hosts of the whole job.
+      env, num_hosts: the workers' environment; the number of hosts of the whole job.
       peers: connections to the supervisors of the other hosts; None: there are none.
       wakeup: read end of `signals.wakeup_fd`; None: one is opened while the workers run.
       deadline: when the workers are asked to save and stop, on the clock.
       on_news: called with what host 0 reports for the alerts: failing saves, a slow host.
-      fork_server: forks the workers, and is started once training runs; None: no forks.
+      fork_server, fork: either forks the workers; the former is started once training runs.
       preemption_watcher, health_watcher, run_metrics: watch this machine, export; None: off.
     """
     with contextlib.ExitStack() as stack:
@@ -94,7 +100,7 @@ def supervise(
             *(health_watcher, on_news, run_metrics),
         )
         try:
-            _spawn_workers(running, commands, is_alone=num_hosts == 1)
+            _spawn_workers(running, commands, is_alone=num_hosts == 1, fork=fork)
             watch = None
             if run_lock is not None:
                 watch = stack.enter_context(_run_dir_watcher(running, run_lock, last_seq=last_seq))
@@ -108,10 +114,15 @@ def supervise(
 
 
 def _spawn_workers(
-    running: RunningAttempt, commands: Mapping[int, Sequence[str]], *, is_alone: bool
+    running: RunningAttempt,
+    commands: Mapping[int, Sequence[str]],
+    *,
+    is_alone: bool,
+    fork: Fork | None,
 ) -> None:
     """Spawns the workers, the lowest host first."""
     kills_before = oom_kill_count()
+    fork = fork if running.fork_server is None else running.fork_server.fork
     for host, command in sorted(commands.items()):
         worker = spawn_worker(
             command,
@@ -120,7 +131,7 @@ def _spawn_workers(
             env=running.env,
             kills_before=kills_before,
             clock=running.clock,
-            fork=None if running.fork_server is None else running.fork_server.fork,
+            fork=fork,
         )
         running.workers.append(worker)
     if running.run_metrics is not None:

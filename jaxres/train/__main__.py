@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxres import config as configs
@@ -38,6 +38,7 @@ from jaxres.train import oom_advice
 from jaxres.train.completion import is_complete
 
 if TYPE_CHECKING:
+    from jaxres.supervisor.worker_process import Fork
     from jaxres.train.stop_requests import InlineSignals
 
 COMMAND = "python -m jaxres.train"
@@ -63,7 +64,7 @@ other by the secret in RUN_DIR/secret, or by JAXRES_SECRET, which must be equal 
 """
 
 
-def main(arguments: Sequence[str], *, is_command: bool = False) -> int:
+def main(arguments: Sequence[str], *, is_command: bool = False, fork: Fork | None = None) -> int:
     """Runs the command and returns its exit code.
 
     In the process of another program, such as a notebook's kernel, nothing exits it, and signal
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str], *, is_command: bool = False) -> int:
     Args:
       arguments: those of the command line.
       is_command: whether this is the command's own process.
+      fork: forks the worker (`jaxres.train.standby`); None: it is a fresh process.
 
     Raises:
       KeyboardInterrupt: a second Ctrl-C with --inline, unless `is_command`.
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str], *, is_command: bool = False) -> int:
         return ExitCode.DONE
     os.environ.update(gcs_client.library_environment(os.environ))
     is_restart = os.environ.get(RESTART_VARIABLE) == "1"
-    command = functools.partial(_train, arguments, is_command=is_command)
+    command = functools.partial(_train, arguments, is_command=is_command, fork=fork)
     with contextlib.nullcontext() if is_command else signals.restored():
         return attempt_runner.run_with_exit_code(command, at_start=not is_restart)
 
@@ -92,9 +94,15 @@ def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:
     return *parse_target(others, command=COMMAND), inline
 
 
-def _train(arguments: Sequence[str], *, is_command: bool) -> int:
-    env, advise = dict(os.environ), oom_advice.host_advice
-    secret = env.pop(authentication.VARIABLE, "")  # Workers don't need it.
+def training_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment without what only the command reads: a secret, whether a restart."""
+    own = (authentication.VARIABLE, RESTART_VARIABLE)
+    return {name: value for name, value in env.items() if name not in own}
+
+
+def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> int:
+    env, advise = training_variables(os.environ), oom_advice.host_advice
+    secret = os.environ.get(authentication.VARIABLE, "")
     flags, others = split_flags(arguments)
     target, overrides, inline = _parse(others)
     member, address = detect_cluster(flags, env)
@@ -116,7 +124,7 @@ def _train(arguments: Sequence[str], *, is_command: bool) -> int:
                 threads=len(os.sched_getaffinity(0)),
                 hold_signals=lambda: stack.enter_context(received),
             )
-    run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise)
+    run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise, fork=fork)
     run_attempt = functools.partial(
         attempt_runner.run_attempt, target, overrides, run=run, is_complete=is_complete, env=env
     )
@@ -134,6 +142,7 @@ def _train(arguments: Sequence[str], *, is_command: bool) -> int:
         env=env,
         advise=advise,
         is_complete=is_complete,
+        fork=fork,
     )
 
 

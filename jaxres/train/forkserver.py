@@ -28,7 +28,6 @@ from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.storage.path import parse_path
 from jaxres.supervisor import processes
-from jaxres.supervisor.processes import TAG_VARIABLE
 from jaxres.telemetry import stdio
 from jaxres.train import worker
 
@@ -110,7 +109,7 @@ def _work(request: dict[str, Any], reply_fd: int, status_fd: int) -> int:
     _wait_until_adopted(request["parent"])
     os.set_inheritable(status_fd, False)
     arguments = [*request["arguments"], "--status-fd", str(status_fd)]
-    os.environ[TAG_VARIABLE] = request["mark"]
+    os.environ.update(request["env"])
     processes.name_process(worker.process_name(worker.options_of(arguments).host))
     with socket.socket(fileno=reply_fd) as supervisor:
         supervisor.send(str(os.getpid()).encode())

@@ -89,3 +89,47 @@ def test_a_creation_that_completes_after_the_end_is_deleted_by_its_launcher(clou
     assert "checking before exit whether" in first.printed()
     cloud.wait(lambda: cloud.gce.vms() == {}, of="end of the late VM")
     cloud.assert_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_a_launcher_on_standby_ends_with_the_job_that_another_one_has_led(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
+    gate = cloud.root / "gate"
+    config = cloud.config(env={"FAULT": "row:360:gate", "GATE": str(gate)}, lease_seconds=20.0)
+    first = cloud.up(config)
+    cloud.wait_commit(10)
+    second = cloud.up(config, "--standby")
+    cloud.wait(lambda: "holds the launcher lease" in second.printed(), of="standby")
+    gate.touch()
+    assert first.wait_exit() == 0, cloud.describe()
+    assert second.wait_exit() == 0, cloud.describe()
+    assert "the last step, 60, is committed; no VM is left" in second.printed()
+    assert cloud.gce.calls().calls[CREATED] == 1, "it has begun another job"
+    assert run_history(cloud.run_dir).attempt == 1
+    assert_bit_exact(cloud.run_dir, fault_free)
+    cloud.assert_nothing_is_left()
+
+
+@pytest.mark.campaign
+def test_an_outage_of_the_bucket_costs_no_launcher_its_lease(
+    cloud: Cloud, fault_free: RunDir
+) -> None:
+    """Neither the launcher that leads nor one on standby reads or writes the launch state."""
+    config = cloud.config(env={"PACE": "0.1"}, lease_seconds=18.0)
+    first = cloud.up(config)
+    cloud.wait_commit(10)
+    second = cloud.up(config, "--standby")
+    cloud.wait(lambda: "holds the launcher lease" in second.printed(), of="standby")
+    outage = cloud.gcs.fail("503", path="run(/|%2F)launch", times=None)
+    silent = "the bucket does not answer"
+    cloud.wait(lambda: silent in first.printed() and silent in second.printed(), of="outage")
+    outage.times = 0
+    assert outage.hits > 0
+    assert first.wait_exit() == 0, cloud.describe()
+    assert "the bucket answers again" in first.printed()
+    assert second.wait_exit() == 0, cloud.describe()
+    assert ": resuming (" not in second.printed(), "it has led the job of a launcher that lives"
+    assert cloud.gce.calls().calls[CREATED] == 1, cloud.describe()
+    assert_bit_exact(cloud.run_dir, fault_free)
+    cloud.assert_nothing_is_left()

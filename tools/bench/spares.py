@@ -4,7 +4,8 @@
 
 Starts the emulated service with processes as VMs, an emulated bucket, and a real `launch gce up` of
 two hosts with a tiny model. One VM is preempted, with a notice of 120 s or without one. Prints the
-seconds from then to the start of the next attempt, and to its first finished step. `--boot` is the
+seconds from then to the start of the next attempt, and to its first finished step. Before that, a
+supervisor waits for the next attempt on each VM. `--boot` is the
 time that a new VM needs until its startup script runs; the script, the agent and the training are
 real processes.
 """
@@ -42,7 +43,7 @@ WITHOUT = (
 PACE = "0.02"
 """Seconds for a row: a step of 12 rows a host takes a quarter of a second."""
 DEFAULTS: dict[str, Any] = {
-    "lease_seconds": 60.0,
+    "lease_seconds": 18.0,
     "lost_seconds": 8.0,
     "confirm_lost_seconds": 45.0,
 }
@@ -79,6 +80,7 @@ def measure(gcs: GcsServer, way: str, *, boot: float, caches: Path) -> tuple[flo
         _await_step(cloud, 1, at_least=20)
         if spares:
             cloud.wait(lambda: _is_spare_ready(cloud), of="a ready spare", seconds=LIMIT_SECONDS)
+        cloud.wait(lambda: _are_standbys_ready(cloud), of="standbys", seconds=LIMIT_SECONDS)
         cloud.gce.delays.stage = max(boot, 0.1)
         start = time.monotonic()
         cloud.gce.preempt(cloud.member(1), notice=has_notice)
@@ -100,6 +102,11 @@ def _up(cloud: Cloud, config: Path, *, is_early: bool) -> Launcher:
 def _is_spare_ready(cloud: Cloud) -> bool:
     desired, reports = cloud.desired_state(), cloud.reports()
     return desired is not None and any(vm.name in reports for vm in desired.spares)
+
+
+def _are_standbys_ready(cloud: Cloud) -> bool:
+    """Returns whether a supervisor waits for the next attempt on each VM."""
+    return all("a supervisor is ready" in cloud.gce.output(name) for name in cloud.gce.vms())
 
 
 def _await_step(cloud: Cloud, attempt: int, *, at_least: int) -> None:

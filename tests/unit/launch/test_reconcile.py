@@ -99,6 +99,24 @@ def test_the_same_desired_state_always_makes_the_same_request() -> None:
         )
 
 
+def test_a_job_on_a_costlier_option_is_back_on_the_first_once_all_vms_are_created_again() -> None:
+    """As long as it has VMs, also for another attempt, it stays where it is."""
+    cheap, costly = "us-east4-a", ZONE
+    spot = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": [cheap]}
+    settings = config(capacity_options=[spot, spot | {"kind": "standard", "zones": [costly]}])
+    there = replace(READY, vms=tuple(replace(vm(name), option=1) for name in NAMES))
+    refused_until = NOW + 60
+    there = replace(there, backoffs=(Backoff(0, cheap, refused_until, 1, "stockout"),))
+    later = observed(now=refused_until + 1)
+    assert {v.option for v in next_state(there, later, settings).vms} == {1}, "healthy VMs left"
+    gone = dict.fromkeys(NAMES, PREEMPTED)
+    for now, option in ((refused_until - 1, 1), (refused_until + 1, 0)):
+        released = next_state(there, observed(now=now, vms={}, events=gone), settings)
+        assert released.vms == (), "the VMs were not lost"
+        again = next_state(released, observed(now=now, vms={}, reports={}), settings)
+        assert {v.option for v in again.vms} == {option}, f"at {now - refused_until:+g} s"
+
+
 @pytest.mark.parametrize(
     "failure",
     [

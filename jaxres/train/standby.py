@@ -1,0 +1,89 @@
+"""A supervisor that waits for its attempt: it has imported all, and its fork server too. No jax.
+
+The agent of a VM starts it as `python -m jaxres.train.standby CONFIG [section.field=value ...]`
+before there is an attempt. Its stdin is a socket. It sends `ready`, and then waits for one line of
+JSON with the arguments and the environment of `python -m jaxres.train`, as which it goes on. If the
+socket is closed first, it exits.
+"""
+
+from __future__ import annotations
+
+from jaxres.supervisor import signals
+
+if __name__ == "__main__":
+    signals.block()  # Before all other imports: a signal waits for the attempt.
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+from jaxres import config as configs
+from jaxres.clock import SystemClock
+from jaxres.exit_codes import ExitCode
+from jaxres.faults import RunError
+from jaxres.runlog import run_log
+from jaxres.runlog.events import Event, Noted
+from jaxres.storage import gcs_client
+from jaxres.supervisor import attempt_runner, processes, run_config
+from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.worker_process import Fork
+from jaxres.telemetry import stdio
+from jaxres.train import __main__ as train
+
+COMMAND = "python -m jaxres.train.standby"
+READY = b"ready"
+IMPORT_SECONDS = 600.0
+"""Longest wait for the imports of the fork server; without it the worker is a fresh process."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Waits for the order on stdin, and runs the attempt; returns its exit code."""
+    os.environ.update(gcs_client.library_environment(os.environ))
+    with socket.socket(fileno=os.dup(0)) as agent, _fork_server(arguments) as fork:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        agent.send(READY)
+        with agent.makefile("rb") as orders:
+            line = orders.readline()
+        agent.close()
+        if not line.endswith(b"\n"):
+            return ExitCode.DONE
+        order = json.loads(line)
+        os.environ.clear()
+        os.environ.update(order["env"])
+        return train.main(order["arguments"], is_command=True, fork=fork)
+
+
+@contextlib.contextmanager
+def _fork_server(arguments: Sequence[str]) -> Iterator[Fork | None]:
+    """Yields the fork of a server that is ready; None: no attempt has fixed the environment yet."""
+    try:
+        target, overrides = run_config.parse_target(arguments, command=COMMAND)
+        loaded = configs.load(target, overrides)
+        run_dir = run_config.find_run_dir(loaded)
+        claims = run_log.fold(run_log.read_records(run_dir.log)).claims
+    except RunError:
+        claims = ()  # The attempt reports it.
+    if not claims:
+        yield None
+        return
+    processes.become_subreaper()
+    with ForkServer(run_dir, emit=_print, clock=SystemClock()) as server:
+        env = train.training_variables(os.environ)
+        server.ensure_started(attempt_runner.worker_env(env, loaded.config, run_dir, claims[-1]))
+        server.wait_ready(seconds=IMPORT_SECONDS)
+        yield server.fork_last
+
+
+def _print(event: Event) -> None:
+    if isinstance(event, Noted):
+        print_message(event.message)
+
+
+if __name__ == "__main__":
+    stdio.install_safe_stdio(escapes=True)
+    attempt_runner.hard_exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""A supervisor that waits is used once, with the code and config that it was started for, or ends.
+
+Each test's agent is a process of its own: it starts the standby as on a VM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxres.exit_codes import ExitCode
+from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
+
+KEY = ("code", "config")
+
+
+def agent(folder: Path, code: str) -> Any:
+    """Runs code in a process that has started a standby; returns the JSON that the code prints."""
+    given = f"""
+        import json, os, time
+        from pathlib import Path
+        from jaxres.launch.standby_supervisor import StandbySupervisor
+
+        folder = Path({str(folder)!r})
+        standby = StandbySupervisor(folder)
+        standby.start([{str(TINY)!r}, "run.dir={folder}/run"], env=os.environ, key={KEY!r})
+        pid = standby._process.pid
+        output = folder / "output-0001.txt"
+
+        def wait_ready():
+            until = time.monotonic() + {PATIENCE_SECONDS}
+            while not standby.poll():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+        def take(key={KEY!r}, arguments=("--no-such-flag",)):
+            return standby.take(arguments, env=dict(os.environ), key=key, output=output)
+
+        def is_gone():
+            return not Path(f"/proc/{{pid}}").exists()
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(given) + textwrap.dedent(code)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_the_standby_becomes_the_training_of_one_attempt(tmp_path: Path) -> None:
+    code, second = agent(
+        tmp_path,
+        """
+        wait_ready()
+        process = take()
+        print(json.dumps([process.wait(), take() is None]))
+        """,
+    )
+    assert code == ExitCode.USAGE
+    assert second, "one process for two attempts"
+    assert "--no-such-flag: unknown flag" in (tmp_path / "output-0001.txt").read_text()
+
+
+def test_a_standby_for_other_code_or_another_config_is_killed(tmp_path: Path) -> None:
+    for key in (("other", "config"), ("code", "other")):
+        is_unused, gone = agent(
+            tmp_path,
+            f"""
+            wait_ready()
+            print(json.dumps([take(key={key!r}) is None, is_gone()]))
+            """,
+        )
+        assert is_unused, f"{key}: the attempt would run with {KEY}"
+        assert gone
+
+
+def test_a_standby_that_is_not_ready_is_killed(tmp_path: Path) -> None:
+    is_unused, gone = agent(
+        tmp_path,
+        """
+        import signal
+        os.kill(pid, signal.SIGSTOP)
+        print(json.dumps([take() is None, is_gone()]))
+        """,
+    )
+    assert is_unused, "the attempt would wait for its imports"
+    assert gone
+
+
+def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
+    pid = agent(tmp_path, "wait_ready(); print(pid, flush=True); os._exit(0)")
+    until = time.monotonic() + PATIENCE_SECONDS
+    while Path(f"/proc/{pid}/exe").exists():
+        assert time.monotonic() < until, "it outlives its agent"
+        time.sleep(0.01)
