@@ -44,7 +44,9 @@ class CommonOptionFields(Section):
     machine_type: str = free(...)
     """Machine type, such as a3-megagpu-8g, which includes its GPUs."""
     dollars_per_hour: PositiveFloat | None = free(None)
-    """Price of one VM; needed for launch.max_dollars and for the cost that `status` prints."""
+    """Price of one VM, for launch.max_dollars and for the costs that `status` prints.
+
+    null: that of the Cloud Billing Catalog API, which `up` asks; unknown if it has none."""
 
 
 class SpotOption(CommonOptionFields):

@@ -38,6 +38,7 @@ from jaxres.launch import (
     job_alerts,
     job_config,
     lease_wait,
+    option_prices,
     orphaned_vms,
     preflight,
     reconcile,
@@ -118,8 +119,8 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         if "--dry-run" in flags:
             config, run = _config_without_bucket(target, overrides)
             if "--check" in flags:
-                return preflight.show_checks(config, run, compute_for(config, env))
-            return preflight.show(config, run)
+                return preflight.show_checks(config, run, compute_for(config, env), clock)
+            return preflight.show(config, run, lambda: compute_for(config, env), clock)
         return _up(target, overrides, env=env, clock=clock, waits="--standby" in flags)
     if verb == "init":
         _refuse_unknown(flags, ("--yes",))
@@ -241,6 +242,10 @@ def _up(
     record = StateObject(paths.desired_state)
     desired = record.read_valid()
     may_be_led = bool(record.damage)
+    known = () if desired is None else desired.prices
+    look_up = functools.partial(
+        option_prices.for_job, config, compute, clock, print_line, known=known
+    )
     if desired is None or desired.phase == "ended":
         if not record.damage and completion.is_complete(RunDir(run), config):
             job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
@@ -251,8 +256,9 @@ def _up(
             print_line(warning)
         code_package.list_files(_gce(config).package)  # Errors appear before the lease is taken.
         may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
+        prices = look_up(is_new=True)
     else:  # VMs exist already.
-        may_be_led = True
+        may_be_led, prices = True, look_up(is_new=False)
     lease = lease_wait.new_lease(paths, config, print_line)
     find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     find(waits=waits, desired=desired, may_be_led=may_be_led)
@@ -276,7 +282,7 @@ def _up(
             if desired.image:
                 print_line(f"VMs boot the image of the first ones, {desired.image}")
         targets = alert_sender.resolve(config.alerts, env=env)
-        desired = job_alerts.start_targets(desired, config)
+        desired = option_prices.adopt(job_alerts.start_targets(desired, config), config, prices)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return _run_controller(_controller(paths, config, compute, lease, record, clock, targets))
 
@@ -293,6 +299,7 @@ def _controller(
     """Returns the controller of a job whose desired state was written, with its alerts."""
     assert record.desired is not None, paths
     alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
+    config = option_prices.fill(config, record.desired.prices)
     return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
 
 
