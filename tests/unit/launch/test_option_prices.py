@@ -102,7 +102,7 @@ def test_one_reading_of_the_catalog_serves_all_options(gce: GceEmulator) -> None
     assert filled is not None
     dollars = [option.dollars_per_hour for option in filled.capacity_options]
     expected = [SPOT_DOLLARS, ON_DEMAND_DOLLARS, ON_DEMAND_DOLLARS]
-    assert dollars == pytest.approx(expected), "a VM of a reservation is billed as on demand"
+    assert dollars == pytest.approx(expected), "another price than that of its kind"
 
 
 def test_the_price_of_the_config_counts_and_nothing_is_asked(gce: GceEmulator) -> None:
@@ -166,8 +166,9 @@ def test_a_price_is_asked_for_once_a_day_and_kept_while_the_service_does_not_ans
     clock = FakeClock()
     known = look_up(gce, clock=clock).prices
     clock.now += DAY - 1
-    assert look_up(gce, clock=clock, known=known).prices == known
+    later = look_up(gce, clock=clock, known=known).prices
     assert gce.calls().calls[CALL] == 1, "it was asked twice in a day"
+    assert later == known
     clock.now += 2
     again = look_up(gce, clock=clock, known=known).prices
     assert gce.calls().calls[CALL] == 2, "an old price was not asked for again"
