@@ -238,7 +238,7 @@ class GceSection(Section):
     lease_seconds: PositiveFloat = free(60.0)
     """Lease of the launcher; after 1.5 times this without renewal another launcher takes over."""
     endpoint: str | None = free(None)
-    """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
+    """URL of the Compute API, also asked for prices; null: JAXRES_GCE_ENDPOINT, else Google's."""
     max_backoff_minutes: NonNegativeInt = free(60)
     """Longest backoff before an option without capacity is tried again."""
 
