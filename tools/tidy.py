@@ -40,6 +40,8 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/job_start.py:_upload_job": "start of a job, over several machines: hours, cost",
     "jaxres/launch/controller.py:Controller._wall": "hours and cost; the lease does not use it",
     "jaxres/launch/vm_agent.py:Agent._report_notice": "when a VM will be stopped, for the launcher",
+    "jaxres/launch/option_prices.py:look_up": "a day, over several launchers",
+    "jaxres/cli/report.py:_vm_spending": "cost so far, for output",
     "jaxres/launch/gce_status.py:show_status": "hours and cost so far, for output",
     "jaxres/launch/vm_commands.py:cordon": "stamps an exclusion",
     "jaxres/launch/vm_commands.py:request_drain": "stamps an exclusion",

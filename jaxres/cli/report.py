@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from jaxres.cli.runs import differences
 from jaxres.clock import SystemClock
@@ -17,6 +18,9 @@ from jaxres.goodput import read_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import Incident, Summary
+from jaxres.launch import option_prices, spending
+from jaxres.launch.desired_state import DesiredState, StateObject
+from jaxres.launch.paths import LaunchPaths
 from jaxres.report import comparison, number_text
 from jaxres.report.contents import Contents, Sources, collect
 from jaxres.report.page import run_page
@@ -25,7 +29,7 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
 from jaxres.storage import files
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import run_config, run_lock
 
 
@@ -37,6 +41,16 @@ class _Run:
     sources: Sources
     timeline: RunTimeline
     summary: Summary
+    spending: VmSpending
+
+
+@dataclass(frozen=True)
+class VmSpending:
+    """What the VMs of `launch gce` have cost, by capacity option and cause."""
+
+    rows: Sequence[dict[str, Any]] = ()
+    """Fields of JSON objects."""
+    lines: Sequence[str] = ()
 
 
 def text(
@@ -52,9 +66,9 @@ def text(
     """
     runs = [_read_all(one) for one in (run_dir, compare) if one is not None]
     if as_json:
-        texts = [as_json_text(run.timeline, run.summary) for run in runs]
+        texts = [as_json_text(run.timeline, run.summary, run.spending) for run in runs]
     else:
-        texts = [as_text(run.run_dir, run.summary) for run in runs]
+        texts = [as_text(run.run_dir, run.summary, run.spending) for run in runs]
     if out is None and compare is None:
         return texts[0]
     contents = [collect(run.sources, run.timeline, run.summary) for run in runs]
@@ -80,9 +94,37 @@ def _read_all(run_dir: RunDir) -> _Run:
     config = _config(run_dir)
     sources = _sources(run_dir, name=None if config is None else config.run.name)
     timeline = _timeline(run_dir, sources)
+    vms, state = VmSpending(), _launch_state(run_dir)
+    if config is not None and config.launch.gce is not None and state is not None:
+        config = option_prices.fill(config, state.prices)
+        vms = _vm_spending(state, config)
     price = None if config is None else config.launch.dollars_per_host_hour
     found = summary.summarize(timeline, dollars_per_host_hour=price)
-    return _Run(run_dir, sources, timeline, found)
+    return _Run(run_dir, sources, timeline, found, vms)
+
+
+def _launch_state(run_dir: RunDir) -> DesiredState | None:
+    """Returns the desired state of `launch gce`; None: there is none, or it can't be read."""
+    if not is_remote(run_dir.root):
+        return None
+    try:
+        return StateObject(LaunchPaths(run_dir.root).desired_state).read_valid()
+    except ConfigError:
+        return None
+
+
+def _vm_spending(state: DesiredState, config: RunConfig) -> VmSpending:
+    gce = config.launch.gce
+    assert gce is not None, config
+    parts = spending.so_far(state, gce, now=SystemClock().wall())
+    rows = spending.rows(parts, gce)
+    hours = sum(row["vm_hours"] for row in rows)
+    total = sum(row["dollars"] or 0.0 for row in rows)
+    is_known = all(row["dollars"] is not None for row in rows)
+    cost = f"${total:.2f}" if is_known else "price unknown"
+    lines = [spending.describe(part, gce) for part in parts]
+    lines += [f"    price of {option_prices.describe(price)}" for price in state.prices]
+    return VmSpending(rows, [f"VMs: {cost}, {hours:.2f} VM hours", *lines] if rows else ())
 
 
 def read(run_dir: RunDir) -> RunTimeline:
@@ -127,18 +169,19 @@ def _config(run_dir: RunDir) -> RunConfig | None:
         return None
 
 
-def as_json_text(timeline: RunTimeline, found: Summary) -> str:
+def as_json_text(timeline: RunTimeline, found: Summary, vms: VmSpending) -> str:
     """Returns the summary with all intervals as one JSON object, in seconds since the begin."""
     intervals = [dataclasses.asdict(interval) for interval in timeline.intervals]
-    return json.dumps(dataclasses.asdict(found) | {"intervals": intervals}) + "\n"
+    more = {"spending": [*vms.rows], "intervals": intervals}
+    return json.dumps(dataclasses.asdict(found) | more) + "\n"
 
 
-def as_text(run_dir: RunDir, found: Summary) -> str:
+def as_text(run_dir: RunDir, found: Summary, vms: VmSpending) -> str:
     """Returns the summary as text for a terminal."""
-    return "".join(f"{line}\n" for line in _lines(run_dir, found))
+    return "".join(f"{line}\n" for line in _lines(run_dir, found, vms))
 
 
-def _lines(run_dir: RunDir, found: Summary) -> Iterator[str]:
+def _lines(run_dir: RunDir, found: Summary, vms: VmSpending) -> Iterator[str]:
     at = datetime.fromtimestamp(found.began).isoformat(sep=" ", timespec="seconds")
     attempts = number_text.count(found.num_attempts, "attempt")
     incidents = number_text.count(len(found.incidents), "incident")
@@ -152,11 +195,14 @@ def _lines(run_dir: RunDir, found: Summary) -> Iterator[str]:
         seconds = found.by_activity[activity]
         if activity.value not in found.not_recorded:
             name = activity.replace("_", " ")
-            yield f"  {name:<13}{seconds:>14,.1f} s {100 * seconds / found.seconds:>6.1f} %"
+            dollars = (found.dollars_by_activity or {}).get(activity.value)
+            cost = "" if dollars is None else f"{f'${dollars:,.2f}':>12}"
+            yield f"  {name:<13}{seconds:>14,.1f} s {100 * seconds / found.seconds:>6.1f} %{cost}"
     yield f"  {'sum':<13}{found.seconds:>14,.1f} s"
     if names := " and ".join(name.replace("_", " ") for name in found.not_recorded):
         yield f"not recorded, so in other classes: {names} (only `launch gce` records them)"
     yield from _cost(found)
+    yield from vms.lines
     for incident in found.incidents:
         yield from _incident(incident)
 

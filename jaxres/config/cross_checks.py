@@ -442,11 +442,8 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
         safe = ("https://", "http://127.0.0.1:", "http://127.0.0.1/")
         if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):
             yield Problem(f"{key}.url", "must begin with https:// (the key is sent to it)")
-    if config.alerts.spend_dollars is not None:
-        options = () if config.launch.gce is None else config.launch.gce.capacity_options
-        if not options or any(option.dollars_per_hour is None for option in options):
-            text = "needs launch.gce.capacity_options with prices"
-            yield Problem("alerts.spend_dollars", text)
+    if config.alerts.spend_dollars is not None and config.launch.gce is None:
+        yield Problem("alerts.spend_dollars", "needs launch.gce.capacity_options with prices")
 
 
 def _gce(config: RunConfig) -> Iterator[Problem]:
@@ -468,12 +465,6 @@ def _gce(config: RunConfig) -> Iterator[Problem]:
         yield Problem("launch.gce.image", "give a boot image, or launch.gce.template")
     for number, option in enumerate(gce.capacity_options):
         yield from _option(gce, option, f"launch.gce.capacity_options[{number}]")
-        if config.launch.max_dollars is not None and option.dollars_per_hour is None:
-            yield Problem(
-                f"launch.gce.capacity_options[{number}].dollars_per_hour",
-                "is missing, and launch.max_dollars can't be enforced without it",
-                others=("launch.max_dollars",),
-            )
     if gce.external_ip and gce.template is not None and not gce.subnetworks:
         yield Problem(
             "launch.gce.external_ip",

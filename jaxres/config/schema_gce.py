@@ -44,7 +44,9 @@ class CommonOptionFields(Section):
     machine_type: str = free(...)
     """Machine type, such as a3-megagpu-8g, which includes its GPUs."""
     dollars_per_hour: PositiveFloat | None = free(None)
-    """Price of one VM; needed for launch.max_dollars and for the cost that `status` prints."""
+    """Price of one VM, for launch.max_dollars and for the costs that `status` prints.
+
+    null: that of the Cloud Billing Catalog API, which `up` asks; unknown if it has none."""
 
 
 class SpotOption(CommonOptionFields):
@@ -242,7 +244,7 @@ class GceSection(Section):
 
     18: the lease of a dead launcher is taken within 30 s."""
     endpoint: str | None = free(None)
-    """URL of the Compute API; null: JAXRES_GCE_ENDPOINT if set, else Google's."""
+    """URL of the Compute API, also asked for prices; null: JAXRES_GCE_ENDPOINT, else Google's."""
     max_backoff_minutes: NonNegativeInt = free(60)
     """Longest backoff before an option without capacity is tried again."""
 

@@ -267,7 +267,7 @@ class LaunchSection(Section):
     max_restarts_per_1000_steps: PositiveInt | None = free(None)
     """Most restarts, for any cause, per 1000 committed steps; one more ends the run (84)."""
     max_dollars: PositiveFloat | None = free(None)
-    """Most dollars that the VMs may cost (84), by the prices in launch.gce.capacity_options."""
+    """Most dollars that the VMs may cost (84), by the prices of launch.gce.capacity_options."""
     gce: GceSection | None = free(None)
     """Section of `launch gce`; null: the run uses no VMs."""
 

@@ -74,6 +74,8 @@ class Summary:
     dollars: float | None
     """At the given price; None: no price."""
     useful_dollars: float | None
+    dollars_by_activity: Mapping[str, float] | None
+    """Dollars of each class while attempts ran; their sum is `dollars`."""
     incidents: tuple[Incident, ...]
 
 
@@ -100,6 +102,7 @@ def summarize(timeline: RunTimeline, *, dollars_per_host_hour: float | None = No
         useful_device_hours=cost.device_hours(useful),
         dollars=cost.dollars(running),
         useful_dollars=cost.dollars(useful),
+        dollars_by_activity=cost.by_activity(running),
         incidents=tuple(_incidents(timeline, cost)),
     )
 
@@ -123,6 +126,15 @@ class _Cost:
             return None
         host_seconds = sum(self.attempts[i.attempt].num_hosts * i.seconds for i in intervals)
         return self.dollars_per_host_hour * host_seconds / HOUR
+
+    def by_activity(self, intervals: Iterable[Interval]) -> dict[str, float] | None:
+        if self.dollars_per_host_hour is None:
+            return None
+        found = dict[str, float]()
+        for interval in intervals:
+            dollars = self.dollars([interval]) or 0.0
+            found[interval.activity.value] = found.get(interval.activity.value, 0.0) + dollars
+        return found
 
 
 def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[Incident]:

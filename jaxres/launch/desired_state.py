@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable
 from jaxres.launch.capacity_options import Backoff
+from jaxres.launch.catalog_prices import CatalogPrice
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import codec, gcs_objects
@@ -230,6 +231,8 @@ class DesiredState:
     """Lifetime of the VMs that are deleted."""
     spending: tuple[Spending, ...] = ()
     """The same two by capacity option and cause."""
+    prices: tuple[CatalogPrice, ...] = ()
+    """Prices by the Billing Catalog API, of options without one in the config: option_prices.py."""
     end: JobEnd | None = None
     num_events: int = 0
     """Number of events so far; see jaxres/runlog/launch_events.py."""

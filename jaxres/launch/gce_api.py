@@ -71,7 +71,9 @@ class Compute:
         """
         self._gce, self.project = gce, gce.project
         self._clients: dict[str, Any] = {}
-        self._options = _client_options(endpoint)
+        self.endpoint = None if endpoint is None else _url(endpoint)
+        self._options = _client_options(self.endpoint)
+        self.credentials: Any = self._options["credentials"]
         self._clock = clock or SystemClock()
         self._notice: NoticeSupport = "requested"
         self._with_notice: set[str] = set()
@@ -365,7 +367,7 @@ class Compute:
         try:
             return self._safe_call(ask)
         except NotFound as error:
-            raise ApiUnavailable(_brief(error)) from error
+            raise ApiUnavailable(brief(error)) from error
 
     def _safe_call(self, call: Callable[[], T]) -> T:
         """Returns the result of a call that changes nothing or may always be repeated.
@@ -382,7 +384,7 @@ class Compute:
         except NotFound:
             raise
         except GoogleAPICallError as error:
-            raise ApiUnavailable(_brief(error)) from error
+            raise ApiUnavailable(brief(error)) from error
 
     def call(self, request: Callable[[], T]) -> T:
         """Returns the result of a call.
@@ -400,12 +402,12 @@ class Compute:
         except GoogleAuthError as error:
             raise NoCredentials(_NO_CREDENTIALS.format(error)) from error
         except (exceptions.TooManyRequests, exceptions.ServerError) as error:
-            raise ApiUnavailable(_brief(error)) from error
+            raise ApiUnavailable(brief(error)) from error
         except (exceptions.RetryError, RequestException, ConnectionError, TimeoutError) as error:
-            raise ApiUnavailable(_brief(error)) from error
+            raise ApiUnavailable(brief(error)) from error
         except exceptions.Forbidden as error:
             if create_failed(error).kind == "rate_limit":
-                raise ApiUnavailable(_brief(error)) from error
+                raise ApiUnavailable(brief(error)) from error
             raise
 
 
@@ -426,7 +428,8 @@ def _call(call: Callable[..., T], request: Any) -> Callable[[], T]:
     return functools.partial(call, request=request, retry=None, timeout=TIMEOUT_SECONDS)
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """Returns an error in one line, without the request."""
     text = _without_request(str(error).partition("\n")[0])
     return f"{type(error).__name__}: {text[:200]}"
 
@@ -452,6 +455,10 @@ def _library() -> Any:
     return compute_v1
 
 
+def _url(endpoint: str) -> str:
+    return endpoint if "://" in endpoint else f"http://{endpoint}"
+
+
 def _client_options(endpoint: str | None) -> dict[str, Any]:
     """Returns the arguments with which a client is created."""
     if endpoint is None:
@@ -468,8 +475,7 @@ def _client_options(endpoint: str | None) -> dict[str, Any]:
     from google.api_core.client_options import ClientOptions
     from google.auth.credentials import AnonymousCredentials
 
-    url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    options = ClientOptions(api_endpoint=url)
+    options = ClientOptions(api_endpoint=endpoint)
     return {"credentials": AnonymousCredentials(), "client_options": options}
 
 

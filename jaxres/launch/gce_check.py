@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import signal
 import sys
@@ -31,7 +32,7 @@ from jaxres.faults import (
     StorageUnavailable,
     format_exit_message,
 )
-from jaxres.launch import hardware_report, job_start, lease_wait, preflight
+from jaxres.launch import hardware_report, job_start, lease_wait, option_prices, preflight
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
 from jaxres.launch.hardware_report import HostTest
@@ -156,12 +157,18 @@ def check(
         config, run, hosts=options.hosts, extent=options.hardware, max_hours=options.max_hours
     )
     folder = directory(run)
+    compute = functools.partial(job_start.compute_for, job, env)
+    prices = option_prices.look_up(gce_section(job), compute, clock)
+    priced = option_prices.fill(job, prices.prices)
     if options.dry_run:
-        sys.stdout.write("".join(f"{line}\n" for line in _highest_cost(job)))
-        return preflight.show(job, folder)
-    for line in [*preflight.price_lines(job), *_highest_cost(job), *_other_job(run)]:
+        plan = [*_highest_cost(priced), *preflight.lines(job, folder, prices)]
+        sys.stdout.write("".join(f"{line}\n" for line in plan))
+        return ExitCode.DONE
+    for line in [*preflight.price_lines(job, prices), *_highest_cost(priced), *_other_job(run)]:
         print_line(line)
-    running = job_start.start_or_resume(job, folder, env=env, clock=clock, waits=False, clear=clear)
+    running = job_start.start_or_resume(
+        priced, folder, env=env, clock=clock, waits=False, clear=clear
+    )
     if isinstance(running, int):  # Another check has begun and ended meanwhile.
         return running
     attempts: list[DesiredState] = []

@@ -14,10 +14,17 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.goodput import launch_gap
-from jaxres.launch import job_config, orphaned_vms, reconcile, spending, vm_commands
+from jaxres.launch import (
+    job_config,
+    option_prices,
+    orphaned_vms,
+    reconcile,
+    spending,
+    vm_commands,
+)
 from jaxres.launch.boot_report import BootReport
 from jaxres.launch.capacity_options import NEVER, Backoff
-from jaxres.launch.desired_state import DesiredState, Spending, StateObject, VmSpec
+from jaxres.launch.desired_state import DesiredState, StateObject, VmSpec
 from jaxres.launch.gce_api import ApiUnavailable, Compute, NoCredentials
 from jaxres.launch.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.observed_state import AgentReport, VmStatus
@@ -68,7 +75,8 @@ def show_status(
         fields: dict[str, Any] = {"run": str(run), "phase": None}
         lines = [f"{run}: {record.damage or 'there is no desired state here'}"]
     else:
-        fields, lines = _job_status(paths, desired, config, now=clock.wall())
+        priced = option_prices.fill(config, desired.prices)
+        fields, lines = _job_status(paths, desired, priced, now=clock.wall())
         fields["image"] = desired.image or None
     fields["orphaned_vms"] = None if orphans is None else [dataclasses.asdict(v) for v in orphans]
     if problem:
@@ -116,7 +124,6 @@ def _job_status(
     reports = _reports(paths)
     spent, hours = reconcile.dollars(desired, gce, now=now), reconcile.vm_hours(desired, now=now)
     recovery = newest_recovery(launch_events.read(RunDir(paths.run)), now=now)
-    spent_by_cause = spending.so_far(desired, gce, now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     fields = {
         "run": str(paths.run),
@@ -136,7 +143,8 @@ def _job_status(
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "vm_hours": hours,
-        "spending": [_spending_row(one, gce) for one in spent_by_cause],
+        "spending": spending.rows(spending.so_far(desired, gce, now=now), gce),
+        "prices": [dataclasses.asdict(price) for price in desired.prices],
         "end": desired.end and dataclasses.asdict(desired.end),
         "reason": desired.reason,
         "recovery_seconds": recovery or None,
@@ -148,7 +156,7 @@ def _job_status(
         lines.append(f"  lease held by {held_by}")
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
-    lines += [spending.describe(one, gce) for one in spent_by_cause] + _recovery_lines(recovery)
+    lines += _cost_lines(desired, gce, now=now) + _recovery_lines(recovery)
     lines += _vm_lines(paths, desired, gce, reports)
     lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
@@ -160,6 +168,13 @@ def _job_status(
 def _reports(paths: LaunchPaths) -> dict[str, AgentReport | None]:
     listed = gcs_objects.list_metadata(paths.reports)
     return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
+
+
+def _cost_lines(desired: DesiredState, gce: GceSection, *, now: float) -> list[str]:
+    """Returns the costs by capacity option and cause, and the prices by the catalog."""
+    parts = spending.so_far(desired, gce, now=now)
+    prices = [f"  price of {option_prices.describe(price)}" for price in desired.prices]
+    return [*(spending.describe(part, gce) for part in parts), *prices]
 
 
 def _recovery_lines(seconds: Mapping[str, float]) -> list[str]:
@@ -179,19 +194,6 @@ def newest_recovery(events: Sequence[LaunchEvent], *, now: float) -> dict[str, f
     for activity, start, end in launch_gap.newest(events, until=now):
         seconds[activity.value] = seconds.get(activity.value, 0.0) + end - start
     return seconds
-
-
-def _spending_row(one: Spending, gce: GceSection) -> dict[str, Any]:
-    option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
-    has_price = option.dollars_per_hour is not None
-    return {
-        "option": one.option,
-        "kind": option.kind,
-        "machine_type": option.machine_type,
-        "cause": one.cause,
-        "dollars": one.dollars if has_price else None,
-        "vm_hours": one.vm_seconds / 3600,
-    }
 
 
 def _vm_lines(

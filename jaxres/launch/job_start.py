@@ -27,6 +27,7 @@ from jaxres.launch import (
     job_alerts,
     job_config,
     lease_wait,
+    option_prices,
     orphaned_vms,
     preflight,
 )
@@ -98,24 +99,20 @@ def start_or_resume(
     """
     compute, paths = compute_for(config, env), LaunchPaths(run)
     compute.set_console(print_line)
-    record = StateObject(paths.desired_state)
-    desired = record.read_valid()
-    may_be_led = bool(record.damage)
-    if desired is None or desired.phase == "ended":
-        goes_on = clear is None and not record.damage
-        if goes_on and (resume_only or completion.is_complete(RunDir(run), config)):
-            job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
-            if resume_only:
-                state = "no job was started here" if desired is None else "the job has ended"
-                sys.stdout.write(f"{run}: {state}; --resume-only starts none\n")
-            return ExitCode.DONE
+    desired = (record := StateObject(paths.desired_state)).read_valid()
+    is_new = desired is None or desired.phase == "ended"
+    can_be_over = is_new and clear is None and not record.damage
+    if can_be_over and _is_over(config, run, desired, resume_only=resume_only):
+        job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
+        return ExitCode.DONE
+    if is_new:
         _check_before_lease(config, run, compute, env=env)
-        may_be_led |= bool(orphaned_vms.list_all(compute, paths.label))
-    else:  # VMs exist already.
-        may_be_led = True
+    known = () if desired is None else desired.prices
+    prices = option_prices.for_job(config, compute, clock, print_line, known=known, is_new=is_new)
+    may_be_led = not is_new or bool(record.damage or orphaned_vms.list_all(compute, paths.label))
     lease = lease_wait.new_lease(paths, config, print_line)
-    find = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
-    find(waits=waits, desired=desired, may_be_led=may_be_led)
+    acquire = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
+    acquire(waits=waits, desired=desired, may_be_led=may_be_led)
     with lease_wait.holding(lease):
         before, desired = desired, record.read_valid()
         if (end := _ended_meanwhile(before, desired)) is not None:
@@ -123,19 +120,26 @@ def start_or_resume(
             return report_end(run, end)
         set_aside_damaged(record)
         if desired is None or desired.phase == "ended":
-            seconds = orphaned_vms.SHORT_RETRY_SECONDS
-            vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
-            for vm in vms:
-                print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
+            vms = _orphans(compute, paths)
             if clear is not None:
                 clear(run)
             desired = _new_job(config, paths, desired, compute, clock, vms)
         else:
             config = _adopt(config, paths, desired)
         targets = alert_sender.resolve(config.alerts, env=env)
-        desired = job_alerts.start_targets(desired, config)
+        desired = option_prices.adopt(job_alerts.start_targets(desired, config), config, prices)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return controller_of(paths, config, compute, lease, record, clock, targets)
+
+
+def _is_over(
+    config: RunConfig, run: GcsPath, ended: DesiredState | None, *, resume_only: bool
+) -> bool:
+    """Returns whether no job follows the one that has ended, if there was one."""
+    if resume_only:
+        state = "no job was started here" if ended is None else "the job has ended"
+        sys.stdout.write(f"{run}: {state}; --resume-only starts none\n")
+    return resume_only or completion.is_complete(RunDir(run), config)
 
 
 def _ended_meanwhile(before: DesiredState | None, now: DesiredState | None) -> JobEnd | None:
@@ -176,6 +180,15 @@ def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunC
     if desired.image:
         print_line(f"VMs boot the image of the first ones, {desired.image}")
     return config
+
+
+def _orphans(compute: Compute, paths: LaunchPaths) -> list[VmStatus]:
+    """Returns the VMs of the run that no job has, and prints them."""
+    seconds = orphaned_vms.SHORT_RETRY_SECONDS
+    vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
+    for vm in vms:
+        print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
+    return vms
 
 
 def _new_job(
@@ -231,6 +244,7 @@ def controller_of(
     """Returns the controller of a job whose desired state was written, with its alerts."""
     assert record.desired is not None, paths
     alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
+    config = option_prices.fill(config, record.desired.prices)
     return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from jaxres.config.schema_gce import GceSection
 from jaxres.launch.desired_state import DesiredState, Spending, SpendingCause, Transition, VmSpec
@@ -24,10 +24,11 @@ def lifetime_seconds(vm: VmSpec, *, now: float) -> float:
 
 def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
     """Returns the dollars that a VM has cost so far; 0 without a price."""
-    return _dollars(vm.option, lifetime_seconds(vm, now=now), gce)
+    return charge(vm.option, lifetime_seconds(vm, now=now), gce)
 
 
-def _dollars(option: int, seconds: float, gce: GceSection) -> float:
+def charge(option: int, seconds: float, gce: GceSection) -> float:
+    """Returns the dollars of a VM of an option for some time; 0 without a price."""
     found = gce.capacity_options[min(option, len(gce.capacity_options) - 1)]
     return seconds / 3600 * (found.dollars_per_hour or 0.0)
 
@@ -87,7 +88,7 @@ def add(
                 found[vm.option, cause] = replace(
                     one,
                     vm_seconds=one.vm_seconds + seconds,
-                    dollars=one.dollars + _dollars(vm.option, seconds, gce),
+                    dollars=one.dollars + charge(vm.option, seconds, gce),
                 )
     return tuple(found[key] for key in sorted(found, key=lambda k: (k[0], CAUSES.index(k[1]))))
 
@@ -95,6 +96,24 @@ def add(
 def so_far(desired: DesiredState, gce: GceSection, *, now: float) -> tuple[Spending, ...]:
     """Returns the spending of all VMs of the job so far, by option and cause."""
     return add(desired, desired.all_vms, gce, now=now)
+
+
+def rows(parts: Iterable[Spending], gce: GceSection) -> list[dict[str, Any]]:
+    """Returns the parts of the spending as JSON objects."""
+    found = []
+    for one in parts:
+        option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
+        has_price = option.dollars_per_hour is not None
+        row = {
+            "option": one.option,
+            "kind": option.kind,
+            "machine_type": option.machine_type,
+            "cause": one.cause,
+            "dollars": one.dollars if has_price else None,
+            "vm_hours": one.vm_seconds / 3600,
+        }
+        found.append(row)
+    return found
 
 
 def describe(one: Spending, gce: GceSection) -> str:

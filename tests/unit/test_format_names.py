@@ -49,7 +49,7 @@ from jaxres.engine.state import Progress
 from jaxres.goodput import summary
 from jaxres.goodput.intervals import Activity, Interval
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.launch import desired_state, lease, observed_state
+from jaxres.launch import desired_state, lease, observed_state, spending
 from jaxres.launch.paths import LaunchPaths
 from jaxres.plan.measured import Measured
 from jaxres.runlog import (
@@ -70,6 +70,7 @@ from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock
 from jaxres.telemetry import alert_delivery_log, heartbeat, incidents
 from jaxres.train import consensus, resume_results
+from tests.unit.launch import gce_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_names.json"
 ADVICE = (
@@ -295,8 +296,10 @@ def plan_names() -> Any:
 
 
 def report_names() -> Any:
-    timeline = RunTimeline((example(Interval),))
-    return written(report.as_json_text(timeline, example(summary.Summary)))
+    timeline, gce = RunTimeline((example(Interval),)), gce_config.config().launch.gce
+    assert gce is not None
+    vms = report.VmSpending(spending.rows([example(desired_state.Spending)], gce))
+    return written(report.as_json_text(timeline, example(summary.Summary), vms))
 
 
 RESTORE_RESULTS = (

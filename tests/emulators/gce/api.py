@@ -145,7 +145,9 @@ class Api:
         most = self.most_per_minute
         if most is not None and self.counts.in_this_minute() > most:
             raise by_word("rateLimitExceeded")
-        project = request.words.get("project", "")
+        if "project" not in request.words:  # Not the Compute API.
+            return
+        project = request.words["project"]
         is_shared = project in self.catalog.images and request.call.startswith("images.")
         of_host = ("subnetworks.get", "routers.list", "networks.getEffectiveFirewalls")
         is_shared |= request.call in of_host and any(

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.emulators.gce.billing_skus import BillingCatalog
 from tests.emulators.gce.errors import GceError, not_found
 
 SPOT, STANDARD = "SPOT", "STANDARD"
@@ -212,6 +213,7 @@ class Catalog:
     """Resource policies: region and name."""
     reservations: dict[tuple[str, str], Reservation] = field(default_factory=dict)
     """By zone and name."""
+    billing: BillingCatalog = field(default_factory=BillingCatalog)
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
     """Limits by region and metric; missing ones are large. Those of all regions: region empty."""
 

@@ -19,6 +19,7 @@ from jaxres.testing.gcs.faults import FaultRule
 from tests.emulators.gce import keeper
 from tests.emulators.gce.addresses import reserve
 from tests.emulators.gce.api import NUMBER, Api, Counted
+from tests.emulators.gce.billing_skus import BillingCatalog
 from tests.emulators.gce.catalog import Catalog, Reservation
 from tests.emulators.gce.fleet import Fleet
 from tests.emulators.gce.guest import MARK, output_of
@@ -307,6 +308,11 @@ class GceEmulator:
         with self.scheduler.changed:
             made = Reservation(machine, count, status, tuple(policies))
             self.catalog.reservations[zone, name] = made
+
+    def sell(self, skus: Sequence[dict[str, Any]], *, page_size: int = 5000) -> None:
+        """Enables the Cloud Billing API, whose catalog has these SKUs."""
+        with self.scheduler.changed:
+            self.catalog.billing = BillingCatalog([*skus], is_enabled=True, page_size=page_size)
 
     def hold_deletions(self, holds: bool = True) -> None:
         """Lets VMs that are being deleted be STOPPING until this is called with False."""

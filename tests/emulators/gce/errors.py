@@ -34,6 +34,9 @@ class GceError(Exception):
         self.status, self.reason, self.message, self.more = status, reason, message, more
 
     def body(self) -> bytes:
+        if self.reason in STATUS.values():  # A service newer than the Compute API.
+            error = {"code": self.status, "message": self.message, "status": self.reason}
+            return json.dumps({"error": error | self.more}).encode()
         domain = "usageLimits" if self.reason in ("accessNotConfigured",) else "global"
         one = {"message": self.message, "domain": domain, "reason": self.reason}
         error: dict[str, Any] = {"code": self.status, "message": self.message, "errors": [one]}
@@ -71,10 +74,16 @@ def unknown_field(name: str, where: str) -> GceError:
     return GceError(400, "badRequest", why)
 
 
-def api_disabled(number: str) -> GceError:
-    link = "https://console.developers.google.com/apis/api/compute.googleapis.com/overview"
+def api_disabled(
+    number: str,
+    *,
+    name: str = "Compute Engine API",
+    host: str = "compute.googleapis.com",
+    reason: str = "accessNotConfigured",
+) -> GceError:
+    link = f"https://console.developers.google.com/apis/api/{host}/overview"
     message = (
-        f"Compute Engine API has not been used in project {number} before or it is disabled. "
+        f"{name} has not been used in project {number} before or it is disabled. "
         f"Enable it by visiting {link}?project={number} then retry. If you enabled this API "
         "recently, wait a few minutes for the action to propagate to our systems and retry."
     )
@@ -82,9 +91,9 @@ def api_disabled(number: str) -> GceError:
         "@type": "type.googleapis.com/google.rpc.ErrorInfo",
         "reason": "SERVICE_DISABLED",
         "domain": "googleapis.com",
-        "metadata": {"service": "compute.googleapis.com", "consumer": f"projects/{number}"},
+        "metadata": {"service": host, "consumer": f"projects/{number}"},
     }
-    return GceError(403, "accessNotConfigured", message, details=[detail])
+    return GceError(403, reason, message, details=[detail])
 
 
 def by_word(word: str) -> GceError:

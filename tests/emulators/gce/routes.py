@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tests.emulators.gce import calls, creation, network
+from tests.emulators.gce import billing, calls, creation, network
 from tests.emulators.gce.api import Function
 
 
@@ -161,6 +161,18 @@ ROUTES = [
         ("GET", "", "projects.get", calls.get_project, "projects.get"),
     ]
 ]
+
+
+ROUTES.append(
+    Route(
+        "GET",
+        re.compile(r"/v1/services/(?P<service>[^/]+)/skus"),
+        billing.CALL,
+        billing.list_skus,
+        "",
+    )
+)
+"""The Cloud Billing Catalog API, which needs no permission."""
 
 
 def find(method: str, path: str) -> tuple[Route, dict[str, str]] | None:

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from jaxres import config as configs
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import report
 from jaxres.goodput import summary
+from jaxres.launch.catalog_prices import CatalogPrice
+from jaxres.launch.desired_state import DesiredState, Spending, encode_state
+from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import gcs_objects
+from jaxres.storage.path import GcsPath
 from tests.unit.goodput.simulated_run import SimulatedRun
 from tests.unit.goodput.test_run_timeline import fold
+from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.report.parsed_page import parse
 
 
@@ -38,9 +45,10 @@ def crashed() -> SimulatedRun:
 
 def test_the_text_has_each_class_and_what_each_incident_has_cost(crashed: SimulatedRun):
     found = summary.summarize(fold(crashed), dollars_per_host_hour=3600.0)
-    text = report.as_text(RunDir(Path("runs/x")), found)
+    text = report.as_text(RunDir(Path("runs/x")), found, report.VmSpending())
     assert text.startswith("runs/x: 2 attempts, 1 incident; 1 h 00 min since ")
-    assert "  productive              4.0 s    0.1 %\n" in text
+    assert "  productive              4.0 s    0.1 %       $4.00\n" in text
+    assert "  replayed                2.0 s    0.1 %       $2.00\n" in text
     assert "  down                3,600.0 s   99.6 %\n" in text
     assert (
         "not recorded, so in other classes: capacity wait and vm boot (only `launch gce` " in text
@@ -79,6 +87,44 @@ def test_the_command_reads_a_run_directory(
     assert found["by_activity"] == pytest.approx(dict(wanted.by_activity))
     assert found["dollars"] is None, "no config, so no price"
     assert sum(i["end"] - i["start"] for i in found["intervals"]) == pytest.approx(wanted.seconds)
+
+
+def test_the_report_has_the_costs_of_vms_by_option_and_cause(
+    crashed: SimulatedRun, tmp_path: Path, gcs_bucket: str, capsys: pytest.CaptureFixture[str]
+):
+    write(crashed, tmp_path)
+    run = GcsPath(gcs_bucket, "run")
+    for file in (path for path in tmp_path.rglob("*") if path.is_file()):
+        name = file.relative_to(tmp_path).as_posix()
+        gcs_objects.write(GcsPath(gcs_bucket, f"run/{name}"), file.read_bytes(), over=None)
+    option = {name: value for name, value in OPTION.items() if name != "dollars_per_hour"}
+    text = configs.dump_yaml(config(capacity_options=[option]))
+    gcs_objects.write(RunDir(run).config, text.encode(), over=None)
+    price = CatalogPrice("a2-highgpu-1g", "us-central1", "spot", 2.0, ("A",), "2026-11-26")
+    parts = (Spending(0, "training", 7200.0, 4.0), Spending(0, "spare", 1800.0, 1.0))
+    state = DesiredState("jx", "code", "config", phase="ended", spending=parts, prices=(price,))
+    path = LaunchPaths(run).desired_state
+    gcs_objects.write(path, encode_state(state), over=None)
+    assert checkpoints_cli.main(["report", str(run), "--json"], usage="usage: x") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["kind"], row["cause"], row["dollars"]) for row in found["spending"]] == [
+        ("spot", "training", 4.0),
+        ("spot", "spare", 1.0),
+    ]
+    assert sum(found["dollars_by_activity"].values()) == pytest.approx(found["dollars"])
+    assert found["dollars"] > 0, "the price of the catalog was not used"
+    assert checkpoints_cli.main(["report", str(run)], usage="usage: x") == 0
+    printed = capsys.readouterr().out
+    assert (
+        "VMs: $5.00, 2.50 VM hours\n"
+        "    spot a2-highgpu-1g: training: $4.00, 2.00 VM hours\n"
+        "    spot a2-highgpu-1g: spare: $1.00, 0.50 VM hours\n"
+        "    price of spot a2-highgpu-1g in us-central1: $2.0000 an hour, by the Billing Catalog "
+        "API, 2026-11-26\n"
+    ) in printed, printed
+    gcs_objects.write(path, b"damaged", over=None)
+    assert checkpoints_cli.main(["report", str(run), "--json"], usage="usage: x") == 0
+    assert json.loads(capsys.readouterr().out)["spending"] == []
 
 
 def test_the_page_is_written_beside_the_text_and_two_runs_are_compared(

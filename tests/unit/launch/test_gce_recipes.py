@@ -17,6 +17,7 @@ from jaxres.launch import preflight
 from jaxres.launch.controller import machine_for, new_state
 from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce_api import Compute
+from jaxres.launch.option_prices import PriceLookup
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
@@ -65,7 +66,7 @@ def test_every_recipe_passes_the_checks_and_its_first_request_is_accepted(
             gce.add_image(owner, f"{family}-1", family=family)
         compute = Compute(section, endpoint=gce.url)
         assert preflight.check(section, compute, RUN) == [], name
-        plan = "\n".join(preflight.lines(config, RUN))
+        plan = "\n".join(preflight.lines(config, RUN, PriceLookup()))
         option = section.capacity_options[0]
         assert f"{num_gpus(option.machine_type)} x " in plan, plan
         desired = new_state("jx", "0" * 64, "0" * 64, now=1.0, after=None)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxres.faults import ConfigError
 from jaxres.launch import preflight
+from jaxres.launch.option_prices import PriceLookup
 from jaxres.storage.path import GcsPath
 from tests.unit.launch.gce_config import OPTION, config
 
@@ -20,13 +21,14 @@ tried in this order:
   1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
   2. spot        us-central1-b    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
   3. standard    us-east4-a       e2-small; price unknown: give dollars_per_hour
+the price of standard e2-small is unknown: jaxres knows no SKUs of e2-small
 the first request (its startup script is left out here):
 """
 
 
 def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
     standard = {"kind": "standard", "zones": ["us-east4-a"], "machine_type": "e2-small"}
-    lines = preflight.lines(config(capacity_options=[OPTION, standard]), RUN)
+    lines = preflight.lines(config(capacity_options=[OPTION, standard]), RUN, PriceLookup())
     text = "".join(f"{line}\n" for line in lines)
     label = lines[1].split("-")[2]
     assert text.startswith(EXPECTED.replace("@", label)), text
@@ -38,7 +40,7 @@ def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
 
 
 def test_the_price_of_all_vms_includes_the_spares() -> None:
-    lines = preflight.lines(config(spares=1), RUN)
+    lines = preflight.lines(config(spares=1), RUN, PriceLookup())
     assert (
         "  1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $4.50 an hour for all"
         in lines
@@ -47,7 +49,7 @@ def test_the_price_of_all_vms_includes_the_spares() -> None:
 
 
 def test_the_plan_shows_the_request_without_its_script() -> None:
-    text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
+    text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN, PriceLookup()))
     for expected in (
         "  count: 2",
         "  min_count: 2",
@@ -64,12 +66,16 @@ def test_the_plan_shows_the_request_without_its_script() -> None:
     ):
         assert expected in text, f"{expected}\n{text}"
     assert "#!/bin/bash" not in text
-    assert text == "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
+    assert text == "\n".join(
+        preflight.lines(config(launch={"max_dollars": 10.0}), RUN, PriceLookup())
+    )
 
 
 def test_a_queued_option_shows_the_request_for_one_vm() -> None:
     flex = {**OPTION, "kind": "flex_start", "wait_minutes": 20}
-    text = "\n".join(preflight.lines(config(capacity_options=[flex], max_run_hours=24.0), RUN))
+    text = "\n".join(
+        preflight.lines(config(capacity_options=[flex], max_run_hours=24.0), RUN, PriceLookup())
+    )
     assert "request_valid_for_duration" in text
     assert "seconds: 1200" in text
     assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text
@@ -80,13 +86,13 @@ def test_the_plan_lists_every_file_that_is_copied_with_its_size(tmp_path: Path) 
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "model.py").write_text("a = 1\n")
     (tmp_path / "rows.txt").write_bytes(bytes(1234567))
-    lines = preflight.lines(config(package=str(tmp_path)), RUN)
+    lines = preflight.lines(config(package=str(tmp_path)), RUN, PriceLookup())
     at = lines.index(f"copied from {tmp_path}: 2 files, 1,234,573 bytes")
     assert lines[at - 1].startswith("copied to the VMs: jaxres, ")
     assert lines[at + 1 : at + 3] == ["             6  pkg/model.py", "     1,234,567  rows.txt"]
     (tmp_path / ".env").write_text("TOKEN=1")
     with pytest.raises(ConfigError, match=r"\.env \(by its name, a secret\)"):
-        preflight.lines(config(package=str(tmp_path)), RUN)
+        preflight.lines(config(package=str(tmp_path)), RUN, PriceLookup())
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_the_plan_lists_every_file_that_is_copied_with_its_size(tmp_path: Path) 
 def test_the_plan_names_the_account_and_that_the_training_runs_as_root(
     gce: dict[str, Any], expected: str
 ) -> None:
-    lines = preflight.lines(config(**gce), RUN)
+    lines = preflight.lines(config(**gce), RUN, PriceLookup())
     assert expected in lines
     (root,) = (line for line in lines if "as root" in line)
     assert "Give that account no other role" in root

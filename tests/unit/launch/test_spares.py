@@ -285,6 +285,16 @@ def test_the_next_launcher_continues_and_no_spare_is_unknown() -> None:
     assert reconcile.vms_to_delete(read, training(SPARE)) == [], "it is deleted as an unknown VM"
 
 
+def test_the_cost_limit_counts_spares_from_their_request_on() -> None:
+    own = reconcile.dollars(replace(BOOTING, spares=()), CONFIG.launch.gce, now=NOW + HOUR)
+    limited = config(spares=1, launch={"max_dollars": own + 1.4})
+    found = reconcile.decide(BOOTING, training(SPARE, now=NOW + HOUR), limited).desired
+    assert found.end is not None, "the spare was not counted"
+    assert found.end.reason.startswith("launch.max_dollars=")
+    higher = config(spares=1, launch={"max_dollars": own + 1.6})
+    assert reconcile.decide(BOOTING, training(SPARE, now=NOW + HOUR), higher).desired.end is None
+
+
 def test_the_costs_of_a_spare_are_counted_and_shown_as_such() -> None:
     gce = CONFIG.launch.gce
     assert gce is not None
