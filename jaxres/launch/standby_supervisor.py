@@ -62,7 +62,7 @@ class StandbySupervisor:
         with theirs, self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "jaxres.train.standby", *arguments],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),

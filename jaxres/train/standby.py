@@ -19,13 +19,17 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from jaxres import config as configs
 from jaxres.clock import SystemClock
+from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError
 from jaxres.runlog import run_log
 from jaxres.runlog.events import Event, Noted
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Claim
 from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner, processes, run_config
 from jaxres.supervisor.attempt import print_message
@@ -34,7 +38,6 @@ from jaxres.supervisor.worker_process import Fork
 from jaxres.telemetry import stdio
 from jaxres.train import __main__ as train
 
-COMMAND = "python -m jaxres.train.standby"
 READY = b"ready"
 IMPORT_SECONDS = 600.0
 """Longest wait for the imports of the fork server; without it the worker is a fresh process."""
@@ -61,22 +64,27 @@ def main(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _fork_server(arguments: Sequence[str]) -> Iterator[Fork | None]:
     """Yields the fork of a server that is ready; None: no attempt has fixed the environment yet."""
-    try:
-        target, overrides = run_config.parse_target(arguments, command=COMMAND)
-        loaded = configs.load(target, overrides)
-        run_dir = run_config.find_run_dir(loaded)
-        claims = run_log.fold(run_log.read_records(run_dir.log)).claims
-    except RunError:
-        claims = ()  # The attempt reports it.
-    if not claims:
+    if (found := _newest_attempt(arguments)) is None:
         yield None
         return
+    config, run_dir, claim = found
     processes.become_subreaper()
     with ForkServer(run_dir, emit=_print, clock=SystemClock()) as server:
         env = train.training_variables(os.environ)
-        server.ensure_started(attempt_runner.worker_env(env, loaded.config, run_dir, claims[-1]))
+        server.ensure_started(attempt_runner.worker_env(env, config, run_dir, claim))
         server.wait_ready(seconds=IMPORT_SECONDS)
         yield server.fork_last
+
+
+def _newest_attempt(arguments: Sequence[str]) -> tuple[RunConfig, RunDir, Claim] | None:
+    """Returns config, run directory and claim of the newest attempt; None: none can be read."""
+    path, *overrides = arguments
+    with contextlib.suppress(RunError):  # The attempt reports it.
+        loaded = configs.load(Path(path), overrides)
+        run_dir = run_config.find_run_dir(loaded)
+        if claims := run_log.fold(run_log.read_records(run_dir.log)).claims:
+            return loaded.config, run_dir, claims[-1]
+    return None
 
 
 def _print(event: Event) -> None:
