@@ -193,6 +193,7 @@ def _detach(
             return found
         found.lease.release()
     config, _ = job_config.find(run, ())  # As the unit reads it.
+    alert_sender.resolve(config.alerts, env=env)
     secrets = [schema_operations.variable(target) for target in config.alerts.targets]
     launcher_unit.start(unit, run, env, secrets=secrets, waits=waits)
     sys.stdout.write(launcher_unit.describe(unit, run, env, secrets))

@@ -226,13 +226,19 @@ def _call(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command of systemd; the user's systemd is found without a login session too."""
     own = {"XDG_RUNTIME_DIR": str(unit.runtime_dir)} if unit.uid else {}
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**env, **own, "LC_ALL": "C"},
-        timeout=CALL_SECONDS,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={**env, **own, "LC_ALL": "C"},
+            timeout=CALL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{shlex.join(command)} has not answered in {CALL_SECONDS:.0f} s; run this again once "
+            "systemd answers."
+        ) from error
