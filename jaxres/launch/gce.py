@@ -50,6 +50,7 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, RunPath
 from jaxres.supervisor.run_config import parse_target
+from jaxres.telemetry import alert_sender
 
 COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
