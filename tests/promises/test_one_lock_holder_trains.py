@@ -17,7 +17,6 @@ from jaxres.storage.path import GcsPath
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    TrainingProcess,
     Workspace,
     assert_bit_exact,
     run_history,
