@@ -93,6 +93,11 @@ class BackgroundSave:
         """Parts that this host has written to a disk, once the save is over; None: none."""
         return self._own.written if isinstance(self._own, ArrayWriter) else None
 
+    @property
+    def markers(self) -> Mapping[str, bytes]:
+        """Files that must follow all others of the arrays, once `complete` was called."""
+        return self._own.markers if isinstance(self._own, BucketWriter) else {}
+
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """On host 0, once all hosts have reported their parts: makes them one checkpoint.
 

@@ -3,7 +3,8 @@
 A part is some arrays, with the pieces of them that this host writes: one object, whose bytes are
 sent from where they lie in memory. While parts are uploaded, those before are downloaded and
 compared with the digests of the snapshot. All parts of a host are one OCDBT database, whose index
-is written here (ocdbt.py); host 0 writes one for those of all hosts. TensorStore reads them back.
+is written here (ocdbt.py) beside the last parts; host 0 writes one for those of all hosts: beside
+the last parts, too, if it is alone. TensorStore reads them back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
     Executor,
@@ -19,7 +20,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxres.checkpoint import manifest as manifests
@@ -35,7 +36,7 @@ from jaxres.checkpoint.array_writer import (
 from jaxres.checkpoint.bit_sums import Corrupted
 from jaxres.checkpoint.block_digests import ArrayInfo, Digests, encode
 from jaxres.checkpoint.host_arrays import HostArrays, HostPieces
-from jaxres.checkpoint.readback import HostReport, verify_index, verify_object
+from jaxres.checkpoint.readback import HostReport, report_of, verify_index, verify_object
 from jaxres.checkpoint.snapshot import digests_name
 from jaxres.checkpoint.stored_chunks import Chunk, entries_of
 from jaxres.checkpoint.tensorstore_reader import key_of
@@ -53,6 +54,8 @@ MAX_STREAMS = 8
 """Most parts of a host that are uploaded at a time, and as many that are downloaded."""
 AT_ONCE = 1 / 8
 """Share of a save that may be uploaded at a time: so much is downloaded after the last upload."""
+Entries = Mapping[str, bytes | ocdbt.Place]
+"""Key -> the value, or its place, in the index of a database."""
 SUCCESS = "commit_success.txt"
 """File that makes a step in a bucket a complete one for stock Orbax."""
 
@@ -64,8 +67,8 @@ class BucketPart:
     name: str
     """Name of the object in the step."""
     file: MemoryFile
-    values: Mapping[str, bytes | ocdbt.Place]
-    """Entries of the index of the host's database."""
+    values: Entries
+    """Those of the host's database."""
     infos: Mapping[str, ArrayInfo]
     chunks: Mapping[str, list[Chunk]]
     """Path -> the chunks of an array in this object; none if they are in the index."""
@@ -100,6 +103,8 @@ class BucketWriter:
         self._process, self._num_hosts = process, num_hosts
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
+        self.markers = {SUCCESS: str(step_dir).encode()}
+        """Files that must follow all others of the arrays."""
 
     def result(self) -> None:
         """Uploads this host's pieces and their digests, and downloads them again.
@@ -120,7 +125,7 @@ class BucketWriter:
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
         """Makes the databases of all hosts one checkpoint; returns a report on what it has written.
 
-        Host 0 calls it when all have written.
+        Host 0 calls it when all have written. If it is alone, `result` has done that.
 
         Args:
           reports: those of all hosts, which name the objects of their databases.
@@ -129,21 +134,19 @@ class BucketWriter:
           StorageUnavailable: an index can't be read or reads back differently, or storage has
             failed.
         """
+        if self._num_hosts == 1:
+            return HostReport({})
         with files.typed_errors(self.step_dir):
-            contents = dict(self._arrays.described)
             entries = {
                 folder: _entries(self.step_dir, folder, databases(folder, reports))
                 for folder in self._arrays.folders
             }
+            contents = dict(self._arrays.described)
             for folder, own in entries.items():
-                index = ocdbt.encode_index(own)
-                contents |= {f"{folder}/{name}": data for name, data in index.items()}
+                contents |= _index_files(folder, own)
             written = _write_all(self.step_dir, contents)
             for folder, own in entries.items():
-                if not _has_entries(self.step_dir / folder, own):
-                    written.append(HostReport({}, f"{self.step_dir}: its index reads differently"))
-            if not any(report.failure for report in written):
-                written += _write_all(self.step_dir, {SUCCESS: str(self.step_dir).encode()})
+                written.append(self._check_folder(folder, functools.partial(dict, own)))
         if failure := _joined(written).failure:
             raise StorageUnavailable(
                 f"{failure}. The step is discarded; nothing committed is lost."
@@ -166,10 +169,15 @@ class BucketWriter:
             parts, reports = list[BucketPart](), list[HostReport]()
             while len(parts) < len(jobs) and (part := laid_out.get()) is not None:
                 parts.append(part)
+            checks: list[Future[HostReport] | None] = []
             if len(parts) == len(jobs):  # The last parts are being uploaded meanwhile.
                 reports += self._write_index(folder, parts)
+                if self._num_hosts == 1:
+                    name = database_name(folder, self._process, 0).removeprefix(f"{folder}/")
+                    own = functools.partial(_entries, self.step_dir, folder, [name])
+                    checks.append(downloads.submit(self._check_folder, folder, own))
             ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-            checks = [job.result() for job in ended]
+            checks += [job.result() for job in ended]
             reports.append(self._check_index(folder, parts))
             return _joined([*reports, *(check.result() for check in checks if check)])
         finally:
@@ -222,13 +230,43 @@ class BucketWriter:
         return BucketPart(name, file, values, infos, chunks, digests)
 
     def _write_index(self, folder: str, parts: Sequence[BucketPart]) -> list[HostReport]:
-        """Writes the index of this host's database and the digests, and reads them back."""
-        database = database_name(folder, self._process, 0)
+        """Writes the index of this host's database and the digests, and reads them back.
+
+        If this host is alone: also the index of the folder, and the descriptions of the arrays.
+        """
         values = {key: value for part in parts for key, value in part.values.items()}
         digests = {path: each for part in parts for path, each in part.digests.items()}
-        contents = {f"{database}/{n}": data for n, data in ocdbt.encode_index(values).items()}
+        contents = _index_files(database_name(folder, self._process, 0), values)
         contents[f"{DIGESTS_OF[folder]}/{digests_name(self._process)}"] = encode(digests)
+        if self._num_hosts == 1:
+            contents |= _index_files(folder, self._entries_above(folder, parts))
+            contents |= self._arrays.described if folder == self._arrays.folders[0] else {}
         return _write_all(self.step_dir, contents)
+
+    def _entries_above(self, folder: str, parts: Sequence[BucketPart]) -> Entries:
+        """Returns the entries of this host's database as the index of the folder has them."""
+        name = database_name(folder, self._process, 0).removeprefix(f"{folder}/")
+        return {
+            key: value if isinstance(value, bytes) else replace(value, file=f"{name}/{value.file}")
+            for part in parts
+            for key, value in part.values.items()
+        }
+
+    def _check_folder(self, folder: str, expected: Callable[[], Entries]) -> HostReport:
+        """Returns the report on whether TensorStore reads the expected entries from a folder."""
+
+        def check() -> HostReport:
+            with ThreadPoolExecutor(1, "jaxres-download") as pool:
+                wanted = pool.submit(expected)
+                found = entries_of(self.step_dir / folder)
+            is_same = wanted.result() == {
+                key: value if isinstance(value, bytes) else _place(value)
+                for key, value in found.items()
+            }
+            where = f"{self.step_dir / folder}"
+            return HostReport({}, "" if is_same else f"{where}: its index reads differently")
+
+        return report_of(self.step_dir, check)
 
     def _check_index(self, folder: str, parts: Sequence[BucketPart]) -> HostReport:
         return verify_index(
@@ -260,9 +298,7 @@ def _size_bytes(info: ArrayInfo) -> int:
     return math.prod(info.shape) * info.itemsize
 
 
-def _chunks(
-    path: str, each: HostPieces, values: Mapping[str, bytes | ocdbt.Place], name: str
-) -> list[Chunk]:
+def _chunks(path: str, each: HostPieces, values: Entries, name: str) -> list[Chunk]:
     """Returns those chunks of an array that are in an object."""
     keys = {box: key_of(path) + chunk_key(box, each.chunk_shape) for box in each.items}
     places = {box: values.get(key) for box, key in keys.items()}
@@ -273,9 +309,12 @@ def _chunks(
     ]
 
 
-def _entries(
-    step_dir: GcsPath, folder: str, names: Sequence[str]
-) -> dict[str, bytes | ocdbt.Place]:
+def _index_files(database: str, entries: Entries) -> dict[str, bytes]:
+    """Returns name -> content of the files of the index of a database in the step."""
+    return {f"{database}/{name}": data for name, data in ocdbt.encode_index(entries).items()}
+
+
+def _entries(step_dir: GcsPath, folder: str, names: Sequence[str]) -> Entries:
     """Returns the index of a folder: that of all hosts' databases, as TensorStore reads them."""
     with ThreadPoolExecutor(gcs_objects.THREADS, "jaxres-download") as pool:
         found = list(pool.map(lambda name: entries_of(step_dir / folder / name), names))
@@ -291,14 +330,6 @@ def _entries(
 def _place(text: str) -> ocdbt.Place:
     file, offset, size = text.rsplit(":", 2)
     return ocdbt.Place(int(offset), int(size), file)
-
-
-def _has_entries(database: GcsPath, expected: Mapping[str, bytes | ocdbt.Place]) -> bool:
-    """Returns whether TensorStore reads this index from a database."""
-    found = entries_of(database)
-    return expected == {
-        key: value if isinstance(value, bytes) else _place(value) for key, value in found.items()
-    }
 
 
 def _write_all(step_dir: GcsPath, contents: Mapping[str, bytes]) -> list[HostReport]:

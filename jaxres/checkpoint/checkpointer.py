@@ -415,9 +415,10 @@ class Checkpointer:
             reports,
             root=root,
             claim=self._claim,
-            records=self._log.records(),
+            records=self._log.records,
             frozen=save.frozen.paths,
             linked=linked,
+            markers=save.writing.markers,
         )
         self._before_commit()
         return commit, linked.size_bytes + sum(report.linked_bytes for report in reports)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jaxres.checkpoint import pruning
@@ -181,8 +181,14 @@ class CommitTracker:
         try:
             if self._run_dir.is_remote:
                 self.confirm()  # A late record must not name a step that was deleted.
+            with ThreadPoolExecutor(1, "jaxres-sweep") as pool:  # In a bucket both are requests.
+                listing = pool.submit(step_dirs.listed, self._run_dir.checkpoints)
+                history = self._log.history()
             pruning.delete_all_but(
-                self._log.history(), run_dir=self._run_dir, attempt=self._log.attempt
+                history,
+                run_dir=self._run_dir,
+                attempt=self._log.attempt,
+                listed=listing.result(),
             )
         except (StorageUnavailable, ConfigError, Unrestorable, OSError) as error:
             self._emit(

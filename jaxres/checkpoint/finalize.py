@@ -1,13 +1,15 @@
 """Finalizes a step whose arrays are written: facts and manifest, all of it verified on disk.
 
-This is the last action before the commit record. Only the saver thread of host 0 runs it.
+This is the last action before the commit record. Only the saver thread of host 0 runs it. What does
+not depend on each other runs at the same time: in a bucket all of it is requests, whose latency is
+most of the time that is left here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxres.checkpoint import manifest as manifests
@@ -45,6 +47,7 @@ from jaxres.storage.path import RunPath, relative
 
 CUT_BLOCKS = "read_back.json"
 """File of the digests of blocks shared by several processes, computed from the written data."""
+_FOLDERS = (DIGESTS, FROZEN_DIGESTS)
 
 
 def finalize(
@@ -55,41 +58,40 @@ def finalize(
     *,
     root: RunPath,
     claim: Claim,
-    records: Sequence[Record],
+    records: Callable[[], Sequence[Record]],
     frozen: Collection[str] = (),
     linked: LinkedFiles = NOTHING_LINKED,
+    markers: Mapping[str, bytes] | None = None,
 ) -> Commit:
     """Writes progress.json, a copy of the log and the manifest; returns the step's commit record.
 
     Args:
-      step_dir: absolute path of the step directory; Orbax has finished writing it.
+      step_dir: absolute path of the step directory.
       progress: the host's facts at the step.
       arrays: path -> dtype and shape of all arrays of the step.
       reports: every process's report on its own files.
       root: absolute path of the run directory.
       claim: claim of this attempt.
-      records: the run log so far; `checkpoints adopt` rebuilds a lost log from this copy.
+      records: returns the run log; `checkpoints adopt` rebuilds a lost one from this copy.
       frozen: paths of the arrays in the folder of the frozen parameters.
       linked: those of these whose files are links; they are not read again.
+      markers: name -> content of files that must follow all others of the arrays.
 
     Raises:
       StorageUnavailable: storage has failed, or returns other data than were written.
     """
-    failures = [report.failure for report in reports if report.failure]
-    if failures:
-        raise StorageUnavailable("; ".join(failures))
+    _require_no_failure(reports)
     facts = dataclasses.asdict(progress)
     with files.typed_errors(step_dir):
-        digests = _array_digests(step_dir, arrays, frozen, linked)
-        log = b"".join(record.encode() + b"\n" for record in records)
-        content = {PROGRESS: canonical_json(facts), LOG_COPY: log}
-        for name, data in content.items():
-            files.replace(step_dir / name, data)
+        with ThreadPoolExecutor(1, "jaxres-finalize") as pool:
+            log = pool.submit(_encoded_log, records)
+            digests, written = _digests_and_files(step_dir, arrays, reports, frozen, linked)
+        content = {PROGRESS: canonical_json(facts), LOG_COPY: log.result(), **(markers or {})}
         manifest = Manifest(
             format=FROZEN_FORMAT if frozen else FORMAT,
             step=progress.step,
             attempt=claim.attempt,
-            files=_files(step_dir, reports, linked, content),
+            files=written | _infos_of(content),
             arrays=arrays,
             digests=digests,
             frozen=tuple(sorted(frozen)),
@@ -98,7 +100,7 @@ def finalize(
             fingerprint=claim.fingerprint,
             trajectory=claim.trajectory,
         )
-        data = _write_manifest(step_dir, manifest)
+        data = _write_last(step_dir, content, manifest)
     return Commit(
         step=progress.step,
         path=relative(step_dir, root),
@@ -109,16 +111,41 @@ def finalize(
     )
 
 
-def _write_manifest(step_dir: RunPath, manifest: Manifest) -> bytes:
-    """Writes the manifest, makes all of the step durable, and returns the manifest's bytes."""
-    data = manifest.encode()
-    files.replace(step_dir / MANIFEST, data)
+def _write_last(step_dir: RunPath, facts: Mapping[str, bytes], manifest: Manifest) -> bytes:
+    """Writes facts and manifest, and makes all of the step durable; returns the manifest's bytes.
+
+    On a disk the manifest is the last one. In a bucket, where an object is there as a whole or not
+    at all, they are written at the same time.
+    """
+    content = {**facts, MANIFEST: manifest.encode()}
+    files.replace_all({step_dir / name: data for name, data in content.items()})
     files.sync_tree(step_dir)
-    if manifests.inventory(step_dir) != {n: f.size for n, f in manifest.files.items()} or (
-        file_info(step_dir / MANIFEST) != manifests.info_of(data)
-    ):
+    drop_from_memory(step_dir, list(content))
+    with ThreadPoolExecutor(1, "jaxres-readback") as pool:
+        listing = pool.submit(manifests.inventory, step_dir)
+        found = files.read_all([step_dir / name for name in content])
+    for (name, data), read in zip(content.items(), found, strict=True):
+        if read != data:
+            raise StorageUnavailable(
+                f"{step_dir}: {name} reads back differently from what was written. The step is "
+                "discarded; nothing committed is lost."
+            )
+    if listing.result() != {name: info.size for name, info in manifest.files.items()}:
         raise StorageUnavailable(f"{step_dir}: reads back differently from what was written.")
-    return data
+    return content[MANIFEST]
+
+
+def _require_no_failure(reports: Sequence[HostReport]) -> None:
+    if failures := [report.failure for report in reports if report.failure]:
+        raise StorageUnavailable("; ".join(failures))
+
+
+def _encoded_log(records: Callable[[], Sequence[Record]]) -> bytes:
+    return b"".join(record.encode() + b"\n" for record in records())
+
+
+def _infos_of(content: Mapping[str, bytes]) -> dict[str, FileInfo]:
+    return {name: manifests.info_of(data) for name, data in content.items()}
 
 
 def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[list[Any]]:
@@ -129,15 +156,28 @@ def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[l
     ]
 
 
-def _files(
+def _digests_and_files(
     step_dir: RunPath,
+    arrays: Mapping[str, ArrayInfo],
     reports: Sequence[HostReport],
+    frozen: Collection[str],
     linked: LinkedFiles,
-    content: Mapping[str, bytes],
+) -> tuple[dict[str, str], dict[str, FileInfo]]:
+    """Returns the digest of every array, and size and checksum of every file that is written."""
+    with ThreadPoolExecutor(1, "jaxres-finalize") as pool:
+        listing = pool.submit(_written_files, step_dir, reports, linked)
+        digests, cut_blocks = _array_digests(
+            step_dir, _digest_files(reports), arrays, frozen, linked
+        )
+    return digests, listing.result() | cut_blocks
+
+
+def _written_files(
+    step_dir: RunPath, reports: Sequence[HostReport], linked: LinkedFiles
 ) -> dict[str, FileInfo]:
     """Returns size and checksum of every file; reads those that are neither reported nor linked.
 
-    Those whose content is given must read back as it.
+    Digests of cut blocks are left out: they may be written at the same time.
     """
     reported = dict(linked.files)
     for report in reports:
@@ -146,51 +186,61 @@ def _files(
     missing = sorted(reported.keys() - present.keys())
     if missing:
         raise StorageUnavailable(f"{step_dir}: {missing[0]} was written and is missing.")
-    others = sorted(present.keys() - reported.keys())
+    others = sorted(present.keys() - reported.keys() - {f"{d}/{CUT_BLOCKS}" for d in _FOLDERS})
     drop_from_memory(step_dir, others)
-    found = reported | checksums(step_dir, others)
-    for name, data in content.items():
-        if found.get(name) != manifests.info_of(data):
-            raise StorageUnavailable(
-                f"{step_dir}: {name} reads back differently from what was written. The step is "
-                "discarded; nothing committed is lost."
-            )
-    return found
+    return reported | checksums(step_dir, others)
+
+
+def _digest_files(reports: Sequence[HostReport]) -> list[str]:
+    """Returns the names of all hosts' block digests."""
+    names = (name for report in reports for name in report.files)
+    return sorted(name for name in names if name.partition("/")[0] in _FOLDERS)
 
 
 def _array_digests(
     step_dir: RunPath,
+    names: Sequence[str],
     arrays: Mapping[str, ArrayInfo],
     frozen: Collection[str],
     linked: LinkedFiles,
-) -> dict[str, str]:
-    """Returns the digest of every array; of a written one from its block digests."""
+) -> tuple[dict[str, str], dict[str, FileInfo]]:
+    """Returns the digest of every array; of a written one from its block digests.
+
+    Also returns the files that were written for blocks that several processes share.
+    """
     written = {path: info for path, info in arrays.items() if path not in linked.digests}
     changing = {path: info for path, info in written.items() if path not in frozen}
     still = {path: info for path, info in written.items() if path in frozen}
-    digests = _digests_below(step_dir, DIGESTS, changing, frozen)
-    digests |= _digests_below(step_dir, FROZEN_DIGESTS, still, frozen)
-    return digests | dict(linked.digests)
+    digests, infos = dict(linked.digests), dict[str, FileInfo]()
+    for folder, below in ((DIGESTS, changing), (FROZEN_DIGESTS, still)):
+        own = [name for name in names if name.startswith(f"{folder}/")]
+        found, cut_blocks = _digests_below(step_dir, folder, own, below, frozen)
+        digests, infos = digests | found, infos | cut_blocks
+    return digests, infos
 
 
 def _digests_below(
-    step_dir: RunPath, folder: str, arrays: Mapping[str, ArrayInfo], frozen: Collection[str]
-) -> dict[str, str]:
-    """Returns the digest of the arrays whose block digests are in one folder."""
+    step_dir: RunPath,
+    folder: str,
+    names: Sequence[str],
+    arrays: Mapping[str, ArrayInfo],
+    frozen: Collection[str],
+) -> tuple[dict[str, str], dict[str, FileInfo]]:
+    """Returns what `_array_digests` does for the arrays whose digests are in one folder."""
     tables = {path: BlockTable(info) for path, info in arrays.items()}
     try:
-        names = files.list_names(step_dir / folder) if arrays else []
-        wanted = fnmatch.filter(names, "process_*.json")
-        for data in files.read_all([step_dir / folder / name for name in wanted]):
+        for data in files.read_all([step_dir / name for name in names] if arrays else []):
             for path, digests in decode(data or b"").items():
                 tables[path].add(digests)
         cut = _digest_cut_blocks(step_dir, tables, frozen)
+        infos: dict[str, FileInfo] = {}
         if cut:
             path, data = step_dir / folder / CUT_BLOCKS, encode(cut)
             files.replace(path, data)
+            infos[f"{folder}/{CUT_BLOCKS}"] = manifests.info_of(data)
             if file_info(path) != manifests.info_of(data):
                 raise ValueError(f"{path.name} reads back differently from what was written")
-        return {path: table.root(path) for path, table in tables.items()}
+        return {path: table.root(path) for path, table in tables.items()}, infos
     except (ValueError, KeyError, TypeError) as error:
         raise StorageUnavailable(
             f"{step_dir}: the digests of the written data are incomplete or wrong ({error}). The "

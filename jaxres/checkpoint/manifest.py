@@ -1,6 +1,7 @@
 """MANIFEST.json, the inventory of a step directory, and jax-free reads of committed steps.
 
-The manifest is the last file written into a step directory; the commit record holds its digest.
+The manifest is written into a step directory last, in a bucket together with the other last files;
+the commit record holds its digest.
 Errors of reads are classified as damage or as a failure of storage.
 """
 

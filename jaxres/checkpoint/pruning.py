@@ -6,10 +6,14 @@ deletes them. Only the lock holder of a run prunes; any process may pin.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 from jaxres.checkpoint import retention
 from jaxres.config.schema_operations import KeepSection
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Prune, RunHistory, RunLog
+from jaxres.runlog.step_dirs import StepDir
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -45,8 +49,10 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
     Raises:
       StorageUnavailable: storage failed; the log shows whether the record exists.
     """
-    line = log.history()
-    dead = plan(line, keep, run_dir=run_dir).dead
+    with ThreadPoolExecutor(1, "jaxres-pins") as pool:  # In a bucket both are requests.
+        pins = pool.submit(pinned, run_dir)
+        line = log.history()
+    dead = retention.plan(retention.steps_of(line), keep, pinned=pins.result()).dead
     if not dead:
         return ()
     log.append(Prune(steps=dead))
@@ -64,6 +70,12 @@ def leftovers(line: RunHistory, *, run_dir: RunDir) -> list[RunPath]:
     return [*(run_dir.checkpoints / name for name in names), *trash]
 
 
-def delete_all_but(line: RunHistory, *, run_dir: RunDir, attempt: int) -> list[str]:
+def delete_all_but(
+    line: RunHistory,
+    *,
+    run_dir: RunDir,
+    attempt: int,
+    listed: Sequence[StepDir] | None = None,
+) -> list[str]:
     """Deletes the leftover step directories (`retention.leftovers`)."""
-    return retention.sweep(run_dir, line, attempt=attempt)
+    return retention.sweep(run_dir, line, attempt=attempt, listed=listed)

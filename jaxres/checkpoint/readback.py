@@ -127,10 +127,10 @@ def verify_own_files(
         found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
         return _reads_differently(step_dir, wrong) if wrong else HostReport(files | found)
 
-    return _report(step_dir, check)
+    return report_of(step_dir, check)
 
 
-def _report(step_dir: RunPath, check: Callable[[], HostReport]) -> HostReport:
+def report_of(step_dir: RunPath, check: Callable[[], HostReport]) -> HostReport:
     """Returns the report of a check, in which an error is a failure.
 
     In a bucket a check that fails is repeated: the data may be damaged in transfer. Not if the
@@ -202,7 +202,7 @@ def verify_part(
         found, wrong = _read_back(own, reader, arrays, chunks, expected, pace)
         return _reads_differently(step_dir, wrong) if wrong else HostReport(found)
 
-    return _report(step_dir, check)
+    return report_of(step_dir, check)
 
 
 def verify_object(
@@ -248,7 +248,7 @@ def verify_object(
                 wrong.add(path)
         return _reads_differently(step_dir, wrong) if wrong else HostReport({name: info})
 
-    return _report(step_dir, check)
+    return report_of(step_dir, check)
 
 
 def verify_index(
@@ -280,7 +280,7 @@ def verify_index(
         wrong |= _wrong_arrays(reader, infos, rest, pace)
         return _reads_differently(step_dir, wrong) if wrong else HostReport({})
 
-    return _report(step_dir, check)
+    return report_of(step_dir, check)
 
 
 def writer_of(name: str) -> int | None:

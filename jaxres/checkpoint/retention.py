@@ -167,7 +167,13 @@ def steps_of(line: RunHistory) -> list[CommittedStep]:
     ]
 
 
-def leftovers(run_dir: RunDir, history: RunHistory, *, attempt: int) -> list[str]:
+def leftovers(
+    run_dir: RunDir,
+    history: RunHistory,
+    *,
+    attempt: int,
+    listed: Sequence[StepDir] | None = None,
+) -> list[str]:
     """Returns the names of leftover step directories: pruned steps, and remains of killed saves.
 
     Excluded are names that no save produces, and directories of later attempts, so that a process
@@ -179,6 +185,7 @@ def leftovers(run_dir: RunDir, history: RunHistory, *, attempt: int) -> list[str
       run_dir: the run directory.
       history: the run's history, read after this attempt's claim.
       attempt: number of this attempt, which has no save in flight.
+      listed: the step directories, if they were listed already.
     """
     recorded = {path.rpartition("/")[2] for path in history.paths}
     own = [commit.step for commit in history.commits_of(attempt)]
@@ -193,12 +200,19 @@ def leftovers(run_dir: RunDir, history: RunHistory, *, attempt: int) -> list[str
             or not step_dirs.is_complete(run_dir.checkpoints / found.name)
         )
 
-    return [found.name for found in step_dirs.listed(run_dir.checkpoints) if is_leftover(found)]
+    found_dirs = step_dirs.listed(run_dir.checkpoints) if listed is None else listed
+    return [found.name for found in found_dirs if is_leftover(found)]
 
 
-def sweep(run_dir: RunDir, history: RunHistory, *, attempt: int) -> list[str]:
+def sweep(
+    run_dir: RunDir,
+    history: RunHistory,
+    *,
+    attempt: int,
+    listed: Sequence[StepDir] | None = None,
+) -> list[str]:
     """Deletes the leftover step directories and returns their names."""
-    names = leftovers(run_dir, history, attempt=attempt)
+    names = leftovers(run_dir, history, attempt=attempt, listed=listed)
     for name in names:
         files.delete_tree(run_dir.checkpoints / name)
     files.delete_trash(run_dir.checkpoints)

@@ -119,6 +119,13 @@ class _Known:
             records += _probed(folder, len(records))
             return records
 
+    def add(self, folder: GcsPath, record: Record) -> None:
+        """Adds a record that this process has written, if all before it are known."""
+        with self._lock:
+            records = self._logs.get(folder, [])
+            if records and record.seq == len(records) + 1:
+                records.append(record)
+
 
 _known = _Known()
 
@@ -265,6 +272,8 @@ class RunLog:
                 self._unconfirmed = None
                 self._last_seq = record.seq
                 if is_ours:
+                    if is_remote(self._folder):
+                        _known.add(self._folder, Record.decode(record.encode(), path=path))
                     return record
 
     def _raise_if_fenced(self, path: RunPath, body: Body) -> None:

@@ -17,7 +17,9 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises.mounts import Namespace
+from tests.promises.test_memory_tier_restores_after_a_kill import MEMORY, wait_held
 from tests.promises.trainer import MLP, PATIENCE_SECONDS, TINY, Workspace, digest, run_history
+from tests.tiers import campaign
 from tests.unit.telemetry.webhook_server import served
 
 MIB = 2**20
@@ -52,15 +54,14 @@ class Hog(threading.Thread):
 
 
 @pytest.mark.parametrize(
-    "size_bytes",
+    ("size_bytes", "tier"),
     [
-        pytest.param(24 * MIB, marks=pytest.mark.slow),
-        pytest.param(17 * MIB, marks=pytest.mark.campaign),
-        pytest.param(64 * MIB, marks=pytest.mark.campaign),
+        pytest.param(24 * MIB, "durable", marks=pytest.mark.slow),
+        *campaign([(17 * MIB, "durable"), (64 * MIB, "durable"), (24 * MIB, "memory")]),
     ],
 )
 def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
-    workspace: Workspace, namespace: Namespace, size_bytes: int
+    workspace: Workspace, namespace: Namespace, size_bytes: int, tier: str
 ) -> None:
     inside = workspace.root / "disk"
     inside.mkdir()
@@ -71,6 +72,7 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         *(f"compilation.cache_dir={workspace.caches / 'xla'}", "--hosts", "1", TARGETS),
         *("train.steps=1000000", "model.d_model=256", "checkpoint.max_failed_saves=100000"),
         "hardware.health.disk_free_gb=null",  # Else so small a disk is an incident in a minute.
+        *((MEMORY,) if tier == "memory" else ()),
     ]
     with served() as hook:
         env = {"HOOK": hook.url}
@@ -90,6 +92,9 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         hog.ballast.unlink()
         hook.wait(lambda: len(hook.accepted) == 2, seconds=PATIENCE_SECONDS)
         trainer.wait_commit(good + 40)
+        if tier == "memory":
+            wait_held(trainer, good + 40)
+        assert not trainer.events_of("memory_tier_closed")
         trainer.kill(signal.SIGINT, target="supervisor")
         trainer.assert_fails(ExitCode.STOPPED)
     reported = [(body["kind"], body["step"], body["attempt"]) for body in hook.accepted]

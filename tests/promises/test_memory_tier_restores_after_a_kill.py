@@ -243,6 +243,40 @@ def test_shared_memory_that_is_too_small_ends_nothing(
 
 
 @pytest.mark.slow
+def test_a_disk_of_states_that_gets_full_keeps_them(
+    workspace: Workspace, namespace: Namespace, fault_free: RunDir
+) -> None:
+    """Its space is reserved; an index is deleted before the next one is written."""
+    disk = workspace.root / "disk"
+    disk.mkdir()
+    namespace.mount(disk, size_bytes=4 * 2**20)
+    workspace.through = namespace.through
+    there = namespace.seen_from_here(disk)
+
+    def steps() -> list[int]:
+        found = list[int]()
+        for index in there.glob("*/host000-*.json"):
+            with contextlib.suppress(FileNotFoundError):  # It is replaced.
+                found.append(json.loads(index.read_text())["step"])
+        return found
+
+    memory = f"checkpoint.memory={{every_steps: {EVERY}, folder: {disk}}}"
+    first = workspace.start("run", memory, *ARGUMENTS[1:], config=FAULTY, env={"PACE": "0.004"})
+    first.wait(lambda: len(steps()) == 2, what="two states")
+    namespace.fill(disk)
+    filled_at = max(steps())
+    first.wait(lambda: max(steps(), default=0) > filled_at, what="a newer state")
+    kill_worker(first)
+    first.wait_exit()
+    newest = max(steps())
+    workspace.finish("run", memory, *ARGUMENTS[1:], config=FAULTY)
+    assert begins(first.run_dir) == [(0, None), (newest, "memory")]
+    assert not first.events_of("memory_tier_closed")
+    assert_bit_exact(first.run_dir, fault_free)
+    assert list(there.iterdir()) == [there / "ballast"], "a run that is done leaves nothing there"
+
+
+@pytest.mark.slow
 def test_states_on_a_local_disk_survive_the_worker_too(
     workspace: Workspace, fault_free: RunDir
 ) -> None:

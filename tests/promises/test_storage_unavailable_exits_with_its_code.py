@@ -17,6 +17,12 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
 from tests.promises.mounts import Namespace
+from tests.promises.test_memory_tier_restores_after_a_kill import (
+    ARGUMENTS,
+    begins,
+    held,
+    kill_worker,
+)
 from tests.promises.trainer import (
     DENIED,
     FAULTY,
@@ -45,17 +51,19 @@ class Disk:
         self.workspace = Workspace(workspace.root, workspace.caches, through=namespace.through)
         self.run_dir = RunDir(namespace.seen_from_here(self.inside) / "run")
 
-    def start(self, *overrides: str) -> TrainingProcess:
+    def start(
+        self, *overrides: str, config: Path = TINY, env: dict[str, str] | None = None
+    ) -> TrainingProcess:
         caches = self.workspace.caches
         arguments = [
-            str(TINY),
-            *MLP,
+            str(config),
+            *(MLP if config == TINY else ()),
             f"run.dir={self.inside / 'run'}",
             f"data.cache_dir={caches}",
             f"compilation.cache_dir={caches / 'xla'}",
             *overrides,
         ]
-        return self.workspace.command(self.run_dir, arguments)
+        return self.workspace.command(self.run_dir, arguments, env=env)
 
 
 @pytest.fixture
@@ -192,6 +200,42 @@ def test_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
     assert again.wait_exit() == 0, again.printed()
     assert starts(disk.run_dir) == [0, good]
     assert_bit_exact(disk.run_dir, unbroken)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_on_a_full_disk_resumes_from_memory(
+    disk: Disk, fault_free: RunDir
+) -> None:
+    """From the newest state whose metrics are on the disk, which has no newer step."""
+    trainer = disk.start(*ARGUMENTS, config=FAULTY, env={"PACE": "0.004"})
+    suspend_ahead_of_its_commits(trainer)
+    ballast = disk.namespace.fill(disk.inside)
+    trainer.kill(signal.SIGCONT)
+    wait_alarm(trainer)
+    kill_worker(trainer)
+    assert trainer.wait_exit() == 128 + signal.SIGKILL, trainer.printed()
+    good, newest = assert_commits_are_complete(disk), max(held(disk.run_dir))
+    assert newest > good
+    ballast.unlink()
+    again = disk.start(*ARGUMENTS, config=FAULTY)
+    assert again.wait_exit() == 0, again.printed()
+    assert begins(disk.run_dir) == [(0, None), (newest, "memory")]
+    assert_bit_exact(disk.run_dir, fault_free)
+
+
+def suspend_ahead_of_its_commits(trainer: TrainingProcess) -> None:
+    """Suspends a run at an instant at which a state in memory is newer than all commits."""
+
+    def is_ahead() -> bool:
+        trainer.kill(signal.SIGSTOP)
+        committed = run_history(trainer.run_dir).step
+        if 0 < committed < max(held(trainer.run_dir), default=0):
+            return True
+        trainer.kill(signal.SIGCONT)
+        return False
+
+    trainer.wait_commit(20)
+    trainer.wait(is_ahead, what="a state in memory ahead of the commits")
 
 
 @pytest.mark.slow

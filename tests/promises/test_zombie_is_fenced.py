@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 
 import pytest
 
 from jaxres.exit_codes import ExitCode
+from jaxres.runlog import replica_files
 from jaxres.runlog.paths import RunDir
+from tests.promises import save_tiers
+from tests.promises.test_a_replica_is_a_run_elsewhere import copiers, replica_step
+from tests.promises.test_memory_tier_restores_after_a_kill import HALTED
 from tests.promises.trainer import (
+    FAULTY,
     MLP,
     STEPS,
     TrainingProcess,
     Workspace,
+    assert_bit_exact,
     digest,
     run_history,
     snapshot,
@@ -65,6 +72,37 @@ def test_zombie_damages_nothing(any_workspace: Workspace, unbroken: RunDir, when
     assert counted(successor.run_dir, successor) == before
     assert trajectory(successor.run_dir) == trajectory(unbroken)
     assert digest(successor.run_dir) == digest(unbroken)
+
+
+@pytest.mark.slow
+def test_a_zombie_and_its_replicator_damage_no_replica(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    """The replicator wakes up first, with what it had read of the run and the replica before."""
+    overrides, to = save_tiers.overrides("replica", workspace), workspace.run_dir("replica")
+    zombie = workspace.start("run", *overrides, config=FAULTY, env=HALTED)
+    zombie.wait(lambda: replica_step(to) == 30, what="the step before the data stop")
+    zombie.kill(signal.SIGSTOP)
+    (copier,) = copiers(to)
+    os.kill(copier, signal.SIGSTOP)
+
+    successor = workspace.finish("run", *overrides, config=FAULTY)
+    run_dir = successor.run_dir
+    assert starts(run_dir) == [0, 30]
+    save_tiers.assert_tier_held("replica", workspace, run_dir)
+    before, there = counted(run_dir, successor), counted(to, successor)
+    updated = replica_files.read_marker(to)
+
+    os.kill(copier, signal.SIGCONT)
+    zombie.wait(
+        lambda: replica_files.read_marker(to) != updated or not copiers(to), what="its update"
+    )
+    assert replica_files.read_marker(to) != updated, "the replicator has made no update"
+    zombie.kill(signal.SIGCONT)
+    zombie.assert_fails(ExitCode.FENCED, "attempt 2", "owns this run now")
+    assert (counted(run_dir, successor), counted(to, successor)) == (before, there)
+    save_tiers.assert_tier_held("replica", workspace, run_dir)
+    assert_bit_exact(to, fault_free)
 
 
 @pytest.mark.slow
