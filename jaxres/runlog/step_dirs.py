@@ -24,7 +24,7 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
 MANIFEST = "MANIFEST.json"
-"""Inventory of all other files of a step directory; written last, in a bucket with other last ones."""
+"""Inventory of all other files of a step directory; written last, in a bucket with others."""
 LOG_COPY = "run_log.jsonl"
 """Copy of the run log as it was when the step was saved, in the step's directory."""
 NAMED = 5
