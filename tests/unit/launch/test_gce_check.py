@@ -126,4 +126,4 @@ def test_a_run_in_the_place_of_the_check_is_refused_and_kept(gcs_bucket: str) ->
     log.append(Commit(step=40, path="checkpoints/40-1", manifest="m", bytes=1))
     with pytest.raises(ConfigError, match=r"has a run of 40 steps, which is no check\. Move it"):
         gce_check.clear(folder)
-    assert len(gcs_objects.list_sizes(RunDir(folder).log)) == 3
+    assert len(gcs_objects.list_sizes(folder / "log")) == 3
