@@ -231,7 +231,7 @@ COMMANDS = [
     Row("launch sky c.yaml --print", USAGE, "how do the nodes get jaxres?"),
     Row("launch sky c.yaml --print --image i", CONFIG, "it would be lost with its nodes"),
     Row("launch sky c.yaml --print --image i run.dir=gs://bucket/x --gpus ü:8", USAGE, "H100:8"),
-    Row("launch gce", USAGE, "expected one of up, status, logs"),
+    Row("launch gce", USAGE, "expected one of up, check, status"),
     Row("launch gce foo", USAGE, "launch gce foo: expected one of"),
     Row("launch gce up", USAGE, "got nothing"),
     Row("launch gce up c.yaml", CONFIG, "launch.gce is missing"),

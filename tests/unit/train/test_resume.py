@@ -56,7 +56,7 @@ def test_an_attempt_whose_claim_is_fenced_writes_no_config(tmp_path, monkeypatch
     monkeypatch.setattr(attempt_runner, "resolve_run", lambda *_: resolved)
     monkeypatch.setattr(attempt_runner, "new_claim", lose_then_claim)
     with pytest.raises(Fenced):
-        train_command._train([str(tmp_path)], is_command=True)
+        train_command._train([str(tmp_path)], is_command=True, fork=None)
     written = [p for p in resolved[1].root.rglob("*") if p.is_file()]
     assert {path.name for path in written} == {"00000001.json", "owner.lock", "owner.json"}
 
