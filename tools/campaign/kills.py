@@ -199,7 +199,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=1000, help="planned kills; one in seven comes too late")
+    parser.add_argument(
+        "--kills", type=int, default=1000, help="planned kills; one in seven comes too late"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
     parser.add_argument("--only", default="", metavar="PLACE,...", help=", ".join(PLACES))
