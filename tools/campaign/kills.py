@@ -1,6 +1,6 @@
 """Kills runs with SIGKILL at random times and at chosen places, and compares how they end.
 
-    python tools/campaign/kills.py --kills 1175 --minutes 10    the next slice of 1,175 planned kills
+    python tools/campaign/kills.py --kills 1175 --minutes 10    the next slice of 1,175 kills
     ... --seed 1                                                other runs
     ... --only "save,any time"                                  these places alone
     ... --run 12                                                one run again, recorded or not
