@@ -57,7 +57,7 @@ def test_a_check_passes_leaves_no_vm_and_does_not_touch_the_run(cloud: Cloud) ->
 
 @pytest.mark.slow
 def test_a_vm_with_too_few_devices_is_named_while_the_job_of_the_run_goes_on(cloud: Cloud) -> None:
-    config = cloud.config(env={"PACE": "0.3"})
+    config = cloud.config(env={"PACE": "0.1"})
     job = cloud.up(config)
     cloud.wait_commit(10)
     few = 'launch.gce.env={"JAXRES_MIN_DEVICES": "2"}'
