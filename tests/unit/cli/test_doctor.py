@@ -133,7 +133,7 @@ def test_a_disk_that_is_too_small_is_a_warning(run_doctor, monkeypatch: pytest.M
 def test_the_hardware_is_tested_on_request_and_a_faulty_device_fails(
     run_doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = preflight.Extent(32, 1, 1.0, 2**12, 2**12)
+    small = preflight.Extent(32, 1, 1.0, 2**12, 2**12, 2**12)
     monkeypatch.setitem(preflight.EXTENTS, "quick", small)
     code, out, _ = run_doctor("mesh.data=8", "--hardware", "quick")
     assert code == 0
