@@ -101,7 +101,7 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
         return int(systemd.show(f"{unit.name}.service", "MainPID")["MainPID"])
 
     unit = launcher_unit.unit_of(cloud.launch_paths, uid=0, env={})
-    config = str(cloud.config(env={"PACE": "0.1"}))
+    config = str(cloud.config(env={"PACE": "0.05"}))
     code, printed = gce("up", config, "--detach")
     assert code == 0, printed
     assert f"journalctl -u {unit.name} -f" in printed
