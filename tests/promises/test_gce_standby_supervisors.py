@@ -44,7 +44,7 @@ def test_the_worker_of_the_next_attempt_on_a_vm_is_a_fork(cloud: Cloud, fault_fr
     cloud.assert_nothing_is_left()
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_the_workers_of_a_kept_host_and_of_a_spare_are_forks(
     cloud: Cloud, fault_free_pair: RunDir
 ) -> None:
