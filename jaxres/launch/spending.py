@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema_gce import CapacityOption, GceSection
 from jaxres.launch.desired_state import DesiredState, Spending, SpendingCause, Transition, VmSpec
 
 CAUSES: tuple[SpendingCause, ...] = get_args(SpendingCause)
@@ -29,8 +29,12 @@ def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
 
 def charge(option: int, seconds: float, gce: GceSection) -> float:
     """Returns the dollars of a VM of an option for some time; 0 without a price."""
-    found = gce.capacity_options[min(option, len(gce.capacity_options) - 1)]
-    return seconds / 3600 * (found.dollars_per_hour or 0.0)
+    return seconds / 3600 * (_option(gce, option).dollars_per_hour or 0.0)
+
+
+def _option(gce: GceSection, number: int) -> CapacityOption:
+    """Returns an option; the last one if the config has had more."""
+    return gce.capacity_options[min(number, len(gce.capacity_options) - 1)]
 
 
 def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Transition:
@@ -102,7 +106,7 @@ def rows(parts: Iterable[Spending], gce: GceSection) -> list[dict[str, Any]]:
     """Returns the parts of the spending as JSON objects."""
     found = []
     for one in parts:
-        option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
+        option = _option(gce, one.option)
         has_price = option.dollars_per_hour is not None
         row = {
             "option": one.option,
@@ -118,7 +122,7 @@ def rows(parts: Iterable[Spending], gce: GceSection) -> list[dict[str, Any]]:
 
 def describe(one: Spending, gce: GceSection) -> str:
     """Returns the line of `status` about a part of the spending."""
-    option = gce.capacity_options[min(one.option, len(gce.capacity_options) - 1)]
+    option = _option(gce, one.option)
     has_price = option.dollars_per_hour is not None
     price = f"${one.dollars:.2f}" if has_price else "price unknown"
     hours = f"{one.vm_seconds / 3600:.2f} VM hours"

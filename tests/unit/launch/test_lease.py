@@ -16,19 +16,10 @@ from jaxres.launch.lease import TAKEOVER_TERMS, Lease
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
+from tests.manual_clock import ManualClock
 
 RACERS = 3
 TERM = 60.0
-
-
-class FakeClock:
-    """A clock that a test advances."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -54,11 +45,11 @@ def concurrently(calls: list[Callable[[], bool]]) -> list[bool]:
     return found
 
 
-def leases(path: GcsPath, clock: FakeClock, count: int = 2) -> list[Lease]:
+def leases(path: GcsPath, clock: ManualClock, count: int = 2) -> list[Lease]:
     return [Lease(path, holder=f"{n}", seconds=TERM, now=clock) for n in range(count)]
 
 
-def taken_over(path: GcsPath, clock: FakeClock) -> tuple[Lease, Lease]:
+def taken_over(path: GcsPath, clock: ManualClock) -> tuple[Lease, Lease]:
     """Returns a paused holder, and the launcher that has taken the lease from it."""
     paused, waiting = leases(path, clock)
     assert paused.acquire()
@@ -78,7 +69,7 @@ def test_each_of_many_races_with_lost_responses_has_one_holder(
         gcs_server.fail(kind, method="POST", probability=0.1, times=None, seed=seed)
         for seed, kind in enumerate(("503 after", "drop after"))
     ]
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     racers = leases(path, clock, RACERS)
     holder: Lease | None = None
     for race in range(races):
@@ -96,7 +87,7 @@ def test_each_of_many_races_with_lost_responses_has_one_holder(
 
 
 def test_a_lost_response_is_not_a_failure(path: GcsPath, gcs_server: GcsServer) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     lease, other = leases(path, clock)
     gcs_server.fail("drop after", method="POST", times=1)
     assert lease.acquire()
@@ -111,7 +102,7 @@ def test_a_lost_response_is_not_a_failure(path: GcsPath, gcs_server: GcsServer) 
 def test_a_renewal_whose_responses_were_all_lost_is_found_by_the_next(
     path: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     lease, other = leases(path, clock)
     assert lease.acquire()
     clock.now += TERM / 2
@@ -133,7 +124,7 @@ def test_a_term_starts_before_the_holders_write_and_a_wait_after_the_waiters_rea
     path: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder's term ends before another's starts, however long the bucket takes."""
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     slow, other = leases(path, clock)
     write, read_at = gcs_objects.write, gcs_objects.read_at
 
@@ -163,7 +154,7 @@ def test_a_term_starts_before_the_holders_write_and_a_wait_after_the_waiters_rea
 
 
 def test_a_paused_holder_neither_renews_nor_writes_after_a_takeover(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     record = StateObject(path.with_name("desired_state.json"))
     paused, waiting = leases(path, clock)
     assert paused.acquire()
@@ -191,7 +182,7 @@ def test_a_paused_holder_neither_renews_nor_writes_after_a_takeover(path: GcsPat
 def test_a_launcher_paused_before_its_read_does_not_overwrite_a_newer_state(
     path: GcsPath,
 ) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     paused, holder = taken_over(path, clock)
     new = StateObject(path.with_name("desired_state.json"))
     new.write(DesiredState("jx-run", "c", "d"), epoch=holder.epoch)
@@ -221,7 +212,7 @@ def test_a_write_of_the_state_whose_responses_were_lost_is_recognised(
 
 
 def test_a_released_lease_is_free_at_once_and_its_epoch_grows(path: GcsPath) -> None:
-    first, second = leases(path, FakeClock())
+    first, second = leases(path, ManualClock(1000.0))
     assert first.acquire()
     first.release()
     assert first.other_holder() is None
@@ -236,7 +227,7 @@ def test_jumps_of_the_wall_clock_change_nothing(
     path: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Holder and waiter use their own clocks, which never agree, and no wall clock."""
-    clock, others = FakeClock(), FakeClock()
+    clock, others = ManualClock(1000.0), ManualClock(1000.0)
     others.now = -3.0e8
     holder = Lease(path, holder="a", seconds=TERM, now=clock)
     waiter = Lease(path, holder="b", seconds=TERM, now=others)
@@ -267,7 +258,7 @@ def test_a_damaged_lease_is_moved_aside_once_no_launcher_can_hold_it(
     path: GcsPath, data: bytes
 ) -> None:
     generation = gcs_objects.write(path, data, over=0)
-    clock, lines = FakeClock(), list[str]()
+    clock, lines = ManualClock(1000.0), list[str]()
     lease = Lease(path, holder="b", seconds=TERM, now=clock, console=lines.append)
     assert lease.other_holder() is None
     assert not lease.acquire(), "taken for a free lease"
@@ -287,7 +278,7 @@ def test_a_damaged_lease_is_moved_aside_once_no_launcher_can_hold_it(
 
 
 def test_a_lease_that_is_missing_or_older_than_the_state_is_waited_for(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     for released in (b"false", b"true"):
         (lease,) = leases(path, clock, 1)
         assert not lease.acquire(after_epoch=7, may_be_led=True)
@@ -302,12 +293,12 @@ def test_a_lease_that_is_missing_or_older_than_the_state_is_waited_for(path: Gcs
 
 
 def test_a_missing_lease_of_a_job_that_no_launcher_leads_is_taken_at_once(path: GcsPath) -> None:
-    (lease,) = leases(path, FakeClock(), 1)
+    (lease,) = leases(path, ManualClock(1000.0), 1)
     assert lease.acquire(after_epoch=7)
     assert lease.epoch == 8
 
 
-def holder_of_epoch_3(path: GcsPath, clock: FakeClock, lines: list[str]) -> tuple[Lease, bytes]:
+def holder_of_epoch_3(path: GcsPath, clock: ManualClock, lines: list[str]) -> tuple[Lease, bytes]:
     """Returns a launcher that has taken the lease, and a copy of another one's older lease."""
     _, first = taken_over(path, clock)
     older = gcs_objects.read(path)
@@ -321,7 +312,7 @@ def holder_of_epoch_3(path: GcsPath, clock: FakeClock, lines: list[str]) -> tupl
 
 @pytest.mark.parametrize("data", [None, b"{"])
 def test_a_holder_writes_a_deleted_or_damaged_lease_again(path: GcsPath, data: bytes) -> None:
-    clock, lines = FakeClock(), list[str]()
+    clock, lines = ManualClock(1000.0), list[str]()
     holder, _ = holder_of_epoch_3(path, clock, lines)
     gcs_objects.delete(path)
     if data is not None:
@@ -340,7 +331,7 @@ def test_a_holder_writes_a_deleted_or_damaged_lease_again(path: GcsPath, data: b
 
 
 def test_a_holder_replaces_an_older_copy_once_no_launcher_can_hold_that(path: GcsPath) -> None:
-    clock, lines = FakeClock(), list[str]()
+    clock, lines = ManualClock(1000.0), list[str]()
     holder, older = holder_of_epoch_3(path, clock, lines)
     gcs_objects.write(path, older, over=None)
     clock.now += TERM / 2
@@ -368,7 +359,7 @@ def test_a_lost_state_is_not_written_again_by_a_launcher_whose_lease_may_be_over
 
 
 def test_a_holder_that_was_suspended_does_not_replace_a_lease_that_is_lost(path: GcsPath) -> None:
-    clock, lines = FakeClock(), list[str]()
+    clock, lines = ManualClock(1000.0), list[str]()
     paused, older = holder_of_epoch_3(path, clock, lines)
     clock.now += TAKEOVER_TERMS * TERM  # Another launcher may have led and ended the job.
     for data in (None, b"{", older):
@@ -381,7 +372,7 @@ def test_a_holder_that_was_suspended_does_not_replace_a_lease_that_is_lost(path:
 
 
 def test_a_holder_leaves_the_lease_of_a_new_run_in_the_same_place_alone(path: GcsPath) -> None:
-    clock, lines = FakeClock(), list[str]()
+    clock, lines = ManualClock(1000.0), list[str]()
     paused, _ = holder_of_epoch_3(path, clock, lines)
     gcs_objects.delete_tree(path.parent)
     clock.now += TERM
@@ -424,7 +415,7 @@ def test_a_state_that_was_deleted_damaged_or_replaced_by_an_older_copy_is_writte
 
 
 def test_a_lease_of_a_newer_version_is_respected(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     text = b'{"format":2,"holder":"a","epoch":7,"seconds":60.0,"nonce":"n","since_then":1}'
     gcs_objects.write(path, text, over=0)
     lease = Lease(path, holder="b", seconds=TERM, now=clock)
@@ -437,4 +428,4 @@ def test_a_lease_of_a_newer_version_is_respected(path: GcsPath) -> None:
 def test_a_lease_of_another_format_names_its_writer(path: GcsPath) -> None:
     gcs_objects.write(path, b'{"holder":"a","epoch":7,"seconds":60.0,"nonce":"n"}', over=0)
     with pytest.raises(ConfigError, match=r"lease\.json: .* written by a jaxres before 0\.1\.0"):
-        Lease(path, holder="b", seconds=TERM, now=FakeClock()).acquire()
+        Lease(path, holder="b", seconds=TERM, now=ManualClock(1000.0)).acquire()

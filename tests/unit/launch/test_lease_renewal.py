@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,29 +14,11 @@ from jaxres.launch.lease import MAX_HANG_SECONDS, TAKEOVER_TERMS, Lease
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
+from tests.manual_clock import ManualClock
 from tests.promises.trainer import PATIENCE_SECONDS
 
 TERM = 60.0
 TAKEOVER_SECONDS = TAKEOVER_TERMS * TERM
-
-
-@dataclass
-class FakeClock:
-    """A clock that a test advances, or the sleeps of the code under test."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
@@ -46,7 +27,7 @@ def path(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> GcsPath:
     return GcsPath(gcs_bucket, "run/launch/lease.json")
 
 
-def leases(path: GcsPath, clock: FakeClock, *, term: float = TERM) -> tuple[Lease, Lease]:
+def leases(path: GcsPath, clock: ManualClock, *, term: float = TERM) -> tuple[Lease, Lease]:
     first, second = (Lease(path, holder=f"{n}", seconds=term, now=clock) for n in range(2))
     return first, second
 
@@ -65,7 +46,7 @@ def generation(path: GcsPath) -> int:
 
 
 def test_a_lease_is_renewed_while_the_launcher_waits_for_a_call(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     holder, waiter = leases(path, clock)
     assert holder.acquire()
     with lease_wait.holding(holder):  # The launcher itself does nothing here.
@@ -80,7 +61,7 @@ def test_a_lease_is_renewed_while_the_launcher_waits_for_a_call(path: GcsPath) -
 
 
 def test_a_launcher_that_hangs_loses_the_lease(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     hung, waiter = leases(path, clock)
     assert hung.acquire()
     clock.now += MAX_HANG_SECONDS
@@ -92,7 +73,7 @@ def test_a_launcher_that_hangs_loses_the_lease(path: GcsPath) -> None:
 
 
 def test_a_loss_that_the_thread_has_found_reaches_the_launcher(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     paused, waiter = leases(path, clock)
     assert paused.acquire()
     assert not waiter.acquire()
@@ -111,7 +92,7 @@ def test_a_loss_that_the_thread_has_found_reaches_the_launcher(path: GcsPath) ->
 def test_the_thread_ends_with_its_block_and_a_failed_block_releases_the_lease(
     path: GcsPath,
 ) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     holder, other = leases(path, clock)
     assert holder.acquire()
     with pytest.raises(ZeroDivisionError), lease_wait.holding(holder):
@@ -123,7 +104,7 @@ def test_the_time_in_which_the_bucket_does_not_answer_is_no_part_of_the_wait(
     path: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder could not renew its lease in that time either."""
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     holder, waiter = leases(path, clock)
     assert holder.acquire()
     assert not waiter.acquire()
@@ -154,7 +135,7 @@ def test_a_launcher_on_standby_outlasts_a_bucket_that_does_not_answer(
     path: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gcs_client, "RETRY_SECONDS", 0.02)
-    clock, lines = FakeClock(), list[str]()
+    clock, lines = ManualClock(1000.0), list[str]()
     holder, waiter = leases(path, clock)
     assert holder.acquire()
     fault = gcs_server.fail("503", method="GET", times=None)
@@ -177,7 +158,7 @@ def test_a_launcher_on_standby_outlasts_a_bucket_that_does_not_answer(
 
 
 def test_the_lease_of_a_dead_launcher_is_taken_within_30_s(path: GcsPath) -> None:
-    clock = FakeClock()
+    clock = ManualClock(1000.0)
     term = GceSection.model_fields["lease_seconds"].default
     dead, waiter = leases(path, clock, term=term)
     assert dead.acquire()

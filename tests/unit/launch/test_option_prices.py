@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxres.storage.path import GcsPath
 from tests.emulators.gce import GceEmulator
 from tests.emulators.gce.billing import CALL
 from tests.emulators.gce.billing_skus import NETHERLANDS, SKUS, sku
+from tests.manual_clock import ManualClock
 from tests.promises.trainer import TINY
 from tests.unit.launch.gce_config import OPTION, config
 
@@ -32,19 +33,6 @@ UNPRICED = {name: value for name, value in OPTION.items() if name != "dollars_pe
 SPOT_DOLLARS = 12 * 0.01659 + 85 * 0.00222 + 1.5399
 ON_DEMAND_DOLLARS = 12 * 0.031611 + 85 * 0.004237 + 2.933908
 EUROPE = {**UNPRICED, "zones": ["us-central1-a", "europe-west4-a"]}
-
-
-@dataclass
-class FakeClock:
-    now: float = 1.7e9
-
-    def wall(self) -> float:
-        return self.now
-
-    monotonic = wall
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def section(*options: dict[str, Any], **gce: Any) -> GceSection:
@@ -64,11 +52,13 @@ def compute(gce: GceEmulator) -> Compute:
 def look_up(
     gce: GceEmulator,
     *options: dict[str, Any],
-    clock: FakeClock | None = None,
+    clock: ManualClock | None = None,
     known: tuple[CatalogPrice, ...] = (),
 ) -> PriceLookup:
     wanted = section(*options)
-    return option_prices.look_up(wanted, lambda: compute(gce), clock or FakeClock(), known=known)
+    return option_prices.look_up(
+        wanted, lambda: compute(gce), clock or ManualClock(1.7e9), known=known
+    )
 
 
 def reason(lookup: PriceLookup, *options: dict[str, Any]) -> str:
@@ -163,7 +153,7 @@ def test_a_price_is_asked_for_once_a_day_and_kept_while_the_service_does_not_ans
     gce: GceEmulator,
 ) -> None:
     gce.sell(SKUS)
-    clock = FakeClock()
+    clock = ManualClock(1.7e9)
     known = look_up(gce, clock=clock).prices
     clock.now += DAY - 1
     later = look_up(gce, clock=clock, known=known).prices
@@ -196,7 +186,7 @@ def test_an_option_whose_regions_have_different_prices_has_none(gce: GceEmulator
 
 def test_vms_of_blocks_that_are_reserved_for_a_time_have_no_price() -> None:
     option = {**UNPRICED, "kind": "reservation", "reservation": "r"}
-    lookup = option_prices.look_up(section(option), _no_compute, FakeClock())
+    lookup = option_prices.look_up(section(option), _no_compute, ManualClock(1.7e9))
     text = "reservation_bound VMs are billed by the terms of their reservation"
     assert reason(lookup, option) == text
 
@@ -209,7 +199,7 @@ def test_without_credentials_the_price_is_unknown_and_the_plan_is_shown() -> Non
     def no_credentials() -> Compute:
         raise ConfigError("launch.gce: no credentials for Google Cloud (none were found).")
 
-    lookup = option_prices.look_up(section(), no_credentials, FakeClock())
+    lookup = option_prices.look_up(section(), no_credentials, ManualClock(1.7e9))
     assert reason(lookup) == "launch.gce: no credentials for Google Cloud (none were found)"
 
 
@@ -223,7 +213,7 @@ def test_a_limit_on_costs_needs_every_price(gce: GceEmulator, limit: str) -> Non
 
     def prices(*, is_new: bool) -> tuple[CatalogPrice, ...]:
         return option_prices.for_job(
-            has_limit, compute(gce), FakeClock(), lines.append, known=(), is_new=is_new
+            has_limit, compute(gce), ManualClock(1.7e9), lines.append, known=(), is_new=is_new
         )
 
     with pytest.raises(ConfigError, match=f"{limit} can't be enforced without it") as error:

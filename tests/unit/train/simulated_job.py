@@ -20,23 +20,10 @@ from jaxres.runlog.events import (
 )
 from jaxres.train.host_times import TIMED_STEPS, Times
 from jaxres.train.performance_guard import PerformanceGuard, Place
+from tests.manual_clock import ManualClock
 
 DEVICES_A_HOST = 2
 STEP, BUSY, PROBE = 0.5, 0.02, 0.001
-
-
-@dataclasses.dataclass
-class FakeClock:
-    now: float = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclasses.dataclass
@@ -59,7 +46,7 @@ class SimulatedJob:
 
     def run(self, num_steps: int) -> list[Event]:
         """Simulates so many steps with the default settings; returns the reports."""
-        self.clock, chance = FakeClock(), np.random.default_rng(self.seed)
+        self.clock, chance = ManualClock(), np.random.default_rng(self.seed)
         places = [
             Place(host, host * DEVICES_A_HOST + i, "H100")
             for host in range(self.num_hosts)

@@ -19,7 +19,8 @@ from jaxres.train import stragglers
 from jaxres.train.host_times import Times
 from jaxres.train.performance_guard import PerformanceGuard, Place
 from jaxres.train.stragglers import Comparison, Series
-from tests.unit.train.simulated_job import STEP, FakeClock, SimulatedJob
+from tests.manual_clock import ManualClock
+from tests.unit.train.simulated_job import STEP, SimulatedJob
 
 ONSET = 1050
 
@@ -112,7 +113,7 @@ def test_nothing_is_reported_before_it_has_lasted_for_min_seconds():
             tokens_per_step=1,
             reports=True,
             emit=events.append,
-            clock=FakeClock(),
+            clock=ManualClock(),
         )
         for step in range(1, 401):
             slow = 0.4 if step > 200 else 0.1 + step * 1e-6
@@ -150,7 +151,7 @@ def test_host_0_and_a_single_hosts_devices_are_named_too():
     )
     first = next(event for event in job.run(400) if isinstance(event, StragglerFound))
     assert (first.host, first.cause) == (0, "host")
-    events, clock = [], FakeClock()
+    events, clock = [], ManualClock()
     places = [Place(0, device, "H100") for device in range(4)]
     guard = PerformanceGuard(
         ThroughputSection(min_seconds=0.0),
