@@ -20,8 +20,8 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
+from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
-from tests.emulators.gce import GceEmulator
 from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, ROOT, run_history
 
 POLL_SECONDS = 0.05

@@ -10,8 +10,8 @@ import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
+from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
-from tests.emulators.gce import GceEmulator
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Workspace
 from tests.tiers import campaign_but

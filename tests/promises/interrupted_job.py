@@ -19,9 +19,9 @@ from typing import Any
 from jaxres.runlog import metrics
 from jaxres.storage.path import GcsPath
 from jaxres.testing.environment import environment
+from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from jaxres.train.worker import NAME_PREFIX
-from tests.emulators.gce import GceEmulator
 from tests.promises.cloud import SPOT, Cloud, Launcher
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT, run_history
 

@@ -32,9 +32,9 @@ from jaxres.launch.observed_state import AgentReport  # noqa: E402
 from jaxres.launch.paths import LaunchPaths  # noqa: E402
 from jaxres.launch.vm_agent import REPORT_SECONDS  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
+from jaxres.testing.gce import GceEmulator  # noqa: E402
 from jaxres.testing.gcs import GcsServer  # noqa: E402
 from jaxres.testing.gcs.objects import GcsError  # noqa: E402
-from tests.emulators.gce import GceEmulator  # noqa: E402
 
 CONFIG = ROOT / "tests" / "promises" / "faulty.yaml"
 BUCKET = "bucket"

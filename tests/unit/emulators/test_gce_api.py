@@ -13,7 +13,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import compute_v1 as compute
 
-from tests.emulators.gce import GceEmulator
+from jaxres.testing.gce import GceEmulator
 from tests.unit.emulators.gce_requests import PROJECT, TERMINATE, ZONE, Clients, bulk, spot
 
 DONE = compute.Operation.Status.DONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from tests.emulators.gce import keeper
+from jaxres.testing.gce import keeper
 
 MARK = f"KEEPER_TEST_{os.getpid()}=yes"
 BEGINS_SLOWLY = f"sleep 0.3; exec -c /usr/bin/env {MARK} sleep 1000"

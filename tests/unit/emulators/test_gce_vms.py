@@ -23,8 +23,8 @@ from google.cloud import compute_v1 as compute
 
 from jaxres.supervisor import gce_metadata
 from jaxres.supervisor.gce_metadata import Response
-from tests.emulators.gce import GceEmulator, keeper
-from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING
+from jaxres.testing.gce import GceEmulator, keeper
+from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING
 from tests.unit.emulators.gce_requests import PROJECT, ZONE, Clients, spot
 
 SPEED = 60.0
@@ -297,7 +297,7 @@ def test_a_simulated_maintenance_preempts_a_spot_vm_but_not_every_machine_type(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
-    words = [sys.executable, "-m", "tests.emulators.gce", "--speed", "60"]
+    words = [sys.executable, "-m", "jaxres.testing.gce", "--speed", "60"]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with (
         subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process,

@@ -18,7 +18,7 @@ from jaxres.launch.instance_spec import Machine
 from jaxres.launch.job_start import ENDPOINT, compute_for
 from jaxres.launch.observed_state import CreateFailed
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
+from jaxres.testing.gce import GceEmulator
 from tests.unit.launch.gce_config import config
 
 ZONE = "us-central1-a"

@@ -20,7 +20,7 @@ from jaxres.launch.gce_api import Compute
 from jaxres.launch.option_prices import PriceLookup
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
+from jaxres.testing.gce import GceEmulator
 
 FOLDER = Path(__file__).parents[3] / "configs" / "gce"
 NAMES = ("a2-highgpu", "a3-highgpu", "a3-megagpu", "a3-ultragpu", "a4-highgpu", "g2")

@@ -18,8 +18,8 @@ from jaxres.launch.observed_state import CreateFailed
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.resource_reader import ResourceReader
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
-from tests.emulators.gce.vm import Vm
+from jaxres.testing.gce import GceEmulator
+from jaxres.testing.gce.vm import Vm
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.test_gce_api import NAMES, ZONE, ComputeFixture
 

@@ -21,7 +21,7 @@ from jaxres.launch.launcher_unit import LauncherUnit
 from jaxres.launch.lease import Lease
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
+from jaxres.testing.gce import GceEmulator
 from tests.unit.launch.gce_config import config
 
 RUN = GcsPath("bkt", "runs/it's $HOME")

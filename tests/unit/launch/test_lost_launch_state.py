@@ -28,7 +28,7 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
+from jaxres.testing.gce import GceEmulator
 from tests.tiers import slow_but
 from tests.unit.launch.gce_config import config
 

@@ -21,9 +21,9 @@ from jaxres.launch.desired_state import DesiredState, Spending, decode_state, en
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.option_prices import PriceLookup
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
-from tests.emulators.gce.billing import CALL
-from tests.emulators.gce.billing_skus import NETHERLANDS, SKUS, sku
+from jaxres.testing.gce import GceEmulator
+from jaxres.testing.gce.billing import CALL
+from jaxres.testing.gce.billing_skus import NETHERLANDS, SKUS, sku
 from tests.manual_clock import ManualClock
 from tests.promises.trainer import TINY
 from tests.unit.launch.gce_config import OPTION, config

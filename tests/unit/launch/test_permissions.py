@@ -14,8 +14,8 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch import gce as command
+from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
-from tests.emulators.gce import GceEmulator
 from tests.promises.trainer import TINY
 
 TABLE = Path(__file__).parents[3] / "docs" / "gce.md"

@@ -14,7 +14,7 @@ from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.instance_spec import Machine
 from jaxres.storage.path import GcsPath
-from tests.emulators.gce import GceEmulator
+from jaxres.testing.gce import GceEmulator
 from tests.unit.launch.gce_config import IMAGE, OPTION, config
 
 ZONE, REGION = "us-central1-a", "us-central1"

@@ -20,7 +20,7 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from tests.emulators.metadata import NO_UPCOMING, UPCOMING, MetadataServer
+from jaxres.testing.metadata import NO_UPCOMING, UPCOMING, MetadataServer
 from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.launch.gce_config import OPTION, config
 

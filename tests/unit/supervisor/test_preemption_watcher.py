@@ -17,7 +17,7 @@ from jaxres.runlog.supervisor_events import PreemptionNoticeReceived, Preemption
 from jaxres.supervisor import gce_metadata, preemption_watcher
 from jaxres.supervisor.gce_metadata import NoResponse, Response, Server
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from tests.emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
+from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
 
 
 @pytest.fixture

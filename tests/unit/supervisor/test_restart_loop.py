@@ -27,7 +27,7 @@ from jaxres.supervisor.restart_loop import LoopState
 from jaxres.supervisor.restart_policy import RestartHistory, RestartPolicy
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.worker_group import boot_id
-from tests.emulators.metadata import MetadataServer
+from jaxres.testing.metadata import MetadataServer
 from tests.unit.runlog.example_records import CLAIM
 
 OURS = dataclasses.replace(

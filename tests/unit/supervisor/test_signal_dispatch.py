@@ -7,7 +7,7 @@ import pytest
 
 from jaxres.runlog.event_log import read_events
 from jaxres.supervisor.worker_process import LEAVE
-from tests.emulators.metadata import MetadataServer
+from jaxres.testing.metadata import MetadataServer
 from tests.unit.supervisor.test_supervisor import supervisors
 
 LEAVES = {"on_stop": [75, 0.0]}

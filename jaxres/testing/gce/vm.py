@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.emulators.gce.catalog import Shape, metric_of, region_of
-from tests.emulators.gce.checks import reservation_of, seconds_of
-from tests.emulators.gce.guest import Guest
-from tests.emulators.gce.operations import stamp
+from jaxres.testing.gce.catalog import Shape, metric_of, region_of
+from jaxres.testing.gce.checks import reservation_of, seconds_of
+from jaxres.testing.gce.guest import Guest
+from jaxres.testing.gce.operations import stamp
 
 RUNNING, TERMINATED, STOPPING = "RUNNING", "TERMINATED", "STOPPING"
 PROVISIONING, STAGING = "PROVISIONING", "STAGING"

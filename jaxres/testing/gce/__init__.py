@@ -1,6 +1,6 @@
 """Google Compute Engine on loopback: VMs that are processes, with faults on request.
 
-Manual use: `python -m tests.emulators.gce` prints the environment to set. The state is in memory.
+Manual use: `python -m jaxres.testing.gce` prints the environment to set. The state is in memory.
 
     with GceEmulator(speed=60) as gce:     # one emulated minute is a real second
         ...                                # a launcher with gce.env in its environment
@@ -41,6 +41,6 @@ without a requested notice (here: before); the state of a Spot VM with DELETE af
 durations.
 """
 
-from tests.emulators.gce.emulator import GceEmulator
+from jaxres.testing.gce.emulator import GceEmulator
 
 __all__ = ["GceEmulator"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tests.emulators.gce import billing, calls, creation, network
-from tests.emulators.gce.api import Function
+from jaxres.testing.gce import billing, calls, creation, network
+from jaxres.testing.gce.api import Function
 
 
 @dataclass(frozen=True)

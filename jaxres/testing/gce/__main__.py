@@ -1,4 +1,4 @@
-"""`python -m tests.emulators.gce`: serves a project until it is interrupted."""
+"""`python -m jaxres.testing.gce`: serves a project until it is interrupted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import time
 from types import FrameType
 
-from tests.emulators.gce.emulator import ACTIONS, GceEmulator
-from tests.emulators.gce.server import API, CONTROL
+from jaxres.testing.gce.emulator import ACTIONS, GceEmulator
+from jaxres.testing.gce.server import API, CONTROL
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -18,7 +18,7 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.emulators.gce")
+    parser = argparse.ArgumentParser(prog="python -m jaxres.testing.gce")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--project", default="emulated")
     parser.add_argument("--speed", type=float, default=1.0, help="all delays are divided by it")
@@ -31,14 +31,17 @@ def main() -> None:
         speed=options.speed,
         is_simulated=options.simulated,
     ) as gce:
-        for name, value in gce.env.items():
-            print(f"export {name}={value}")
-        print(f"# folders of VMs: {gce.root}")
         over = f"CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE={gce.url}{API}/"
-        print(f"# gcloud: {over} CLOUDSDK_AUTH_DISABLE_CREDENTIALS=true gcloud compute ...")
-        print(f"# what there is: curl {gce.url}{CONTROL}state")
-        print(f"""# faults: curl -d '{{"name": "NAME"}}' {gce.url}{CONTROL}preempt""")
-        print(f"# or one of: {', '.join(ACTIONS)}", flush=True)
+        lines = [
+            *(f"export {name}={value}" for name, value in gce.env.items()),
+            f"# folders of VMs: {gce.root}",
+            f"# gcloud: {over} CLOUDSDK_AUTH_DISABLE_CREDENTIALS=true gcloud compute ...",
+            f"# what there is: curl {gce.url}{CONTROL}state",
+            f"""# faults: curl -d '{{"name": "NAME"}}' {gce.url}{CONTROL}preempt""",
+            f"# or one of: {', '.join(ACTIONS)}",
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 time.sleep(3600)

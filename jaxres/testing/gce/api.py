@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.emulators.gce.catalog import Catalog
-from tests.emulators.gce.checks import check_request_id
-from tests.emulators.gce.errors import (
+from jaxres.testing.gce.catalog import Catalog
+from jaxres.testing.gce.checks import check_request_id
+from jaxres.testing.gce.errors import (
     GceError,
     api_disabled,
     by_word,
@@ -20,10 +20,10 @@ from tests.emulators.gce.errors import (
     not_found,
     unknown_field,
 )
-from tests.emulators.gce.fleet import Fleet
-from tests.emulators.gce.operations import Operation, Operations
-from tests.emulators.gce.scheduler import Scheduler
-from tests.emulators.gce.vm import VM_TOKEN
+from jaxres.testing.gce.fleet import Fleet
+from jaxres.testing.gce.operations import Operation, Operations
+from jaxres.testing.gce.scheduler import Scheduler
+from jaxres.testing.gce.vm import VM_TOKEN
 
 NUMBER = "123456789012"
 """Of the project."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.emulators.gce.errors import not_found
-from tests.emulators.gce.scheduler import Scheduler
+from jaxres.testing.gce.errors import not_found
+from jaxres.testing.gce.scheduler import Scheduler
 
 TEXTS = {
     "ZONE_RESOURCE_POOL_EXHAUSTED": (

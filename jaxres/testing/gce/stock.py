@@ -6,7 +6,7 @@ import re
 import time
 from dataclasses import dataclass, field
 
-from tests.emulators.gce.vm import Vm
+from jaxres.testing.gce.vm import Vm
 
 
 @dataclass

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.emulators.gce import keeper
-from tests.emulators.metadata import MetadataServer
+from jaxres.testing.gce import keeper
+from jaxres.testing.metadata import MetadataServer
 
 MARK = "GCE_EMULATOR"
 VM_MARK = "GCE_EMULATOR_VM"

@@ -8,11 +8,11 @@ import traceback
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from jaxres.testing.gce import routes
+from jaxres.testing.gce.api import Api, ComputeRequest
+from jaxres.testing.gce.errors import GceError, by_word
 from jaxres.testing.gcs.faults import AFTER, Faults, RequestFault
 from jaxres.testing.serving import Quiet, Serving
-from tests.emulators.gce import routes
-from tests.emulators.gce.api import Api, ComputeRequest
-from tests.emulators.gce.errors import GceError, by_word
 
 CONTROL = "/emulator/"
 API = "/compute/v1"

@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxres.testing.gce import keeper
+from jaxres.testing.gce.addresses import reserve
+from jaxres.testing.gce.api import NUMBER, Api, Counted
+from jaxres.testing.gce.billing_skus import BillingCatalog
+from jaxres.testing.gce.catalog import Catalog, Reservation
+from jaxres.testing.gce.fleet import Fleet
+from jaxres.testing.gce.guest import MARK, output_of
+from jaxres.testing.gce.operations import OperationFaultRule, Operations
+from jaxres.testing.gce.scheduler import Scheduler
+from jaxres.testing.gce.server import ComputeServer
+from jaxres.testing.gce.stock import Shortage
+from jaxres.testing.gce.vm import Vm
 from jaxres.testing.gcs.faults import FaultRule
-from tests.emulators.gce import keeper
-from tests.emulators.gce.addresses import reserve
-from tests.emulators.gce.api import NUMBER, Api, Counted
-from tests.emulators.gce.billing_skus import BillingCatalog
-from tests.emulators.gce.catalog import Catalog, Reservation
-from tests.emulators.gce.fleet import Fleet
-from tests.emulators.gce.guest import MARK, output_of
-from tests.emulators.gce.operations import OperationFaultRule, Operations
-from tests.emulators.gce.scheduler import Scheduler
-from tests.emulators.gce.server import ComputeServer
-from tests.emulators.gce.stock import Shortage
-from tests.emulators.gce.vm import Vm
 
 ACTIONS = (
     "preempt",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulators.gce.api import NUMBER, Api, ComputeRequest
-from tests.emulators.gce.errors import GceError, api_disabled
+from jaxres.testing.gce.api import NUMBER, Api, ComputeRequest
+from jaxres.testing.gce.errors import GceError, api_disabled
 
 CALL = "services.skus.list"
 COMPUTE_ENGINE = "6F81-5844-456A"

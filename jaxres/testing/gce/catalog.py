@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.emulators.gce.billing_skus import BillingCatalog
-from tests.emulators.gce.errors import GceError, not_found
+from jaxres.testing.gce.billing_skus import BillingCatalog
+from jaxres.testing.gce.errors import GceError, not_found
 
 SPOT, STANDARD = "SPOT", "STANDARD"
 FLEX_START, RESERVATION_BOUND = "FLEX_START", "RESERVATION_BOUND"

@@ -1,6 +1,6 @@
 """A GCE metadata server on loopback, as strict as the real one, with faults on request.
 
-By hand: `python -m tests.emulators.metadata --port 8080` prints what to set and how to change keys.
+By hand: `python -m jaxres.testing.metadata --port 8080` prints what to set and how to change keys.
 After cloud.google.com/compute/docs/metadata/querying-metadata: `Metadata-Flavor: Google` or 403, no
 `X-Forwarded-For`, 404 for keys that are not there, 400 for words it does not know, ETags, long poll
 by `wait_for_change`, `last_etag`, `timeout_sec`; folders (`instance/attributes/`) list what they
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -287,13 +288,14 @@ def _camel(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.emulators.metadata")
+    parser = argparse.ArgumentParser(prog="python -m jaxres.testing.metadata")
     parser.add_argument("--port", type=int, default=0)
     with MetadataServer(port=parser.parse_args().port) as server:
-        print(f"export GCE_METADATA_HOST={server.address}")
-        print(
-            f"# then: curl -X PUT -d TRUE http://{server.address}{CONTROL}{PREEMPTED}", flush=True
+        sys.stdout.write(
+            f"export GCE_METADATA_HOST={server.address}\n"
+            f"# then: curl -X PUT -d TRUE http://{server.address}{CONTROL}{PREEMPTED}\n"
         )
+        sys.stdout.flush()
         while True:
             time.sleep(3600)
 

@@ -13,15 +13,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.emulators.gce import keeper
-from tests.emulators.gce.catalog import SPOT, Catalog, Shape, region_of
-from tests.emulators.gce.checks import model_of, seconds_of
-from tests.emulators.gce.errors import not_found
-from tests.emulators.gce.guest import MARK, VM_MARK, Guest
-from tests.emulators.gce.operations import Failure, Operation, Operations
-from tests.emulators.gce.scheduler import Scheduler
-from tests.emulators.gce.stock import Delays, Shortage
-from tests.emulators.gce.vm import (
+from jaxres.testing.gce import keeper
+from jaxres.testing.gce.catalog import SPOT, Catalog, Shape, region_of
+from jaxres.testing.gce.checks import model_of, seconds_of
+from jaxres.testing.gce.errors import not_found
+from jaxres.testing.gce.guest import MARK, VM_MARK, Guest
+from jaxres.testing.gce.operations import Failure, Operation, Operations
+from jaxres.testing.gce.scheduler import Scheduler
+from jaxres.testing.gce.stock import Delays, Shortage
+from jaxres.testing.gce.vm import (
     GLOBAL_METRICS,
     GONE,
     PROVISIONING,
@@ -31,7 +31,7 @@ from tests.emulators.gce.vm import (
     TERMINATED,
     Vm,
 )
-from tests.emulators.metadata import NO_UPCOMING, PREEMPTED, UPCOMING
+from jaxres.testing.metadata import NO_UPCOMING, PREEMPTED, UPCOMING
 
 POLL_SECONDS = 0.05
 """Real ones, however fast the world goes: how often one looks whether processes have ended."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tests.emulators.gce.errors import invalid
+from jaxres.testing.gce.errors import invalid
 
 _TOKEN = re.compile(
     r"""\s*(?:(?P<word>"(?:[^"\\]|\\.)*"|'[^']*'|[^\s()=!:<>"']+)|(?P<sign>!=|>=|<=|[=:<>()]))"""

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from tests.emulators.gce.api import NUMBER, Api, ComputeRequest
-from tests.emulators.gce.catalog import MUCH, SHAPES
-from tests.emulators.gce.checks import check_labels, check_metadata
-from tests.emulators.gce.errors import GceError, not_found
-from tests.emulators.gce.filters import page
-from tests.emulators.gce.guest import output_of
-from tests.emulators.gce.operations import Failure, Operation
-from tests.emulators.gce.vm import (
+from jaxres.testing.gce.api import NUMBER, Api, ComputeRequest
+from jaxres.testing.gce.catalog import MUCH, SHAPES
+from jaxres.testing.gce.checks import check_labels, check_metadata
+from jaxres.testing.gce.errors import GceError, not_found
+from jaxres.testing.gce.filters import page
+from jaxres.testing.gce.guest import output_of
+from jaxres.testing.gce.operations import Failure, Operation
+from jaxres.testing.gce.vm import (
     DISK_METRICS,
     GLOBAL_METRICS,
     GONE,

@@ -9,7 +9,7 @@ import re
 import uuid
 from typing import Any
 
-from tests.emulators.gce.catalog import (
+from jaxres.testing.gce.catalog import (
     FLEX_START,
     GPU_FAMILIES,
     RESERVATION_BOUND,
@@ -20,7 +20,7 @@ from tests.emulators.gce.catalog import (
     Shape,
     region_of,
 )
-from tests.emulators.gce.errors import GceError, invalid, not_found, unknown_field
+from jaxres.testing.gce.errors import GceError, invalid, not_found, unknown_field
 
 NAME = re.compile(r"[a-z](?:[-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_KEY = re.compile(r"[a-z][-_a-z0-9]{0,62}")

@@ -8,9 +8,9 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.emulators.gce.api import Api, ComputeRequest
-from tests.emulators.gce.catalog import SHAPES, Shape, region_of
-from tests.emulators.gce.checks import (
+from jaxres.testing.gce.api import Api, ComputeRequest
+from jaxres.testing.gce.catalog import SHAPES, Shape, region_of
+from jaxres.testing.gce.checks import (
     check_disk_type,
     check_instance,
     check_name,
@@ -18,9 +18,9 @@ from tests.emulators.gce.checks import (
     model_of,
     reservation_of,
 )
-from tests.emulators.gce.errors import GceError, exists, invalid, not_found
-from tests.emulators.gce.operations import Failure, Operation
-from tests.emulators.gce.vm import GLOBAL_METRICS, GONE, Vm, needs_of
+from jaxres.testing.gce.errors import GceError, exists, invalid, not_found
+from jaxres.testing.gce.operations import Failure, Operation
+from jaxres.testing.gce.vm import GLOBAL_METRICS, GONE, Vm, needs_of
 
 MOST_AT_ONCE = 1000
 MANY = (1, MOST_AT_ONCE)

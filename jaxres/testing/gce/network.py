@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.emulators.gce.api import Api, ComputeRequest
-from tests.emulators.gce.errors import not_found
+from jaxres.testing.gce.api import Api, ComputeRequest
+from jaxres.testing.gce.errors import not_found
 
 DEFAULT_RULES = [
     {
