@@ -2,7 +2,8 @@
 
 The silence of an agent alone proves nothing: one slow request to the bucket, or an agent that gets
 no CPU time, is enough. A silent VM is suspected. It is lost once the Compute API has no such VM or
-a halted one, or once neither its agent nor the run has shown a sign of life for long.
+a halted one, or once neither its agent nor the run has shown a sign of life for long. A VM that the
+list lacks is suspected sooner; lists lag, so it is looked up, too.
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.boot_report import VmBoot
 from jaxres.launch.desired_state import DesiredState, VmSpec
-from jaxres.launch.observed_state import EVENTS, HALTED, HOST_ERROR, AgentReport, ObservedState
+from jaxres.launch.observed_state import (
+    EVENTS,
+    HALTED,
+    HOST_ERROR,
+    AgentReport,
+    ObservedState,
+    VmStatus,
+)
 from jaxres.runlog import faulty_hosts
 from jaxres.supervisor.preemption import NEAR_SECONDS, UNKNOWN_WRITE_SECONDS
 from jaxres.supervisor.run_lock import BUCKET_HEARTBEAT_SECONDS, MISSED_HEARTBEATS
 
 ABSENT_SECONDS = 15.0
 """Lists lag: a VM is absent only if no list has had it for this long."""
+UNLISTED_SECONDS = 4.0
+"""Silence from which a VM is suspected that is not in the list: two reports of an agent."""
 NOTICE_SECONDS = NEAR_SECONDS + 2 * UNKNOWN_WRITE_SECONDS
 """A VM that is stopped within this time is replaced before an attempt starts: its supervisor would
 save and leave soon after the start, as long as it has not measured a save."""
@@ -74,8 +84,15 @@ def find_suspected(desired: DesiredState, observed: ObservedState, gce: GceSecti
     return {vm.name for vm in desired.vms if vm.created and _is_silent(vm.name, observed, gce)}
 
 
+def suspicion_seconds(name: str, vms: Mapping[str, VmStatus] | None, gce: GceSection) -> float:
+    """Returns the silence of an agent from which its VM is suspected, as the newest list has it."""
+    is_unlisted = vms is not None and name not in vms
+    return min(gce.lost_seconds, UNLISTED_SECONDS) if is_unlisted else gce.lost_seconds
+
+
 def _is_silent(name: str, observed: ObservedState, gce: GceSection) -> bool:
-    return name in observed.reports and observed.silent.get(name, 0.0) >= gce.lost_seconds
+    least = suspicion_seconds(name, observed.vms, gce)
+    return name in observed.reports and observed.silent.get(name, 0.0) >= least
 
 
 def _confirmed(

@@ -226,9 +226,10 @@ class StateObserver:
     _committed: int = 0
     """Newest committed step when `update_waits` was last called."""
 
-    def silent_since(self, seconds: float) -> set[str]:
-        """Returns the VMs whose agents have not reported for so many seconds."""
-        return {name for name, (_, _, still) in self._reports.items() if still >= seconds}
+    @property
+    def silent(self) -> dict[str, float]:
+        """Seconds without a new report of an agent while the bucket answers, by name of its VM."""
+        return {name: still for name, (_, _, still) in self._reports.items()}
 
     def bucket_unavailable(self) -> None:
         """Records an observation that the bucket did not answer."""
@@ -362,7 +363,7 @@ class StateObserver:
             absent={name: absent for name, (_, absent) in self._absent.items()},
             not_found=not_found,
             reports={name: report for name, (_, report, _) in self._reports.items()},
-            silent={name: still for name, (_, _, still) in self._reports.items()},
+            silent=self.silent,
             creation=creation,
             log=self._log,
             no_commit_seconds=self._no_commit_seconds,

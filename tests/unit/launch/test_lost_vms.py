@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.lost_vms import HEARTBEATS_SECONDS, NOTICE_SECONDS, is_notice_due
+from jaxres.launch.lost_vms import (
+    HEARTBEATS_SECONDS,
+    NOTICE_SECONDS,
+    UNLISTED_SECONDS,
+    is_notice_due,
+)
 from jaxres.launch.observed_state import HALTED, AgentReport
 from tests.unit.launch.gce_config import config
 from tests.unit.launch.test_reconcile import (
@@ -19,6 +24,7 @@ from tests.unit.launch.test_reconcile import (
     PREEMPTED,
     READY,
     RUNNING,
+    listed,
     next_state,
     observed,
 )
@@ -131,6 +137,35 @@ def test_a_suspected_vm_is_lost_once_the_service_or_a_long_silence_confirms_it(
     assert [vm.name for vm in found.deleting] == [NAMES[1]]
     assert found.suspected == ()
     assert f"{NAMES[1]}: its agent has been silent for" in found.reason
+
+
+def unlisted(seconds: float, **fields: Any) -> dict[str, Any]:
+    return silence(seconds, vms=listed(NAMES[0]), **fields)
+
+
+def test_a_vm_that_no_list_and_no_look_up_has_is_lost_after_two_reports() -> None:
+    assert UNLISTED_SECONDS < LOST
+    found = next_state(RUNNING, observed(**unlisted(UNLISTED_SECONDS, looked_up={NAMES[1]: None})))
+    assert [vm.name for vm in found.deleting] == [NAMES[1]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_suspected"),
+    [
+        (unlisted(UNLISTED_SECONDS - 0.1, looked_up={NAMES[1]: None}), False),
+        (unlisted(UNLISTED_SECONDS), True),
+        (unlisted(UNLISTED_SECONDS, looked_up={NAMES[1]: "RUNNING"}), True),
+        (silence(UNLISTED_SECONDS, looked_up={NAMES[1]: None}), False),
+        (silence(UNLISTED_SECONDS, looked_up={NAMES[1]: None}, vms=None), False),
+    ],
+    ids=["reports", "not asked", "the list lags", "listed", "no list"],
+)
+def test_a_vm_that_is_only_missing_from_a_list_is_kept(
+    fields: dict[str, Any], is_suspected: bool
+) -> None:
+    found = next_state(RUNNING, observed(**fields))
+    assert (found.phase, found.vms, found.deleting) == ("running", RUNNING.vms, ())
+    assert found.suspected == ((NAMES[1],) if is_suspected else ())
 
 
 def test_a_status_of_a_vm_whose_agent_reports_is_no_loss() -> None:
