@@ -32,7 +32,7 @@ from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailabl
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
-from jaxres.launch.lost_vms import suspicion_seconds
+from jaxres.launch.lost_vms import find_silent
 from jaxres.launch.observed_state import (
     AgentReport,
     CreateFailed,
@@ -299,13 +299,8 @@ class Controller:
 
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
         """Returns the VMs whose agents are silent."""
-        silent, gce = self._observer.silent, self._gce()
-        return [
-            vm
-            for vm in (*desired.vms, *desired.spares)
-            if vm.created
-            and silent.get(vm.name, -1.0) >= suspicion_seconds(vm.name, self._vms, gce)
-        ]
+        known = (*desired.vms, *desired.spares)
+        return find_silent(known, self._observer.silent, self._vms, self._gce())
 
     def _heartbeat(self, desired: DesiredState) -> int | None:
         """Returns the generation of the heartbeat of the run lock; None: no VM is suspected."""

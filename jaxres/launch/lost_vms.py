@@ -16,14 +16,7 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.boot_report import VmBoot
 from jaxres.launch.desired_state import DesiredState, VmSpec
-from jaxres.launch.observed_state import (
-    EVENTS,
-    HALTED,
-    HOST_ERROR,
-    AgentReport,
-    ObservedState,
-    VmStatus,
-)
+from jaxres.launch.observed_state import EVENTS, HALTED, HOST_ERROR, AgentReport, ObservedState
 from jaxres.runlog import faulty_hosts
 from jaxres.supervisor.preemption import NEAR_SECONDS, UNKNOWN_WRITE_SECONDS
 from jaxres.supervisor.run_lock import BUCKET_HEARTBEAT_SECONDS, MISSED_HEARTBEATS
@@ -84,14 +77,34 @@ def find_suspected(desired: DesiredState, observed: ObservedState, gce: GceSecti
     return {vm.name for vm in desired.vms if vm.created and _is_silent(vm.name, observed, gce)}
 
 
-def suspicion_seconds(name: str, vms: Mapping[str, VmStatus] | None, gce: GceSection) -> float:
-    """Returns the silence of an agent from which its VM is suspected, as the newest list has it."""
-    is_unlisted = vms is not None and name not in vms
+def find_silent(
+    vms: Iterable[VmSpec],
+    silent: Mapping[str, float],
+    listed: Container[str] | None,
+    gce: GceSection,
+) -> list[VmSpec]:
+    """Returns the VMs that are looked up one by one, since their agents are silent.
+
+    Args:
+      vms: the VMs to judge.
+      silent: seconds without a new report of an agent, by name.
+      listed: names of the newest list; None: there is none.
+      gce: the config of the VMs.
+    """
+    return [
+        vm
+        for vm in vms
+        if vm.created and silent.get(vm.name, -1.0) >= _least_silence(vm.name, listed, gce)
+    ]
+
+
+def _least_silence(name: str, listed: Container[str] | None, gce: GceSection) -> float:
+    is_unlisted = listed is not None and name not in listed
     return min(gce.lost_seconds, UNLISTED_SECONDS) if is_unlisted else gce.lost_seconds
 
 
 def _is_silent(name: str, observed: ObservedState, gce: GceSection) -> bool:
-    least = suspicion_seconds(name, observed.vms, gce)
+    least = _least_silence(name, observed.vms, gce)
     return name in observed.reports and observed.silent.get(name, 0.0) >= least
 
 
