@@ -116,15 +116,14 @@ def _launch_state(run_dir: RunDir) -> DesiredState | None:
 def _vm_spending(state: DesiredState, config: RunConfig) -> VmSpending:
     gce = config.launch.gce
     assert gce is not None, config
-    parts = spending.so_far(state, gce, now=SystemClock().wall())
-    rows = spending.rows(parts, gce)
+    now = SystemClock().wall()
+    rows = spending.rows(spending.so_far(state, gce, now=now), gce)
     hours = sum(row["vm_hours"] for row in rows)
     total = sum(row["dollars"] or 0.0 for row in rows)
     is_known = all(row["dollars"] is not None for row in rows)
     cost = f"${total:.2f}" if is_known else "price unknown"
-    lines = [spending.describe(part, gce) for part in parts]
-    lines += [f"    price of {option_prices.describe(price)}" for price in state.prices]
-    return VmSpending(rows, [f"VMs: {cost}, {hours:.2f} VM hours", *lines] if rows else ())
+    lines = [f"VMs: {cost}, {hours:.2f} VM hours", *option_prices.cost_lines(state, gce, now=now)]
+    return VmSpending(rows, lines if rows else ())
 
 
 def read(run_dir: RunDir) -> RunTimeline:

@@ -39,7 +39,7 @@ def denied_result(check: str, denied: ReadDenied) -> CheckResult:
         check,
         "warning",
         f"{check} not checked: {denied}",
-        "To have it checked, grant this permission (docs/gce.md, Permissions)",
+        "To have it checked, grant this permission (docs/gce-reference.md, Permissions)",
     )
 
 

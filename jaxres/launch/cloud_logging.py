@@ -37,7 +37,7 @@ configure_ops_agent() {
     grep -qEv '^[[:space:]]*(#.*)?$' "$file"
   then
     log "console lines do not go to Cloud Logging: $file has a configuration already, which is" \
-      "left as it is; docs/gce.md has the lines to add"
+      "left as it is; docs/gce-reference.md has the lines to add"
     return 0
   fi
   mkdir -p "${file%/*}" && cp "$base/ops-agent.yaml" "$file" || return 1

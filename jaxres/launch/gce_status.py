@@ -156,7 +156,7 @@ def _job_status(
         lines.append(f"  lease held by {held_by}")
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
-    lines += _cost_lines(desired, gce, now=now) + _recovery_lines(recovery)
+    lines += option_prices.cost_lines(desired, gce, now=now) + _recovery_lines(recovery)
     lines += _vm_lines(paths, desired, gce, reports)
     lines += vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
@@ -168,13 +168,6 @@ def _job_status(
 def _reports(paths: LaunchPaths) -> dict[str, AgentReport | None]:
     listed = gcs_objects.list_metadata(paths.reports)
     return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
-
-
-def _cost_lines(desired: DesiredState, gce: GceSection, *, now: float) -> list[str]:
-    """Returns the costs by capacity option and cause, and the prices by the catalog."""
-    parts = spending.so_far(desired, gce, now=now)
-    prices = [f"  price of {option_prices.describe(price)}" for price in desired.prices]
-    return [*(spending.describe(part, gce) for part in parts), *prices]
 
 
 def _recovery_lines(seconds: Mapping[str, float]) -> list[str]:

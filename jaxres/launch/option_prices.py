@@ -16,14 +16,13 @@ from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import region_of
 from jaxres.config.schema_gce import CapacityOption, GceSection
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.launch import billing_catalog, catalog_prices
+from jaxres.launch import billing_catalog, catalog_prices, spending
 from jaxres.launch.billing_catalog import CatalogUnavailable
 from jaxres.launch.catalog_prices import CatalogPrice, MachineParts, UnknownPrice, Usage
 from jaxres.launch.check_result import CheckResult
 from jaxres.launch.desired_state import DesiredState
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.resource_reader import ReadDenied, ResourceReader
-from jaxres.launch.spending import charge
 
 DAY_SECONDS = 86_400.0
 SOURCE = "by the Billing Catalog API"
@@ -169,15 +168,15 @@ def adopt(
     """Returns the desired state with prices; VMs deleted before these were known are charged."""
     gce = fill(config, prices).launch.gce
     assert gce is not None, config
-    spending = tuple(
-        replace(part, dollars=charge(part.option, part.vm_seconds, gce))
+    charged = tuple(
+        replace(part, dollars=spending.charge(part.option, part.vm_seconds, gce))
         if not part.dollars
         else part
         for part in desired.spending
     )
-    before, after = (sum(p.dollars for p in parts) for parts in (desired.spending, spending))
+    before, after = (sum(p.dollars for p in parts) for parts in (desired.spending, charged))
     spent = desired.spent_dollars + after - before
-    return replace(desired, prices=prices, spending=spending, spent_dollars=spent)
+    return replace(desired, prices=prices, spending=charged, spent_dollars=spent)
 
 
 def results(config: RunConfig, lookup: PriceLookup) -> Iterator[CheckResult]:
@@ -226,8 +225,15 @@ def for_job(
     return lookup.prices
 
 
+def cost_lines(desired: DesiredState, gce: GceSection, *, now: float) -> list[str]:
+    """Returns the costs by capacity option and cause, and the prices by the catalog, as lines."""
+    parts = spending.so_far(desired, gce, now=now)
+    prices = [f"    price of {describe(price)}" for price in desired.prices]
+    return [*(spending.describe(part, gce) for part in parts), *prices]
+
+
 def describe(price: CatalogPrice) -> str:
-    """Returns the line of `status` about a price.
+    """Returns the text of `status` about a price.
 
     >>> describe(CatalogPrice("g2-standard-4", "us-east4", "spot", 0.2534, ("A",), "2026-11-26"))
     'spot g2-standard-4 in us-east4: $0.2534 an hour, by the Billing Catalog API, 2026-11-26'

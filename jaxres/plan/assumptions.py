@@ -98,7 +98,7 @@ ASSUMPTIONS = (
         "--notice-seconds",
         30.0,
         "s that a Spot VM runs on after its notice",
-        "Compute Engine: best effort, up to 30 s; 120 with preemptionNoticeDuration (docs/gce.md)",
+        "Compute Engine: best effort, 30 s at most; 120 by a preview feature (docs/preemption.md)",
     ),
     Assumption(
         "--storage-price",

@@ -288,6 +288,6 @@ def test_the_table_of_permissions_is_what_init_needs(
     init("--yes", name=f"new-{len(service.objects.buckets)}")
     service.objects.facts[gcs_bucket]["iamConfiguration"] = {}
     init("--yes")
-    table = (Path(__file__).parents[3] / "docs" / "gce.md").read_text()
+    table = (Path(__file__).parents[3] / "docs" / "gce-reference.md").read_text()
     current = re.findall(r"^\| (storage\.\S+) \|", table, flags=re.MULTILINE)
     assert sorted(service.buckets.permissions) == sorted(current)

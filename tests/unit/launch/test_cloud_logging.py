@@ -122,5 +122,5 @@ def test_an_ops_agent_that_can_not_be_restarted_does_not_end_the_startup_script(
 
 
 def test_the_docs_have_the_lines_for_a_configuration_of_your_own() -> None:
-    page = Path(__file__).parents[3] / "docs" / "gce.md"
+    page = Path(__file__).parents[3] / "docs" / "gce-reference.md"
     assert cloud_logging.CONFIG.replace("@BASE@", "/root/.jaxres-vm") in page.read_text()

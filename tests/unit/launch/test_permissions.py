@@ -1,4 +1,4 @@
-"""The table of permissions in docs/gce.md has exactly those that a launcher needs."""
+"""The table of permissions in docs/gce-reference.md has exactly those that a launcher needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from tests.promises.trainer import TINY
 
-TABLE = Path(__file__).parents[3] / "docs" / "gce.md"
+TABLE = Path(__file__).parents[3] / "docs" / "gce-reference.md"
 OPTION = {"kind": "spot", "machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"]}
 CREATION = "instances.bulkInsert"
 
