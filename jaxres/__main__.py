@@ -26,6 +26,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       restarts them after a failure
   launch gce up CONFIG.yaml|gs://RUN ...                the same on GPU VMs, which it creates,
       replaces and deletes; status, logs, stop, down, init (`jaxres launch gce --help`)
+  launch slurm|k8s|sky CONFIG.yaml ...                  the same as a job of Slurm, Kubernetes or
+      SkyPilot (`jaxres launch slurm --help`)
   status RUN_DIR ... [--json] [--watch]                 progress, recent events, what to do next;
       exit 0: running, restarting or done; 1: down, the same command resumes it; 3: needs a person.
       --watch: checks for 3 s (in a bucket 15 s) that it is alive, whatever its time stamps

@@ -25,7 +25,7 @@ from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
 from jaxres.cli import chaos_results
 from jaxres.cli.chaos_results import ChaosResult
 from jaxres.clock import Clock, SystemClock
-from jaxres.config import Loaded
+from jaxres.config import Loaded, builtin_configs
 from jaxres.config.argparser import Parser
 from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
@@ -108,7 +108,8 @@ def _sort_words(options: argparse.Namespace) -> None:
     options.overrides = [word for word in options.words if "=" in word]
     names = [word for word in options.words if word in BY_NAME]
     others = [w for w in options.words if w not in (*options.overrides, *names)]
-    if len(others) > 1 or (options.verb == "list" and options.words):
+    misspelt = [w for w in others if not _is_config(w) and did_you_mean(w, list(BY_NAME))]
+    if len(others) > 1 or misspelt or (options.verb == "list" and options.words):
         hint = did_you_mean(others[-1], list(BY_NAME)) if others else ""
         raise UsageError(
             f"{(others or options.words)[-1]!r}: not a scenario{hint}; `jaxres chaos list`"
@@ -125,6 +126,10 @@ def _sort_words(options: argparse.Namespace) -> None:
     options.scenarios = tuple(dict.fromkeys(names)) or (tuple(BY_NAME) if options.all else DEFAULT)
     if any(word.startswith("run.dir=") for word in options.overrides):
         raise UsageError("run.dir: the runs have directories of their own; --to chooses where")
+
+
+def _is_config(word: str) -> bool:
+    return Path(word).exists() or word in builtin_configs.names()
 
 
 def _list() -> str:

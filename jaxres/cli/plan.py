@@ -407,7 +407,9 @@ def _state_bytes(
         return state_size.state_bytes(config)
     if run is not None and run.state_bytes:
         return run.state_bytes
-    raise UsageError("jaxres plan: give --state-gib N, or a config, or --from RUN")
+    raise UsageError(
+        "jaxres plan: checkpoint size unknown: give a config, --state-gib N, or --from RUN"
+    )
 
 
 def _memory(config: RunConfig | None) -> MemoryTier:

@@ -20,6 +20,12 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob(f"*{SUFFIX}"))
 
 
+def base_names() -> list[str]:
+    """Returns the names of the built-in configs and of the parts in `configs/gce/`."""
+    parts = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.glob(f"gce/*{SUFFIX}"))
+    return [*names(), *sorted(map(str, parts))]
+
+
 def find_base(name: str, folder: Path) -> Path:
     """Returns the path of a base: a file beside the config that names it, else a built-in one.
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxres.config import builtin_configs, huggingface
 from jaxres.config.cross_checks import check
-from jaxres.config.errors import Problem, one_line, raise_all, shorten, show
+from jaxres.config.errors import Problem, did_you_mean, one_line, raise_all, shorten, show
 from jaxres.config.schema import RunConfig
 from jaxres.config.schema_fields import ROOT, FieldSpec
 from jaxres.config.validate import validate
@@ -33,15 +33,21 @@ from jaxres.storage.path import RunPath
 COMMAND_LINE = "command line"
 
 
-def read_file(path: RunPath, *, named_by: str = "") -> tuple[Node, list[Problem]]:
-    """Reads one file as a layer; raises UsageError if it is absent and not named as a base."""
+def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Node, list[Problem]]:
+    """Reads one file as a layer; raises UsageError if it is absent and not named as a base.
+
+    Args:
+      path: the file.
+      named_by: the line that names it as a base.
+      hint: what may have been meant, if it is absent.
+    """
     try:
         text = _text_of(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
         if not named_by:
             raise UsageError(f"{path}: {kind}") from error
-        return Node({}, str(path)), [Problem("base", f"{path}: {kind}", named_by)]
+        return Node({}, str(path)), [Problem("base", f"{path}: {kind}{hint}", named_by)]
     except (OSError, UnicodeDecodeError, ValueError) as error:
         return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
     node, problems = parse(text, lambda line: f"{path}:{line + 1}")
@@ -64,7 +70,8 @@ def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:
     layers = []
     for name in _base_names(base, problems):
         found = builtin_configs.find_base(name, path.parent)
-        below, wrong = read_file(found, named_by=base.where if base else "")
+        hint = did_you_mean(name, builtin_configs.base_names())
+        below, wrong = read_file(found, named_by=base.where if base else "", hint=hint)
         problems += wrong
         again = below.value.pop("base", None)
         if again is not None:

@@ -26,6 +26,8 @@ TINY = str(ROOT / "tests" / "promises" / "tiny.yaml")
         (["run", "/nowhere.yaml"], ExitCode.USAGE, "no such file"),
         (["run", TINY, "train.stepz=1"], ExitCode.CONFIG, "train.stepz"),
         (["run", TINY, "worker-kil"], ExitCode.USAGE, "'worker-kil': not a scenario"),
+        (["run", "worker-kil"], ExitCode.USAGE, "not a scenario; did you mean 'worker-kill'?"),
+        (["run", "quickstrat"], ExitCode.CONFIG, "did you mean 'quickstart'?"),
         (["run", TINY, "--only", "notice,hangs"], ExitCode.USAGE, "--only 'hangs': no such"),
         (["run", TINY, "--all", "hang"], ExitCode.USAGE, "--all: give it or names"),
         (["run", TINY, "--only", ""], ExitCode.USAGE, "--only '': no such"),

@@ -113,6 +113,10 @@ def test_bases_are_relative_to_the_file_and_one_level_deep(write: Write):
 
 def test_an_invalid_base_is_reported_with_its_line(write: Write):
     assert lines(write(MINIMAL + "base: no.yaml")) == ["x.yaml:5: base: no.yaml: no such file"]
+    assert lines(write(MINIMAL + "base: [quickstrat, gce/a4-highgp]")) == [
+        "x.yaml:5: base: quickstrat: no such file; did you mean 'quickstart'?",
+        "x.yaml:5: base: gce/a4-highgp: no such file; did you mean 'gce/a4-highgpu'?",
+    ]
     assert lines(write(MINIMAL + "base: 3")) == [
         "x.yaml:5: base: must be a path relative to this file, a built-in config, or a list of "
         "these (got 3)"
