@@ -275,7 +275,7 @@ class Controller:
                 self._listed_at = now
                 self._observer.update_vms(self._vms, wanted, now=now)
             if now - self._events_at >= LIST_SECONDS:
-                for zone in {vm.zone for vm in desired.vms if vm.created}:
+                for zone in {vm.zone for vm in (*desired.vms, *desired.spares) if vm.created}:
                     self._observer.update_events(self.compute.events(zone))
                 self._events_at = now
             creation = self._creation(desired)
@@ -592,6 +592,7 @@ def new_state(
         freed_at=after.freed_at,
         spent_dollars=after.spent_dollars,
         vm_seconds=after.vm_seconds,
+        saved_dollars=after.saved_dollars,
         num_events=after.num_events,
         events=after.events,
         spending=after.spending,

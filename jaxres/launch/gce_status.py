@@ -15,10 +15,12 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.goodput import launch_gap
 from jaxres.launch import (
+    cheaper_option,
     job_config,
     option_prices,
     orphaned_vms,
     reconcile,
+    spares,
     spending,
     vm_commands,
 )
@@ -142,6 +144,7 @@ def _job_status(
         "draining": list(desired.draining),
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
+        "saved_dollars": cheaper_option.saved_dollars(desired, gce, now=now),
         "vm_hours": hours,
         "spending": spending.rows(spending.so_far(desired, gce, now=now), gce),
         "prices": [dataclasses.asdict(price) for price in desired.prices],
@@ -174,7 +177,9 @@ def _cost_lines(desired: DesiredState, gce: GceSection, *, now: float) -> list[s
     """Returns the costs by capacity option and cause, and the prices by the catalog."""
     parts = spending.so_far(desired, gce, now=now)
     prices = [f"  price of {option_prices.describe(price)}" for price in desired.prices]
-    return [*(spending.describe(part, gce) for part in parts), *prices]
+    saved = cheaper_option.saved_dollars(desired, gce, now=now)
+    moves = [f"  saved by moves to a cheaper option: ${saved:.2f}"] if saved else []
+    return [*(spending.describe(part, gce) for part in parts), *moves, *prices]
 
 
 def _recovery_lines(seconds: Mapping[str, float]) -> list[str]:
@@ -213,8 +218,10 @@ def _vm_lines(
     if 0 < len(desired.vms) < gce.most_hosts:
         lines.append(f"  {len(desired.vms)} hosts now (launch.gce.num_hosts={gce.num_hosts})")
     lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
+    cheaper = spares.of_other_option(desired)
     lines += [
-        f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; a spare"
+        f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; "
+        + ("for a move to this cheaper option" if vm in cheaper else "a spare")
         for vm in desired.spares
     ]
     lines += [
