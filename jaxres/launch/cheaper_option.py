@@ -340,9 +340,7 @@ def move(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
     if any(vm.created for vm in desired.vms) and not _is_ready(desired, observed, gce):
         return Transition(desired)
     now, names = observed.now, {vm.name for vm in vms}
-    others = spares.end_spare_time(
-        (vm for vm in desired.spares if vm.name not in names), now=now
-    )
+    others = spares.end_spare_time((vm for vm in desired.spares if vm.name not in names), now=now)
     less = _price(gce, desired.vms[0].option) - _price(gce, vms[0].option)
     line = f"moves to {_describe(desired, vms, gce)}"
     new = replace(
@@ -355,8 +353,7 @@ def move(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
         ),
         refill_since=None,
         cheaper_by=desired.cheaper_by + less,
-        saved_dollars=desired.saved_dollars
-        - sum(spending.cost(vm, gce, now=now) for vm in vms),
+        saved_dollars=desired.saved_dollars - sum(spending.cost(vm, gce, now=now) for vm in vms),
         reason=line,
     )
     new = _with_wait(new, now=now)

@@ -299,8 +299,7 @@ class Controller:
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
         """Returns the VMs whose agents are silent."""
         silent = self._observer.silent_since(self._gce().lost_seconds)
-        known = (*desired.vms, *desired.spares)
-        return [vm for vm in known if vm.created and vm.name in silent]
+        return [v for v in desired.vms + desired.spares if v.created and v.name in silent]
 
     def _heartbeat(self, desired: DesiredState) -> int | None:
         """Returns the generation of the heartbeat of the run lock; None: no VM is suspected."""

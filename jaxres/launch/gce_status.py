@@ -160,8 +160,7 @@ def _job_status(
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += _cost_lines(desired, gce, now=now) + _recovery_lines(recovery)
-    lines += _vm_lines(paths, desired, gce, reports)
-    lines += vm_commands.excluded_lines(desired, cordoned)
+    lines += _vm_lines(paths, desired, gce, reports) + vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")

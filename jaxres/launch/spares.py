@@ -34,14 +34,11 @@ def is_of_other_option(desired: DesiredState, creation: PendingCreate) -> bool:
     """Returns whether a request is for spares of another capacity option."""
     options = {vm.option for vm in desired.vms[:1]}
     return creation.is_of_spares and any(
-        options and vm.name in creation.names and vm.option not in options
-        for vm in desired.all_vms
+        options and vm.name in creation.names and vm.option not in options for vm in desired.all_vms
     )
 
 
-def find_lost(
-    vms: tuple[VmSpec, ...], observed: ObservedState, gce: GceSection
-) -> dict[str, Loss]:
+def find_lost(vms: tuple[VmSpec, ...], observed: ObservedState, gce: GceSection) -> dict[str, Loss]:
     """Returns the spares that are lost, will soon be stopped, or that the run leaves out."""
     lost = lost_vms.find_lost(vms, observed, gce, is_training=False)
     return lost_vms.find_faulty(vms, observed) | lost

@@ -99,8 +99,12 @@ def test_a_complete_set_of_the_cheaper_option_is_requested_beside_the_attempt() 
     assert (made.creation, made.vms, made.move_after) == (None, TRAINING.vms, None)
 
 
-@pytest.mark.parametrize(("gain", "is_requested"), [(2 * COST + 0.01, True), (2 * COST - 0.01, False)])
-def test_the_move_is_begun_only_if_it_saves_twice_its_costs(gain: float, is_requested: bool) -> None:
+@pytest.mark.parametrize(
+    ("gain", "is_requested"), [(2 * COST + 0.01, True), (2 * COST - 0.01, False)]
+)
+def test_the_move_is_begun_only_if_it_saves_twice_its_costs(
+    gain: float, is_requested: bool
+) -> None:
     after = next_state(TRAINING, seen(gain=gain), CONFIG)
     assert bool(after.spares) is is_requested, "the rule is not the documented one"
 
@@ -152,7 +156,9 @@ def test_only_a_preferred_option_that_is_known_to_be_cheaper_is_returned_to(
 ) -> None:
     gce = config(capacity_options=options).launch.gce
     assert gce is not None
-    there = replace(TRAINING, vms=hosts_of(*HOSTS, option=current, zone=options[current]["zones"][0]))
+    there = replace(
+        TRAINING, vms=hosts_of(*HOSTS, option=current, zone=options[current]["zones"][0])
+    )
     assert cheaper_option.find_site(there, gce, now=NOW) is None
     usual = config(capacity_options=OPTIONS).launch.gce
     assert usual is not None

@@ -239,7 +239,7 @@ def check_spares(
 def check_cheaper_set(
     world: RandomWorld, before: DesiredState, after: DesiredState, observed: ObservedState
 ) -> None:
-    """Checks VMs of a cheaper option: rarely requested, all or none used, never mixed with others."""
+    """Checks VMs of a cheaper option: rarely requested, used all or none, never mixed."""
     were, are = (spares.of_other_option(state) for state in (before, after))
     prices = [option.dollars_per_hour or 0.0 for option in world.gce.capacity_options]
     assert len({(vm.option, vm.zone) for vm in after.vms}) <= 1, "hosts of two zones"
