@@ -247,7 +247,7 @@ def check_cheaper_set(
     assert {vm.name for vm in are}.isdisjoint(host.name for host in after.hosts), "they are hosts"
     assert all(prices[vm.option] < prices[after.vms[0].option] for vm in are), "not cheaper"
     if are and not were:
-        assert (before.phase, before.hosts) == ("running", after.hosts), "no attempt runs"
+        assert after.phase == "running", "no attempt runs"
         waited = world.now - world.cheaper_set_ended_at
         assert waited >= cheaper_option.FIRST_WAIT_SECONDS - 1e-6, f"requested after {waited} s"
         world.num_cheaper_sets += 1
