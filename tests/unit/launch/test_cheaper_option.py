@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from jaxres.config import RunConfig
 from jaxres.launch import cheaper_option, elastic, reconcile, spending
@@ -168,6 +169,8 @@ def test_only_a_preferred_option_that_is_known_to_be_cheaper_is_returned_to(
 def test_the_key_switches_it_off() -> None:
     off = config(capacity_options=OPTIONS, return_to_cheaper="off")
     assert next_state(TRAINING, seen(), off) == TRAINING
+    with pytest.raises(ValidationError, match=r"return_to_cheaper\n.*'auto' or 'off'"):
+        config(return_to_cheaper="sometimes")
 
 
 def test_a_zone_that_is_left_out_is_not_asked_and_the_next_one_is() -> None:
@@ -182,8 +185,8 @@ def test_a_zone_that_is_left_out_is_not_asked_and_the_next_one_is() -> None:
 def test_a_refused_set_costs_the_job_nothing_but_a_wait(kind: CreateErrorKind) -> None:
     asked = next_state(TRAINING, seen(), CONFIG)
     refused = next_state(asked, seen(creation=CreateFailed(kind, "no")), CONFIG)
-    assert (refused.phase, refused.vms, refused.spares) == ("running", TRAINING.vms, ())
-    assert refused.creation is None
+    assert (refused.phase, refused.vms) == ("running", TRAINING.vms)
+    assert (refused.spares, refused.creation) == ((), None), "requested again at once"
     assert names(refused.deleting) == list(NEW), "what it may have created is not deleted"
     assert refused.end is None
     assert refused.replacements == Replacements()
