@@ -148,6 +148,11 @@ class GceSection(Section):
 
     An option without capacity or quota is not tried again for a while, and the next one is
     tried."""
+    return_to_cheaper: Literal["auto", "off"] = free("auto")
+    """Whether a job that trains on a costlier option moves back to a preferred, cheaper one.
+
+    auto: once all its VMs are ready beside the attempt, if that saves at least twice its costs. Of
+    the same machine type only, and never without prices of both or to a flex_start option."""
     image: str | None = free(None)
     """Boot image, projects/P/global/images/I or .../images/family/F; null: the template's."""
     template: str | None = free(None)

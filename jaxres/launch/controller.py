@@ -117,9 +117,8 @@ class Controller:
     _log_is_damaged: bool = False
     """Whether a record of the run log can't be used and that has been printed."""
     _printed_progress: str = ""
-    """Progress of the training that was printed last."""
+    """Progress of the training that was printed last, at `_step_printed_at`."""
     _step_printed_at: float = -inf
-    """When it was printed."""
     _unavailable: set[str] = field(default_factory=set)
     """Services that do not answer and have been printed."""
 
@@ -276,7 +275,7 @@ class Controller:
                 self._listed_at = now
                 self._observer.update_vms(self._vms, wanted, now=now)
             if now - self._events_at >= LIST_SECONDS:
-                for zone in {vm.zone for vm in desired.vms if vm.created}:
+                for zone in {vm.zone for vm in (*desired.vms, *desired.spares) if vm.created}:
                     self._observer.update_events(self.compute.events(zone))
                 self._events_at = now
             creation = self._creation(desired)
@@ -299,7 +298,7 @@ class Controller:
 
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
         """Returns the VMs whose agents are silent."""
-        known = (*desired.vms, *desired.spares)
+        known = desired.vms + desired.spares
         return find_silent(known, self._observer.silent, self._vms, self._gce())
 
     def _heartbeat(self, desired: DesiredState) -> int | None:
@@ -592,6 +591,7 @@ def new_state(
         freed_at=after.freed_at,
         spent_dollars=after.spent_dollars,
         vm_seconds=after.vm_seconds,
+        saved_dollars=after.saved_dollars,
         num_events=after.num_events,
         events=after.events,
         spending=after.spending,

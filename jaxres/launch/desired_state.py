@@ -186,13 +186,26 @@ class DesiredState:
     early_for: tuple[str, ...] = ()
     """Hosts of the attempt for which one was requested: once each, whatever became of it."""
     spares: tuple[VmSpec, ...] = ()
-    """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py."""
+    """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py.
+
+    Those of another capacity option than `vms` wait to replace all of them: cheaper_option.py."""
     spare_failures: int = 0
     """How often a spare was lost or refused since all of them were ready."""
     spares_not_before: float = 0.0
     """Earliest next request for spares, in seconds since the epoch."""
     grow_after: int | None = None
     """Step after whose commit the attempt ends, because more hosts are ready; see elastic.py."""
+    cheaper_tries: int = 0
+    """How often VMs of a cheaper option were requested lately; see cheaper_option.py."""
+    cheaper_not_before: float = 0.0
+    """Earliest next request for VMs of a cheaper option, in seconds since the epoch."""
+    move_after: int | None = None
+    """Step after whose commit the attempt ends, because all VMs of a cheaper option are ready."""
+    cheaper_by: float = 0.0
+    """Dollars by which a VM costs less in an hour since the job has moved to cheaper options."""
+    saved_dollars: float = 0.0
+    """What that has saved until the end of the newest attempt that has ended; VMs that were
+    requested for a move are subtracted, with their costs until it."""
     creation: PendingCreate | None = None
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""
@@ -272,7 +285,8 @@ class Transition:
     losses: Mapping[str, str] = field(default_factory=dict[str, str])
     """Kind of the loss of VMs that are replaced, by name."""
     unused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Why early replacements and spares are deleted that no attempt has used, by name."""
+    """Why early replacements and spares are deleted that no attempt has used, by name; and VMs
+    that the job leaves for cheaper ones."""
 
 
 class StateDamaged(StorageUnavailable):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.cluster.host_identity import HostIdentity
-from jaxres.launch import elastic
+from jaxres.launch import cheaper_option, elastic
 from jaxres.launch.desired_state import DesiredState, Transition
 from jaxres.launch.observed_state import ObservedState
 from jaxres.runlog import faulty_hosts
@@ -34,7 +34,8 @@ def note(found: Transition, observed: ObservedState) -> Transition:
     desired = found.desired
     drained = to_drain(desired, observed)
     names = tuple(drained)
-    if not drained and elastic.must_restart(desired, observed):
+    must_restart = elastic.must_restart(desired, observed)
+    if not drained and (must_restart or cheaper_option.must_restart(desired, observed)):
         names = (desired.hosts[0].name,)
     if names == desired.draining:
         return found

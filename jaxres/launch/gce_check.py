@@ -118,6 +118,7 @@ def job_of(
     limits: dict[str, Any] = {
         "num_hosts": min(2, gce.most_hosts) if hosts is None else hosts,
         "spares": 0,
+        "return_to_cheaper": "off",
         "max_run_hours": min(gce.max_run_hours, max_hours + MARGIN_HOURS),
         "idle_minutes": min(gce.idle_minutes or IDLE_MINUTES, IDLE_MINUTES),
     }

@@ -15,10 +15,12 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.goodput import launch_gap
 from jaxres.launch import (
+    cheaper_option,
     job_config,
     option_prices,
     orphaned_vms,
     reconcile,
+    spares,
     spending,
     vm_commands,
 )
@@ -142,6 +144,7 @@ def _job_status(
         "draining": list(desired.draining),
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
+        "saved_dollars": cheaper_option.saved_dollars(desired, gce, now=now),
         "vm_hours": hours,
         "spending": spending.rows(spending.so_far(desired, gce, now=now), gce),
         "prices": [dataclasses.asdict(price) for price in desired.prices],
@@ -157,8 +160,7 @@ def _job_status(
     cost = f"${spent:.2f}" if has_prices else "price unknown (dollars_per_hour)"
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += option_prices.cost_lines(desired, gce, now=now) + _recovery_lines(recovery)
-    lines += _vm_lines(paths, desired, gce, reports)
-    lines += vm_commands.excluded_lines(desired, cordoned)
+    lines += _vm_lines(paths, desired, gce, reports) + vm_commands.excluded_lines(desired, cordoned)
     lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
@@ -206,8 +208,10 @@ def _vm_lines(
     if 0 < len(desired.vms) < gce.most_hosts:
         lines.append(f"  {len(desired.vms)} hosts now (launch.gce.num_hosts={gce.num_hosts})")
     lines += [_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name)) for vm in vms]
+    cheaper = spares.of_other_option(desired)
     lines += [
-        f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; a spare"
+        f"{_vm_line(vm, gce, reports.get(vm.name), boots.get(vm.name))}; "
+        + ("for a move to this cheaper option" if vm in cheaper else "a spare")
         for vm in desired.spares
     ]
     lines += [

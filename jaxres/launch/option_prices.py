@@ -16,7 +16,7 @@ from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import region_of
 from jaxres.config.schema_gce import CapacityOption, GceSection
 from jaxres.faults import ConfigError, StorageUnavailable
-from jaxres.launch import billing_catalog, catalog_prices, spending
+from jaxres.launch import billing_catalog, catalog_prices, cheaper_option, spending
 from jaxres.launch.billing_catalog import CatalogUnavailable
 from jaxres.launch.catalog_prices import CatalogPrice, MachineParts, UnknownPrice, Usage
 from jaxres.launch.check_result import CheckResult
@@ -229,7 +229,9 @@ def cost_lines(desired: DesiredState, gce: GceSection, *, now: float) -> list[st
     """Returns the costs by capacity option and cause, and the prices by the catalog, as lines."""
     parts = spending.so_far(desired, gce, now=now)
     prices = [f"    price of {describe(price)}" for price in desired.prices]
-    return [*(spending.describe(part, gce) for part in parts), *prices]
+    saved = cheaper_option.saved_dollars(desired, gce, now=now)
+    moves = [f"    saved by moves to a cheaper option: ${saved:.2f}"] if saved else []
+    return [*(spending.describe(part, gce) for part in parts), *moves, *prices]
 
 
 def describe(price: CatalogPrice) -> str:

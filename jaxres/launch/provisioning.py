@@ -287,7 +287,7 @@ def release_all(desired: DesiredState, *, now: float) -> DesiredState:
     released = to_delete((*desired.vms, *desired.early_vms, *waiting), now=now)
     deleting = (*desired.deleting, *released)
     new = replace(desired, vms=(), hosts=(), deleting=deleting, creation=None, refill_since=None)
-    return replace(new, early_vms=(), early_for=(), spares=())
+    return replace(new, early_vms=(), early_for=(), spares=(), cheaper_by=0.0)
 
 
 def to_delete(vms: Iterable[VmSpec], *, now: float) -> tuple[VmSpec, ...]:

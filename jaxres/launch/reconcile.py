@@ -13,6 +13,7 @@ from jaxres.config.schema_gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch import (
     capacity_options,
+    cheaper_option,
     draining,
     early_replacement,
     elastic,
@@ -35,6 +36,8 @@ from jaxres.supervisor.restart_policy import GiveUp, Restart
 
 CYCLE_SECONDS = 1.0
 """Time between two decisions of a launcher."""
+IN_A_FULL_ZONE = "healthy, in a zone without capacity for the others"
+"""Kind of VMs that are replaced though nothing has happened to them."""
 
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
@@ -68,12 +71,16 @@ def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -
         most = config.restart.max_preemptions_without_commit
         if not any(vm.name in observed.reports for vm in desired.vms):
             most = config.restart.max_attempts_without_commit  # No agent has ever reported.
-        found = elastic.resize(desired, observed, config)
+        found = cheaper_option.move(desired, observed, gce)
+        if not found.messages:
+            found = elastic.resize(desired, observed, config)
         if not found.messages:
             found = provisioning.provision(desired, observed, gce, most_unready=most)
-        return spare_requests.note(found, observed, config)
+        found = spare_requests.note(found, observed, config)
+        return cheaper_option.note(found, observed, config)
     found = early_replacement.note(while_running(desired, observed, config), observed, config)
-    return elastic.note(spare_requests.note(found, observed, config), observed, config)
+    found = elastic.note(spare_requests.note(found, observed, config), observed, config)
+    return cheaper_option.note(found, observed, config)
 
 
 def _count_replacements(
@@ -82,7 +89,7 @@ def _count_replacements(
     """Counts the VMs that a decision replaces; ends a job that has used its budget."""
     after = found.desired
     replaced = [
-        (vm, found.losses.get(vm.name, "healthy, in a zone without capacity for the others"))
+        (vm, found.losses.get(vm.name) or found.unused.get(vm.name, IN_A_FULL_ZONE))
         for vm in before.vms
         if vm.name not in after.names and (vm.created or vm.name in found.losses)
     ]
@@ -151,7 +158,7 @@ def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec
 
 def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the costs of the VMs so far, by the prices of the capacity options."""
-    return desired.spent_dollars + sum(spending.cost(vm, gce, now=now) for vm in desired.all_vms)
+    return spending.total(desired, gce, now=now)
 
 
 def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str:

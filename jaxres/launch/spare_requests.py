@@ -28,11 +28,14 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
     wanted = gce.spares + elastic.num_lacking(
         found.desired, observed, config, factor=elastic.GROW_FACTOR
     )
-    if not wanted and not found.desired.spares:
+    creation = found.desired.creation
+    is_pending = creation is not None and creation.is_of_spares
+    if not wanted and not spares.of_job_option(found.desired) and not is_pending:
         return found
     found = _reset_wait(_without_lost(found, observed, gce), wanted, observed, gce)
-    if found.desired.creation is not None and found.desired.creation.is_of_spares:
-        return _await_creation(found, observed, gce)
+    if creation is not None and is_pending:
+        is_other = spares.is_of_other_option(found.desired, creation)
+        return found if is_other else _await_creation(found, observed, gce)
     found = _without_surplus(found, observed, config)
     if not _may_request(found.desired, wanted, observed, config):
         return found
@@ -41,26 +44,17 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
 
 def _without_lost(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
     desired, now = found.desired, observed.now
-    lost = spares.find_lost(desired, observed, gce)
+    own = spares.of_job_option(desired)
+    lost = spares.find_lost(own, observed, gce)
     if not lost:
         return found
-    gone = [vm for vm in desired.spares if vm.name in lost]
+    gone = [vm for vm in own if vm.name in lost]
     lines = tuple(f"{name}: a spare: {loss.text}" for name, loss in lost.items())
     return replace(
         found,
-        desired=_wait(_dropped(desired, {*lost}, now=now), now=now),
+        desired=_wait(spares.dropped(desired, {*lost}, now=now), now=now),
         messages=(*found.messages, *lines),
         unused={**found.unused, **lost_vms.kinds({vm.name: lost[vm.name] for vm in gone})},
-    )
-
-
-def _dropped(desired: DesiredState, names: set[str], *, now: float) -> DesiredState:
-    """Returns the state with some spares to be deleted."""
-    gone = spares.end_spare_time((vm for vm in desired.spares if vm.name in names), now=now)
-    return replace(
-        desired,
-        spares=tuple(vm for vm in desired.spares if vm.name not in names),
-        deleting=(*desired.deleting, *provisioning.to_delete(gone, now=now)),
     )
 
 
@@ -78,11 +72,11 @@ def _without_surplus(found: Transition, observed: ObservedState, config: RunConf
     if desired.phase != "running" or desired.grow_after is not None:
         return found
     kept = gce.spares + elastic.num_lacking(desired, observed, config, factor=elastic.KEEP_FACTOR)
-    names = [vm.name for vm in desired.spares[kept:]]
+    names = [vm.name for vm in spares.of_job_option(desired)[kept:]]
     if not names:
         return found
     lines = tuple(f"{name}: is deleted; a restart with it would not pay any more" for name in names)
-    new = _dropped(desired, {*names}, now=observed.now)
+    new = spares.dropped(desired, {*names}, now=observed.now)
     return replace(found, desired=new, messages=(*found.messages, *lines))
 
 
@@ -103,7 +97,8 @@ def _await_creation(found: Transition, observed: ObservedState, gce: GceSection)
         return answer
     desired, creation = found.desired, found.desired.creation
     assert creation is not None, desired
-    new = _wait(_dropped(desired, {*creation.names}, now=observed.now), now=observed.now)
+    new = spares.dropped(desired, {*creation.names}, now=observed.now)
+    new = _wait(new, now=observed.now)
     if answer.kind in ("preempted", "passing"):  # VMs of it may count against the quota.
         new = replace(new, freed_at=observed.now)
     seconds = new.spares_not_before - observed.now
@@ -119,7 +114,7 @@ def _may_request(
     assert gce is not None, config
     if desired.phase != "running" or desired.creation is not None:
         return False
-    if len(desired.spares) >= wanted:
+    if len(spares.of_job_option(desired)) >= wanted:
         return False
     is_ending = observed.stop_requested or observed.down_requested
     if is_ending or observed.log.step >= config.train.steps:
@@ -133,7 +128,8 @@ def _may_request(
 def _request(found: Transition, wanted: int, *, now: float) -> Transition:
     """Requests all spares that are lacking, by one creation in the zone of the hosts."""
     desired, like = found.desired, found.desired.vms[0]
-    new, names = provisioning.new_names(desired, wanted - len(desired.spares))
+    num_lacking = wanted - len(spares.of_job_option(desired))
+    new, names = provisioning.new_names(desired, num_lacking)
     more = tuple(VmSpec(name, like.zone, like.option, now) for name in names)
     new = replace(new, spares=(*desired.spares, *more))
     line = f"requesting {len(names)} more in {like.zone} as spares"

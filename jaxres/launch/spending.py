@@ -27,6 +27,11 @@ def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
     return charge(vm.option, lifetime_seconds(vm, now=now), gce)
 
 
+def total(desired: DesiredState, gce: GceSection, *, now: float) -> float:
+    """Returns the dollars of all VMs of the job so far; those without a price are not in it."""
+    return desired.spent_dollars + sum(cost(vm, gce, now=now) for vm in desired.all_vms)
+
+
 def charge(option: int, seconds: float, gce: GceSection) -> float:
     """Returns the dollars of a VM of an option for some time; 0 without a price."""
     return seconds / 3600 * (_option(gce, option).dollars_per_hour or 0.0)
@@ -55,7 +60,17 @@ def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Tran
         )
 
     vms, deleting = trained(after.vms), trained(after.deleting)
-    return replace(found, desired=replace(after, vms=vms, deleting=deleting, attempt_since=0.0))
+    saved = after.saved_dollars + saved_in_attempt(before, now=now)
+    after = replace(after, vms=vms, deleting=deleting, attempt_since=0.0, saved_dollars=saved)
+    return replace(found, desired=after)
+
+
+def saved_in_attempt(desired: DesiredState, *, now: float) -> float:
+    """Returns what the running attempt costs less than on the option that the job has left."""
+    if desired.phase != "running":
+        return 0.0
+    hours = _attempt_seconds(desired, now=now) / 3600
+    return desired.cheaper_by * len(desired.hosts) * hours
 
 
 def _attempt_seconds(desired: DesiredState, *, now: float) -> float:

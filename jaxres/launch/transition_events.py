@@ -115,8 +115,11 @@ def _requests(
 
 
 def _resizes(before: DesiredState, after: DesiredState) -> Iterator[Fields]:
-    """Yields that the job has got another number of hosts."""
+    """Yields that the job has moved to another capacity option, or has other numbers of hosts."""
     were, are = len(before.vms), len(after.vms)
+    if were and are and before.vms[0].option != after.vms[0].option:
+        fields = {"vms": tuple(vm.name for vm in after.vms), "zone": after.vms[0].zone}
+        yield "moved", {**fields, "reason": after.reason[:MAX_REASON]}
     if were and are and were != are:
         kind: LaunchEventKind = "shrunk" if are < were else "grown"
         fields = {"vms": tuple(vm.name for vm in after.vms), "zone": after.vms[0].zone}

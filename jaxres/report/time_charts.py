@@ -45,6 +45,7 @@ VM_EVENTS = {
     "shrunk": "interrupted",
     "vms_created": "useful",
     "grown": "useful",
+    "moved": "useful",
 }
 """Events of the launcher that the timeline shows, with their color."""
 

@@ -27,6 +27,7 @@ LaunchEventKind = Literal[
     "agent_reported",
     "shrunk",
     "grown",
+    "moved",
     "job_ending",
     "job_ended",
     "commits_stalled",

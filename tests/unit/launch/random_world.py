@@ -131,6 +131,10 @@ class RandomWorld:
     num_made: int = 0
     num_spares_used: int = 0
     """Most slots that spares have taken."""
+    num_cheaper_sets: int = 0
+    """How often VMs of a cheaper option were requested beside an attempt."""
+    cheaper_set_ended_at: float = -inf
+    """When such VMs were last deleted, or have become hosts."""
     num_faults: int = 0
     """Faults that were seen and that may cost VMs."""
     was_refused: bool = False
@@ -211,6 +215,11 @@ class RandomWorld:
         elif kind == "hang" and self.desired is not None and self.desired.attempt:
             self._hung_attempt = self.desired.attempt
             self.num_faults += 1
+
+    def leave_without_preferred(self, seconds: float) -> None:
+        """Creates no VM of the first capacity option for some time."""
+        for zone in self.gce.capacity_options[0].zones:
+            self._stockouts[0, zone] = self.now + seconds
 
     def lose_in_a_stockout(self, draw: random.Random) -> None:
         """Ends some VMs, and creates none of any capacity option for a while."""

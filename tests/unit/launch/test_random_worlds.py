@@ -18,7 +18,7 @@ import pytest
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import elastic, reconcile, spares, transition_events
+from jaxres.launch import cheaper_option, elastic, reconcile, spares, transition_events
 from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, PendingCreate
 from jaxres.launch.lost_vms import find_silent
@@ -179,6 +179,7 @@ def check_change(
     for count in ("attempt", "placement", "next_name", "vm_seconds", "spent_dollars"):
         assert getattr(after, count) >= getattr(before, count), f"{count} decreases"
     check_spares(world, before, after, observed)
+    check_cheaper_set(world, before, after, observed)
     gone = before.names - after.names
     assert gone <= {vm.name for vm in after.deleting}, "a VM is forgotten without a deletion"
     is_first = all(vm.option == 0 for vm in after.vms)
@@ -193,8 +194,12 @@ def check_change(
     left = STEP_SECONDS * (world.steps - observed.log.step)
     is_useless = more > 0 and left * more / world.gce.most_hosts <= RESTART_SECONDS
     waiting = {spare.name for spare in before.spares} if is_useless else set[str]()
+    cheaper = {vm.name for vm in spares.of_other_option(before)}
+    has_moved = bool(cheaper) and {vm.name for vm in after.vms} == cheaper
     for name in gone & world.vms.keys():
         vm = world.vms[name]
+        if name in cheaper or has_moved:
+            continue  # Only a complete set is used; see check_cheaper_set.
         if name in waiting and after.phase == "running":
             continue  # It waited to become a host, which would not pay any more.
         if name in unused:
@@ -215,7 +220,7 @@ def check_spares(
     world: RandomWorld, before: DesiredState, after: DesiredState, observed: ObservedState
 ) -> None:
     """Checks that spares are no hosts, and that a ready one does not wait beside an empty slot."""
-    names = {vm.name for vm in after.spares}
+    names = {vm.name for vm in spares.of_job_option(after)}
     lacking = world.gce.most_hosts - len(after.vms) if after.vms else 0
     assert len(names) <= world.gce.spares + lacking, "too many spares"
     allowed = elastic.allowed_counts(world.config, option=0)
@@ -231,6 +236,34 @@ def check_spares(
     world.num_spares_used = max(
         world.num_spares_used, sum(vm.spare_seconds > 0 for vm in after.vms)
     )
+
+
+def check_cheaper_set(
+    world: RandomWorld, before: DesiredState, after: DesiredState, observed: ObservedState
+) -> None:
+    """Checks VMs of a cheaper option: rarely requested, used all or none, never mixed."""
+    were, are = (spares.of_other_option(state) for state in (before, after))
+    prices = [option.dollars_per_hour or 0.0 for option in world.gce.capacity_options]
+    assert len({(vm.option, vm.zone) for vm in after.vms}) <= 1, "hosts of two zones"
+    assert len(are) in (0, world.gce.most_hosts), "a part of a set of cheaper VMs"
+    assert {vm.name for vm in are}.isdisjoint(host.name for host in after.hosts), "they are hosts"
+    assert all(prices[vm.option] < prices[after.vms[0].option] for vm in are), "not cheaper"
+    if are and not were:
+        assert after.phase == "running", "no attempt runs"
+        waited = world.now - world.cheaper_set_ended_at
+        assert waited >= cheaper_option.FIRST_WAIT_SECONDS - 1e-6, f"requested after {waited} s"
+        world.num_cheaper_sets += 1
+    if not were or are:
+        return
+    world.cheaper_set_ended_at = world.now
+    names = {vm.name for vm in were}
+    if {vm.name for vm in after.vms} == names:
+        assert before.phase == "placing", "it moves while an attempt runs"
+        ready = spares.find_ready_of(were, observed, world.gce)
+        is_alone = not any(vm.created for vm in before.vms)
+        assert is_alone or len(ready) == len(were), "it moves to VMs that are not ready"
+        return
+    assert names <= {vm.name for vm in after.deleting}, "cheaper VMs are left"
 
 
 def lives(vm: ModelVm, world: RandomWorld) -> bool:
@@ -302,9 +335,10 @@ def bound(world: RandomWorld) -> int:
     A fault costs a VM; where the zone has no other one, it costs all of them.
     """
     hosts = world.gce.most_hosts + world.gce.spares
+    beside = world.gce.most_hosts * world.num_cheaper_sets
     if world.always is not None and world.always not in HARMLESS:
-        return hosts * (REPLACEMENTS + 2)
-    return hosts * (1 + world.num_faults)
+        return beside + hosts * (REPLACEMENTS + 2)
+    return beside + hosts * (1 + world.num_faults)
 
 
 def made(seed: int) -> RandomWorld:
@@ -319,6 +353,13 @@ def made(seed: int) -> RandomWorld:
     world.config = world.config.model_copy(
         update={"train": world.config.train.model_copy(update={"steps": world.steps})}
     )
+    costly = random.Random(f"costly-{seed}")
+    if options == 0 and costly.random() < 0.5:  # The job begins on the second option, and is long.
+        world.leave_without_preferred(costly.uniform(60, 1500))
+        world.num_faults += 1
+        world.steps = 600
+        train = world.config.train.model_copy(update={"steps": world.steps})
+        world.config = world.config.model_copy(update={"train": train})
     if draw.random() < 0.4:  # Quotas and reservations of exactly what the job needs.
         limit = hosts + random.Random(f"limit-{seed}").choice([0, num_spares])
         world.limits = dict.fromkeys(range(len(OPTIONS[options])), limit)
@@ -373,7 +414,8 @@ def ends(seeds: Sequence[int]) -> Counter[int | str]:
         desired: Any = world.desired
         counts[desired.end.exit] += 1
         counts["spares used"] += world.num_spares_used > 0
-        counts.update(dict.fromkeys(("shrunk", "grown") & world.kinds.keys(), 1))
+        counts.update(dict.fromkeys(("shrunk", "grown", "moved") & world.kinds.keys(), 1))
+        counts["cheaper VMs deleted"] += world.num_cheaper_sets > world.kinds["moved"]
     return counts
 
 
@@ -385,3 +427,5 @@ def test_every_job_trains_or_ends_and_no_healthy_vm_is_deleted_in_random_worlds(
     assert counts[ExitCode.NO_PROGRESS] > 2, counts
     assert counts["shrunk"] > 2, counts
     assert counts["grown"] > 0, counts
+    assert counts["moved"] > 2, counts
+    assert counts["cheaper VMs deleted"] > 0, counts
