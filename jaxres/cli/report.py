@@ -7,13 +7,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from jaxres.cli.runs import differences
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, UsageError
 from jaxres.goodput import read_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
@@ -63,7 +64,12 @@ def text(
       as_json: whether to return JSON.
       out: file to which the HTML page is written.
       compare: another run; the text, and the page, then have both.
+
+    Raises:
+      UsageError: the folder of `out` does not exist.
     """
+    if isinstance(out, Path) and not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: its folder does not exist. Create it, or give another file")
     runs = [_read_all(one) for one in (run_dir, compare) if one is not None]
     if as_json:
         texts = [as_json_text(run.timeline, run.summary, run.spending) for run in runs]

@@ -196,13 +196,16 @@ def as_text(status: Status) -> str:
     if status.newest is not None:
         newest, steps = status.newest, "?" if status.steps is None else status.steps
         rows.append(
-            ("step", f"{newest.step} of {steps}, loss {newest.loss}, {newest.tokens:,} tokens")
+            (
+                "step",
+                f"{newest.step} of {steps}, loss {_number(newest.loss)}, {newest.tokens:,} tokens",
+            )
         )
     if status.evaluation is not None:
-        losses = [f"{name} {loss}" for name, loss in status.evaluation["losses"].items()]
+        losses = [f"{name} {_number(loss)}" for name, loss in status.evaluation["losses"].items()]
         rows.append(("evaluated", f"step {status.evaluation['step']}, loss: {', '.join(losses)}"))
         for name, means in status.evaluation["metrics"].items():
-            shown = ", ".join(f"{metric} {mean}" for metric, mean in means.items())
+            shown = ", ".join(f"{metric} {_number(mean)}" for metric, mean in means.items())
             rows.append(("metrics", f"{name}: {shown}"))
         epochs = [f"{name} {count:.2f}" for name, count in status.evaluation["epochs"].items()]
         if epochs:
@@ -226,6 +229,15 @@ def as_text(status: Status) -> str:
     rows += [("incident", _incident(attempt)) for attempt in _incidents(status)]
     rows += _ending(status)
     return "".join(f"{name:<11}{value}\n" for name, value in rows)
+
+
+def _number(value: float | None) -> str:
+    """Returns a loss or a metric as `history` shows it; all digits are in the JSON.
+
+    >>> _number(2.232686996459961), _number(None)
+    ('2.233', 'not finite')
+    """
+    return f"{value:.4g}" if isinstance(value, float | int) else "not finite"
 
 
 def _replica(status: Status) -> list[tuple[str, str]]:

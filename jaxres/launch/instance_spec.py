@@ -568,7 +568,7 @@ def _in_container(runtime: ContainerRuntime, gce: GceSection, *ours: str) -> str
     """
     names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
     words = [
-        "docker run",
+        "docker run --user=0:0",  # The image's own user can't write the agent's folder.
         *map(_heredoc_quote, runtime.flags),
         '--detach=false --rm --init --network=host --ipc=host -v "$base:$base"',
         f'-w "$base/package/{WORK}" -e HOME="$base"',

@@ -56,7 +56,7 @@ def typed_errors(path: RunPath) -> Iterator[None]:
             ) from error
         if error.errno in _DENIED | _MISNAMED:
             raise fault_of(error)(
-                f"{path}: can't be used ({error.strerror}). "
+                f"{_culprit(path, error)}: can't be used ({error.strerror}). "
                 "Choose another path with run.dir=..., or change its permissions."
             ) from error
         if error.errno == errno.ENOENT:
@@ -70,6 +70,13 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 "rerun the same command when storage works again."
             ) from error
         raise
+
+
+def _culprit(path: RunPath, error: OSError) -> RunPath:
+    """Returns the path that an error is about: of a file that is used as a folder, that file."""
+    if error.errno != errno.ENOTDIR or not isinstance(path, Path):
+        return path
+    return next((parent for parent in path.parents if parent.is_file()), path)
 
 
 def make_private_dir(folder: Path) -> None:

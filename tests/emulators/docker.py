@@ -111,6 +111,7 @@ def _run_parser() -> _Parser:
     parser.add_argument("--network", choices=["host"])
     parser.add_argument("--ipc", choices=["host"])
     parser.add_argument("--gpus")
+    parser.add_argument("--user")
     parser.add_argument("--name")
     parser.add_argument("--stop-timeout", type=int, default=10)
     parser.add_argument("--entrypoint", required=True)
@@ -128,6 +129,8 @@ def _run(state: Path, words: Sequence[str]) -> int:
     name = flags.name or f"unnamed-{os.getpid()}"
     if not NAME.fullmatch(name):
         _fail(f"Invalid container name ({name})", FAILED)
+    if flags.volume and flags.user != "0:0":  # The Dockerfile's user is another one.
+        _fail("the container's user can't write the volume", FAILED)
     for volume in flags.volume:
         source, _, target = volume.partition(":")
         if source != target or not Path(source).is_dir():

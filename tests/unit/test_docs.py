@@ -7,6 +7,7 @@ import io
 import re
 import shlex
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,6 +309,11 @@ def test_architecture_lists_every_folder_and_module_and_no_other():
 
 def test_the_readme_has_at_most_120_lines():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_extra_of_the_launcher_for_vms_can_read_its_bucket():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "jaxres[gcs]" in extras["optional-dependencies"]["gce"]
 
 
 def test_every_glossary_term_is_in_use_and_in_order():

@@ -147,6 +147,16 @@ def test_the_page_is_written_beside_the_text_and_two_runs_are_compared(
     parse(file.read_text())
 
 
+def test_a_page_in_a_folder_that_does_not_exist_is_a_wrong_argument(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(crashed, tmp_path / "a")
+    out = tmp_path / "absent" / "x.html"
+    arguments = ["report", str(tmp_path / "a"), "--out", str(out)]
+    assert checkpoints_cli.main(arguments, usage="usage: x") == 64
+    assert f"--out {out}: its folder does not exist" in capsys.readouterr().err
+
+
 def test_a_run_to_compare_with_that_is_none_is_a_wrong_argument(
     crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -89,6 +89,14 @@ def test_error_of_storage_becomes_a_run_error_that_names_the_path(tmp_path, code
     assert str(caught.value).startswith(f"{tmp_path}: {text}")
 
 
+def test_a_file_that_is_used_as_a_folder_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError) as caught:
+        files.create(file / "run" / "REPLICA.json", b"")
+    assert str(caught.value).startswith(f"{file}: can't be used (Not a directory). Choose another")
+
+
 def test_error_of_another_kind_is_raised_unchanged(tmp_path):
     with pytest.raises(BrokenPipeError), files.typed_errors(tmp_path):
         failing(errno.EPIPE)()
