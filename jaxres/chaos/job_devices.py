@@ -1,4 +1,4 @@
-"""The devices of the runs, by the run log, and the scenarios that they are too few or not fit for."""
+"""The devices of the runs, by the run log, and which scenarios they do not fit."""
 
 from __future__ import annotations
 

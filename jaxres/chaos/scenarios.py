@@ -1,7 +1,7 @@
 """The scenarios of `jaxres chaos`: what each injects, and what a run must do then. Pure.
 
-A scenario acts from outside: by signals, on the files of a run that has stopped, or by a hook of its
-run. Production code does not know of it. `runs.py` has the function that injects each.
+A scenario acts from outside: by signals, on the files of a run that has stopped, or by a hook of
+its run. Production code does not know of it. `runs.py` has the function that injects each.
 """
 
 from __future__ import annotations

@@ -199,9 +199,9 @@ def _differences(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
         dataclasses.replace(reference, digests=digests, rows=steps),
         dataclasses.replace(run, rows=rows),
     )
-    if lost := sorted(reference.digests.keys() - run.digests.keys() - digests.keys()):
-        if until < math.inf and run.exit == ExitCode.DONE:
-            yield Broken("same bits", f"steps {lost} are not committed")
+    later = {step for step in reference.digests if step >= until}
+    if run.exit == ExitCode.DONE and (lost := sorted(later - run.digests.keys())):
+        yield Broken("same bits", f"steps {lost} are not committed")
     if kept := [r.step for r in facts.kept if r.step > changed.get(r.seq, r.step)]:
         yield Broken("same bits", f"steps {kept} of a state that a fault has changed are kept")
     if (mismatch := found.mismatch) is not None:

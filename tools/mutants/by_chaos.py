@@ -39,6 +39,7 @@ LIMIT_SECONDS = 1200
 FEATURES = "tools/mutants/chaos.yaml"
 """A config with all that a restart must bring back."""
 QUICKSTART = "quickstart"
+FAULTY = "tests/promises/faulty.yaml"
 TINY = "tests/promises/tiny.yaml"
 
 
@@ -86,9 +87,9 @@ CAUGHT: Mapping[str, Case] = {
     "batch-statistics-not-restored": Case("notice", FEATURES),
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
-    "unknown-keys-ignored": Case("bad-config", TINY),
-    "masked-by-a-product": Case("nan-step", TINY),
-    "missing-devices-not-noticed": Case("missing-device", TINY, devices=2),
+    "unknown-keys-ignored": Case("bad-config", FAULTY),
+    "masked-by-a-product": Case("nan-step", FAULTY),
+    "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
 }
 """Mutant -> the scenarios that suffice, those of the default schedule before others, and the
 config."""
