@@ -329,7 +329,7 @@ ALL = (
         is_default=False,
         cpu_only=True,
         min_devices=2,
-        settings=(EDIT_SETTING, "guards.corruption={every_steps: 1}"),
+        settings=(EDIT_SETTING, "guards.corruption={every_steps: 1000}"),  # Before each save.
         rows=("silent_corruption",),
     ),
     Scenario(

@@ -78,7 +78,8 @@ def missing_device(run: HeldRun, number: int, fault: Fault) -> Injection:
     if not is_named:
         unkept = unkept or "no message says that a device is missing"
     run.set_aside |= {one.attempt for one in later if one.exit == ExitCode.UNHEALTHY}
-    unkept = unkept or run.forget_faulty_hosts()
+    refused = run.forget_faulty_hosts()
+    unkept = unkept or refused
     run.resume(number)
     return Injection(fault, f"{count - 1} of {count} devices of each worker", unkept=unkept)
 

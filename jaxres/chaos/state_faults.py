@@ -112,7 +112,8 @@ def _end_by_edit(
     unkept = "" if code == expected else f"the command exited with {exit_name(code)}"
     if saved:
         unkept = f"step {saved[0]} was committed after it"
-    unkept = unkept or run.forget_faulty_hosts()
+    refused = run.forget_faulty_hosts()
+    unkept = unkept or refused
     run.resume(number)
     if not did:
         return Injection(fault, problem="no parameter was edited (has it copies?)")

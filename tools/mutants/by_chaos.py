@@ -88,7 +88,7 @@ CAUGHT: Mapping[str, Case] = {
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
     "unknown-keys-ignored": Case("bad-config", FAULTY),
-    "masked-by-a-product": Case("nan-step", FAULTY),
+    "masked-by-a-product": Case("nan-step", TINY),
     "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
 }
 """Mutant -> the scenarios that suffice, those of the default schedule before others, and the
