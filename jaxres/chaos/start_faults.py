@@ -22,7 +22,9 @@ from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
 
 UNKNOWN_KEY = "train.no_such_key=1"
-MOST_KILLS = LOOP_ATTEMPTS + 3
+EXPECTED_KILLS = 1 + LOOP_ATTEMPTS
+"""The first of the attempts has committed a step."""
+MOST_KILLS = EXPECTED_KILLS + 2
 """Kills after which a supervisor that has not given up is left alone."""
 
 
@@ -102,13 +104,15 @@ def crash_loop(run: HeldRun, number: int, fault: Fault) -> Injection:
         held = again
         if not run.wait_held(held) or kills == MOST_KILLS:
             break
+    run.plan(number + 1)
+    run.release(held)  # It is still planned, also for the next start.
     if run.runner.is_running():
-        run.plan(number + 1)
-        run.release(held)
         unkept = f"the supervisor did not give up after {kills} ends without a new commit"
         return Injection(fault, f"SIGKILL {kills} times", ended_attempts=kills, unkept=unkept)
     code = run.runner.wait_exit()
     unkept = "" if code == ExitCode.NO_PROGRESS else f"the command exited with {exit_name(code)}"
+    if kills != EXPECTED_KILLS:
+        unkept = unkept or f"it gave up after {kills} attempts, not {EXPECTED_KILLS}"
     run.resume(number)
     text = f"SIGKILL after step {fault.step} in {kills} attempts"
     return Injection(fault, text, ended_attempts=kills, unkept=unkept)
