@@ -89,6 +89,7 @@ CAUGHT: Mapping[str, Case] = {
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
     "unknown-keys-ignored": Case("bad-config", FAULTY),
     "masked-by-a-product": Case("nan-step", TINY),
+    "budget-not-reset": Case("crash-loop", FAULTY),
     "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
 }
 """Mutant -> the scenarios that suffice, those of the default schedule before others, and the

@@ -66,7 +66,7 @@ def test_an_edit_is_done_once_at_its_step_on_its_host(tmp_path: Path) -> None:
     run_dir, array = tmp_path / "run", jnp.ones(4)
 
     def call(step: int, host: int) -> None:
-        context = SimpleNamespace(step=step, params={"a": array}, run_dir=run_dir, host=host)
+        context: Any = SimpleNamespace(step=step, params={"a": array}, run_dir=run_dir, host=host)
         array_edit_hook.edit(context)
 
     call(5, 0)
