@@ -90,6 +90,7 @@ CAUGHT: Mapping[str, Case] = {
     "unknown-keys-ignored": Case("bad-config", FAULTY),
     "masked-by-a-product": Case("nan-step", TINY),
     "budget-not-reset": Case("crash-loop", FAULTY),
+    "skips-by-the-row": Case("bad-record", TINY),
     "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
 }
 """Mutant -> the scenarios that suffice, those of the default schedule before others, and the
