@@ -6,18 +6,10 @@ from jaxres import faults
 from jaxres.chaos.scenarios import ALL
 
 NOT_INJECTED = {
-    "bad_config": "no run begins; the config of the run is checked before",
-    "nonfinite_update": "it would need a change of the model or of the rows",
-    "diverged": "it would need a change of the model or of the rows",
-    "loss_spike": "it would need a change of the model or of the rows",
-    "silent_corruption": "bits of a device's memory can't be changed from outside",
     "straggler": "it is reported only; what counts as slow depends on the machine",
-    "bad_record": "it would need a change of the rows; damaged-data is found before",
-    "out_of_memory": "it would need a limit of memory that fits the config",
+    "out_of_memory": "what a process does at a limit of its memory is not always the same",
     "unhealthy_device": "the fault of a GPU can't be caused from outside",
-    "missing_device": "a device can't be taken away from outside",
-    "failed_preflight": "the fault of a device or link can't be caused from outside",
-    "crash_loop": "it ends a run for good; each run here must reach its last step",
+    "failed_preflight": "the tests are of an attempt's start, before a hook could change a result",
     "host_lost": "`launch gce` alone; the runs are of `launch local`",
     "no_capacity": "`launch gce` alone; the runs are of `launch local`",
     "launcher_lost": "`launch gce` alone; the runs are of `launch local`",

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxres.chaos import leftovers
 from jaxres.chaos.job_network import JobNetwork
+from jaxres.chaos.scenarios import BY_NAME
 from jaxres.chaos.schedule import PlannedRun
 from jaxres.chaos.short_runs import Runner, Topology
 from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.runlog import metrics, run_log
+from jaxres.runlog import faulty_hosts, metrics, run_log
 from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
@@ -49,7 +50,10 @@ class HeldRun:
     """Steps whose save was made to fail."""
     set_aside: set[int] = field(default_factory=set)
     """Attempts that a fault explains, besides the one that it ends: they have not trained."""
-
+    altered: list[tuple[int, int]] = field(default_factory=list)
+    """Number of a start record, and the step after which a fault has changed the state."""
+    other_samples: dict[int, str] = field(default_factory=dict)
+    """Step -> samples that it must have, since a fault has made the run leave rows out."""
     others: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """Commands of this run besides the runner's, which a fault has left."""
     ports: dict[int, str] = field(default_factory=dict)
@@ -78,6 +82,10 @@ class HeldRun:
         """Reads the run log."""
         return run_log.fold(run_log.read_records(self.run_dir.log))
 
+    def mark_altered(self, step: int) -> None:
+        """Notes that a fault changes the state after a step of the segment that is trained now."""
+        self.altered.append((self.history().starts[-1].seq, step))
+
     def mark_fault(self) -> None:
         """Notes that a fault happens now: the recovery is timed from here."""
         self.fault_at = self.now()
@@ -90,14 +98,21 @@ class HeldRun:
         """Returns a folder of this run beside the run directories, such as its replica."""
         return self.runner.folder / f"{self.planned.name}-{what}"
 
-    def start(self) -> None:
-        """Starts the command, or starts it again, with the settings that the scenarios need."""
+    def start(self, more: Sequence[str] = (), *, env: Mapping[str, str] | None = None) -> None:
+        """Starts the command, or starts it again, with the settings that the scenarios need.
+
+        Args:
+          more: overrides of this start alone.
+          env: variables of this start alone.
+        """
         names = {fault.scenario for fault in self.planned.faults}
         extra = [f"{key}={self.folder(what)}" for name, key, what in OWN_FOLDERS if name in names]
+        extra += [setting for name in sorted(names) for setting in BY_NAME[name].settings]
+        extra += more
         if self.network is not None:
             self.runner.start_hosts(self.name, self.network.open(), extra=extra)
             return
-        self.runner.start(self.name, self.topology, hang="hang" in names, extra=extra)
+        self.runner.start(self.name, self.topology, hang="hang" in names, extra=extra, env=env)
 
     def resume(self, number: int) -> None:
         """Starts the command again after a fault, with the hold for the next one planned."""
@@ -182,6 +197,14 @@ class HeldRun:
         assert self.fault_at is not None
         return round(self.now() - self.fault_at, 1)
 
+    def forget_faulty_hosts(self) -> str:
+        """Uses the hosts again that the run leaves out, as after a repair; returns what failed."""
+        for host in faulty_hosts.read(self.run_dir):
+            self.runner.start_verb(self.name, ["hosts", str(self.root), "--forget", host.name])
+            if (code := self.runner.wait_exit()) != ExitCode.DONE:
+                return f"hosts --forget exited with {exit_name(code)}"
+        return ""
+
     def stop(self, number: int) -> str:
         """Stops the run by a notice; returns why it has not stopped by it."""
         self.runner.send_notice(self.name, self.root, number)
@@ -193,5 +216,6 @@ OWN_FOLDERS: Sequence[tuple[str, str, str]] = (
     ("region-loss", "checkpoint.replica.path", "replica"),
     ("damaged-cache", "compilation.cache_dir", "compiled"),
     ("damaged-data", "data.cache_dir", "data"),
+    ("bad-record", "data.cache_dir", "data"),
 )
 """Scenario, and the setting that gives its run a folder of its own, which is damaged or used."""

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 from jaxres.chaos import (
     damage,
+    data_faults,
     file_faults,
     leftovers,
     network_faults,
     process_faults,
+    start_faults,
+    state_faults,
     storage_faults,
 )
 from jaxres.chaos.emulated_bucket import emulated_bucket
@@ -53,6 +56,14 @@ INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
     "partition": network_faults.partition,
     "peer-lost": network_faults.lose_host,
     "slow-network": network_faults.slow_network,
+    "bad-config": start_faults.bad_config,
+    "nan-step": state_faults.overflow_for_a_step,
+    "nan-state": state_faults.leave_nan,
+    "crash-loop": start_faults.crash_loop,
+    "flipped-copy": state_faults.flip_copy,
+    "missing-device": start_faults.missing_device,
+    "bad-record": data_faults.bad_record,
+    "spike": data_faults.spike,
 }
 """Scenario -> what injects it, while every worker holds after the planned step."""
 
@@ -116,6 +127,8 @@ class FaultyRun:
             injections=tuple(injections),
             quarantined=frozenset(body.step for _, body in run.history().quarantined),
             uncommitted=frozenset(run.uncommitted),
+            altered=tuple(run.altered),
+            other_samples=run.other_samples,
             merged_lines=tuple(str(path) for path, end in run.torn if damage.is_merged(path, end)),
             left=left,
             kept=tuple(metrics.read_history(run.run_dir, run.history())),

@@ -1,7 +1,7 @@
 """The scenarios of `jaxres chaos`: what each injects, and what a run must do then. Pure.
 
-A scenario acts from outside: by signals, or on the files of a run that has stopped. Production code
-does not know of it. `runs.py` has the function that injects each.
+A scenario acts from outside: by signals, on the files of a run that has stopped, or by a hook of
+its run. Production code does not know of it. `runs.py` has the function that injects each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode
+from jaxres.train import array_edit_hook, break_hook
 
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
@@ -41,6 +42,17 @@ class Scenario:
     """Whether a run has no second fault: it needs settings of its own, or another directory."""
     place: Place = "disk"
     """Where its run is."""
+    after_save: bool = False
+    """Whether it is injected after the step that follows a saved one: two steps are left until the
+    next save."""
+    cpu_only: bool = False
+    """Whether it needs devices that are CPUs."""
+    min_devices: int = 1
+    """Fewest devices of all workers."""
+    min_devices_per_host: int = 1
+    """Fewest devices of each worker."""
+    settings: tuple[str, ...] = ()
+    """Overrides of its run, which is alone then."""
     is_default: bool = True
     """Whether it is in the default schedule; else by its name or `--all`."""
     rows: tuple[str, ...] = ()
@@ -52,6 +64,21 @@ class Scenario:
 NOTICE_ENDS: frozenset[int | None] = frozenset({ExitCode.PREEMPTED})
 NO_RECORD: frozenset[int | None] = frozenset({None})
 NO_END: frozenset[int | None] = frozenset()
+EDIT_SETTING = "hooks=[{}]".format(
+    ", ".join(
+        f"{{target: '{target}', every_steps: 1, timeout_seconds: 86400}}"
+        for target in (break_hook.TARGET, array_edit_hook.TARGET)
+    )
+)
+"""Setting of a run whose parameters are edited while it is held."""
+SPIKE_STEPS = 2
+SPIKE_SETTING = (
+    "guards.rollback={loss_factor: 1.05, loss_deviations: 3, warmup_steps: 3, max_rollbacks: 3, "
+    f"patience_steps: {SPIKE_STEPS}}}"
+)
+"""Setting of a run that is to find a high loss after SPIKE_STEPS steps, within its few steps."""
+LOOP_ATTEMPTS = 2
+"""restart.max_attempts_without_commit of a run in a crash loop."""
 ALL = (
     Scenario(
         name="worker-kill",
@@ -244,6 +271,103 @@ ALL = (
         lost_intervals=0,
         at_save=True,
         place="hosts",
+    ),
+    Scenario(
+        name="bad-config",
+        injects="the command with an unknown key, and with another seed, while the run is stopped",
+        promise="each exits with CONFIG and changes no byte of the run directory; then it resumes",
+        ends=NOTICE_ENDS,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,
+        rows=("bad_config",),
+    ),
+    Scenario(
+        name="nan-step",
+        injects="the parameters overflow for one step; SIGKILL to a worker two steps later",
+        promise="the step is masked and logged, and the next loss is finite; nothing of it is kept",
+        ends=frozenset({KILLED}),
+        lost_intervals=1,
+        is_alone=True,
+        is_default=False,
+        after_save=True,
+        cpu_only=True,
+        settings=(EDIT_SETTING,),
+        rows=("nonfinite_update",),
+    ),
+    Scenario(
+        name="nan-state",
+        injects="a number of each parameter becomes NaN; the same command once the run has ended",
+        promise="the run exits with DIVERGED and saves nothing of it; the command resumes",
+        ends=frozenset({ExitCode.DIVERGED}),
+        lost_intervals=1,
+        is_alone=True,
+        is_default=False,
+        after_save=True,
+        cpu_only=True,
+        settings=(EDIT_SETTING,),
+        rows=("diverged",),
+    ),
+    Scenario(
+        name="crash-loop",
+        injects="SIGKILL to a worker after the same step in each attempt; then the same command",
+        promise="the supervisor gives up with NO_PROGRESS; the command resumes",
+        ends=frozenset({KILLED}),
+        lost_intervals=1,
+        is_alone=True,
+        is_default=False,
+        settings=(f"restart.max_attempts_without_commit={LOOP_ATTEMPTS}",),
+        rows=("crash_loop",),
+    ),
+    Scenario(
+        name="flipped-copy",
+        injects="flips a bit of one device's copy of a parameter; then `hosts --forget`",
+        promise="the run exits with UNHEALTHY and saves nothing of it; the command resumes",
+        ends=frozenset({ExitCode.UNHEALTHY}),
+        lost_intervals=1,
+        is_alone=True,
+        is_default=False,
+        cpu_only=True,
+        min_devices=2,
+        settings=(EDIT_SETTING, "guards.corruption={every_steps: 1000}"),  # Before each save.
+        rows=("silent_corruption",),
+    ),
+    Scenario(
+        name="missing-device",
+        injects="the command on one device less of each worker, while the run is stopped",
+        promise="it exits with UNHEALTHY and does not train; with all devices it resumes",
+        ends=NOTICE_ENDS,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,
+        cpu_only=True,
+        min_devices_per_host=2,
+        rows=("missing_device",),
+    ),
+    Scenario(
+        name="bad-record",
+        injects="a token of the cached corpus is out of range, with digests that fit",
+        promise="its row is recorded as a skip and left out; every other sample is trained on once",
+        ends=NOTICE_ENDS,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,  # It builds the corpus once more.
+        after_save=True,
+        settings=("guards.bad_records={max: 10}",),
+        rows=("bad_record",),
+    ),
+    Scenario(
+        name="spike",
+        injects="every parameter is multiplied by 100",
+        promise="the run rolls back to before it, and leaves out the rows of the high losses",
+        ends=NO_END,
+        lost_intervals=1,
+        is_alone=True,
+        is_default=False,
+        after_save=True,
+        cpu_only=True,
+        settings=(EDIT_SETTING, SPIKE_SETTING),
+        rows=("loss_spike",),
     ),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

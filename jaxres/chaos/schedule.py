@@ -107,6 +107,8 @@ def _place(
         possible = range(start, stop)
         if BY_NAME[name].at_save:
             possible = [step for step in possible if step % SAVE_EVERY == 0]
+        if BY_NAME[name].after_save:
+            possible = [step for step in possible if step % SAVE_EVERY == 1]
         host = chance.randrange(hosts)
         host = 0 if BY_NAME[name].at_save else host  # Host 0 makes the commits.
         placed.append(Fault(name, chance.choice(possible), host))

@@ -266,7 +266,13 @@ class Runner:
         return self.folder / f"{name}.txt"
 
     def start(
-        self, name: str, topology: Topology, *, hang: bool, extra: Sequence[str] = ()
+        self,
+        name: str,
+        topology: Topology,
+        *,
+        hang: bool,
+        extra: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         """Starts the command of a run, or starts it again.
 
@@ -275,6 +281,7 @@ class Runner:
           topology: workers, and devices of each.
           hang: whether the supervisor will meet a hang, which it is to find soon.
           extra: overrides of this run alone.
+          env: variables of this start alone.
         """
         command = [sys.executable, "-m", "jaxres.launch", "local", str(self.config)]
         command += [*self.overrides, *extra, f"run.dir={self.run_dir(name).root}"]
@@ -282,7 +289,8 @@ class Runner:
         if hang:
             command.append(f"deadlines.hook_seconds={HANG_SECONDS:g}")
         self.followers = []
-        self.process = start_command(command, output=self.output(name), env=self.env)
+        env = {**self.env, **(env or {})}
+        self.process = start_command(command, output=self.output(name), env=env)
 
     def start_hosts(self, name: str, addresses: Sequence[str], *, extra: Sequence[str]) -> None:
         """Starts a supervisor for each host, as a scheduler does, without restarts.

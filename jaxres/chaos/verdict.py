@@ -7,9 +7,10 @@ a later one that trained. A fault that did not happen is a failure, never a pass
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxres.chaos import time_account
 from jaxres.chaos.scenarios import BY_NAME
@@ -50,6 +51,8 @@ class Injection:
     """From the fault to the first step that the run has finished since; None: unknown."""
     damaged_step: int | None = None
     """The step whose checkpoint was damaged."""
+    ended_attempts: int = 1
+    """How many attempts it has ended one after the other, if it ends one."""
     unkept: str = ""
     """What of the scenario's own promise did not hold; empty: it held."""
 
@@ -66,6 +69,12 @@ class ChaosFacts:
     """Steps that the run log records as damaged."""
     uncommitted: frozenset[int] = frozenset()
     """Steps whose save a fault has made fail."""
+    altered: tuple[tuple[int, int], ...] = ()
+    """Number of a start record, and the step after which a fault has changed the state: the later
+    steps of its segment are not those of the run without faults, and none of them may be kept."""
+    other_samples: Mapping[int, str] = field(default_factory=dict)
+    """Step -> digest of the samples that it must have instead of the oracle's, since a fault has
+    made the run leave rows out: of these steps nothing else is compared."""
     merged_lines: tuple[str, ...] = ()
     """Files in which a torn line was continued by another one."""
     kept: tuple[MetricsLine, ...] = ()
@@ -90,9 +99,11 @@ class Outcome:
 
     injection: Injection
     ended: AttemptFacts | None
-    """The attempt that it ended, or in which it was."""
+    """The attempt that it ended, or in which it was; of several, the last."""
     resumed: AttemptFacts | None
     """The next attempt, or the same if the fault ends none; None: it has not trained."""
+    earlier: tuple[AttemptFacts, ...] = ()
+    """Other attempts that it ended, before."""
 
     @property
     def repeated(self) -> int | None:
@@ -118,11 +129,13 @@ def outcomes(facts: ChaosFacts) -> tuple[Outcome, ...]:
     found: list[Outcome] = []
     number = 0
     for injection in happened:
-        ended = attempts[number]
-        number += _ends_attempt(injection)
-        resumed = attempts[number]
+        first = number
+        number += injection.ended_attempts if _ends_attempt(injection) else 0
+        *earlier, ended = attempts[first : max(number, first + 1)] or [None]
+        resumed = attempts[number] if number < len(attempts) else None
         is_training = resumed is not None and resumed.start_step is not None
-        found.append(Outcome(injection, ended, resumed if is_training else None))
+        before = tuple(one for one in earlier if one is not None)
+        found.append(Outcome(injection, ended, resumed if is_training else None, before))
     return tuple(found)
 
 
@@ -173,8 +186,24 @@ def _differences(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
     run = facts.run
     if run.exit != ExitCode.DONE:
         yield Broken("ends", f"{exit_name(run.exit)}: {run.message}")
-    expected = {k: v for k, v in reference.digests.items() if k not in facts.uncommitted}
-    found = resume_verdict.compare(dataclasses.replace(reference, digests=expected), run)
+    until = min(facts.other_samples, default=math.inf)
+    changed = dict(facts.altered)
+    digests = {
+        step: digest
+        for step, digest in reference.digests.items()
+        if step not in facts.uncommitted and step < until
+    }
+    steps = tuple(row for row in reference.rows if row.step < until)
+    rows = tuple(r for r in run.rows if r.step <= changed.get(r.seq, r.step) and r.step < until)
+    found = resume_verdict.compare(
+        dataclasses.replace(reference, digests=digests, rows=steps),
+        dataclasses.replace(run, rows=rows),
+    )
+    later = {step for step in reference.digests if step >= until}
+    if run.exit == ExitCode.DONE and (lost := sorted(later - run.digests.keys())):
+        yield Broken("same bits", f"steps {lost} are not committed")
+    if kept := [r.step for r in facts.kept if r.step > changed.get(r.seq, r.step)]:
+        yield Broken("same bits", f"steps {kept} of a state that a fault has changed are kept")
     if (mismatch := found.mismatch) is not None:
         cause = resume_verdict.cause_of_resume(found)
         text = f"step {mismatch.step}, {mismatch.what}: {mismatch.a} without faults, {mismatch.b}"
@@ -188,7 +217,12 @@ def _samples(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
     steps = Counter(row.step for row in facts.kept)
     if doubled := sorted(step for step, count in steps.items() if count > 1):
         yield Broken("each sample once", f"steps {doubled} are in the history more than once")
-    wanted = Counter(row.samples for row in reference.rows)
+    others = facts.other_samples
+    wrong = [row.step for row in facts.kept if others.get(row.step, row.samples) != row.samples]
+    if wrong:
+        text = f"step {wrong[0]} has other samples than those that are left"
+        yield Broken("each sample once", text)
+    wanted = Counter(others.get(row.step, row.samples) for row in reference.rows)
     found = Counter(row.samples for row in facts.kept)
     missing, more = (wanted - found).total(), (found - wanted).total()
     if missing or more:
@@ -196,17 +230,24 @@ def _samples(reference: RunFacts, facts: ChaosFacts) -> Iterator[Broken]:
         yield Broken("each sample once", text)
 
 
+def _ended(one: Outcome) -> tuple[AttemptFacts, ...]:
+    """Returns the attempts that a fault has ended, in order."""
+    if one.ended is None or not _ends_attempt(one.injection):
+        return ()
+    return (*one.earlier, one.ended)
+
+
 def _causes(facts: ChaosFacts) -> Iterator[Broken]:
     happened = outcomes(facts)
     for one in happened:
-        name, ended = one.injection.fault.scenario, one.ended
-        if ended is None:
+        name, ended = one.injection.fault.scenario, _ended(one)
+        if one.ended is None:
             yield Broken("causes", f"{name}: the run log has no attempt that it ended")
-        elif _ends_attempt(one.injection) and ended.exit not in BY_NAME[name].ends:
-            yield Broken("causes", f"attempt {ended.attempt}: {_end(ended)} after {name}")
+        elif wrong := [a for a in ended if a.exit not in BY_NAME[name].ends]:
+            yield Broken("causes", f"attempt {wrong[0].attempt}: {_end(wrong[0])} after {name}")
         elif one.resumed is None:
             yield Broken("causes", f"{name}: the next attempt has not trained")
-    ends = sum(_ends_attempt(one.injection) for one in happened)
+    ends = sum(len(_ended(one)) for one in happened)
     for extra in facts.run.attempts[ends + 1 :]:
         yield Broken("causes", f"attempt {extra.attempt} was not caused by a fault")
     if facts.run.attempts and facts.run.attempts[-1].exit != ExitCode.DONE:
@@ -249,8 +290,10 @@ def _account(facts: ChaosFacts) -> Iterator[Broken]:
     resumed: list[int | None] = []
     for one in outcomes(facts):
         name = one.injection.fault.scenario
-        if one.ended is not None and _ends_attempt(one.injection):
-            ended.append((name, one.ended, BY_NAME[name].ends))
+        attempts = _ended(one)
+        ended += [(name, attempt, BY_NAME[name].ends) for attempt in attempts]
+        resumed += [attempt.start_step for attempt in attempts[1:]]
+        if attempts:
             resumed.append(None if one.resumed is None else one.resumed.start_step)
     for text in time_account.differences(facts.account, facts.run.rows, ended, resumed):
         yield Broken("accounted", text)

@@ -10,15 +10,15 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos import emulated_bucket, job_network, verdict
+from jaxres.chaos import emulated_bucket, job_devices, job_network, state_faults, verdict
 from jaxres.chaos.runs import FaultyRun
-from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind
+from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind, Scenario
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
 from jaxres.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
 from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
@@ -31,7 +31,7 @@ from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog.resume_verdict import RunFacts
-from jaxres.train import kept_results
+from jaxres.train import array_edit_hook, kept_results
 from jaxres.train.kept_results import versions_here
 
 USAGE = (
@@ -168,16 +168,11 @@ class Chaos:
 
     def _run(self) -> int:
         options = self._options
-        names, omitted = self._applicable()
-        count = len(names) if options.faults is None else options.faults
-        count = MAX_FAULTS if options.minutes is not None else count
-        runs = plan(names, seed=options.seed, faults=count, hosts=options.hosts)
+        names = self._applicable(options.scenarios, self._why_no_place)
         _say(
             f"{self._loaded.name}: seed {options.seed}, {STEPS} steps a run, a save every "
             f"{SAVE_EVERY}, {self._topology} worker(s); runs in {self._runner.folder}"
         )
-        for name, reason in omitted.items():
-            _say(f"{name}: not applicable: {reason}")
         _say(_row("run", "fault", "after", "resumed at", "again", "recovery"))
         reference = self._runner.unbroken(ORACLE, self._topology)
         if reference.exit != ExitCode.DONE:
@@ -185,6 +180,11 @@ class Chaos:
                 reference, command="chaos", run="run without faults", otherwise=BROKEN
             )
         _say(_row(ORACLE, "-", "-", "-", "-", "-"))
+        devices = job_devices.read(self._runner.run_dir(ORACLE))
+        names = self._applicable(names, lambda one: job_devices.why_not(one, devices))
+        count = len(names) if options.faults is None else options.faults
+        count = MAX_FAULTS if options.minutes is not None else count
+        runs = plan(names, seed=options.seed, faults=count, hosts=options.hosts)
         judged: list[tuple[ChaosFacts, tuple[Broken, ...]]] = []
         for planned in runs:
             if judged and self._is_time_over():
@@ -192,24 +192,31 @@ class Chaos:
             judged.append(self._judge(reference, planned))
         return self._report(judged)
 
-    def _applicable(self) -> tuple[list[str], dict[str, str]]:
-        """Returns the scenarios to use, and those that this config can't have, with the reason.
+    def _why_no_place(self, scenario: Scenario) -> str:
+        """Returns why this config can't have the runs of a scenario; empty: it can."""
+        if scenario.place == "bucket":
+            return emulated_bucket.why_not(self._loaded.config)
+        if scenario.place == "hosts":
+            return job_network.why_not(self._options.hosts)
+        if array_edit_hook.TARGET in "".join(scenario.settings):
+            return state_faults.why_not(self._loaded.config)
+        return ""
+
+    def _applicable(
+        self, names: Sequence[str], why_not: Callable[[Scenario], str]
+    ) -> tuple[str, ...]:
+        """Returns the scenarios to use, and prints why the others are left out.
 
         Raises:
           UsageError: one that the command names is not applicable, or none is.
         """
-        names = self._options.scenarios
-        reasons = {
-            "bucket": emulated_bucket.why_not(self._loaded.config),
-            "hosts": job_network.why_not(self._options.hosts),
-        }
-        omitted = {
-            name: reason for name in names if (reason := reasons.get(BY_NAME[name].place, ""))
-        }
+        omitted = {name: reason for name in names if (reason := why_not(BY_NAME[name]))}
         if omitted and (self._options.are_named or len(omitted) == len(names)):
             name, reason = next(iter(omitted.items()))
             raise UsageError(f"{name}: not applicable: {reason}")
-        return [name for name in names if name not in omitted], omitted
+        for name, reason in omitted.items():
+            _say(f"{name}: not applicable: {reason}")
+        return tuple(name for name in names if name not in omitted)
 
     def _is_time_over(self) -> bool:
         minutes = self._options.minutes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.chaos.scenarios import BY_NAME
+from jaxres.chaos.scenarios import BY_NAME, KILLED
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import attempt_history, run_log
 from tests.promises.leftovers import assert_nothing_left
@@ -21,7 +21,7 @@ CODE = "tests.promises.hidden_state"
 
 
 def chaos(
-    workspace: Workspace, *arguments: str, config: Path = FAULTY
+    workspace: Workspace, *arguments: str, config: Path = FAULTY, devices: int = 1
 ) -> tuple[int, dict[str, Any], str]:
     """Returns exit code, JSON and output of a `chaos run`."""
     result = workspace.root / "result.json"
@@ -29,7 +29,8 @@ def chaos(
     command += [f"compilation.cache_dir={workspace.caches / 'xla'}", *arguments]
     command += ["--json", str(result), "--to", str(workspace.root / "runs")]
     run_dir = workspace.run_dir("chaos")
-    running = workspace.command(run_dir, ["chaos", "run", *command], verb=("jaxres",))
+    env = {"JAX_NUM_CPU_DEVICES": str(devices)}
+    running = workspace.command(run_dir, ["chaos", "run", *command], verb=("jaxres",), env=env)
     code, printed = running.wait_exit(3 * PATIENCE_SECONDS), running.printed()
     assert result.exists(), printed
     return code, json.loads(result.read_text()), printed
@@ -123,3 +124,46 @@ def test_a_cut_and_a_lost_host_end_every_supervisor_and_the_next_start_is_bit_ex
     assert ends[-1] == ExitCode.DONE
     assert ExitCode.PEER_LOST in ends
     assert result["kinds"]["partition"] == "passed"
+
+
+ENDS = {
+    "nan-step": [KILLED],
+    "flipped-copy": [ExitCode.UNHEALTHY],
+    "nan-state": [ExitCode.DIVERGED],
+    "crash-loop": [KILLED, KILLED, KILLED],
+    "bad-config": [ExitCode.PREEMPTED],
+    "missing-device": [ExitCode.PREEMPTED, ExitCode.UNHEALTHY],
+}
+"""Scenario -> how the attempts before the last one end."""
+
+
+def assert_held(workspace: Workspace, *names: str, devices: int = 1) -> dict[str, list[int | None]]:
+    """Injects faults, each into a run of its own; returns the exits of each run's attempts."""
+    code, result, printed = chaos(workspace, "--only", ",".join(names), devices=devices)
+    assert (code, result["held"]) == (0, True), printed
+    assert len(result["runs"]) == len(names)
+    for run in result["runs"]:
+        (fault,) = run["faults"]
+        assert fault["evidence"], printed
+    return {run["faults"][0]["scenario"]: exits(workspace, run) for run in result["runs"]}
+
+
+def test_nothing_of_a_masked_step_or_of_a_flipped_bit_is_kept(workspace: Workspace) -> None:
+    ends = assert_held(workspace, "nan-step", "flipped-copy", devices=2)
+    assert ends == {name: [*ENDS[name], ExitCode.DONE] for name in ("nan-step", "flipped-copy")}
+
+
+@pytest.mark.campaign
+def test_a_run_that_was_refused_or_given_up_ends_in_the_same_bits(workspace: Workspace) -> None:
+    names = ("bad-config", "missing-device", "nan-state", "crash-loop")
+    ends = assert_held(workspace, *names, devices=2)
+    assert ends == {name: [*ENDS[name], ExitCode.DONE] for name in names}
+
+
+def test_a_scenario_that_the_devices_do_not_fit_is_refused(workspace: Workspace) -> None:
+    run_dir = workspace.run_dir("chaos")
+    command = ["chaos", "run", str(FAULTY), "missing-device", f"data.cache_dir={workspace.caches}"]
+    command += [f"compilation.cache_dir={workspace.caches / 'xla'}"]
+    env = {"JAX_NUM_CPU_DEVICES": "1"}
+    running = workspace.command(run_dir, command, verb=("jaxres",), env=env)
+    running.assert_fails(ExitCode.USAGE, "missing-device: not applicable", "JAX_NUM_CPU_DEVICES=2")

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +39,7 @@ LIMIT_SECONDS = 1200
 FEATURES = "tools/mutants/chaos.yaml"
 """A config with all that a restart must bring back."""
 QUICKSTART = "quickstart"
+FAULTY = "tests/promises/faulty.yaml"
 TINY = "tests/promises/tiny.yaml"
 
 
@@ -50,12 +51,19 @@ class Case:
     """Scenarios; `default`: the whole default schedule."""
     config: str = QUICKSTART
     hosts: int = 1
+    devices: int = 1
+    """Virtual CPU devices of each worker."""
 
     @property
     def words(self) -> list[str]:
         """Arguments of `jaxres chaos run`."""
         only = [] if self.only == "default" else ["--only", self.only]
         return [self.config, *only, "--hosts", str(self.hosts)]
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables of its environment."""
+        return {"JAX_NUM_CPU_DEVICES": str(self.devices)}
 
 
 CAUGHT: Mapping[str, Case] = {
@@ -79,8 +87,14 @@ CAUGHT: Mapping[str, Case] = {
     "batch-statistics-not-restored": Case("notice", FEATURES),
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
+    "unknown-keys-ignored": Case("bad-config", FAULTY),
+    "masked-by-a-product": Case("nan-step", TINY),
+    "budget-not-reset": Case("crash-loop", FAULTY),
+    "skips-by-the-row": Case("bad-record", TINY),
+    "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
 }
-"""Mutant -> the scenarios of the default schedule that suffice, and the config."""
+"""Mutant -> the scenarios that suffice, those of the default schedule before others, and the
+config."""
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +117,7 @@ def main(arguments: list[str]) -> int:
 
         def try_one(mutant: Mutant) -> bool | None:
             case = replace(CAUGHT.get(mutant.name, Case()), **changes)
-            return _try(mutant, case.words, caches) if time.monotonic() < until else None
+            return _try(mutant, case, caches) if time.monotonic() < until else None
 
         with ThreadPoolExecutor(options.at_a_time) as pool:
             caught = list(pool.map(try_one, mutants))
@@ -111,27 +125,27 @@ def main(arguments: list[str]) -> int:
     return 0 if all(caught) else 1
 
 
-def _try(mutant: Mutant, words: Sequence[str], caches: str) -> bool:
+def _try(mutant: Mutant, case: Case, caches: str) -> bool:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-") as folder:
         tree = Path(folder, "tree")
         apply_to_copy(mutant, tree)
-        found = _caught_by(tree, words, caches, log=Path(folder, "log"))
+        found = _caught_by(tree, case, caches, log=Path(folder, "log"))
     seconds = time.monotonic() - started
     print(f"{mutant.name}: {found or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)
     return bool(found)
 
 
-def _caught_by(tree: Path, words: Sequence[str], caches: str, *, log: Path) -> str:
+def _caught_by(tree: Path, case: Case, caches: str, *, log: Path) -> str:
     """Runs the command on a mutant; returns the first broken promise, "" if all held."""
-    command = [sys.executable, "-m", "jaxres", "chaos", "run", *words]
+    command = [sys.executable, "-m", "jaxres", "chaos", "run", *case.words]
     # Programs are cached by the source of the tree, data by their own.
     command += [f"data.cache_dir={caches}", f"compilation.cache_dir={tree.parent / 'xla'}"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)},
+            env={**os.environ, "PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)} | case.env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

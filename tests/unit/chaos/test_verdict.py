@@ -266,3 +266,98 @@ def test_a_batch_that_is_doubled_or_missing_in_the_history_is_counted() -> None:
     (found,) = judge(REFERENCE, other, save_every=SAVE_EVERY)
     assert found.promise == "each sample once"
     assert found.text == "1 batch(es) of samples are missing in the history, 1 are too many"
+
+
+LOOP, NAN = Fault("crash-loop", 5), Fault("nan-state", 7)
+
+
+def test_the_steps_after_a_changed_state_are_not_compared_and_must_not_be_kept() -> None:
+    nan = dataclasses.replace(row(8, attempt=2), loss=None, skipped=True)
+    run = dataclasses.replace(
+        RUN,
+        rows=(*RUN.rows[:9], nan, *RUN.rows[10:]),
+        attempts=(
+            RUN.attempts[0],
+            dataclasses.replace(RUN.attempts[1], exit=ExitCode.DIVERGED),
+            RUN.attempts[2],
+        ),
+    )
+    causes = dataclasses.replace(ACCOUNT.incidents[1], cause="DIVERGED")
+    facts = dataclasses.replace(
+        FACTS,
+        planned=PlannedRun("run-1", (KILL, NAN)),
+        run=run,
+        injections=(FACTS.injections[0], Injection(NAN, "nan of 3 array(s)")),
+        quarantined=frozenset(),
+        account=dataclasses.replace(ACCOUNT, incidents=(ACCOUNT.incidents[0], causes)),
+    )
+    assert broken(facts) == ["same bits"], "nothing is excused"
+    excused = dataclasses.replace(facts, altered=((2, 7),))
+    assert broken(excused) == []
+    kept = dataclasses.replace(excused, kept=(*FACTS.kept[:7], nan, *FACTS.kept[8:]))
+    assert broken(kept) == ["same bits"], "a step of that state is in the history"
+
+
+def test_a_fault_may_end_several_attempts_which_are_an_incident_each() -> None:
+    attempts = tuple(
+        AttemptFacts(n, KILLED, start, 5, "program") for n, start in enumerate((0, 3, 3), 1)
+    )
+    last = AttemptFacts(4, 0, 3, STEPS, "program")
+    rows = (
+        *(row(step) for step in range(1, 6)),
+        *(row(step, attempt=n) for n in (2, 3) for step in (4, 5)),
+        *(row(step, attempt=4) for step in range(4, STEPS + 1)),
+    )
+    ends = tuple(incident(n, exit_row(KILLED).name, 2) for n in (1, 2, 3))
+    facts = ChaosFacts(
+        planned=PlannedRun("run-1", (LOOP,)),
+        run=dataclasses.replace(RUN, rows=rows, attempts=(*attempts, last)),
+        injections=(Injection(LOOP, "SIGKILL in 3 attempts", ended_attempts=3),),
+        account=dataclasses.replace(ACCOUNT, incidents=ends),
+        kept=tuple(row(step, attempt=1 if step <= 3 else 4) for step in range(1, STEPS + 1)),
+    )
+    assert broken(facts) == []
+    (one,) = outcomes(facts)
+    assert (one.repeated, len(one.earlier)) == (2, 2)
+    fewer = dataclasses.replace(facts.injections[0], ended_attempts=2)
+    assert "causes" in broken(dataclasses.replace(facts, injections=(fewer,)))
+    hung = dataclasses.replace(attempts[1], exit=ExitCode.HUNG)
+    other = dataclasses.replace(facts.run, attempts=(attempts[0], hung, attempts[2], last))
+    assert "causes" in broken(dataclasses.replace(facts, run=other))
+
+
+def test_where_rows_are_left_out_the_samples_must_be_those_that_are_left() -> None:
+    other = {step: f"rows-{step + 1}" for step in range(8, STEPS + 1)}
+
+    def with_samples(rows: tuple[MetricsLine, ...]) -> tuple[MetricsLine, ...]:
+        return tuple(
+            dataclasses.replace(one, samples=other.get(one.step, one.samples), loss=0.3)
+            if one.step in other
+            else one
+            for one in rows
+        )
+
+    record = Fault("bad-record", 7)
+    attempts = (
+        AttemptFacts(1, ExitCode.PREEMPTED, 0, 7, "program"),
+        AttemptFacts(2, 0, 7, STEPS, "program"),
+    )
+    rows = with_samples(tuple(row(step, attempt=1 + (step > 7)) for step in range(1, STEPS + 1)))
+    facts = ChaosFacts(
+        planned=PlannedRun("run-1", (record,)),
+        run=dataclasses.replace(
+            RUN, rows=rows, attempts=attempts, digests={6: "six", 12: "another"}
+        ),
+        injections=(Injection(record, "the row at position 170"),),
+        account=dataclasses.replace(ACCOUNT, incidents=(incident(1, "PREEMPTED", 0),)),
+        kept=rows,
+        other_samples=other,
+    )
+    assert broken(facts) == []
+    assert "same bits" in broken(dataclasses.replace(facts, other_samples={}))
+    unsaved = dataclasses.replace(facts.run, digests={6: "six"})
+    assert broken(dataclasses.replace(facts, run=unsaved)) == ["same bits"], "12 is not committed"
+    earlier = dataclasses.replace(facts.run, digests={6: "other", 12: "another"})
+    assert broken(dataclasses.replace(facts, run=earlier)) == ["same bits"]
+    same = dataclasses.replace(facts, kept=FACTS.kept)
+    assert set(broken(same)) == {"each sample once"}, "the row was trained on"
