@@ -18,10 +18,6 @@ NOT_INJECTED = {
     "missing_device": "a device can't be taken away from outside",
     "failed_preflight": "the fault of a device or link can't be caused from outside",
     "crash_loop": "it ends a run for good; each run here must reach its last step",
-    "host_lost": "`launch gce` alone; the runs are of `launch local`",
-    "no_capacity": "`launch gce` alone; the runs are of `launch local`",
-    "launcher_lost": "`launch gce` alone; the runs are of `launch local`",
-    "launch_state_lost": "`launch gce` alone; the runs are of `launch local`",
 }
 """Row of the table without a scenario -> why."""
 

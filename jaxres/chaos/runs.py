@@ -18,8 +18,10 @@ from jaxres.chaos import (
     network_faults,
     process_faults,
     storage_faults,
+    vm_faults,
 )
 from jaxres.chaos.emulated_bucket import emulated_bucket
+from jaxres.chaos.emulated_vms import emulated_vms
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.schedule import Fault, PlannedRun
@@ -53,6 +55,10 @@ INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
     "partition": network_faults.partition,
     "peer-lost": network_faults.lose_host,
     "slow-network": network_faults.slow_network,
+    "vm-lost": vm_faults.lose_vm,
+    "stockout": vm_faults.stock_out,
+    "launcher-kill": vm_faults.kill_launcher,
+    "launch-state-lost": vm_faults.lose_launch_state,
 }
 """Scenario -> what injects it, while every worker holds after the planned step."""
 
@@ -97,6 +103,9 @@ class FaultyRun:
             with contextlib.closing(network):
                 run = HeldRun(self.runner, self.planned, self.topology, name, network=network)
                 return self._execute(run)
+        if self.planned.place == "vms":
+            with emulated_vms(self.runner, name, hosts=self.topology.hosts) as (runner, vms):
+                return self._execute(HeldRun(runner, self.planned, self.topology, name, vms=vms))
         with emulated_bucket(self.runner, name) as (runner, server):
             return self._execute(HeldRun(runner, self.planned, self.topology, name, server=server))
 
@@ -106,6 +115,7 @@ class FaultyRun:
             injections = self._inject(run)
             code = run.runner.wait_exit()
             left = leftovers.find(run.run_dir, run.runner.clock, ports=run.ports)
+            left += () if run.vms is None else run.vms.left()
         finally:
             run.end_others()
         observed = run.runner.observe(run.name, code)

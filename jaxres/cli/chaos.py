@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos import emulated_bucket, job_network, verdict
+from jaxres.chaos import emulated_bucket, emulated_vms, job_network, verdict
 from jaxres.chaos.runs import FaultyRun
 from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
@@ -197,6 +197,7 @@ class Chaos:
         reasons = {
             "bucket": emulated_bucket.why_not(self._loaded.config),
             "hosts": job_network.why_not(self._options.hosts),
+            "vms": emulated_vms.why_not(self._loaded.config),
         }
         omitted = {
             name: reason for name in names if (reason := reasons.get(BY_NAME[name].place, ""))

@@ -123,3 +123,23 @@ def test_a_cut_and_a_lost_host_end_every_supervisor_and_the_next_start_is_bit_ex
     assert ends[-1] == ExitCode.DONE
     assert ExitCode.PEER_LOST in ends
     assert result["kinds"]["partition"] == "passed"
+
+
+@pytest.mark.parametrize("names", [("vm-lost", "launcher-kill"), ("stockout", "launch-state-lost")])
+def test_vms_and_their_launcher_are_lost_and_the_run_ends_in_the_same_bits(
+    workspace: Workspace, names: tuple[str, str]
+) -> None:
+    code, result, printed = chaos(workspace, *names)
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    assert {fault["scenario"] for fault in run["faults"]} == {*names}
+    evidence = {fault["scenario"]: fault["evidence"] for fault in run["faults"]}
+    repeated = {fault["scenario"]: fault["repeated_steps"] for fault in run["faults"]}
+    if "launcher-kill" in names:
+        assert "SIGKILL to the launcher; epoch 1 became 2" in evidence["launcher-kill"]
+        assert "is gone without a notice" in evidence["vm-lost"]
+        assert repeated["launcher-kill"] == 0
+    else:
+        assert "is gone without a notice" in evidence["stockout"]
+        assert "the desired state was deleted while" in evidence["launch-state-lost"]
+    assert all(0 <= steps <= result["save_every_steps"] for steps in repeated.values())

@@ -79,8 +79,9 @@ CAUGHT: Mapping[str, Case] = {
     "batch-statistics-not-restored": Case("notice", FEATURES),
     "loss-scale-reset-at-a-restart": Case("notice", FEATURES),
     "mixture-schedule-from-the-restart": Case("notice", FEATURES),
+    "adopted-job-begins-again": Case("launcher-kill", TINY),
 }
-"""Mutant -> the scenarios of the default schedule that suffice, and the config."""
+"""Mutant -> the scenarios that suffice, and the config."""
 
 
 def main(arguments: list[str]) -> int:
