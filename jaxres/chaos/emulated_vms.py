@@ -65,6 +65,12 @@ class EmulatedVms:
         desired = self.desired()
         return "" if desired is None or not desired.hosts else desired.hosts[host].name
 
+    def processes(self, name: str) -> list[int]:
+        """Returns the processes of a VM; one that is deleted has none."""
+        with contextlib.suppress(KeyError):
+            return self.gce.pids(name)
+        return []
+
     def made(self) -> list[str]:
         """Returns all VMs so far, oldest first."""
         return [vm.name for vm in self.gce.vms_so_far()]

@@ -54,7 +54,7 @@ def _take(
     run.plan(number + 1)  # Before another worker trains.
     run.mark_fault()
     take(lost)
-    if pids := vms.gce.pids(lost):
+    if pids := vms.processes(lost):
         return Injection(fault, problem=f"{len(pids)} processes of {lost} have outlived it")
     memory_folder.delete(run.root)  # A VM is lost with its memory.
     seconds = run.wait_trained(attempt, number)
