@@ -10,10 +10,6 @@ NOT_INJECTED = {
     "out_of_memory": "what a process does at a limit of its memory is not always the same",
     "unhealthy_device": "the fault of a GPU can't be caused from outside",
     "failed_preflight": "the tests are of an attempt's start, before a hook could change a result",
-    "host_lost": "`launch gce` alone; the runs are of `launch local`",
-    "no_capacity": "`launch gce` alone; the runs are of `launch local`",
-    "launcher_lost": "`launch gce` alone; the runs are of `launch local`",
-    "launch_state_lost": "`launch gce` alone; the runs are of `launch local`",
 }
 """Row of the table without a scenario -> why."""
 

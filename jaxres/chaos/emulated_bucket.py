@@ -44,7 +44,7 @@ def emulated_bucket(runner: Runner, name: str) -> Iterator[tuple[Runner, GcsServ
 
 def why_not(config: RunConfig) -> str:
     """Returns why a config has no run in an emulated bucket; empty: it can have one."""
-    missing = [name for name in PACKAGES if not _is_there(name)]
+    missing = [name for name in PACKAGES if not is_there(name)]
     if missing:
         return f"{missing[0]} is not installed: the extra `gcs`"
     if "gs://" in config.data.model_dump_json():
@@ -52,7 +52,8 @@ def why_not(config: RunConfig) -> str:
     return ""
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
+    """Returns whether a package is installed."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxres.chaos import leftovers
+from jaxres.chaos.emulated_vms import EmulatedVms
 from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.scenarios import BY_NAME
 from jaxres.chaos.schedule import PlannedRun
@@ -44,6 +45,8 @@ class HeldRun:
     """The emulated Cloud Storage, if the run is in a bucket."""
     network: JobNetwork | None = None
     """The connections of the supervisors, if each host has its own."""
+    vms: EmulatedVms | None = None
+    """The emulated Compute Engine, if the run is on VMs."""
     torn: list[tuple[Path, int]] = field(default_factory=list)
     """Files with a torn line, and where it ends."""
     uncommitted: set[int] = field(default_factory=set)
@@ -112,6 +115,9 @@ class HeldRun:
         if self.network is not None:
             self.runner.start_hosts(self.name, self.network.open(), extra=extra)
             return
+        if self.vms is not None:
+            self.runner.start_verb(self.name, self.vms.up)
+            return
         self.runner.start(self.name, self.topology, hang="hang" in names, extra=extra, env=env)
 
     def resume(self, number: int) -> None:
@@ -168,9 +174,11 @@ class HeldRun:
         """Returns the pid of a worker that holds."""
         return int(self.held(number, host).read_text())
 
-    def wait_limited(self, condition: Callable[[], bool]) -> bool:
-        """Waits for a condition, at most COMMIT_SECONDS; returns whether it holds."""
-        deadline = self.now() + COMMIT_SECONDS
+    def wait_limited(
+        self, condition: Callable[[], bool], *, seconds: float = COMMIT_SECONDS
+    ) -> bool:
+        """Waits for a condition, at most so many seconds; returns whether it holds."""
+        deadline = self.now() + seconds
         self.runner.wait(lambda: condition() or self.now() > deadline)
         return condition()
 

@@ -21,8 +21,10 @@ from jaxres.chaos import (
     start_faults,
     state_faults,
     storage_faults,
+    vm_faults,
 )
 from jaxres.chaos.emulated_bucket import emulated_bucket
+from jaxres.chaos.emulated_vms import emulated_vms
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.schedule import Fault, PlannedRun
@@ -64,6 +66,10 @@ INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
     "missing-device": start_faults.missing_device,
     "bad-record": data_faults.bad_record,
     "spike": data_faults.spike,
+    "vm-lost": vm_faults.lose_vm,
+    "stockout": vm_faults.stock_out,
+    "launcher-kill": vm_faults.kill_launcher,
+    "launch-state-lost": vm_faults.lose_launch_state,
 }
 """Scenario -> what injects it, while every worker holds after the planned step."""
 
@@ -108,6 +114,9 @@ class FaultyRun:
             with contextlib.closing(network):
                 run = HeldRun(self.runner, self.planned, self.topology, name, network=network)
                 return self._execute(run)
+        if self.planned.place == "vms":
+            with emulated_vms(self.runner, name, hosts=self.topology.hosts) as (runner, vms):
+                return self._execute(HeldRun(runner, self.planned, self.topology, name, vms=vms))
         with emulated_bucket(self.runner, name) as (runner, server):
             return self._execute(HeldRun(runner, self.planned, self.topology, name, server=server))
 
@@ -117,6 +126,7 @@ class FaultyRun:
             injections = self._inject(run)
             code = run.runner.wait_exit()
             left = leftovers.find(run.run_dir, run.runner.clock, ports=run.ports)
+            left += () if run.vms is None else run.vms.left()
         finally:
             run.end_others()
         observed = run.runner.observe(run.name, code)

@@ -16,9 +16,9 @@ from jaxres.train import array_edit_hook, break_hook
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
 """What the production checklist asks for: a killed host, a cut network, a damaged checkpoint."""
-Place = Literal["disk", "bucket", "hosts"]
+Place = Literal["disk", "bucket", "hosts", "vms"]
 """Where a run is: under one supervisor on a disk or in an emulated bucket; `hosts`: on a disk, with
-a supervisor for each host, which needs two workers or more."""
+a supervisor for each host, which needs two workers or more; `vms`: `launch gce` on emulated VMs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,11 @@ SPIKE_SETTING = (
 """Setting of a run that is to find a high loss after SPIKE_STEPS steps, within its few steps."""
 LOOP_ATTEMPTS = 2
 """restart.max_attempts_without_commit of a run in a crash loop."""
+VM_LOST: frozenset[int | None] = frozenset({None, ExitCode.PREEMPTED, ExitCode.PEER_LOST})
+"""Ends of an attempt that loses a VM: its supervisor records none, the launcher PREEMPTED, those of
+other hosts PEER_LOST."""
+STATE_LOST: frozenset[int | None] = VM_LOST | {SIGNAL_BASE + signal.SIGTERM}
+"""The same; or the agent of the VM ends it, once it reads a state that does not have the VM."""
 ALL = (
     Scenario(
         name="worker-kill",
@@ -368,6 +373,47 @@ ALL = (
         cpu_only=True,
         settings=(EDIT_SETTING, SPIKE_SETTING),
         rows=("loss_spike",),
+    ),
+    Scenario(
+        name="vm-lost",
+        injects="every process of a VM ends, and the Compute API goes on to list it as running",
+        promise="`launch gce` replaces the VM; at most a save interval is lost",
+        ends=VM_LOST,
+        lost_intervals=1,
+        place="vms",
+        is_default=False,
+        rows=("host_lost",),
+        checklist_kind="node_kill",
+    ),
+    Scenario(
+        name="stockout",
+        injects="a VM is preempted without a notice, and its capacity option has no other one",
+        promise="`launch gce` takes the next option; at most a save interval is lost",
+        ends=VM_LOST,
+        lost_intervals=1,
+        place="vms",
+        is_default=False,
+        rows=("no_capacity",),
+    ),
+    Scenario(
+        name="launcher-kill",
+        injects="SIGKILL to `launch gce up`; then the same command",
+        promise="it adopts the attempt, which goes on; no step is lost, no VM is created",
+        ends=NO_END,
+        lost_intervals=0,
+        place="vms",
+        is_default=False,
+        rows=("launcher_lost",),
+    ),
+    Scenario(
+        name="launch-state-lost",
+        injects="SIGKILL to `launch gce up`, the desired state is deleted; then the same command",
+        promise="it deletes the VMs, then creates others; at most a save interval is lost",
+        ends=STATE_LOST,
+        lost_intervals=1,
+        place="vms",
+        is_default=False,
+        rows=("launch_state_lost",),
     ),
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}

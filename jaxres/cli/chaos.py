@@ -16,7 +16,14 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos import emulated_bucket, job_devices, job_network, state_faults, verdict
+from jaxres.chaos import (
+    emulated_bucket,
+    emulated_vms,
+    job_devices,
+    job_network,
+    state_faults,
+    verdict,
+)
 from jaxres.chaos.runs import FaultyRun
 from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind, Scenario
 from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
@@ -133,9 +140,12 @@ def _is_config(word: str) -> bool:
 
 
 def _list() -> str:
-    """Returns a line for each scenario."""
+    """Returns a line for each scenario, first for those of the default schedule."""
     width = max(len(one.name) for one in ALL) + 2
-    return "".join(f"{one.name:<{width}}{one.injects}: {one.promise}\n" for one in ALL)
+    lines = {one.name: f"{one.name:<{width}}{one.injects}: {one.promise}\n" for one in ALL}
+    default = "".join(lines[one.name] for one in ALL if one.is_default)
+    others = "".join(lines[one.name] for one in ALL if not one.is_default)
+    return f"In the default schedule:\n{default}\nBy name, or with --all:\n{others}"
 
 
 class Chaos:
@@ -198,6 +208,8 @@ class Chaos:
             return emulated_bucket.why_not(self._loaded.config)
         if scenario.place == "hosts":
             return job_network.why_not(self._options.hosts)
+        if scenario.place == "vms":
+            return emulated_vms.why_not(self._loaded.config)
         if array_edit_hook.TARGET in "".join(scenario.settings):
             return state_faults.why_not(self._loaded.config)
         return ""

@@ -53,34 +53,44 @@ def plan_next(run_dir: RunPath, *, number: int, step: int) -> None:
 
 def reached(run_dir: RunPath, *, number: int, host: int = 0) -> Path:
     """Returns the file with the pid of a host's worker that holds."""
-    return folder_of(run_dir) / f"reached-{number}-{host}"
+    return folder_of(run_dir) / _reached(number, host)
+
+
+def _reached(number: int, host: int) -> str:
+    return f"reached-{number}-{host}"
 
 
 def release(run_dir: RunPath, *, number: int) -> None:
     """Ends a hold on all hosts that are still there."""
-    _released(run_dir, number=number).touch()
+    (folder_of(run_dir) / _released(number)).touch()
 
 
-def _released(run_dir: RunPath, *, number: int) -> Path:
-    return folder_of(run_dir) / f"released-{number}"
+def _released(number: int) -> str:
+    return f"released-{number}"
 
 
-def hold(context: Context) -> None:
-    """Holds if a hold is planned after this step; a hook, called after each step on each host."""
+def hold(context: Context, *, folder: str | None = None) -> None:
+    """Holds if a hold is planned after this step; a hook, called after each step on each host.
+
+    Args:
+      context: the hook's context.
+      folder: that of `folder_of` where the check runs; None: the same as here.
+    """
     run_dir = context.run_dir
     assert is_path(run_dir), run_dir
+    here = folder_of(run_dir) if folder is None else Path(folder)
     try:
-        plan = json.loads((folder_of(run_dir) / "plan.json").read_text())
+        plan = json.loads((here / "plan.json").read_text())
     except FileNotFoundError:  # This run is not broken.
         return
     number = plan["number"]
-    mine = reached(run_dir, number=number, host=context.host)
+    mine = here / _reached(number, context.host)
     if context.step != plan["step"] or mine.exists():
         return
     new = mine.with_name(f"{mine.name}.new")
     new.write_text(str(os.getpid()))
     new.replace(mine)
-    released, clock = _released(run_dir, number=number), SystemClock()
+    released, clock = here / _released(number), SystemClock()
     for _ in range(int(HOLD_SECONDS / POLL_SECONDS)):
         if released.exists():
             return

@@ -167,3 +167,23 @@ def test_a_scenario_that_the_devices_do_not_fit_is_refused(workspace: Workspace)
     env = {"JAX_NUM_CPU_DEVICES": "1"}
     running = workspace.command(run_dir, command, verb=("jaxres",), env=env)
     running.assert_fails(ExitCode.USAGE, "missing-device: not applicable", "JAX_NUM_CPU_DEVICES=2")
+
+
+@pytest.mark.parametrize("names", [("vm-lost", "launcher-kill"), ("stockout", "launch-state-lost")])
+def test_vms_and_their_launcher_are_lost_and_the_run_ends_in_the_same_bits(
+    workspace: Workspace, names: tuple[str, str]
+) -> None:
+    code, result, printed = chaos(workspace, *names)
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    assert {fault["scenario"] for fault in run["faults"]} == {*names}
+    evidence = {fault["scenario"]: fault["evidence"] for fault in run["faults"]}
+    repeated = {fault["scenario"]: fault["repeated_steps"] for fault in run["faults"]}
+    if "launcher-kill" in names:
+        assert "SIGKILL to the launcher; epoch 1 became 2" in evidence["launcher-kill"]
+        assert "is gone without a notice" in evidence["vm-lost"]
+        assert repeated["launcher-kill"] == 0
+    else:
+        assert "is gone without a notice" in evidence["stockout"]
+        assert "the desired state was deleted while" in evidence["launch-state-lost"]
+    assert all(0 <= steps <= result["save_every_steps"] for steps in repeated.values())

@@ -92,6 +92,7 @@ CAUGHT: Mapping[str, Case] = {
     "budget-not-reset": Case("crash-loop", FAULTY),
     "skips-by-the-row": Case("bad-record", TINY),
     "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
+    "adopted-job-begins-again": Case("launcher-kill", TINY),
 }
 """Mutant -> the scenarios that suffice, those of the default schedule before others, and the
 config."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,11 @@ def test_bad_input_is_one_clear_error_and_nothing_runs(
 
 def test_the_list_has_a_line_for_each_scenario(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["list"], env={}) == ExitCode.DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(BY_NAME)
-    assert all(": " in line for line in lines)
+    first, default, _, others = re.split(r"(?m)^(.*:)$", capsys.readouterr().out)[1:]
+    names = [[line.split()[0] for line in part.splitlines() if line] for part in (default, others)]
+    assert (first, names[0]) == ("In the default schedule:", list(DEFAULT))
+    assert sorted(names[0] + names[1]) == sorted(BY_NAME)
+    assert all(": " in line for line in (default + others).splitlines() if line)
 
 
 def test_words_are_a_config_its_overrides_and_scenarios() -> None:
@@ -78,17 +81,17 @@ def test_a_scenario_is_left_out_if_the_data_are_in_a_bucket_or_one_host_trains(
 ) -> None:
     data = "data.source.path=gs://bucket/text"
 
-    def applicable(*words: str) -> tuple[list[str], dict[str, str]]:
+    def applicable(*words: str) -> set[str]:
         options = chaos._parse(["run", TINY, data, *words])
         loaded = configs.load(options.config, options.overrides)
-        return chaos.Chaos(loaded, options, tmp_path, env={}, clock=SystemClock())._applicable()
+        command = chaos.Chaos(loaded, options, tmp_path, env={}, clock=SystemClock())
+        return {*command._applicable(options.scenarios, command._why_no_place)}
 
-    names, omitted = applicable()
-    assert set(names) | set(omitted) == set(DEFAULT)
+    names = applicable()
     assert {BY_NAME[name].place for name in names} == {"disk"}
     network = {"partition", "peer-lost", "slow-network"}
-    assert set(omitted) == {"storage-outage", "bucket-flip", *network}
-    assert network < set(applicable("--hosts", "2")[0])
+    assert {*DEFAULT} - names == {"storage-outage", "bucket-flip", *network}
+    assert network < applicable("--hosts", "2")
     with pytest.raises(UsageError, match="partition: not applicable: needs --hosts 2 or more"):
         applicable("partition")
     with pytest.raises(UsageError, match="bucket-flip: not applicable: the data are in a bucket"):
