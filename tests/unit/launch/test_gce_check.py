@@ -39,7 +39,7 @@ def test_the_job_has_the_vms_of_the_run_and_another_place() -> None:
     section, wanted = found.launch.gce, given.launch.gce
     assert section is not None
     assert wanted is not None
-    changed = {"num_hosts", "spares", "max_run_hours", "idle_minutes"}
+    changed = {"num_hosts", "spares", "return_to_cheaper", "max_run_hours", "idle_minutes"}
     assert section.model_dump(exclude=changed) == wanted.model_dump(exclude=changed)
     assert (section.num_hosts, section.spares) == (2, 0)
     assert str(found.run.dir) == "gs://bkt/runs/first.check"
