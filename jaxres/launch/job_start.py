@@ -205,7 +205,8 @@ def _new_job(
     if before is not None and (line := boot_image.change(before.image, image)):
         print_line(line)
     print_line(f"{paths.run}: {gce_section(config).most_hosts} VMs are requested")
-    return replace(desired, image=image)
+    groups = orphaned_vms.list_groups(compute, paths.label)  # Left by an earlier run here.
+    return replace(desired, image=image, groups=(*groups,))
 
 
 def _upload_job(

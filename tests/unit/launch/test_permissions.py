@@ -106,6 +106,12 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     )
     assert line.endswith(f" --zone us-central1-a --project {gce.project}"), "it has an address"
 
+    queue = {**OPTION, "kind": "flex_start"}
+    four = f"gs://{gcs_bucket}/four"
+    fields = {"num_hosts": 2, "image": family, "max_run_hours": 24.0}
+    queued = config(tmp_path, four, gce.project, **fields, capacity_options=[queue])
+    run_job(queued, four, gce, lambda: gce.wait_for(lambda: len(gce.vms()) == 2), gce.env)
+
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
     absent = {**OPTION, "zones": ["us-east4-a"]}
     gce.end_private_access("us-central1", "inner")
