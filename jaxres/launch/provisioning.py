@@ -157,6 +157,7 @@ def _await_creation(
     kind = "refused" if is_start and answer.kind == "denied" else answer.kind
     option = gce.capacity_options[first.option]
     kind = held_capacity.kind_of(kind, option, desired, observed, requested_at=first.requested_at)
+    kind = capacity_options.kind_at_begin(kind, answer.message, desired.backoffs, site)
     backoffs = capacity_options.with_backoff(
         desired.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
     )

@@ -6,7 +6,6 @@ ever starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,6 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.storage import gcs_objects
-from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gcs import GcsServer
 from tests.promises.cloud import OPTION, Cloud
 
 INSERT = "instanceGroupManagerResizeRequests.insert"
@@ -25,17 +21,8 @@ STANDARD = {"kind": "standard", **OPTION, "zones": ["us-east4-a"]}
 
 
 @pytest.fixture
-def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) -> Iterator[Cloud]:
-    """A cloud whose VMs have no processes."""
-    gcs_server.objects.facts[gcs_bucket] = {"location": "US-CENTRAL1", "locationType": "region"}
-    with GceEmulator(speed=30, is_simulated=True) as gce:
-        run = GcsPath(gcs_bucket, "run")
-        cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})
-        try:
-            yield cloud
-        finally:
-            cloud.end_all()
-        assert gce.bugs == [], gce.bugs[0]
+def cloud(simulated_cloud: Cloud) -> Cloud:
+    return simulated_cloud
 
 
 def config(cloud: Cloud, *options: dict[str, Any]) -> Path:

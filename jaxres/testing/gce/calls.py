@@ -352,6 +352,12 @@ def get_template(api: Api, request: ComputeRequest) -> dict[str, Any]:
     return api.catalog.templates[name]
 
 
+def list_future_reservations(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    zone = request.words["zone"]
+    found = [one for (at, _), one in sorted(api.catalog.futures.items()) if at == zone]
+    return listed("futureReservationsListResponse", *page(found, request.query))
+
+
 def get_reservation(api: Api, request: ComputeRequest) -> dict[str, Any]:
     zone, name = request.words["zone"], request.words["reservation"]
     path = f"projects/{api.project}/zones/{zone}/reservations/{name}"

@@ -43,6 +43,7 @@ ACTIONS = (
     "quota",
     "quota_of_all_regions",
     "reserve",
+    "reserve_later",
     "hold_resize_requests",
     "cancel_resize_requests",
     "fail_resize_requests",
@@ -312,6 +313,46 @@ class GceEmulator:
         with self.scheduler.changed:
             made = Reservation(machine, count, status, tuple(policies))
             self.catalog.reservations[zone, name] = made
+
+    def reserve_later(
+        self,
+        zone: str,
+        name: str,
+        *,
+        reservation: str,
+        machine: str,
+        count: int,
+        begins: str,
+        ends: str,
+        status: str = "APPROVED",
+    ) -> None:
+        """Adds a future reservation in calendar mode; it delivers nothing by itself.
+
+        Args:
+          zone: its zone.
+          name: its own name.
+          reservation: name of the reservation that it is to deliver; see `reserve`.
+          machine: machine type.
+          count: number of VMs.
+          begins: RFC 3339.
+          ends: RFC 3339.
+          status: procurement status.
+        """
+        made = {
+            "kind": "compute#futureReservation",
+            "name": name,
+            "reservationName": reservation,
+            "reservationMode": "CALENDAR",
+            "specificReservationRequired": True,
+            "specificSkuProperties": {
+                "totalCount": str(count),
+                "instanceProperties": {"machineType": machine},
+            },
+            "timeWindow": {"startTime": begins, "endTime": ends},
+            "status": {"procurementStatus": status},
+        }
+        with self.scheduler.changed:
+            self.catalog.futures[zone, name] = made
 
     def hold_resize_requests(self, holds: bool = True) -> None:
         """Lets resize requests be ACCEPTED until this is called with False."""

@@ -152,6 +152,13 @@ ROUTES = [
         ),
         (
             "GET",
+            f"{_ZONAL}/futureReservations",
+            "futureReservations.list",
+            calls.list_future_reservations,
+            "futureReservations.list",
+        ),
+        (
+            "GET",
             "global/instanceTemplates/{template}",
             "instanceTemplates.get",
             calls.get_template,

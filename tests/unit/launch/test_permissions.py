@@ -118,7 +118,7 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     gce.add_nat("us-central1")
     gce.reserve("us-central1-a", "mine", machine="a2-highgpu-1g", count=1)
     reserved = {**OPTION, "kind": "reservation", "reservation": "mine"}
-    options = [OPTION, absent, reserved]
+    options = [OPTION, absent, reserved, {**reserved, "reservation": "none"}]
     fields = {"image": family, "subnetworks": ["inner"], "capacity_options": options}
     with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
         command.main(["up", config(tmp_path, three, gce.project, **fields)], env=gce.env)

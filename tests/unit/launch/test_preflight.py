@@ -71,12 +71,17 @@ def test_the_plan_shows_the_request_without_its_script() -> None:
     )
 
 
-def test_a_queued_option_shows_the_request_for_one_vm() -> None:
+@pytest.mark.parametrize(
+    ("hosts", "field"), [(1, "request_valid_for_duration"), (2, "requested_run_duration")]
+)
+def test_a_queued_option_shows_its_request(hosts: int, field: str) -> None:
     flex = {**OPTION, "kind": "flex_start", "wait_minutes": 20}
     text = "\n".join(
-        preflight.lines(config(capacity_options=[flex], max_run_hours=24.0), RUN, PriceLookup())
+        preflight.lines(
+            config(num_hosts=hosts, capacity_options=[flex], max_run_hours=24.0), RUN, PriceLookup()
+        )
     )
-    assert "request_valid_for_duration" in text
+    assert field in text
     assert "seconds: 1200" in text
     assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text
     assert "provisioning_model: FLEX_START" in text
