@@ -243,7 +243,6 @@ class Controller:
             listed = gcs_objects.list_metadata(self.paths.reports)
         now = self.clock.monotonic()
         self._observer.update_reports(listed, now=now, waited=self._waited)
-        self._waited = 0.0
         is_running = desired.phase == "running"
         reports = [
             AgentReport.of(metadata)
@@ -253,7 +252,7 @@ class Controller:
         any_ended = any(
             r is not None and (r.attempt, r.state) == (desired.attempt, "ended") for r in reports
         )
-        since, self._observed_at = now - self._observed_at, now
+        since, self._observed_at, self._waited = now - self._observed_at, now, 0.0
         self._observer.update_progress(
             self._log,
             desired.attempt,

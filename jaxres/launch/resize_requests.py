@@ -12,15 +12,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
+from jaxres.clock import Clock
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.launch.desired_state import InstanceGroup, PendingCreate
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.observed_state import CreateFailed
-
-if TYPE_CHECKING:
-    from jaxres.launch.gce_api import Compute
 
 PREFIX = "resize-request:"
 """Beginning of what stands for the operation of a creation."""
@@ -31,6 +29,7 @@ SETTLE_SECONDS = 20.0
 DELETE_RETRY_SECONDS = 10.0
 """Time until the deletion of something that still exists is requested again."""
 MAX_BASE_NAME = 58
+T = TypeVar("T")
 Part = Literal["template", "group", "request"]
 CLIENTS: dict[Part, str] = {
     "template": "InstanceTemplatesClient",
@@ -72,11 +71,25 @@ def description(label: str) -> str:
     return f"jaxres-run={label}"
 
 
+class ComputeCalls(Protocol):
+    """What is used of `gce_api.Compute`, which uses this module."""
+
+    project: str
+    clock: Clock
+
+    def template(self) -> Any | None: ...
+    def prepare(self, client: str, method: str, key: dict[str, Any]) -> Callable[[], Any]: ...
+    def call(self, request: Callable[[], T]) -> T: ...
+    def safe_call(self, call: Callable[[], T]) -> T: ...
+    def list_call(self, ask: Callable[[], T]) -> T: ...
+    def operation_result(self, name: str, zone: str | None) -> CreateFailed | bool: ...
+
+
 @dataclass
 class ResizeRequests:
     """The resize requests of one project."""
 
-    compute: Compute
+    compute: ComputeCalls
     gce: GceSection
     create_failed: Callable[[Any], CreateFailed]
     """Returns the meaning of an error response."""

@@ -326,18 +326,7 @@ class GceEmulator:
         ends: str,
         status: str = "APPROVED",
     ) -> None:
-        """Adds a future reservation in calendar mode; it delivers nothing by itself.
-
-        Args:
-          zone: its zone.
-          name: its own name.
-          reservation: name of the reservation that it is to deliver; see `reserve`.
-          machine: machine type.
-          count: number of VMs.
-          begins: RFC 3339.
-          ends: RFC 3339.
-          status: procurement status.
-        """
+        """Adds a future reservation in calendar mode; `reserve` adds what it is to deliver."""
         made = {
             "kind": "compute#futureReservation",
             "name": name,

@@ -51,6 +51,14 @@ def run_job(up: str, run: str, gce: GceEmulator, during: Any, env: Mapping[str, 
     assert gce.vms() == {}
 
 
+def run_queued_job(folder: Path, run: str, gce: GceEmulator, *, image: str) -> None:
+    """Leads a job of two VMs that come from a queue, and ends it."""
+    queue = {**OPTION, "kind": "flex_start"}
+    fields = {"num_hosts": 2, "image": image, "max_run_hours": 24.0}
+    queued = config(folder, run, gce.project, **fields, capacity_options=[queue])
+    run_job(queued, run, gce, lambda: gce.wait_for(lambda: len(gce.vms()) == 2), gce.env)
+
+
 def table() -> tuple[set[str], set[str]]:
     """Returns the permissions that the table compares with the emulator's, and the others."""
     compared, others = set[str](), set[str]()
@@ -106,12 +114,7 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     )
     assert line.endswith(f" --zone us-central1-a --project {gce.project}"), "it has an address"
 
-    queue = {**OPTION, "kind": "flex_start"}
-    four = f"gs://{gcs_bucket}/four"
-    fields = {"num_hosts": 2, "image": family, "max_run_hours": 24.0}
-    queued = config(tmp_path, four, gce.project, **fields, capacity_options=[queue])
-    run_job(queued, four, gce, lambda: gce.wait_for(lambda: len(gce.vms()) == 2), gce.env)
-
+    run_queued_job(tmp_path, f"gs://{gcs_bucket}/four", gce, image=family)
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
     absent = {**OPTION, "zones": ["us-east4-a"]}
     gce.end_private_access("us-central1", "inner")
