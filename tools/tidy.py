@@ -37,6 +37,7 @@ WALL_CLOCK_MAY = {
     "jaxres/supervisor/follower.py:report_fault.write": "stamps a report",
     "jaxres/cli/status.py:read_status": "ages, for output",
     "jaxres/launch/job_start.py:print_line": "stamps output",
+    "jaxres/launch/job_start.py:_new_job": "whether a reservation has begun",
     "jaxres/launch/job_start.py:_upload_job": "start of a job, over several machines: hours, cost",
     "jaxres/launch/controller.py:Controller._wall": "hours and cost; the lease does not use it",
     "jaxres/launch/vm_agent.py:Agent._report_notice": "when a VM will be stopped, for the launcher",

@@ -548,3 +548,8 @@ def _option(gce: GceSection, option: CapacityOption, key: str) -> Iterator[Probl
             "launch.gce.max_run_hours",
             f"flex_start VMs run for at most seven days (168; got {gce.max_run_hours:g})",
         )
+    if isinstance(option, FlexStartOption) and gce.most_hosts > 1 and gce.max_run_hours * 6 < 1:
+        yield Problem(
+            "launch.gce.max_run_hours",
+            f"several flex_start VMs run for at least ten minutes (got {gce.max_run_hours:g})",
+        )

@@ -23,6 +23,7 @@ CreateErrorKind = Literal[
     "passing",
     "denied",
     "notice_refused",
+    "not_begun",
     "refused",
 ]
 """Why VMs were not created.
@@ -33,6 +34,7 @@ wrong_zone: the zone never has the machine type. preempted: preempted during its
 exists: the name is already used. passing: the service failed or did not answer properly.
 denied: no permission now; before the first attempt of a job has ended this counts as refused.
 notice_refused: the preemption notice may be the cause; the next request omits it.
+not_begun: the reservation is delivered later, see future_reservations.py.
 refused: neither another zone nor a later request would help.
 """
 NO_CAPACITY: tuple[CreateErrorKind, ...] = ("stockout", "quota")
@@ -45,6 +47,8 @@ PASSING_COOL_SECONDS = 15.0
 DENIED_COOL_SECONDS = 60.0
 MAX_DENIALS = 12
 """Most denials in a row after which a zone is tried again: over more than an hour."""
+LATE_COOL_SECONDS, MAX_LATE = 300.0, 288
+"""Of a reservation that does not exist at its begin: Google may take 24 hours to deliver it."""
 JITTER = 0.25
 NEVER = 1e12
 """A time in seconds since the epoch, long after every run; JSON has no infinity."""
@@ -98,6 +102,16 @@ def choose(
     return min(retry_times, default=NEVER)
 
 
+def kind_at_begin(
+    kind: CreateErrorKind, message: str, backoffs: Sequence[Backoff], site: ZoneChoice
+) -> CreateErrorKind:
+    """Returns not_begun for a refusal because a reservation that should exist by now does not."""
+    waited = any(
+        (c.option, c.zone, c.error) == (site.option, site.zone, "not_begun") for c in backoffs
+    )
+    return "not_begun" if waited and kind == "refused" and "does not exist" in message else kind
+
+
 def without_quota(backoffs: Sequence[Backoff]) -> tuple[Backoff, ...]:
     """Returns the backoffs after the deletion of a VM has freed its quota or reservation."""
     return tuple(c for c in backoffs if c.error not in ("not_freed", "quota"))
@@ -136,6 +150,7 @@ def with_backoff(
         "passing": PASSING_COOL_SECONDS * min(failures, 8) * spread,
         "denied": NEVER if failures > MAX_DENIALS else DENIED_COOL_SECONDS * failures * spread,
         "notice_refused": PASSING_COOL_SECONDS * min(failures - 1, 8),
+        "not_begun": NEVER if failures > MAX_LATE else LATE_COOL_SECONDS,
         "refused": NEVER,
     }[error]
     others = [c for c in backoffs if (c.option, c.zone) != (site.option, site.zone)]

@@ -8,9 +8,8 @@ attempt ends.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -19,6 +18,7 @@ from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
 from jaxres.launch import (
+    instance_groups,
     instance_spec,
     job_conditions,
     reconcile,
@@ -243,7 +243,6 @@ class Controller:
             listed = gcs_objects.list_metadata(self.paths.reports)
         now = self.clock.monotonic()
         self._observer.update_reports(listed, now=now, waited=self._waited)
-        self._waited = 0.0
         is_running = desired.phase == "running"
         reports = [
             AgentReport.of(metadata)
@@ -253,7 +252,7 @@ class Controller:
         any_ended = any(
             r is not None and (r.attempt, r.state) == (desired.attempt, "ended") for r in reports
         )
-        since, self._observed_at = now - self._observed_at, now
+        since, self._observed_at, self._waited = now - self._observed_at, now, 0.0
         self._observer.update_progress(
             self._log,
             desired.attempt,
@@ -294,7 +293,8 @@ class Controller:
             stop_requested=stop,
             down_requested=down,
         )
-        return replace(snapshot, boots=boots, looked_up=dict(self._looked_up))
+        gone = frozenset(self.compute.resize_requests.gone)
+        return replace(snapshot, boots=boots, looked_up=dict(self._looked_up), gone_groups=gone)
 
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
         """Returns the VMs whose agents are silent."""
@@ -354,7 +354,7 @@ class Controller:
                 len(self._records),
                 end.body if end and isinstance(end.body, run_log.AttemptEnded) else None,
                 end.seq if end else 0,
-                longest_wait(run_log.in_force(self._records)),
+                run_speed.longest_wait(run_log.in_force(self._records)),
                 run_speed.measure(self._records),
             )
         now = self.clock.monotonic()
@@ -398,10 +398,8 @@ class Controller:
         try:
             if (request := reconcile.request_to_send(desired)) is not None:
                 self._create(desired, request)
-            self._delete(
-                reconcile.vms_to_delete(desired, observed),
-                intended={v.name for v in desired.deleting},
-            )
+            self._delete_groups(desired)
+            self._delete(reconcile.vms_to_delete(desired, observed), desired)
         except ApiUnavailable as error:
             self._report_availability("the Compute API", False, str(error))
 
@@ -421,12 +419,20 @@ class Controller:
         machine = machine_for(self.paths, self.config, desired, vms[0])
         self._pending, self._pending_zone = creation, vms[0].zone
         try:
-            self._operations[creation.request_id] = self.compute.create(creation, vms, machine)
+            operation = self.compute.create(creation, vms, machine)
         finally:
             self._create_sent_at = self.clock.monotonic()
+        if operation is not None:
+            self._operations[creation.request_id] = operation
         self._retry_seconds, self._not_before = CYCLE_SECONDS / 2, now
 
-    def _delete(self, vms: Sequence[VmSpec], *, intended: Container[str]) -> None:
+    def _delete_groups(self, desired: DesiredState) -> None:
+        for group in instance_groups.unwanted(desired):
+            if self._holds_lease():
+                self.compute.resize_requests.delete(group)
+
+    def _delete(self, vms: Sequence[VmSpec], desired: DesiredState) -> None:
+        intended = {vm.name for vm in desired.deleting}
         for vm in vms:
             now = self.clock.monotonic()
             requested_at = self._deleted_at.get(vm.name)
@@ -443,7 +449,8 @@ class Controller:
                 if listed is not None and listed.run_id != self._run_id():
                     cause = "created for an earlier run in the same place"
                 self.console(f"{vm.name}: not in the desired state ({cause}); deleting")
-            self.compute.delete(vm.name, vm.zone)
+            group = instance_groups.group_of(desired.groups, vm.name)
+            self.compute.delete(vm.name, vm.zone, group)
             self._deleted_at[vm.name] = now
 
     def _run_id(self) -> str:
@@ -513,17 +520,6 @@ def delete_requests(paths: LaunchPaths) -> None:
         gcs_objects.delete(path)
     gcs_objects.delete_tree(paths.reports)
     gcs_objects.delete_tree(paths.boots)
-
-
-def longest_wait(records: Sequence[run_log.Record]) -> float | None:
-    """Returns the longest time between two commits of one attempt; None: there were no two."""
-    commits = [record for record in records if isinstance(record.body, run_log.Commit)]
-    waits = [
-        after.time - before.time
-        for before, after in itertools.pairwise(commits)
-        if after.attempt == before.attempt
-    ]
-    return max(waits, default=None)
 
 
 def machine_for(

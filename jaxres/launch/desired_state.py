@@ -76,6 +76,18 @@ class PendingCreate:
 
 
 @dataclass(frozen=True)
+class InstanceGroup:
+    """A managed instance group, its resize request and its template; see resize_requests.py."""
+
+    name: str
+    """Name of all three; never used again for others."""
+    zone: str
+    """Zone of the group; empty: there is only a template."""
+    names: tuple[str, ...]
+    """VMs that the resize request creates."""
+
+
+@dataclass(frozen=True)
 class HostAddress:
     """A host of the current attempt. Its index in the list is its host id."""
 
@@ -207,6 +219,8 @@ class DesiredState:
     """What that has saved until the end of the newest attempt that has ended; VMs that were
     requested for a move are subtracted, with their costs until it."""
     creation: PendingCreate | None = None
+    groups: tuple[InstanceGroup, ...] = ()
+    """Groups that may exist, until they are known to be deleted; see instance_groups.py."""
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""
     backoffs: tuple[Backoff, ...] = ()

@@ -302,10 +302,11 @@ def _end_orphans(
     """Deletes the VMs of a job that has ended, or whose desired state is missing or damaged."""
     run, compute, desired = paths.run, compute_for(config, env), record.desired
     vms = orphaned_vms.list_all(compute, paths.label)
-    if not vms and desired is not None:
+    groups = orphaned_vms.list_groups(compute, paths.label)
+    if not vms and not groups and desired is not None:
         sys.stdout.write(f"{run}: has ended; no VM is left\n")
         return ExitCode.DONE
-    if not vms and not record.damage:
+    if not vms and not groups and not record.damage:
         raise UsageError(
             f"{run}: no job of `launch gce` was started here, and no VM in the project "
             f"{compute.project} has its label {paths.label}; there is nothing to end"

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.faults import ConfigError
-from jaxres.launch.desired_state import PendingCreate, VmSpec
+from jaxres.launch.desired_state import InstanceGroup, PendingCreate, VmSpec
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.observed_state import EVENTS, CreateFailed, VmStatus
 
 if TYPE_CHECKING:
     from google.cloud import compute_v1
+
+    from jaxres.launch.resize_requests import ResizeRequests
 
 
 from collections.abc import Iterable
@@ -69,16 +71,19 @@ class Compute:
         Raises:
           ConfigError: a package is missing, or there are no credentials.
         """
+        from jaxres.launch.resize_requests import ResizeRequests
+
         self._gce, self.project = gce, gce.project
+        self.resize_requests: ResizeRequests = ResizeRequests(self, gce, create_failed, classify)
         self._clients: dict[str, Any] = {}
         self.endpoint = None if endpoint is None else _url(endpoint)
         self._options = _client_options(self.endpoint)
         self.credentials: Any = self._options["credentials"]
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
         self._notice: NoticeSupport = "requested"
         self._with_notice: set[str] = set()
         """Operations whose VMs were requested with a preemption notice."""
-        self._template_metadata: dict[str, str] | None = None
+        self._template: Any | None = None
         self._console: Callable[[str], None] = lambda _: None
         self.client("InstancesClient")
 
@@ -110,7 +115,7 @@ class Compute:
                 found |= {vm.name: _observed(vm) for vm in scoped.instances}
             return found
 
-        return self._list_call(ask)
+        return self.list_call(ask)
 
     def events(self, zone: str) -> dict[int, str]:
         """Returns the newest operation of the service itself (see EVENTS) on VMs of a zone, by id.
@@ -131,7 +136,7 @@ class Compute:
             newest = list(itertools.islice(operations, MAX_EVENTS))
             return {op.target_id: op.operation_type for op in newest[::-1]}
 
-        return self._list_call(ask)
+        return self.list_call(ask)
 
     def exists(self, name: str, zone: str) -> bool:
         """Returns whether a VM of this name exists; unlike a list, this never lags."""
@@ -144,7 +149,7 @@ class Compute:
         client = self.client("InstancesClient")
         key = {"project": self.project, "zone": zone, "instance": name}
         try:
-            found = self._safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
+            found = self.safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
         except NotFound:
             return None
         return str(found.status)
@@ -156,15 +161,17 @@ class Compute:
         client = self.client("InstancesClient")
         key = {"project": self.project, "zone": zone, "instance": name}
         try:
-            found = self._safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
+            found = self.safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
         except NotFound:
             return False
         return any(one.access_configs for one in found.network_interfaces)
 
     def create(
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine
-    ) -> str | CreateFailed:
+    ) -> str | CreateFailed | None:
         """Requests VMs, all or none; returns the operation's name.
+
+        None: the call must be repeated, see ResizeRequests.request.
 
         Raises:
           ApiUnavailable: the request may or may not have arrived; it may be repeated.
@@ -174,6 +181,8 @@ class Compute:
         zone = vms[0].zone
         machine = machine.without_notice(self._notice != "requested")
         machine = replace(machine, template_metadata=self._metadata_of_template())
+        if isinstance(machine.option, FlexStartOption) and len(vms) > 1:
+            return self.resize_requests.request(creation, zone, machine)
         try:
             operation = self._create(creation, zone, machine)
         except GoogleAPICallError as error:
@@ -196,24 +205,27 @@ class Compute:
         return operation
 
     def _metadata_of_template(self) -> dict[str, str]:
-        """Returns the metadata of the template, read once; empty: there is none.
+        """Returns the metadata of the template; empty: there is none."""
+        found = self.template()
+        return {} if found is None else {i.key: i.value for i in found.properties.metadata.items}
+
+    def template(self) -> Any | None:
+        """Returns the instance template of the config, read once; None: there is none.
 
         Raises:
           ApiUnavailable: the service does not answer.
         """
         from google.api_core.exceptions import NotFound
 
-        if self._template_metadata is None and self._gce.template is not None:
+        if self._template is None and self._gce.template is not None:
             client = self.client("InstanceTemplatesClient")
             name = self._gce.template.rpartition("/")[2]
             key = {"project": self.project, "instance_template": name}
             with contextlib.suppress(NotFound):  # The creation is refused with the reason.
-                found = self._safe_call(
+                self._template = self.safe_call(
                     lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS)
                 )
-                items = found.properties.metadata.items
-                self._template_metadata = {item.key: item.value for item in items}
-        return self._template_metadata or {}
+        return self._template
 
     def _omit_notice(self, support: NoticeSupport) -> None:
         self._notice = support
@@ -226,18 +238,16 @@ class Compute:
         compute = _library()
         client = self.client("InstancesClient")
         names = creation.names
-        if isinstance(machine.option, FlexStartOption):  # Queued VMs are requested one by one.
-            operations = []
-            for name in names:
-                request = compute.InsertInstanceRequest(
-                    project=self.project,
-                    zone=zone,
-                    instance_resource=machine.instance(name, zone),
-                    request_id=str(uuid.uuid5(uuid.UUID(creation.request_id), name)),
-                    source_instance_template=self._gce.template,
-                )
-                operations.append(self.call(_call(client.insert_unary, request)).name)
-            return ",".join(operations)
+        if isinstance(machine.option, FlexStartOption):
+            (name,) = names
+            request = compute.InsertInstanceRequest(
+                project=self.project,
+                zone=zone,
+                instance_resource=machine.instance(name, zone),
+                request_id=str(uuid.uuid5(uuid.UUID(creation.request_id), name)),
+                source_instance_template=self._gce.template,
+            )
+            return self.call(_call(client.insert_unary, request)).name
         request = compute.BulkInsertInstanceRequest(
             project=self.project,
             zone=zone,
@@ -251,19 +261,24 @@ class Compute:
 
         An operation is done only if its status is DONE and it has no error.
         """
-        answers = [self._operation_result(name, zone) for name in operation.split(",")]
+        if (group := self.resize_requests.group_in(operation)) is not None:
+            return self.resize_requests.result(group, zone)
+        answers = [self.operation_result(name, zone) for name in operation.split(",")]
         refusals = [answer for answer in answers if isinstance(answer, CreateFailed)]
         if refusals and all(answer is not False for answer in answers):
             return refusals[0]
         return all(answer is True for answer in answers)
 
-    def _operation_result(self, name: str, zone: str) -> CreateFailed | bool:
+    def operation_result(self, name: str, zone: str | None) -> CreateFailed | bool:
+        """Returns the result of one operation, as `create_result` does; None: a global one."""
         from google.api_core.exceptions import NotFound
 
-        client = self.client("ZoneOperationsClient")
-        key = {"project": self.project, "zone": zone, "operation": name}
+        client = self.client("GlobalOperationsClient" if zone is None else "ZoneOperationsClient")
+        key = {"project": self.project, "operation": name} | (
+            {} if zone is None else {"zone": zone}
+        )
         try:
-            done = self._safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
+            done = self.safe_call(lambda: client.get(**key, retry=None, timeout=TIMEOUT_SECONDS))
         except NotFound:
             return False  # The service has deleted it: `create_timed_out` limits the wait.
         if done.status != _library().Operation.Status.DONE:
@@ -298,6 +313,8 @@ class Compute:
 
     def find_operation(self, creation: PendingCreate, zone: str) -> str | None:
         """Returns the operation of an earlier request; None: there is none."""
+        if (found := self.resize_requests.find(creation, zone)) is not None:
+            return found
         wanted = {creation.request_id} | {
             str(uuid.uuid5(uuid.UUID(creation.request_id), name))
             for name in (*creation.names, "without notice")
@@ -309,17 +326,24 @@ class Compute:
             pages = client.list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
             return [op.name for op in pages if op.client_operation_id in wanted]
 
-        return ",".join(self._list_call(ask)) or None
+        return ",".join(self.list_call(ask)) or None
 
-    def delete(self, name: str, zone: str) -> None:
-        """Requests the deletion of a VM; it is no error if there is none."""
+    def prepare(self, client: str, method: str, key: dict[str, Any]) -> Callable[[], Any]:
+        """Returns a call of a method that has the fields of its request."""
+        return _call(getattr(self.client(client), method), key)
+
+    def delete(self, name: str, zone: str, group: InstanceGroup | None = None) -> None:
+        """Requests the deletion of a VM, in its group if any; it is no error if there is none."""
         from google.api_core.exceptions import NotFound
 
+        if group is not None:
+            self.resize_requests.delete_vm(name, group)
+            return
         compute = _library()
         client = self.client("InstancesClient")
         request = compute.DeleteInstanceRequest(project=self.project, zone=zone, instance=name)
         try:
-            self._safe_call(_call(client.delete_unary, request))
+            self.safe_call(_call(client.delete_unary, request))
         except NotFound:
             return
 
@@ -332,7 +356,7 @@ class Compute:
         """
         client = self.client("InstancesClient")
         key = {"project": self.project, "zone": zone, "instance": name}
-        found = self._safe_call(
+        found = self.safe_call(
             lambda: client.get_serial_port_output(**key, retry=None, timeout=TIMEOUT_SECONDS)
         )
         return str(found.contents)
@@ -344,7 +368,7 @@ class Compute:
           NoCredentials: at once.
           ApiUnavailable: the last call has failed too.
         """
-        until, pause = self._clock.monotonic() + seconds, 0.5
+        until, pause = self.clock.monotonic() + seconds, 0.5
         is_printed = False
         while True:
             try:
@@ -352,24 +376,24 @@ class Compute:
             except NoCredentials:
                 raise
             except ApiUnavailable as error:
-                if self._clock.monotonic() + pause > until:
+                if self.clock.monotonic() + pause > until:
                     raise
                 if not is_printed:
                     self._console(f"the Compute API does not answer; trying again ({error})")
                 is_printed = True
-            self._clock.sleep(pause)
+            self.clock.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
-    def _list_call(self, ask: Callable[[], T]) -> T:
+    def list_call(self, ask: Callable[[], T]) -> T:
         """Returns the result of a list call; a 404 (the project is gone) raises ApiUnavailable."""
         from google.api_core.exceptions import NotFound
 
         try:
-            return self._safe_call(ask)
+            return self.safe_call(ask)
         except NotFound as error:
             raise ApiUnavailable(brief(error)) from error
 
-    def _safe_call(self, call: Callable[[], T]) -> T:
+    def safe_call(self, call: Callable[[], T]) -> T:
         """Returns the result of a call that changes nothing or may always be repeated.
 
         Raises:

@@ -16,6 +16,7 @@ from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageEr
 from jaxres.goodput import launch_gap
 from jaxres.launch import (
     cheaper_option,
+    future_reservations,
     job_config,
     option_prices,
     orphaned_vms,
@@ -258,6 +259,8 @@ def _backoff_line(backoff: Backoff, gce: GceSection, *, now: float) -> str:
     option = gce.capacity_options[backoff.option]
     seconds = backoff.until - now
     retry = f"retried in {seconds / 60:.0f} min" if seconds > 120 else f"retried in {seconds:.0f} s"
+    if backoff.error == "not_begun":
+        retry = f"until {future_reservations.describe_time(backoff.until)}"
     retry = "not retried" if backoff.until >= NEVER else retry
     return f"  {option.kind} {option.machine_type} in {backoff.zone}: {backoff.error}, {retry}"
 

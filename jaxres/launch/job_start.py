@@ -23,6 +23,7 @@ from jaxres.launch import (
     code_package,
     controller,
     elastic,
+    future_reservations,
     instance_spec,
     job_alerts,
     job_config,
@@ -201,11 +202,14 @@ def _new_job(
 ) -> DesiredState:
     """Uploads code and config, and returns the desired state of a new job with its boot image."""
     desired = _upload_job(config, paths, before, clock, orphans)
-    image = boot_image.resolve(gce_section(config), ResourceReader(compute), print_line)
+    gce, reader = gce_section(config), ResourceReader(compute)
+    image = boot_image.resolve(gce, reader, print_line)
     if before is not None and (line := boot_image.change(before.image, image)):
         print_line(line)
     print_line(f"{paths.run}: {gce_section(config).most_hosts} VMs are requested")
-    return replace(desired, image=image)
+    groups = orphaned_vms.list_groups(compute, paths.label)  # Left by an earlier run here.
+    later = future_reservations.not_begun(gce, reader, now=clock.wall())
+    return replace(desired, image=image, groups=(*groups,), backoffs=later)
 
 
 def _upload_job(

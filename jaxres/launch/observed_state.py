@@ -194,6 +194,8 @@ class ObservedState:
     """When this controller first saw a report of an agent, in seconds since the epoch, by name."""
     since_create_seconds: float = 0.0
     """Seconds since this controller last requested a creation, or since it took the lease."""
+    gone_groups: frozenset[str] = frozenset()
+    """Unwanted groups that are deleted, with their resize requests and templates."""
     stop_requested: bool = False
     down_requested: bool = False
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable
 from jaxres.launch import gce_api
-from jaxres.launch.desired_state import DesiredState
+from jaxres.launch.desired_state import DesiredState, InstanceGroup
 from jaxres.launch.gce_api import ApiUnavailable, Compute
 from jaxres.launch.lost_vms import ABSENT_SECONDS
 from jaxres.launch.observed_state import AgentReport, VmStatus
@@ -43,6 +43,20 @@ def list_all(
     except ApiUnavailable as error:
         raise StorageUnavailable(
             f"the VMs with the label {label} can't be listed ({error}); rerun the same command"
+        ) from error
+
+
+def list_groups(compute: Compute, label: str) -> list[InstanceGroup]:
+    """Returns the managed instance groups of a run, and its instance templates.
+
+    Raises:
+      StorageUnavailable: the Compute API has not answered.
+    """
+    try:
+        return compute.with_retries(lambda: compute.resize_requests.leftovers(label))
+    except ApiUnavailable as error:
+        raise StorageUnavailable(
+            f"the instance groups of {label} can't be listed ({error}); rerun the same command"
         ) from error
 
 
@@ -105,7 +119,9 @@ def delete_all(
     console: Callable[[str], None],
     each_cycle: Callable[[], None] = lambda: None,
 ) -> None:
-    """Deletes all VMs with a run's label; returns once lists have had none for ABSENT_SECONDS.
+    """Deletes all VMs with a run's label, and its managed instance groups.
+
+    Returns once lists have had none for ABSENT_SECONDS.
 
     Lists lag, and a creation may finish late.
 
@@ -138,6 +154,9 @@ def delete_all(
                         console(f"{describe(vm)}: deleting")
                     requested[vm.name] = now
                     compute.delete(vm.name, vm.zone)
+            for group in compute.resize_requests.leftovers(label):
+                seen_at = now
+                compute.resize_requests.delete(group)
         except ApiUnavailable as error:
             seen_at = now
             if not problem:

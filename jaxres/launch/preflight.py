@@ -22,6 +22,7 @@ from jaxres.launch import (
     code_package,
     network_checks,
     option_prices,
+    resize_requests,
     resource_checks,
 )
 from jaxres.launch.capacity_options import zone_choices
@@ -65,8 +66,11 @@ def lines(config: RunConfig, run: GcsPath, prices: PriceLookup) -> list[str]:
     vm = VmSpec(name, first.zone, first.option, 0.0)
     machine = machine_for(paths, config, desired, vm)
     found += ["the first request (its startup script is left out here):"]
-    is_queued = isinstance(gce.capacity_options[first.option], FlexStartOption)
-    body = machine.instance(name, first.zone) if is_queued else machine.bulk(names)
+    body: dict[str, Any] = machine.bulk(names)
+    if isinstance(gce.capacity_options[first.option], FlexStartOption):
+        body = machine.instance(name, first.zone)
+        if len(names) > 1:
+            body = resize_requests.bodies(machine, names)
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
     found += [*_code_lines(gce), *_account_lines(gce, run)]
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]

@@ -17,6 +17,7 @@ from jaxres.launch import (
     boot_report,
     capacity_options,
     held_capacity,
+    instance_groups,
     lost_vms,
     replacement_budget,
     spares,
@@ -113,7 +114,7 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
     new = replace(desired, placement=desired.placement + 1, refill_since=None)
     new, names = new_names(new, gce.most_hosts)
     vms = tuple(VmSpec(name, site.zone, site.option, observed.now) for name in names)
-    new = with_request(replace(new, vms=vms), names)
+    new = instance_groups.add(with_request(replace(new, vms=vms), names), gce)
     option = gce.capacity_options[site.option]
     return Transition(
         new, (f"requesting {len(names)} x {option.machine_type} ({option.kind}) in {site.zone}",)
@@ -156,6 +157,7 @@ def _await_creation(
     kind = "refused" if is_start and answer.kind == "denied" else answer.kind
     option = gce.capacity_options[first.option]
     kind = held_capacity.kind_of(kind, option, desired, observed, requested_at=first.requested_at)
+    kind = capacity_options.kind_at_begin(kind, answer.message, desired.backoffs, site)
     backoffs = capacity_options.with_backoff(
         desired.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
     )
@@ -184,6 +186,8 @@ def creation_answer(
 ) -> CreateFailed | bool | None:
     """Returns the result of a creation; one that takes too long is judged by the VMs that exist."""
     answer, vms = observed.creation, observed.vms or {}
+    if answer is False and (late := instance_groups.waits_too_long(desired, observed, gce)):
+        return late
     if answer is False and create_timed_out(desired, creation, observed, gce):
         exist = all(name in vms and name in observed.reports for name in creation.names)
         message = "its operation does not finish (launch.gce.ready_minutes)"
@@ -348,6 +352,7 @@ def _refill(
         replace(vm, requested_at=observed.now) if vm in missing else vm for vm in desired.vms
     )
     new = with_request(replace(desired, vms=vms, refill_since=since), names)
+    new = instance_groups.add(new, gce)
     kept = len(vms) - len(names)
     return Transition(new, (f"requesting {len(names)} more in {site[1]}; {kept} are kept",))
 

@@ -17,6 +17,7 @@ from jaxres.launch import (
     draining,
     early_replacement,
     elastic,
+    instance_groups,
     job_conditions,
     lost_vms,
     provisioning,
@@ -54,7 +55,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
 def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
     gce = config.launch.gce
     assert gce is not None, config
-    desired = _without_gone(desired, observed, gce)
+    desired = instance_groups.without_gone(_without_gone(desired, observed, gce), observed)
     longest = restart_policy.longest_delay(config.restart)
     if desired.not_before > observed.now + longest:  # The last launcher's clock was ahead.
         desired = replace(desired, not_before=observed.now + longest)
@@ -148,12 +149,14 @@ def request_to_send(desired: DesiredState) -> PendingCreate | None:
 def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec]:
     """Returns the VMs to delete: the intended ones, and VMs of this run that are not in the state.
 
-    The latter were created by a launcher that had lost the lease.
+    The latter were created by a launcher that had lost the lease. VMs of groups that are deleted
+    are deleted with them.
     """
     known = desired.names | {vm.name for vm in desired.deleting}
     listed = (observed.vms or {}).values()
     unknown = [VmSpec(vm.name, vm.zone, 0, observed.now) for vm in listed if vm.name not in known]
-    return [*desired.deleting, *unknown]
+    with_group = {name for group in instance_groups.unwanted(desired) for name in group.names}
+    return [vm for vm in (*desired.deleting, *unknown) if vm.name not in with_group]
 
 
 def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
@@ -246,7 +249,7 @@ def _end(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
         if may_still_create(desired, desired.creation, observed, gce):
             return Transition(desired, messages)
         desired = replace(desired, creation=None)
-    if desired.deleting or observed.vms is None or observed.vms:
+    if desired.deleting or desired.groups or observed.vms is None or observed.vms:
         return Transition(desired, messages)
     return Transition(replace(desired, phase="ended"), messages)
 

@@ -6,16 +6,16 @@ Each check yields what it found. What can't be known, as where a read is not all
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from jaxres.config.gce_machine_types import region_of
 from jaxres.config.schema_gce import GceSection, ReservationOption
 from jaxres.faults import ConfigError
-from jaxres.launch import quota_needs
+from jaxres.launch import future_reservations, quota_needs
 from jaxres.launch.capacity_options import zone_choices
 from jaxres.launch.check_result import CheckResult, denied_result
+from jaxres.launch.future_reservations import FutureReservation
 from jaxres.launch.quota_needs import MachineSize, Quota, Shortage
 from jaxres.launch.resource_reader import ReadDenied, ResourceReader
 
@@ -156,13 +156,17 @@ def reservations(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResul
     for number, option in enumerate(gce.capacity_options):
         if not isinstance(option, ReservationOption):
             continue
-        parts = option.reservation.split("/")
-        owner = dict(itertools.pairwise(parts)).get("projects", reader.compute.project)
+        owner, name = future_reservations.split(option.reservation, reader.compute.project)
         for zone in option.zones:
             key = f"{OPTIONS}[{number}].reservation"
-            where = {"zone": zone, "reservation": parts[-1], "project": owner}
+            where = {"zone": zone, "reservation": name, "project": owner}
             found = reader.get("ReservationsClient", **where)
-            if found is None:
+            future = None
+            if found is None or found.status != "READY":
+                future = future_reservations.find(reader, owner, zone, name)
+            if future is not None:
+                yield _future(gce, option, future, zone, key)
+            elif found is None:
                 command = f"gcloud compute reservations list --project {owner}"
                 yield CheckResult(
                     "reservations",
@@ -177,6 +181,27 @@ def reservations(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResul
                 if not problems:
                     text = f"{option.reservation} in {zone} has room for {gce.most_hosts} VMs"
                     yield CheckResult("reservations", "ok", text)
+
+
+def _future(
+    gce: GceSection, option: ReservationOption, future: FutureReservation, zone: str, key: str
+) -> CheckResult:
+    """Returns whether a reservation that is delivered later fits the VMs."""
+    text = f"the reservation {option.reservation} in {zone} is delivered by the future reservation "
+    text += future.describe()
+    command = f"`gcloud compute future-reservations describe {future.name} --zone {zone}` shows it"
+    if future.has_failed:
+        remedy = f"{command}; it delivers nothing: give another reservation"
+    elif future.machine_type and future.machine_type != option.machine_type:
+        remedy = (
+            f"The option is for {option.machine_type}: give the machine type of the reservation"
+        )
+    elif future.count and future.count < gce.most_hosts:
+        remedy = f"launch.gce.num_hosts is {gce.num_hosts}: reserve more VMs, or fewer hosts"
+    else:
+        remedy = f"The option is left out until then, others are tried before. {command}"
+        return CheckResult("reservations", "warning", text, remedy, key)
+    return CheckResult("reservations", "failed", text, remedy, key)
 
 
 def _reservation(

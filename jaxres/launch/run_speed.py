@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,3 +35,14 @@ def measure(records: Sequence[run_log.Record]) -> RunSpeed:
         if last > first and ended > began and isinstance(claim, run_log.Claim):
             return RunSpeed(claim.num_hosts * (ended - began) / (last - first), starts)
     return RunSpeed(start_seconds=starts)
+
+
+def longest_wait(records: Sequence[run_log.Record]) -> float | None:
+    """Returns the longest time between two commits of one attempt; None: there were no two."""
+    commits = [record for record in records if isinstance(record.body, run_log.Commit)]
+    waits = [
+        after.time - before.time
+        for before, after in itertools.pairwise(commits)
+        if after.attempt == before.attempt
+    ]
+    return max(waits, default=None)

@@ -139,3 +139,19 @@ def cloud(tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str) 
             cloud.end_all()
         assert gce.bugs == [], gce.bugs[0]
     assert gce.pids() == []
+
+
+@pytest.fixture
+def simulated_cloud(
+    tmp_path: Path, caches: Path, gcs_server: GcsServer, gcs_bucket: str
+) -> Iterator[Cloud]:
+    """A cloud whose VMs have no processes: no attempt ever starts."""
+    gcs_server.objects.facts[gcs_bucket] = {"location": "US-CENTRAL1", "locationType": "region"}
+    with GceEmulator(speed=30, is_simulated=True) as gce:
+        run = GcsPath(gcs_bucket, "run")
+        cloud = Cloud(gce, gcs_server, run, tmp_path, caches, {**gcs_server.env, **gce.env})
+        try:
+            yield cloud
+        finally:
+            cloud.end_all()
+        assert gce.bugs == [], gce.bugs[0]

@@ -19,9 +19,9 @@ What it does not have, against the real one:
   the user that starts the emulator, and share its files and the ports of 0.0.0.0.
 - The order of systemd at shutdown: all processes get SIGTERM at once, and the shutdown script runs
   beside them; the VM is off as soon as the last one has ended.
-- Managed instance groups, resize requests, reservations but specific ones of one machine type, the
-  queue of Flex-start (status PENDING), REPAIRING, graceful shutdown (PENDING_STOP), placement
-  policies.
+- Managed instance groups but zonal ones for resize requests with names of Flex-start VMs;
+  reservations but specific ones of one machine type, the queue of single Flex-start VMs (status
+  PENDING), REPAIRING, graceful shutdown (PENDING_STOP), placement policies.
 - Limits of rate and of capacity but where a test sets them; quotas but of GPUs, CPUs, instances,
   boot disks and the local SSDs of A2, and two of all regions.
 - Firewalls: their rules can be read, and nothing enforces them. Subnetworks have Private Google

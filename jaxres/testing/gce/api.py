@@ -21,6 +21,7 @@ from jaxres.testing.gce.errors import (
     unknown_field,
 )
 from jaxres.testing.gce.fleet import Fleet
+from jaxres.testing.gce.groups import Groups
 from jaxres.testing.gce.operations import Operation, Operations
 from jaxres.testing.gce.scheduler import Scheduler
 from jaxres.testing.gce.vm import VM_TOKEN
@@ -114,6 +115,7 @@ class Api:
     catalog: Catalog
     fleet: Fleet
     project: str
+    groups: Groups = field(default_factory=Groups)
     counts: Counts = field(default_factory=Counts)
     root: str = ""
     """URL up to and with v1."""

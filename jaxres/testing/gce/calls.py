@@ -36,7 +36,7 @@ def _vm(api: Api, request: ComputeRequest) -> Vm:
     return api.fleet.find(request.words["zone"], request.words["instance"])
 
 
-def _listed(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
+def _instances(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
     """Yields what lists show, in order of names; a VM that is young may not be there yet."""
     now, speed = time.monotonic(), api.scheduler.speed
     born, gone = now - api.list_lag / speed, now - api.gone_lag / speed
@@ -52,13 +52,13 @@ def _place(one: dict[str, Any]) -> list[str]:
     return [one["zone"], one["name"]]
 
 
-def _list(kind: str, items: list[dict[str, Any]], token: str | None) -> dict[str, Any]:
+def listed(kind: str, items: list[dict[str, Any]], token: str | None) -> dict[str, Any]:
     reported: dict[str, Any] = {"kind": f"compute#{kind}"}
     reported |= {"items": items} if items else {}
     return reported | ({"nextPageToken": token} if token else {})
 
 
-def _by_scope(word: str, items: list[dict[str, Any]], zones: Iterable[str]) -> dict[str, Any]:
+def listed_by_scope(word: str, items: list[dict[str, Any]], zones: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for zone in zones:
         warning = {
@@ -78,15 +78,15 @@ def get_instance(api: Api, request: ComputeRequest) -> dict[str, Any]:
 
 
 def list_instances(api: Api, request: ComputeRequest) -> dict[str, Any]:
-    return _list(
-        "instanceList", *page(_listed(api, request.words["zone"]), request.query, key=_place)
+    return listed(
+        "instanceList", *page(_instances(api, request.words["zone"]), request.query, key=_place)
     )
 
 
 def all_instances(api: Api, request: ComputeRequest) -> dict[str, Any]:
-    items, token = page(_listed(api, None), request.query, key=_place)
-    reported = _list("instanceAggregatedList", [], token)
-    return reported | {"items": _by_scope("instances", items, api.catalog.zones)}
+    items, token = page(_instances(api, None), request.query, key=_place)
+    reported = listed("instanceAggregatedList", [], token)
+    return reported | {"items": listed_by_scope("instances", items, api.catalog.zones)}
 
 
 def delete(api: Api, request: ComputeRequest) -> dict[str, Any]:
@@ -225,13 +225,13 @@ def list_operations(api: Api, request: ComputeRequest) -> dict[str, Any]:
     found = [
         api.reported(one) for one in api.operations.all.values() if one.scope == _scope(request)
     ]
-    return _list("operationList", *page(found, request.query))
+    return listed("operationList", *page(found, request.query))
 
 
 def all_operations(api: Api, request: ComputeRequest) -> dict[str, Any]:
     items, token = page(map(api.reported, api.operations.all.values()), request.query)
-    reported = _list("operationAggregatedList", [], token)
-    return reported | {"items": _by_scope("operations", items, ())}
+    reported = listed("operationAggregatedList", [], token)
+    return reported | {"items": listed_by_scope("operations", items, ())}
 
 
 def _scope(request: ComputeRequest) -> str:
@@ -251,7 +251,7 @@ def get_machine(api: Api, request: ComputeRequest) -> dict[str, Any]:
 def list_machines(api: Api, request: ComputeRequest) -> dict[str, Any]:
     zone = request.words["zone"]
     found = [SHAPES[name].resource(api.url, zone) for name in sorted(api.catalog.zones[zone])]
-    return _list("machineTypeList", *page(found, request.query))
+    return listed("machineTypeList", *page(found, request.query))
 
 
 def all_machines(api: Api, request: ComputeRequest) -> dict[str, Any]:
@@ -261,8 +261,8 @@ def all_machines(api: Api, request: ComputeRequest) -> dict[str, Any]:
         for name in sorted(names)
     ]
     items, token = page(found, request.query)
-    reported = _list("machineTypeAggregatedList", [], token)
-    return reported | {"items": _by_scope("machineTypes", items, ())}
+    reported = listed("machineTypeAggregatedList", [], token)
+    return reported | {"items": listed_by_scope("machineTypes", items, ())}
 
 
 def get_image(api: Api, request: ComputeRequest) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def get_region(api: Api, request: ComputeRequest) -> dict[str, Any]:
 
 def list_regions(api: Api, request: ComputeRequest) -> dict[str, Any]:
     found = [_region(api, name) for name in api.catalog.regions]
-    return _list("regionList", *page(found, request.query))
+    return listed("regionList", *page(found, request.query))
 
 
 def _zone(api: Api, name: str) -> dict[str, Any]:
@@ -333,7 +333,9 @@ def get_zone(api: Api, request: ComputeRequest) -> dict[str, Any]:
 
 
 def list_zones(api: Api, request: ComputeRequest) -> dict[str, Any]:
-    return _list("zoneList", *page([_zone(api, name) for name in api.catalog.zones], request.query))
+    return listed(
+        "zoneList", *page([_zone(api, name) for name in api.catalog.zones], request.query)
+    )
 
 
 def get_project(api: Api, _: ComputeRequest) -> dict[str, Any]:
@@ -348,6 +350,12 @@ def get_template(api: Api, request: ComputeRequest) -> dict[str, Any]:
     if name not in api.catalog.templates:
         raise not_found(f"projects/{api.project}/global/instanceTemplates/{name}")
     return api.catalog.templates[name]
+
+
+def list_future_reservations(api: Api, request: ComputeRequest) -> dict[str, Any]:
+    zone = request.words["zone"]
+    found = [one for (at, _), one in sorted(api.catalog.futures.items()) if at == zone]
+    return listed("futureReservationsListResponse", *page(found, request.query))
 
 
 def get_reservation(api: Api, request: ComputeRequest) -> dict[str, Any]:

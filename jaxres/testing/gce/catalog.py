@@ -213,6 +213,8 @@ class Catalog:
     """Resource policies: region and name."""
     reservations: dict[tuple[str, str], Reservation] = field(default_factory=dict)
     """By zone and name."""
+    futures: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """Future reservations by zone and name, as JSON has them."""
     billing: BillingCatalog = field(default_factory=BillingCatalog)
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
     """Limits by region and metric; missing ones are large. Those of all regions: region empty."""

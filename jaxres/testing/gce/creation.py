@@ -26,7 +26,7 @@ MOST_AT_ONCE = 1000
 MANY = (1, MOST_AT_ONCE)
 
 
-def _allow(api: Api, wanted: dict[str, Any], zone: str, name: str) -> None:
+def allow(api: Api, wanted: dict[str, Any], zone: str, name: str) -> None:
     """Asks for the permissions that a creation needs, by what it is to have."""
     home = f"projects/{api.project}"
     here = f"{home}/zones/{zone}/instances/{name}"
@@ -92,7 +92,7 @@ def insert(api: Api, request: ComputeRequest) -> dict[str, Any]:
     wanted |= request.body
     name = wanted.pop("name", "")
     check_name(name)
-    _allow(api, wanted, zone, name)
+    allow(api, wanted, zone, name)
     machine = str(wanted.get("machineType", ""))
     if not is_bare:
         found = re.search(r"zones/([^/]+)/machineTypes/([^/]+)$", machine)
@@ -223,7 +223,7 @@ def place_many(api: Api, request: ComputeRequest, zone: str, scope: str) -> Oper
     machine = wanted.get("machineType", "")
     for name in names:
         check_name(name, "resource.perInstanceProperties")
-        _allow(api, wanted, zone, name)
+        allow(api, wanted, zone, name)
     field_ = "resource.instanceProperties"
     if "/" in machine or (zone in api.catalog.zones and machine not in SHAPES):
         why = f"Machine type with name '{machine}' does not exist in zone '{zone}'."

@@ -21,6 +21,7 @@ from jaxres.testing.gce.api import NUMBER, Api, Counted
 from jaxres.testing.gce.billing_skus import BillingCatalog
 from jaxres.testing.gce.catalog import Catalog, Reservation
 from jaxres.testing.gce.fleet import Fleet
+from jaxres.testing.gce.group_calls import end_request
 from jaxres.testing.gce.guest import MARK, output_of
 from jaxres.testing.gce.operations import OperationFaultRule, Operations
 from jaxres.testing.gce.scheduler import Scheduler
@@ -42,6 +43,10 @@ ACTIONS = (
     "quota",
     "quota_of_all_regions",
     "reserve",
+    "reserve_later",
+    "hold_resize_requests",
+    "cancel_resize_requests",
+    "fail_resize_requests",
     "hold_deletions",
     "fail",
     "fail_operation",
@@ -308,6 +313,75 @@ class GceEmulator:
         with self.scheduler.changed:
             made = Reservation(machine, count, status, tuple(policies))
             self.catalog.reservations[zone, name] = made
+
+    def reserve_later(
+        self,
+        zone: str,
+        name: str,
+        *,
+        reservation: str,
+        machine: str,
+        count: int,
+        begins: str,
+        ends: str,
+        status: str = "APPROVED",
+    ) -> None:
+        """Adds a future reservation in calendar mode; `reserve` adds what it is to deliver."""
+        made = {
+            "kind": "compute#futureReservation",
+            "name": name,
+            "reservationName": reservation,
+            "reservationMode": "CALENDAR",
+            "specificReservationRequired": True,
+            "specificSkuProperties": {
+                "totalCount": str(count),
+                "instanceProperties": {"machineType": machine},
+            },
+            "timeWindow": {"startTime": begins, "endTime": ends},
+            "status": {"procurementStatus": status},
+        }
+        with self.scheduler.changed:
+            self.catalog.futures[zone, name] = made
+
+    def hold_resize_requests(self, holds: bool = True) -> None:
+        """Lets resize requests be ACCEPTED until this is called with False."""
+        with self.scheduler.changed:
+            self.api.groups.holds_requests = holds
+
+    def cancel_resize_requests(self) -> None:
+        """Cancels all resize requests that wait for capacity, as another client may."""
+        with self.scheduler.changed:
+            for group in self.api.groups.all.values():
+                for one in group.requests.values():
+                    if one.state == "ACCEPTED" and not one.vms:
+                        end_request(group, one, "CANCELLED")
+
+    def fail_resize_requests(self, *codes: str) -> None:
+        """Lets the next resize request fail with these codes, once it looks for capacity."""
+        with self.scheduler.changed:
+            self.api.groups.failures.append(codes)
+
+    def groups(self) -> dict[str, dict[str, str]]:
+        """Returns the managed instance groups; of each, its resize requests and their states."""
+        with self.scheduler.changed:
+            return {
+                name: {one.name: one.state for one in group.requests.values()}
+                for (_, name), group in self.api.groups.all.items()
+            }
+
+    def members(self) -> list[str]:
+        """Returns the names of the VMs of all groups."""
+        with self.scheduler.changed:
+            return sorted(name for one in self.api.groups.all.values() for name in one.members)
+
+    def lookups(self) -> int:
+        """Returns how often resize requests have looked for capacity."""
+        return self.api.groups.lookups
+
+    def templates(self) -> list[str]:
+        """Returns the names of the instance templates."""
+        with self.scheduler.changed:
+            return sorted(self.catalog.templates)
 
     def sell(self, skus: Sequence[dict[str, Any]], *, page_size: int = 5000) -> None:
         """Enables the Cloud Billing API, whose catalog has these SKUs."""

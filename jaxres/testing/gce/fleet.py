@@ -151,13 +151,33 @@ class Fleet:
             if others.count((vm.zone, reserved)) >= count:
                 return Failure(("CONDITION_NOT_MET",), True, {"reservation": reserved})
         for one in self.shortages:
-            there = sum(
-                one.matches(other) and not other.is_blocked and other.status != TERMINATED
-                for other in self.vms.values()
-            )
-            if one.takes(vm, there, group):
+            if one.takes(vm, self._taken(one), group):
                 return Failure(one.codes, one.has_http, {"zone": vm.zone})
         return None
+
+    def obstacle_of_all(
+        self, wanted: dict[str, Any], count: int, group: str, *, zone: str, shape: Shape
+    ) -> Failure | None:
+        """Returns why so many VMs can't be created together now; None: there is room for all."""
+        probe = Vm("0", "probe", zone, self.project, shape, model_of(wanted), wanted, "", self.root)
+        for metric, number in probe.usage().items():
+            region = "" if metric in GLOBAL_METRICS else region_of(zone)
+            limit = self.catalog.limit(region, metric)
+            if self.usage(region).get(metric, 0.0) + number * count > limit:
+                where = f"in region {region}" if region else "globally"
+                words = {"metric": metric, "limit": limit, "where": where}
+                return Failure(("QUOTA_EXCEEDED",), True, words)
+        for one in self.shortages:
+            if one.takes(probe, self._taken(one) + count - 1, group):
+                return Failure(one.codes, one.has_http, {"zone": zone})
+        return None
+
+    def _taken(self, shortage: Shortage) -> int:
+        """Returns how many VMs use the capacity that a shortage limits."""
+        return sum(
+            shortage.matches(vm) and not vm.is_blocked and vm.status != TERMINATED
+            for vm in self.vms.values()
+        )
 
     def _stage(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jaxres.testing.gce import billing, calls, creation, network
+from jaxres.testing.gce import billing, calls, creation, group_calls, network
 from jaxres.testing.gce.api import Function
 
 
@@ -22,6 +22,9 @@ class Route:
 _ZONAL, _REGIONAL = "zones/{zone}", "regions/{region}"
 _INSTANCES, _ONE = f"{_ZONAL}/instances", f"{_ZONAL}/instances/{{instance}}"
 _OPERATION = "operations/{operation}"
+_TEMPLATES, _GROUPS = "global/instanceTemplates", f"{_ZONAL}/instanceGroupManagers"
+_GROUP = f"{_GROUPS}/{{group}}"
+_REQUEST = f"{_GROUP}/resizeRequests/{{request}}"
 
 
 def _route(method: str, path: str, call: str, function: Function, permission: str) -> Route:
@@ -149,10 +152,79 @@ ROUTES = [
         ),
         (
             "GET",
+            f"{_ZONAL}/futureReservations",
+            "futureReservations.list",
+            calls.list_future_reservations,
+            "futureReservations.list",
+        ),
+        (
+            "GET",
             "global/instanceTemplates/{template}",
             "instanceTemplates.get",
             calls.get_template,
             "instanceTemplates.get",
+        ),
+        *(
+            (method, path, f"instanceTemplates.{word}", function, f"instanceTemplates.{word}")
+            for method, path, word, function in (
+                ("GET", _TEMPLATES, "list", group_calls.list_templates),
+                ("DELETE", f"{_TEMPLATES}/{{template}}", "delete", group_calls.delete_template),
+            )
+        ),
+        (
+            "POST",
+            _TEMPLATES,
+            "instanceTemplates.insert",
+            group_calls.insert_template,
+            "instanceTemplates.create",
+        ),
+        *(
+            (
+                method,
+                path,
+                f"instanceGroupManagers.{word}",
+                function,
+                f"instanceGroupManagers.{permission}",
+            )
+            for method, path, word, function, permission in (
+                ("POST", _GROUPS, "insert", group_calls.insert, "create"),
+                ("GET", _GROUP, "get", group_calls.get, "get"),
+                ("DELETE", _GROUP, "delete", group_calls.delete, "delete"),
+                (
+                    "GET",
+                    "aggregated/instanceGroupManagers",
+                    "aggregatedList",
+                    group_calls.list_all,
+                    "list",
+                ),
+                (
+                    "POST",
+                    f"{_GROUP}/deleteInstances",
+                    "deleteInstances",
+                    group_calls.delete_instances,
+                    "update",
+                ),
+            )
+        ),
+        *(
+            (
+                method,
+                path,
+                f"instanceGroupManagerResizeRequests.{word}",
+                function,
+                f"instanceGroupManagers.{permission}",
+            )
+            for method, path, word, function, permission in (
+                (
+                    "POST",
+                    f"{_GROUP}/resizeRequests",
+                    "insert",
+                    group_calls.insert_request,
+                    "update",
+                ),
+                ("GET", _REQUEST, "get", group_calls.get_request, "get"),
+                ("POST", f"{_REQUEST}/cancel", "cancel", group_calls.cancel_request, "update"),
+            )
         ),
         ("GET", _REGIONAL, "regions.get", calls.get_region, "regions.get"),
         ("GET", "regions", "regions.list", calls.list_regions, "regions.list"),

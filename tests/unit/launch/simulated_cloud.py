@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxres.config.schema_gce import FlexStartOption
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageUnavailable
 from jaxres.launch.capacity_options import CreateErrorKind
 from jaxres.launch.desired_state import (
     DesiredState,
+    InstanceGroup,
     PendingCreate,
     StateDamaged,
     VmSpec,
     decode_state,
 )
 from jaxres.launch.gce_api import ApiUnavailable
+from jaxres.launch.instance_spec import Machine
 from jaxres.launch.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
@@ -122,6 +125,9 @@ class SimulatedCloud:
     """VMs that may be replaced because they have failed."""
     other: Callable[[float], None] | None = None
     """Runs another leader until a time, while the calling one is paused."""
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """VMs of the managed instance groups that exist, by name."""
+    groups_deleted: set[str] = field(default_factory=set)
     damages: list[str] = field(default_factory=list)
     """What was done to the lease and the desired state."""
     _past: list[tuple[str, bytes]] = field(default_factory=list)
@@ -334,9 +340,9 @@ class SimulatedCloud:
         return self.vms[name].status if name in self.vms else None
 
     def create(
-        self, creation: PendingCreate, vms: Sequence[VmSpec], machine: object
+        self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine
     ) -> str | CreateFailed:
-        del machine
+        is_group = isinstance(machine.option, FlexStartOption) and len(vms) > 1
         zone = vms[0].zone
         fate = self.draw.random()
         try:
@@ -345,15 +351,18 @@ class SimulatedCloud:
                 raise ApiUnavailable("read timeout")
         except (ApiUnavailable, Killed):
             if fate < 0.5:  # The request is delayed, and arrives late.
-                self.after(self.draw.uniform(0, 15), lambda: self._accept(creation, zone))
+                late = self.draw.uniform(0, 15)
+                self.after(late, lambda: self._accept(creation, zone, is_group=is_group))
             raise
-        answer = self._accept(creation, zone)
+        answer = self._accept(creation, zone, is_group=is_group)
         self._fail_at_random()
         self._interrupt("create")
         return answer
 
-    def _accept(self, creation: PendingCreate, zone: str) -> str | CreateFailed:
+    def _accept(self, creation: PendingCreate, zone: str, *, is_group: bool) -> str | CreateFailed:
         request = creation.request_id
+        if is_group and creation.names[0] in self.groups_deleted:
+            return CreateFailed("passing", "its group is deleted")
         if request in self.operations:
             return request
         if request in self.refusals:
@@ -367,6 +376,8 @@ class SimulatedCloud:
         hangs = not self.faults_are_over and self.draw.random() < 0.05
         ends = self.now + (float("inf") if hangs else seconds)
         self.operations[request] = SimulatedOperation(creation.names, ends, refused)
+        if is_group:
+            self.groups[creation.names[0]] = creation.names
         for name in creation.names:
             self.created.setdefault(name, set()).add(request)
             if refused is None or self.draw.random() < 0.5:
@@ -385,7 +396,7 @@ class SimulatedCloud:
         self._compute_request("operation")
         return creation.request_id if creation.request_id in self.operations else None
 
-    def delete_vm(self, name: str, zone: str) -> None:
+    def delete_vm(self, name: str, zone: str, group: InstanceGroup | None = None) -> None:
         desired = self.desired()
         if not self.damages:
             assert desired is not None
@@ -395,6 +406,25 @@ class SimulatedCloud:
             machine.is_alive, machine.status = False, "STOPPING"
             self.after(self.draw.uniform(1, 40), lambda: self._remove_vm(name))
         self._fail_at_random()
+
+    def delete_group(self, group: InstanceGroup) -> bool:
+        """Deletes a group with its VMs; returns whether it is gone."""
+        desired = self.desired()
+        if not self.damages:
+            assert desired is not None
+            assert desired.names.isdisjoint(group.names), f"{group} is deleted with VMs in use"
+        self._compute_request("delete")
+        self.groups_deleted.add(group.name)
+        if group.name not in self.groups:
+            return True
+        names = [name for name in self.groups[group.name] if name in self.vms]
+        for name in names:
+            self.vms[name].is_alive, self.vms[name].status = False, "STOPPING"
+            self.after(self.draw.uniform(1, 40), lambda name=name: self._remove_vm(name))
+        if not names:
+            self.groups.pop(group.name)
+        self._fail_at_random()
+        return False
 
     def output(self, name: str, zone: str) -> str:
         self._compute_request("output")
@@ -548,3 +578,16 @@ class SimulatedCompute:
         self.events, self.status = cloud.events_of, cloud.status
         self.create_result, self.find_operation = cloud.create_result, cloud.find_operation
         self.delete, self.output = cloud.delete_vm, cloud.output
+        self.resize_requests = SimulatedGroups(cloud)
+
+
+class SimulatedGroups:
+    """The part of the world that replaces `ResizeRequests`."""
+
+    def __init__(self, cloud: SimulatedCloud) -> None:
+        self._cloud = cloud
+        self.gone: set[str] = set()
+
+    def delete(self, group: InstanceGroup) -> None:
+        if self._cloud.delete_group(group):
+            self.gone.add(group.name)

@@ -24,6 +24,7 @@ from tests.unit.launch.gce_config import config
 ZONE = "us-central1-a"
 NAMES = ("jx-0000", "jx-0001")
 CREATION = PendingCreate(NAMES, str(uuid.uuid5(uuid.NAMESPACE_URL, "jx")))
+SINGLE = PendingCreate(NAMES[:1], CREATION.request_id)
 SHORT = ["VM_MIN_COUNT_NOT_REACHED", "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"]
 
 
@@ -38,11 +39,11 @@ class ComputeFixture:
         self.machine = Machine(section, section.capacity_options[0], ZONE, {"jaxres-run": "jx"}, {})
         self.emulator = gce
 
-    def create(self, creation: PendingCreate = CREATION) -> str | CreateFailed:
+    def create(self, creation: PendingCreate = CREATION) -> str | CreateFailed | None:
         vms = [VmSpec(name, ZONE, 0, 1.0) for name in creation.names]
         return self.compute.create(creation, vms, self.machine)
 
-    def outcome(self, operation: str | CreateFailed) -> CreateFailed | bool:
+    def outcome(self, operation: str | CreateFailed | None) -> CreateFailed | bool:
         """Waits for an operation's end and returns its result."""
         assert isinstance(operation, str), operation
         self.emulator.wait_for(lambda: self.compute.create_result(operation, ZONE) is not False)
@@ -263,17 +264,14 @@ def test_a_subnetwork_of_a_shared_vpc_is_looked_up_in_its_host_project(gce: GceE
             check(gce, SystemClock(), subnetworks=[name])
 
 
-def test_queued_vms_are_requested_one_by_one_and_each_once(gce: GceEmulator) -> None:
+def test_one_queued_vm_is_requested_once_without_a_group(gce: GceEmulator) -> None:
     option = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}
     service = ComputeFixture(gce, capacity_options=[option], max_run_hours=24.0)
-    first = service.create()
-    assert service.create() == first
+    first = service.create(SINGLE)
+    assert service.create(SINGLE) == first
     assert service.outcome(first) is True
-    assert sorted(name for _, name in gce.events("insert")) == list(NAMES)
-    found = service.compute.find_operation(CREATION, ZONE)
-    assert found is not None
-    assert isinstance(first, str)
-    assert set(found.split(",")) == set(first.split(","))
+    assert [name for _, name in gce.events("insert")] == [NAMES[0]]
+    assert service.compute.find_operation(SINGLE, ZONE) == first
 
 
 @pytest.mark.parametrize("kind", ["spot", "flex_start"])
@@ -283,7 +281,8 @@ def test_a_disk_type_is_named_as_each_kind_of_request_requires(gce: GceEmulator,
     service = ComputeFixture(
         gce, capacity_options=[option], max_run_hours=24.0, disk_type="hyperdisk-balanced"
     )
-    assert service.outcome(service.create()) is True
+    creation = CREATION if kind == "spot" else SINGLE
+    assert service.outcome(service.create(creation)) is True
 
 
 def test_operations_of_the_service_are_known_while_a_vm_is_still_listed(

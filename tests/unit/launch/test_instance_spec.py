@@ -21,14 +21,15 @@ from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gce.vm import Vm
 from tests.unit.launch.gce_config import OPTION, config
-from tests.unit.launch.test_gce_api import NAMES, ZONE, ComputeFixture
+from tests.unit.launch.test_gce_api import CREATION, NAMES, SINGLE, ZONE, ComputeFixture
 
 FLEX = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}
 KINDS: dict[str, dict[str, Any]] = {
     "spot": {},
     "flex_start": {"capacity_options": [FLEX], "max_run_hours": 24.0},
+    "flex_start_alone": {"capacity_options": [FLEX], "max_run_hours": 24.0, "num_hosts": 1},
 }
-"""The two kinds of requests: bulkInsert, and insert of single VMs."""
+"""The kinds of requests: bulkInsert, resize request, and insert of a single VM."""
 
 
 def section(**gce: Any) -> GceSection:
@@ -40,7 +41,9 @@ def section(**gce: Any) -> GceSection:
 def created(gce: GceEmulator, **fields: Any) -> Vm:
     """Creates the VMs of a launcher; returns the first one as the emulator has it."""
     service = ComputeFixture(gce, **fields)
-    assert service.outcome(service.create()) is True
+    creation = CREATION if service.section.most_hosts > 1 else SINGLE
+    gce.wait_for(lambda: service.create(creation) is not None)
+    assert service.outcome(service.create(creation)) is True
     return gce.vm(NAMES[0])
 
 
@@ -97,8 +100,8 @@ def add_rdma_networks(gce: GceEmulator) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interface_has_the_type_that_its_network_requires(gce: GceEmulator, kind: str) -> None:
     add_rdma_networks(gce)
-    flex = {"capacity_options": [{**ULTRA, "kind": "flex_start"}], "max_run_hours": 24.0}
-    vm = created(gce, **{**RDMA, **(flex if kind == "flex_start" else {})})
+    flex = {"capacity_options": [{**ULTRA, "kind": "flex_start"}]}
+    vm = created(gce, **{**RDMA, **KINDS[kind], **(flex if kind != "spot" else {})})
     assert [one.get("nicType") for one in vm.wanted["networkInterfaces"]] == RDMA["nic_types"]
 
 

@@ -51,6 +51,14 @@ def run_job(up: str, run: str, gce: GceEmulator, during: Any, env: Mapping[str, 
     assert gce.vms() == {}
 
 
+def run_queued_job(folder: Path, run: str, gce: GceEmulator, *, image: str) -> None:
+    """Leads a job of two VMs that come from a queue, and ends it."""
+    queue = {**OPTION, "kind": "flex_start"}
+    fields = {"num_hosts": 2, "image": image, "max_run_hours": 24.0}
+    queued = config(folder, run, gce.project, **fields, capacity_options=[queue])
+    run_job(queued, run, gce, lambda: gce.wait_for(lambda: len(gce.vms()) == 2), gce.env)
+
+
 def table() -> tuple[set[str], set[str]]:
     """Returns the permissions that the table compares with the emulator's, and the others."""
     compared, others = set[str](), set[str]()
@@ -106,13 +114,14 @@ def test_the_table_has_exactly_the_permissions_that_are_needed(
     )
     assert line.endswith(f" --zone us-central1-a --project {gce.project}"), "it has an address"
 
+    run_queued_job(tmp_path, f"gs://{gcs_bucket}/four", gce, image=family)
     gce.remove_machine("us-east4-a", "a2-highgpu-1g")
     absent = {**OPTION, "zones": ["us-east4-a"]}
     gce.end_private_access("us-central1", "inner")
     gce.add_nat("us-central1")
     gce.reserve("us-central1-a", "mine", machine="a2-highgpu-1g", count=1)
     reserved = {**OPTION, "kind": "reservation", "reservation": "mine"}
-    options = [OPTION, absent, reserved]
+    options = [OPTION, absent, reserved, {**reserved, "reservation": "none"}]
     fields = {"image": family, "subnetworks": ["inner"], "capacity_options": options}
     with pytest.raises(ConfigError, match="us-east4-a has no a2-highgpu-1g"):
         command.main(["up", config(tmp_path, three, gce.project, **fields)], env=gce.env)

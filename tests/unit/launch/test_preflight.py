@@ -71,14 +71,19 @@ def test_the_plan_shows_the_request_without_its_script() -> None:
     )
 
 
-def test_a_queued_option_shows_the_request_for_one_vm() -> None:
+ALONE = ("request_valid_for_duration", "seconds: 1200", f"zones/{OPTION['zones'][0]}/machineTypes/")
+TOGETHER = ("requested_run_duration", "default_action_on_failure: DO_NOTHING", "target_size: 0")
+
+
+@pytest.mark.parametrize(("hosts", "fields"), [(1, ALONE), (2, TOGETHER)])
+def test_a_queued_option_shows_its_request(hosts: int, fields: tuple[str, ...]) -> None:
     flex = {**OPTION, "kind": "flex_start", "wait_minutes": 20}
     text = "\n".join(
-        preflight.lines(config(capacity_options=[flex], max_run_hours=24.0), RUN, PriceLookup())
+        preflight.lines(
+            config(num_hosts=hosts, capacity_options=[flex], max_run_hours=24.0), RUN, PriceLookup()
+        )
     )
-    assert "request_valid_for_duration" in text
-    assert "seconds: 1200" in text
-    assert "zones/us-central1-a/machineTypes/a2-highgpu-1g" in text
+    assert [field for field in fields if field not in text] == []
     assert "provisioning_model: FLEX_START" in text
 
 

@@ -11,7 +11,7 @@ from jaxres.cluster.host_identity import HostIdentity
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import capacity_options, reconcile
 from jaxres.launch.capacity_options import NEVER, Backoff
-from jaxres.launch.controller import longest_wait, new_state
+from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, HostAddress, JobEnd, PendingCreate, VmSpec
 from jaxres.launch.lost_vms import ABSENT_SECONDS
 from jaxres.launch.observed_state import (
@@ -24,6 +24,7 @@ from jaxres.launch.observed_state import (
 )
 from jaxres.launch.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.reconcile import vms_to_delete
+from jaxres.launch.run_speed import longest_wait
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import Commit, Record

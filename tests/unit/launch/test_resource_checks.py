@@ -54,6 +54,14 @@ def allow(*ports: str, sources: str = "127.0.0.0/8", **more: Any) -> dict[str, A
 
 Arrange = Callable[[GceEmulator], Any]
 NAT = "gcloud compute networks subnets update default --region us-central1 "
+
+
+def reserve_later(gce: GceEmulator, **fields: Any) -> None:
+    times = {"begins": "2999-01-01T00:00:00-08:00", "ends": "2999-01-08T00:00:00-08:00"}
+    known = {"machine": "a2-highgpu-1g", "count": 2, "reservation": "mine", **times}
+    gce.reserve_later(ZONE, "later", **{**known, **fields})
+
+
 FAILURES: dict[str, tuple[Arrange, dict[str, Any], tuple[str, ...]]] = {
     "no way to the bucket": (
         lambda gce: gce.end_private_access(REGION, "default"),
@@ -151,6 +159,21 @@ FAILURES: dict[str, tuple[Arrange, dict[str, Any], tuple[str, ...]]] = {
         lambda gce: gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2, status="DELETING"),
         {"capacity_options": [RESERVED]},
         ("has the status DELETING, not READY",),
+    ),
+    "a future reservation that was declined": (
+        lambda gce: reserve_later(gce, status="DECLINED"),
+        {"capacity_options": [RESERVED]},
+        ("by the future reservation later (DECLINED): 2 x a2-highgpu-1g", "delivers nothing"),
+    ),
+    "a future reservation that is too small": (
+        lambda gce: reserve_later(gce, count=1),
+        {"capacity_options": [RESERVED]},
+        ("1 x a2-highgpu-1g, 2999-01-01 08:00 UTC", "num_hosts is 2: reserve more VMs"),
+    ),
+    "a future reservation of another machine type": (
+        lambda gce: reserve_later(gce, machine="a2-highgpu-8g"),
+        {"capacity_options": [RESERVED]},
+        ("The option is for a2-highgpu-1g",),
     ),
     "a closed firewall": (
         close_network,
@@ -294,6 +317,20 @@ WARNINGS: dict[str, tuple[Arrange, dict[str, Any], str]] = {
         lambda gce: gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2, status="CREATING"),
         {"capacity_options": [RESERVED]},
         "has the status CREATING, not READY",
+    ),
+    "a reservation that is delivered later": (
+        lambda gce: reserve_later(gce),
+        {"capacity_options": [RESERVED]},
+        "delivered by the future reservation later (APPROVED): 2 x a2-highgpu-1g, 2999-01-01 08:00 "
+        "UTC to 2999-01-08 08:00 UTC, when its VMs are deleted. The option is left out until then",
+    ),
+    "one that exists already": (
+        lambda gce: (
+            gce.reserve(ZONE, "mine", machine="a2-highgpu-1g", count=2, status="CREATING"),
+            reserve_later(gce),
+        ),
+        {"capacity_options": [RESERVED]},
+        "2999-01-01 08:00 UTC to 2999-01-08 08:00 UTC",
     ),
     "firewall policies are not read": (
         lambda gce: close_network(

@@ -45,10 +45,12 @@ def job(seed: int, *, steps: int, hosts: int) -> RunConfig:
     draw = random.Random(f"job-{seed}")
     standard = {**OPTION, "kind": "standard", "zones": ["us-east4-a"], "dollars_per_hour": 4.0}
     limits = draw.choice([{}, {}, {"max_hours": 0.2}, {"max_dollars": 1.0}])
+    queue = {**OPTION, "kind": "flex_start", "wait_minutes": 3}
+    is_queue = random.Random(f"queue-{seed}").random() < 0.4
     made = config(
         launch=limits,
         num_hosts=hosts,
-        capacity_options=[OPTION, standard],
+        capacity_options=[queue if is_queue else OPTION, standard],
         lease_seconds=10.0,
         ready_minutes=5.0,
         repair_minutes=3.0,
@@ -202,6 +204,7 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
         assert cloud.step >= cloud.steps, checker.history()
     cloud.advance(LATER)
     assert cloud.vms == {}, f"left: {sorted(cloud.vms)}\n{checker.history()}"
+    assert cloud.groups == {}, f"left: {sorted(cloud.groups)}\n{checker.history()}"
     counts = {name: len(requests) for name, requests in cloud.created.items()}
     assert set(counts.values()) <= {1}, f"requested several times: {counts}\n{checker.history()}"
     cloud.other = None  # What follows is no leader, which could be killed.
