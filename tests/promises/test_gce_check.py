@@ -23,7 +23,7 @@ from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from tests.promises.cloud import SPOT, Cloud
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY, run_history
+from tests.promises.trainer import ENDLESS, PATIENCE_SECONDS, ROOT, TINY, run_history
 from tests.tiers import slow_but
 
 
@@ -57,8 +57,8 @@ def test_a_check_passes_leaves_no_vm_and_does_not_touch_the_run(cloud: Cloud) ->
 
 @pytest.mark.slow
 def test_a_vm_with_too_few_devices_is_named_while_the_job_of_the_run_goes_on(cloud: Cloud) -> None:
-    config = cloud.config(env={"PACE": "0.1"})
-    job = cloud.up(config)
+    config = cloud.config(env={"PACE": "0.02"})
+    job = cloud.up(config, ENDLESS)
     cloud.wait_commit(10)
     few = 'launch.gce.env={"JAXRES_MIN_DEVICES": "2"}'
     check = cloud.launch(str(config), few, "--hardware", "quick", verb="check")

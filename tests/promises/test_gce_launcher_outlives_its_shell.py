@@ -13,6 +13,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.launch import launcher_unit
 from jaxres.launch.launcher_unit import LauncherUnit
+from jaxres.launch.lease import Lease
 from jaxres.runlog.paths import RunDir
 from tests.promises import booted_systemd
 from tests.promises.booted_systemd import Systemd
@@ -100,8 +101,13 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
     def main_pid() -> int:
         return int(systemd.show(f"{unit.name}.service", "MainPID")["MainPID"])
 
+    def epoch_of_the_lease() -> int:
+        found = Lease(cloud.launch_paths.lease, holder="this test", seconds=1.0).other_holder()
+        return 0 if found is None else found.epoch
+
     unit = launcher_unit.unit_of(cloud.launch_paths, uid=0, env={})
-    config = str(cloud.config(env={"PACE": "0.05"}))
+    gate = cloud.root / "gate"
+    config = str(cloud.config(env={"FAULT": "row:360:gate", "GATE": str(gate)}))
     code, printed = gce("up", config, "--detach")
     assert code == 0, printed
     assert f"journalctl -u {unit.name} -f" in printed
@@ -113,9 +119,14 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
     assert killed > 0, cloud.describe()
     before = cloud.desired_state()
     assert before is not None
-    assert before.phase != "ended", "the job is too short for this test"
+    assert before.phase != "ended", "the job was not held"
     assert systemd.run("kill", "-KILL", str(killed)).returncode == 0
     wait(lambda: main_pid() not in (0, killed), of=lambda: f"no restart\n{cloud.describe()}")
+    wait(
+        lambda: epoch_of_the_lease() > before.epoch,
+        of=lambda: f"the launcher that came back does not lead\n{cloud.describe()}",
+    )
+    gate.touch()
     wait(lambda: is_gone(systemd, unit), of=lambda: f"the unit stays\n{cloud.describe()}")
     after = cloud.desired_state()
     assert after is not None
