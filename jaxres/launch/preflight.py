@@ -7,7 +7,7 @@ result of each check (`--dry-run --check`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxres.clock import Clock
@@ -66,7 +66,7 @@ def lines(config: RunConfig, run: GcsPath, prices: PriceLookup) -> list[str]:
     vm = VmSpec(name, first.zone, first.option, 0.0)
     machine = machine_for(paths, config, desired, vm)
     found += ["the first request (its startup script is left out here):"]
-    body: dict[str, Any] = machine.bulk(names)
+    body: Mapping[str, Any] = machine.bulk(names)
     if isinstance(gce.capacity_options[first.option], FlexStartOption):
         body = machine.instance(name, first.zone)
         if len(names) > 1:
