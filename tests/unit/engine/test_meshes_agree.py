@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report, state, step
 from jaxres.engine import schedule as schedules
+from tests.compiling import quickly_compiled
 from tests.tiers import campaign, slow_but
 
 B, T, V = 24, 16, 128
@@ -54,8 +56,11 @@ def batch(seed: int) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def trained(name: str) -> tuple[Any, list[float], Any]:
-    """Returns the initial state, the losses of the first steps, and the compiled step."""
+def trained(name: str, *, quickly: bool) -> tuple[Any, list[float], Any]:
+    """Returns the initial state, the losses of the first steps, and the compiled step.
+
+    The initial state is computed as in production: its bits depend on how it is compiled.
+    """
     sizes, microbatches = MESHES[name]
     num_devices = int(np.prod(list(sizes.values()))) if "data" in sizes else 8
     mesh = meshes.build(MeshSection(**sizes), devices=jax.devices()[:num_devices])
@@ -78,7 +83,9 @@ def trained(name: str) -> tuple[Any, list[float], Any]:
     begin = jax.device_get(now)
     out = (shardings, meshes.replicated(mesh))
     placed = meshes.place_batch(mesh, batch(0))
-    compiled = jax.jit(function, donate_argnums=0, out_shardings=out).lower(now, placed).compile()
+    with quickly_compiled() if quickly else contextlib.nullcontext():
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=out)
+        compiled = jitted.lower(now, placed).compile()
     losses = []
     for index in range(STEPS):
         now, metrics = compiled(now, meshes.place_batch(mesh, batch(index)))
@@ -90,8 +97,8 @@ def trained(name: str) -> tuple[Any, list[float], Any]:
     "name", [*slow_but(IN_CI), *campaign(name for name in MESHES if name not in (ONE, *IN_CI))]
 )
 def test_a_mesh_has_the_same_initial_bits_and_losses_as_one_device(name: str) -> None:
-    begin, losses, _ = trained(name)
-    expected, expected_losses, _ = trained(ONE)
+    begin, losses, _ = trained(name, quickly=True)
+    expected, expected_losses, _ = trained(ONE, quickly=True)
     for a, b in zip(jax.tree.leaves(begin), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(a, b), "the initial state depends on the mesh"
     assert abs(losses[0] - losses[-1]) > 0.01, "nothing was learned, so nothing was compared"
@@ -102,8 +109,8 @@ def test_a_mesh_has_the_same_initial_bits_and_losses_as_one_device(name: str) ->
 def test_a_step_needs_less_memory_per_device_if_the_state_is_split(name: str) -> None:
     # XLA once split the width of the activations as the parameters', so each device held those
     # of the whole batch: three times the bytes, with the right numbers.
-    whole = sharding_report.step_bytes(trained("data=8")[2])
-    split = sharding_report.step_bytes(trained(name)[2])
+    whole = sharding_report.step_bytes(trained("data=8", quickly=False)[2])
+    split = sharding_report.step_bytes(trained(name, quickly=False)[2])
     assert whole is not None
     assert split is not None
     assert split < whole
