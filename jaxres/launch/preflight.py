@@ -70,7 +70,7 @@ def lines(config: RunConfig, run: GcsPath, prices: PriceLookup) -> list[str]:
     if isinstance(gce.capacity_options[first.option], FlexStartOption):
         body = machine.instance(name, first.zone)
         if len(names) > 1:
-            body = resize_requests.bodies(machine, names)
+            body = {**resize_requests.bodies(machine, names)}
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
     found += [*_code_lines(gce), *_account_lines(gce, run)]
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
