@@ -207,6 +207,8 @@ class DataLoader:
 
 RECENT_STEPS = 16
 """Completed steps that are kept for diagnostics."""
+NOT_COMPARED = -1
+"""No step: its copies have to be compared before a save."""
 
 
 @dataclass(frozen=True)
@@ -326,8 +328,8 @@ class InFlight:
     steps: deque[tuple[Progress, np.ndarray, jax.Array]] = dataclasses.field(default_factory=deque)
     fingerprints: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     """Steps in flight whose copies are compared -> the fingerprints; see replica_check.py."""
-    compared_step: int = -1
-    """Newest step whose copies were compared."""
+    compared_step: int = NOT_COMPARED
+    """Newest step whose copies were compared, and since when nothing but a save has followed."""
     replays: dict[int, Replay] = dataclasses.field(default_factory=dict)
     """Steps in flight that were dispatched twice; see replay_check.py."""
     replayed_step: int = 0

@@ -28,7 +28,14 @@ from jaxres.faults import Continue, RollbackRun, RunError, SkipRows, StopRun, Ve
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
 from jaxres.runlog.metrics import MetricsLine
-from jaxres.train.components import BadRows, CompletedStep, InFlight, PlacedBatch, Trainer
+from jaxres.train.components import (
+    NOT_COMPARED,
+    BadRows,
+    CompletedStep,
+    InFlight,
+    PlacedBatch,
+    Trainer,
+)
 from jaxres.train.diagnostics import diagnose
 from jaxres.train.host_times import LocalTimes
 from jaxres.train.replay_check import Replay
@@ -79,12 +86,13 @@ def train(run: Trainer) -> LoopResult:
                     save(run, state, progress)
                 verdict = diagnose(run, verdict, in_flight.recent, state, progress)
                 return finalize(run, verdict, state, progress)
-            if due.evaluate:
-                progress = evaluate(run, state, progress)
+            if waits:
+                if due.evaluate:
+                    progress = evaluate(run, state, progress)
+                else:
+                    run.hooks.call(state, in_flight.recent[-1].line)
+                in_flight.compared_step = NOT_COMPARED  # A bit may have flipped meanwhile.
                 continue  # If a stop is requested, the next `process_completed` returns it.
-            if hooks_due:
-                run.hooks.call(state, in_flight.recent[-1].line)
-                continue
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)

@@ -169,7 +169,13 @@ def test_a_scenario_that_the_devices_do_not_fit_is_refused(workspace: Workspace)
     running.assert_fails(ExitCode.USAGE, "missing-device: not applicable", "JAX_NUM_CPU_DEVICES=2")
 
 
-@pytest.mark.parametrize("names", [("vm-lost", "launcher-kill"), ("stockout", "launch-state-lost")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("vm-lost", "launcher-kill"), marks=pytest.mark.campaign),
+        ("stockout", "launch-state-lost"),
+    ],
+)
 def test_vms_and_their_launcher_are_lost_and_the_run_ends_in_the_same_bits(
     workspace: Workspace, names: tuple[str, str]
 ) -> None:

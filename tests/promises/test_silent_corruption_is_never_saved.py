@@ -41,11 +41,13 @@ def test_a_flipped_bit_is_named_and_not_saved_and_the_run_ends_as_an_unbroken_on
 ) -> None:
     unbroken = start(workspace, "unbroken")
     assert unbroken.wait_exit() == 0, unbroken.printed()
-    for flip, found, device, committed in (
-        ("8:0:2", 8, 2, 4),  # After the step, before its save.
-        ("9:0:3", 10, 3, 8),  # Between two saves.
+    often = f"guards.corruption.every_steps={SAVE}"
+    for flip, found, device, committed, more in (
+        ("4:0:1", 4, 1, 0, often),  # After the comparison of the step, before its save.
+        ("8:0:2", 8, 2, 4, REPLAY),  # After the step, before its save.
+        ("9:0:3", 10, 3, 8, REPLAY),  # Between two saves.
     ):
-        trainer = start(workspace, "run", f"hooks={HOOK}", REPLAY, flip=flip)
+        trainer = start(workspace, "run", f"hooks={HOOK}", more, flip=flip)
         named = f"device {device} (cpu, host 0)"
         trainer.assert_fails(ExitCode.UNHEALTHY, f"step {found}: ", named)
         (event,) = trainer.events_of("corruption_detected")
