@@ -79,7 +79,7 @@ SPIKE_SETTING = (
 """Setting of a run that is to find a high loss after SPIKE_STEPS steps, within its few steps."""
 LOOP_ATTEMPTS = 2
 """restart.max_attempts_without_commit of a run in a crash loop."""
-VM_LOST: frozenset[int | None] = frozenset({None, ExitCode.PREEMPTED, ExitCode.PEER_LOST})
+VM_LOST: frozenset[int | None] = NO_RECORD | NOTICE_ENDS | {ExitCode.PEER_LOST}
 """Ends of an attempt that loses a VM: its supervisor records none, the launcher PREEMPTED, those of
 other hosts PEER_LOST."""
 STATE_LOST: frozenset[int | None] = VM_LOST | {SIGNAL_BASE + signal.SIGTERM}

@@ -1,10 +1,12 @@
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -561,8 +563,9 @@ def test_supervisor_and_worker_of_one_attempt_append_until_the_next_claim(tmp_pa
     def append(number):
         barrier.wait()
         try:
-            for counts[number] in range(1000):
+            for counts[number] in itertools.count():
                 writers[number].append(COMMIT)
+                time.sleep(0.001)  # Else the claim might never come first.
         except Fenced:
             fenced.append(number)
 
