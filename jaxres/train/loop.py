@@ -87,11 +87,7 @@ def train(run: Trainer) -> LoopResult:
                 verdict = diagnose(run, verdict, in_flight.recent, state, progress)
                 return finalize(run, verdict, state, progress)
             if waits:
-                if due.evaluate:
-                    progress = evaluate(run, state, progress)
-                else:
-                    run.hooks.call(state, in_flight.recent[-1].line)
-                in_flight.compared_step = NOT_COMPARED  # A bit may have flipped meanwhile.
+                progress = call_hooks(run, state, progress, in_flight, evaluates=due.evaluate)
                 continue  # If a stop is requested, the next `process_completed` returns it.
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
@@ -360,6 +356,18 @@ def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarra
             overflowed_scale=measured.loss_scale if measured.backs_off else None,
         )
     )
+
+
+def call_hooks(
+    run: Trainer, state: TrainState, progress: Progress, in_flight: InFlight, *, evaluates: bool
+) -> Progress:
+    """Evaluates, or calls the configured hooks; returns the progress with the evaluation."""
+    if evaluates:
+        progress = evaluate(run, state, progress)
+    else:
+        run.hooks.call(state, in_flight.recent[-1].line)
+    in_flight.compared_step = NOT_COMPARED  # A bit may have flipped meanwhile.
+    return progress
 
 
 def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:

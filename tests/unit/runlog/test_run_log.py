@@ -570,8 +570,7 @@ def test_supervisor_and_worker_of_one_attempt_append_until_the_next_claim(tmp_pa
             fenced.append(number)
 
     threads = [threading.Thread(target=append, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
+    [thread.start() for thread in threads]
     barrier.wait()
     successor, is_heir = dataclasses.replace(CLAIM, attempt=2), False
     while not is_heir:
