@@ -281,14 +281,12 @@ def _may_request(
 ) -> bool:
     gce = config.launch.gce
     assert gce is not None, config
-    is_off = gce.return_to_cheaper == "off"
-    if is_off or desired.creation is not None or spares.of_other_option(desired):
+    if gce.return_to_cheaper == "off" or spares.of_other_option(desired):
         return False
-    is_ending = observed.stop_requested or observed.down_requested
-    if is_ending or observed.log.step >= config.train.steps:
-        return False
-    wait = desired.cheaper_not_before - observed.now
-    if 0.0 < wait <= LONGEST_WAIT_SECONDS:  # A longer one: the last launcher's clock was ahead.
+    not_before = desired.cheaper_not_before
+    if not spares.may_request(
+        *(desired, observed, config), not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
+    ):
         return False
     like = VmSpec("", site.zone, site.option, 0.0)
     return provisioning.may_add(desired, like, observed, gce) and _pays(

@@ -112,15 +112,12 @@ def _may_request(
     """Returns whether spares are lacking, and may be requested now; not if no attempt follows."""
     gce = config.launch.gce
     assert gce is not None, config
-    if desired.phase != "running" or desired.creation is not None:
+    if desired.phase != "running" or len(spares.of_job_option(desired)) >= wanted:
         return False
-    if len(spares.of_job_option(desired)) >= wanted:
-        return False
-    is_ending = observed.stop_requested or observed.down_requested
-    if is_ending or observed.log.step >= config.train.steps:
-        return False
-    wait = desired.spares_not_before - observed.now
-    if 0.0 < wait <= LONGEST_WAIT_SECONDS:  # A longer one: the last launcher's clock was ahead.
+    not_before = desired.spares_not_before
+    if not spares.may_request(
+        *(desired, observed, config), not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
+    ):
         return False
     return provisioning.may_add(desired, desired.vms[0], observed, gce)
 
