@@ -28,6 +28,7 @@ from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import Snapshot, SnapshotMemory, take_snapshot
 from jaxres.checkpoint.tensorstore_reader import ARRAYS, FROZEN
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
+from jaxres.engine import device_use
 from jaxres.faults import StorageUnavailable
 from jaxres.storage import files
 from jaxres.storage.path import SCHEME, RunPath, is_remote
@@ -166,7 +167,7 @@ def start_save(
         snapshots.append(snapshot)
 
     def begin() -> Any:
-        with context:
+        with context, device_use.background():  # Orbax copies to pinned memory.
             return ocp.save_checkpointables_async(str(step_dir), contents)
 
     if is_own and jax.process_count() == 1:  # On several hosts Orbax begins with a computation.

@@ -22,6 +22,7 @@ from jaxres.checkpoint.block_digests import Box
 from jaxres.checkpoint.content_digest import as_bytes
 from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import box_of
+from jaxres.engine import device_use
 from jaxres.faults import RunError
 from jaxres.storage import codec
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
@@ -187,7 +188,7 @@ class Slot:
         """
         self.drop()
         return tuple(
-            self._write(piece, _chunks(as_bytes(np.asarray(parts[piece.path, piece.box]))))
+            self._write(piece, _chunks(as_bytes(_items(parts[piece.path, piece.box]))))
             for piece in self.pieces
         )
 
@@ -362,6 +363,10 @@ def _decoded(data: bytes) -> SlotIndex:
     fields = decode_checksummed(data, number=FORMAT)
     del fields[codec.FORMAT]
     return codec.decode(SlotIndex, fields)
+
+
+def _items(part: Any) -> np.ndarray:
+    return device_use.fetch([part])[0] if isinstance(part, jax.Array) else np.asarray(part)
 
 
 def _chunks(data: memoryview) -> Iterator[memoryview]:

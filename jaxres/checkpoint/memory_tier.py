@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxres.checkpoint import memory_neighbor
 from jaxres.checkpoint.memory_neighbor import CopyServer, Neighbor
@@ -44,6 +43,7 @@ from jaxres.checkpoint.orbax_io import Tree
 from jaxres.checkpoint.snapshot import SnapshotMemory, take_snapshot
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup, SingleHost
+from jaxres.engine import device_use
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.events import (
@@ -447,7 +447,9 @@ class MemoryTier:
         copies: dict[Key, Any] = {}
         for device, group in _by_device(parts).items():
             copied, is_own = take_snapshot(group, self._snapshot, self._memory[device])
-            copies |= copied if is_own else {key: np.asarray(part) for key, part in copied.items()}
+            if not is_own:
+                copied = dict(zip(copied, device_use.fetch(list(copied.values())), strict=True))
+            copies |= copied
         return copies
 
     def _give_back(self, copies: Mapping[Key, Any]) -> None:

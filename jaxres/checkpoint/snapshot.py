@@ -30,6 +30,7 @@ from jaxres.checkpoint.block_digests import (
     encode_failure,
 )
 from jaxres.checkpoint.throttle import Throttle
+from jaxres.engine import device_use
 from jaxres.faults import RunError
 from jaxres.storage import files
 from jaxres.storage.path import parse_path
@@ -281,9 +282,14 @@ def local_shape(array: jax.Array) -> tuple[int, ...]:
 def shape_and_pieces(array: jax.Array) -> tuple[tuple[int, ...], dict[Box, np.ndarray]]:
     """Returns `local_shape` and `pieces` of an array at once."""
     found = _slices(array)
-    return tuple(found.local_shape), {
-        box_of(part.index, array.shape): np.asarray(part.data()) for part in found.replica_slices
-    }
+    parts = found.replica_slices
+    if any(part.slice_args for part in parts):  # Then `data` runs a program on the device.
+        with device_use.background():
+            held = jax.block_until_ready([part.data() for part in parts])
+    else:
+        held = [part.data() for part in parts]
+    boxes = [box_of(part.index, array.shape) for part in parts]
+    return tuple(found.local_shape), dict(zip(boxes, device_use.fetch(held), strict=True))
 
 
 def _slices(array: jax.Array) -> replica_slices.ReplicaSlices:

@@ -21,7 +21,8 @@ from jaxres.supervisor.processes import kill_me_with_parent, kill_session
 
 STANDBY_SECONDS = 30.0
 """Time from the start or the end of a training process to the start of the next standby: the first
-seconds belong to the training, and an attempt that fails at once needs none."""
+seconds belong to the training, and an attempt that fails at once needs none. The first standby of
+an agent is started at once: its VM waits for an attempt."""
 SEND_SECONDS = 5.0
 OUTPUT = "output-standby.txt"
 
@@ -90,15 +91,16 @@ class StandbySupervisor:
     ) -> subprocess.Popen[bytes] | None:
         """Makes the standby the training process of an attempt; None: there is none for it.
 
+        One that is not ready yet continues with its imports first.
+
         Args:
           arguments: those of `jaxres.train`.
           env: environment of the training.
           key: digests of code and config of the attempt.
           output: file that its output shall have.
         """
-        self.poll()
         process, connection = self._process, self._connection
-        if process is None or connection is None or not (self._is_ready and self.is_running(key)):
+        if process is None or connection is None or not self.is_running(key):
             self.stop()
             return None
         order = json.dumps({"arguments": list(arguments), "env": dict(env)}) + "\n"

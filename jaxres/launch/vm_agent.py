@@ -164,7 +164,7 @@ class Agent:
         self._is_leaving = False
         self._uploaded_at = -LOG_SECONDS
         self._standby = StandbySupervisor(folder)
-        self._standby_due = clock.monotonic() + STANDBY_SECONDS
+        self._standby_due = clock.monotonic()
         """When the next standby is started; inf: it was, for this attempt or this wait."""
 
     def run(self, env: Mapping[str, str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -13,6 +15,7 @@ from jaxres import data
 from jaxres.config.schema import TrainSection
 from jaxres.config.schema_data import DataSection
 from jaxres.data import Batch, Dataset, DataTimeout, Mixture, Order
+from jaxres.engine import device_use
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh import LocalRows
 from jaxres.runlog.events import PhaseChanged
@@ -46,8 +49,11 @@ def open_data_loader(
     order = dataset.order(seed=seed, rows_per_step=global_batch_size)
     reading = stack.enter_context(contextlib.ExitStack())
 
+    place_batch = functools.partial(meshes.place_batch, mesh, local=local)
+
     def place(batch: Batch) -> PlacedBatch:
-        return batch, meshes.place_batch(mesh, batch.arrays, local=local)
+        with device_use.background():
+            return batch, jax.block_until_ready(place_batch(batch.arrays))
 
     def open_at(history: RunHistory) -> BatchAt:
         reading.close()  # Batches that were read ahead may have rows to leave out from now on.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxres import config as configs
 from jaxres import data
 from jaxres.config import RunConfig
-from jaxres.engine import evaluate, optimizer, replica_fingerprint, schedule, sharding_report
+from jaxres.engine import device_use, evaluate, optimizer, replica_fingerprint, schedule, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
@@ -151,16 +151,14 @@ def load_or_compile(
         section=config.compilation,
         seconds=config.deadlines.compile_seconds,
     )
-    step = compiled["training"].call
-    large = oom_advice.warn_device_memory(
-        config, sharding_report.step_bytes(step), sharding_report.device_limit(mesh)
-    )
+    needed = sharding_report.step_bytes(compiled["training"].call)
+    large = oom_advice.warn_device_memory(config, needed, sharding_report.device_limit(mesh))
     if large is not None:
         context.emit(Noted(large))
-    calls = {name: each.call for name, each in compiled.items()}
+    calls = {name: device_use.alone_at_first(each.call) for name, each in compiled.items()}
     evaluation = calls.get("evaluation")
     return CompiledSteps(
-        train=step,
+        train=calls["training"],
         text=compiled["training"].text,
         evaluate=_no_evaluation if evaluation is None else _evaluation(parts, evaluation),
         fingerprints=calls.get("fingerprints"),

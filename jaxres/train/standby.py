@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     with socket.socket(fileno=os.dup(0)) as agent, _fork_server(arguments) as fork:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
-        agent.send(READY)
+        with contextlib.suppress(OSError):  # The order was sent before, and the socket closed.
+            agent.send(READY)
         with agent.makefile("rb") as orders:
             line = orders.readline()
         agent.close()

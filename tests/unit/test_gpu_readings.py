@@ -117,7 +117,8 @@ def test_a_run_that_ends_before_it_is_killed_is_told(tmp_path, code, monkeypatch
 
 def test_the_reference_of_attention_is_computed_without_tf32():
     qkv = [jnp.ones((1, 4, 1, 8), jnp.float32)] * 3
-    text = str(jax.make_jaxpr(kernels.exact_gradient)(*qkv))
+    mask = jnp.ones((1, 1, 4, 4), jnp.bool_)
+    text = str(jax.make_jaxpr(kernels.exact_gradient)(*qkv, mask))
     assert "dot_general" in text
     assert text.count("dot_general") == text.count("precision=(Precision.HIGHEST")
     assert jnp.isnan(kernels._error([jnp.ones(2), jnp.array([0, jnp.nan])], [jnp.ones(2)] * 2))

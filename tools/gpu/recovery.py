@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxres.cli import replay
@@ -119,7 +120,7 @@ def resume_fast(folder: Path) -> Figures:
 
 def _resume(folder: Path, determinism: str) -> Figures:
     """Compares an unbroken run with a killed one, whose steps are compiled again each time."""
-    shared = (f"train.steps={sized(4000, 20)}", f"checkpoint.save_every_steps={sized(100, 4)}")
+    shared = (f"train.steps={sized(1500, 20)}", f"checkpoint.save_every_steps={sized(100, 4)}")
     shared += ("evaluation.every_steps=0", "telemetry.sample_tokens=0")
     shared += (f"run.determinism={determinism}", "compilation.keep_programs=0")
     shared += () if REHEARSED else ("model.compute_dtype=bfloat16",)  # As runs on GPUs have it.
@@ -177,8 +178,8 @@ def _losses(run_dir: RunDir) -> list[float]:
     return [json.loads(line)["loss"] for line in text.splitlines()]
 
 
-def restart(folder: Path) -> Figures:
-    """Returns seconds from SIGKILL of a worker to its next step, fresh and forked."""
+def restart(folder: Path) -> Iterator[Figures]:
+    """Yields seconds from SIGKILL of a worker to its next step, fresh and forked."""
     kinds = {name: restart_bench.KINDS[name] for name in ("kept", "forked")}
     shared = quickstart(folder, "restart.backoff_seconds=0", "checkpoint.save_every_steps=2")
     found: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
@@ -188,12 +189,16 @@ def restart(folder: Path) -> Figures:
             arguments = ["local", *shared, *own, f"run.dir={run_dir.root}", "--hosts", "1"]
             supervised = command(arguments, module="jaxres.launch")
             found[name].append(restart_bench.measure(supervised, run_dir, forked=name == "forked"))
-    figures: Figures = {}
-    for name, rounds in found.items():
-        later = rounds[1:] or rounds  # The first fills the caches.
-        for part in restart_bench.PARTS:
-            figures[f"{name} {part}"] = statistics.median(one[part] for one in later)
-    return figures
+        yield _medians(found)
+
+
+def _medians(found: dict[str, list[dict[str, float]]]) -> Figures:
+    """Returns the medians of the rounds without the first, which fills the caches."""
+    return {
+        f"{name} {part}": statistics.median(one[part] for one in rounds[1:] or rounds)
+        for name, rounds in found.items()
+        for part in restart_bench.PARTS
+    }
 
 
 def bit_flip(folder: Path) -> Figures:

@@ -18,6 +18,7 @@ from tools.bench import checkpoint as bench
 from tools.gpu.runs import Figures, every, seconds, sized
 
 Make = Callable[[], Any]
+NO_PINNED = "not measured: JAX has no pinned_host memory on this device"
 
 
 def saves(folder: Path) -> Iterator[Figures]:
@@ -38,29 +39,40 @@ def saves(folder: Path) -> Iterator[Figures]:
 
 def _rounds() -> range:
     """Returns the rounds; the first is not counted."""
-    return range(sized(4, 2))
+    return range(sized(3, 2))
 
 
 def _copies(make: Make, found: dict[str, float]) -> Figures:
     """Times copies of the state to the host: pageable memory, and memory that is pinned."""
-    pageable, pinned = [], []
-    kinds = {kind.kind for kind in jax.devices()[0].addressable_memories()}
-    for _ in _rounds():
-        fresh = jax.block_until_ready(bench.step(make()))  # JAX keeps a copy of a fetched array.
-        pageable.append(seconds(lambda state=fresh: jax.device_get(state)))
-        if "pinned_host" in kinds:
-            target = jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), fresh)
-            pinned.append(
-                seconds(lambda s=fresh, t=target: jax.block_until_ready(jax.device_put(s, t)))
-            )
-    found["pageable"] = statistics.median(pageable[1:])
-    if pinned:
-        found["pinned"] = statistics.median(pinned[1:])
-    missing = "not measured: JAX has no pinned_host memory on this device"
-    return {
-        "copy_pageable_ms": 1e3 * found["pageable"],
-        "copy_pinned_ms": 1e3 * found["pinned"] if pinned else missing,
+    ways: dict[str, Callable[[Any], object]] = {
+        "pageable": jax.device_get,
+        "async": lambda state: jax.block_until_ready(_fetched(state)),
     }
+    if "pinned_host" in {kind.kind for kind in jax.devices()[0].addressable_memories()}:
+        ways["pinned"] = lambda state: jax.block_until_ready(jax.device_put(state, _pinned(state)))
+        ways["pinned_as_numpy"] = lambda state: jax.device_get(
+            jax.block_until_ready(jax.device_put(state, _pinned(state)))
+        )
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in _rounds():
+        for name, way in ways.items():
+            fresh = jax.block_until_ready(bench.step(make()))  # JAX keeps a copy of a fetched one.
+            taken[name].append(seconds(lambda way=way, state=fresh: way(state)))
+    medians = {name: statistics.median(rounds[1:]) for name, rounds in taken.items()}
+    found |= {name: medians[name] for name in ("pageable", "pinned") if name in medians}
+    missing = {} if "pinned" in ways else {"copy_pinned_ms": NO_PINNED}
+    return {f"copy_{name}_ms": 1e3 * median for name, median in medians.items()} | missing
+
+
+def _fetched(state: Any) -> Any:
+    """Begins all copies to the host before it waits for one."""
+    for array in jax.tree.leaves(state):
+        array.copy_to_host_async()
+    return jax.device_get(state)
+
+
+def _pinned(state: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), state)
 
 
 def _held_up(folder: Path, make: Make, copies: dict[str, float]) -> Figures:

@@ -37,7 +37,7 @@ OUT_OF_MEMORY = "exit 86"
 LENGTHS = {"gpt2-124m": 1024, "llama-1b": 2048}
 TRIES = {
     "gpt2-124m": ((64, "none"), (32, "none"), (32, "block")),
-    "llama-1b": ((16, "none"), (8, "none"), (16, "block"), (8, "block"), (4, "block")),
+    "llama-1b": ((8, "none"), (16, "block"), (8, "block"), (4, "block")),
 }
 """Rows and rematerialization, in the order in which they are tried."""
 LOOPS = {
@@ -45,7 +45,7 @@ LOOPS = {
     "medium": ("model.num_layers=12", "model.d_model=768", "model.num_heads=12"),
     "large": (
         *("model.num_layers=12", "model.d_model=1536", "model.num_heads=12", "data.seq_len=1024"),
-        "model.compute_dtype=bfloat16",
+        *("model.compute_dtype=bfloat16", "train.global_batch_size=8"),
     ),
 }
 """Models whose step takes about 5, 20 and 100 ms on a GPU of 2023."""

@@ -84,17 +84,21 @@ def test_a_standby_for_other_code_or_another_config_is_killed(tmp_path: Path) ->
         assert gone
 
 
-def test_a_standby_that_is_not_ready_is_killed(tmp_path: Path) -> None:
-    is_unused, gone = agent(
+def test_a_standby_that_is_not_ready_goes_on_as_the_training(tmp_path: Path) -> None:
+    is_ready, is_same, code = agent(
         tmp_path,
         """
         import signal
         os.kill(pid, signal.SIGSTOP)
-        print(json.dumps([take() is None, is_gone()]))
+        is_ready, process = standby.poll(), take()
+        os.kill(pid, signal.SIGCONT)
+        print(json.dumps([is_ready, process is not None and process.pid == pid, process.wait()]))
         """,
     )
-    assert is_unused, "the attempt would wait for its imports"
-    assert gone
+    assert not is_ready, "it was ready before it could be stopped"
+    assert is_same, "the attempt has imported everything again"
+    assert code == ExitCode.USAGE
+    assert "--no-such-flag: unknown flag" in (tmp_path / "output-0001.txt").read_text()
 
 
 def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
