@@ -283,6 +283,7 @@ def shape_and_pieces(array: jax.Array) -> tuple[tuple[int, ...], dict[Box, np.nd
     """Returns `local_shape` and `pieces` of an array at once."""
     found = _slices(array)
     parts = found.replica_slices
+    held: list[Any]
     if any(part.slice_args for part in parts):  # Then `data` runs a program on the device.
         with device_use.background():
             held = jax.block_until_ready([part.data() for part in parts])

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 from jaxres import config as configs
 from jaxres import data
 from jaxres.config import RunConfig
-from jaxres.engine import device_use, evaluate, optimizer, replica_fingerprint, schedule, sharding_report
+from jaxres.engine import (
+    device_use,
+    evaluate,
+    optimizer,
+    replica_fingerprint,
+    schedule,
+    sharding_report,
+)
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine import step as steps

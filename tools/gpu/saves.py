@@ -60,8 +60,8 @@ def _copies(make: Make, found: dict[str, float]) -> Figures:
             taken[name].append(seconds(lambda way=way, state=fresh: way(state)))
     medians = {name: statistics.median(rounds[1:]) for name, rounds in taken.items()}
     found |= {name: medians[name] for name in ("pageable", "pinned") if name in medians}
-    missing = {} if "pinned" in ways else {"copy_pinned_ms": NO_PINNED}
-    return {f"copy_{name}_ms": 1e3 * median for name, median in medians.items()} | missing
+    figures: Figures = {f"copy_{name}_ms": 1e3 * median for name, median in medians.items()}
+    return figures if "pinned" in ways else {**figures, "copy_pinned_ms": NO_PINNED}
 
 
 def _fetched(state: Any) -> Any:

@@ -44,7 +44,8 @@ def test_the_first_execution_waits_for_the_work_of_other_threads_and_later_ones_
         thread = in_thread(lambda: results.append(alone(jnp.zeros(3))))
         assert not program.begun.wait(BRIEF_SECONDS), "it began beside other work"
     thread.join(PATIENCE_SECONDS)
-    assert results and results[0].tolist() == [1, 1, 1]
+    assert results
+    assert results[0].tolist() == [1, 1, 1]
     with device_use.background():
         later = in_thread(lambda: results.append(alone(results[0])))
         later.join(PATIENCE_SECONDS)
