@@ -54,8 +54,14 @@ class Proxy:
                 except OSError:
                     near.close()
                     continue
-                for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+                threading.Thread(target=self._connect, args=(near, far), daemon=True).start()
+
+    def _connect(self, near: socket.socket, far: socket.socket) -> None:
+        with near, far:
+            back = threading.Thread(target=self._pass, args=(far, near), daemon=True)
+            back.start()
+            self._pass(near, far)
+            back.join()
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -67,5 +73,6 @@ class Proxy:
                     self.lost_bytes += len(data)
                 else:
                     target.sendall(data)
-            if not self._is_cut.is_set():
-                target.close()
+        if not self._is_cut.is_set():
+            with contextlib.suppress(OSError):  # The other side has ended already.
+                target.shutdown(socket.SHUT_WR)
