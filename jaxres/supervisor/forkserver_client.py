@@ -26,6 +26,8 @@ from jaxres.supervisor.processes import TAG_VARIABLE
 from jaxres.supervisor.worker_group import versions
 from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess, spawn_in_group
 
+IMPORT_SECONDS = 600.0
+"""Longest wait for the imports where a fresh process would have to do them as well."""
 FORK_SECONDS = 2.0
 """Longest wait for a forked worker's message; after that the fork server is killed."""
 WORKER, FORK_SERVER = "jaxres.train.worker", "jaxres.train.forkserver"
@@ -88,7 +90,12 @@ class ForkServer:
         self._started_at = self._clock.monotonic()
 
     def fork(
-        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        status_fd: int,
+        patience_seconds: float = 0.0,
     ) -> ForkedProcess | None:
         """Forks a worker; returns None if a fresh process must be spawned instead.
 
@@ -96,11 +103,12 @@ class ForkServer:
           command: the worker's argv; `--status-fd N` is appended there.
           env: the worker's environment.
           status_fd: write end of the worker's status pipe.
+          patience_seconds: longest wait for the imports.
         """
         if self._process is None:
             return None
         try:
-            return self._fork(command, env=env, status_fd=status_fd)
+            return self._fork(command, env, status_fd, patience_seconds)
         except (CannotFork, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
             self._emit(Noted(f"a fresh process instead of a fork of the fork server: {why}"))
@@ -109,14 +117,15 @@ class ForkServer:
     def fork_last(
         self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
     ) -> ForkedProcess | None:
-        """Forks a worker as `fork` does, and then ends the fork server."""
+        """Forks a worker as `fork` does, once the imports are done; then ends the fork server."""
+        patience = IMPORT_SECONDS
         try:
-            return self.fork(command, env=env, status_fd=status_fd)
+            return self.fork(command, env=env, status_fd=status_fd, patience_seconds=patience)
         finally:
             self.stop()
 
     def _fork(
-        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
+        self, command: Sequence[str], env: Mapping[str, str], status_fd: int, patience: float
     ) -> ForkedProcess:
         assert self._process is not None
         assert self._control is not None
@@ -126,7 +135,7 @@ class ForkServer:
             raise CannotFork("the environment has changed")
         if versions() != self._versions:
             raise CannotFork("libraries were installed since it started")
-        if not self._is_ready():
+        if not self.wait_ready(seconds=patience):
             raise CannotFork("it is not ready yet")
         arguments = list(command[command.index(WORKER) + 1 :])
         own = {name: env[name] for name in NOT_READ_BY_IMPORTS if name in env}

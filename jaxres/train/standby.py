@@ -1,9 +1,10 @@
 """A supervisor that waits for its attempt: it has imported all, and its fork server too. No jax.
 
 The agent of a VM starts it as `python -m jaxres.train.standby CONFIG [section.field=value ...]`
-before there is an attempt. Its stdin is a socket. It sends `ready`, and then waits for one line of
-JSON with the arguments and the environment of `python -m jaxres.train`, as which it goes on. If the
-socket is closed first, it exits.
+before there is an attempt. Its stdin is a socket. It sends `ready` once its fork server is, and waits
+for one line of JSON with the arguments and the environment of `python -m jaxres.train`, as which it
+goes on: at once, and the worker is forked when the fork server is ready. If the socket is closed
+first, it exits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if __name__ == "__main__":
 import contextlib
 import json
 import os
+import select
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,23 +36,20 @@ from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner, processes, run_config
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.forkserver_client import ForkServer
-from jaxres.supervisor.worker_process import Fork
 from jaxres.telemetry import stdio
 from jaxres.train import __main__ as train
 
 READY = b"ready"
-IMPORT_SECONDS = 600.0
-"""Longest wait for the imports of the fork server; without it the worker is a fresh process."""
+POLL_SECONDS = 0.1
 
 
 def main(arguments: Sequence[str]) -> int:
     """Waits for the order on stdin, and runs the attempt; returns its exit code."""
     os.environ.update(gcs_client.library_environment(os.environ))
-    with socket.socket(fileno=os.dup(0)) as agent, _fork_server(arguments) as fork:
+    with socket.socket(fileno=os.dup(0)) as agent, _fork_server(arguments) as server:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
-        with contextlib.suppress(OSError):  # The order was sent before, and the socket closed.
-            agent.send(READY)
+        _tell_when_ready(agent, server)
         with agent.makefile("rb") as orders:
             line = orders.readline()
         agent.close()
@@ -59,12 +58,22 @@ def main(arguments: Sequence[str]) -> int:
         order = json.loads(line)
         os.environ.clear()
         os.environ.update(order["env"])
+        fork = None if server is None else server.fork_last
         return train.main(order["arguments"], is_command=True, fork=fork)
 
 
+def _tell_when_ready(agent: socket.socket, server: ForkServer | None) -> None:
+    """Sends `ready` once the fork server is; returns without that if the order comes first."""
+    while server is not None and not server.wait_ready(seconds=0.0):
+        if select.select([agent], [], [], POLL_SECONDS)[0]:
+            return
+    with contextlib.suppress(OSError):  # The order was sent before, and the socket closed.
+        agent.send(READY)
+
+
 @contextlib.contextmanager
-def _fork_server(arguments: Sequence[str]) -> Iterator[Fork | None]:
-    """Yields the fork of a server that is ready; None: no attempt has fixed the environment yet."""
+def _fork_server(arguments: Sequence[str]) -> Iterator[ForkServer | None]:
+    """Yields a fork server that was started; None: no attempt has fixed the environment yet."""
     if (found := _newest_attempt(arguments)) is None:
         yield None
         return
@@ -73,8 +82,7 @@ def _fork_server(arguments: Sequence[str]) -> Iterator[Fork | None]:
     with ForkServer(run_dir, emit=_print, clock=SystemClock()) as server:
         env = train.training_variables(os.environ)
         server.ensure_started(attempt_runner.worker_env(env, config, run_dir, claim))
-        server.wait_ready(seconds=IMPORT_SECONDS)
-        yield server.fork_last
+        yield server
 
 
 def _newest_attempt(arguments: Sequence[str]) -> tuple[RunConfig, RunDir, Claim] | None:

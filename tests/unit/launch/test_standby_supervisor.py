@@ -14,7 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jaxres.exit_codes import ExitCode
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
 
 KEY = ("code", "config")
@@ -102,6 +106,35 @@ def test_a_standby_that_is_not_ready_goes_on_as_the_training(tmp_path: Path) -> 
     assert is_same, "the attempt has imported everything again"
     assert code == ExitCode.USAGE
     assert "--no-such-flag: unknown flag" in (tmp_path / "output-0001.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_standby_that_is_not_ready_forks_its_worker_once_the_imports_are_done(
+    tmp_path: Path,
+) -> None:
+    config = [
+        str(TINY),
+        f"run.dir={tmp_path}/run",
+        "evaluation.every_steps=0",
+        "optimizer.schedule={kind: constant}",
+    ]
+    command = [sys.executable, "-m", "jaxres.train", *config, "train.steps=2"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)
+    is_ready, code = agent(
+        tmp_path,
+        f"""
+        import signal
+        os.kill(pid, signal.SIGSTOP)
+        is_ready, process = standby.poll(), take(arguments={[*config, "train.steps=4"]!r})
+        os.kill(pid, signal.SIGCONT)
+        print(json.dumps([is_ready, process.wait()]))
+        """,
+    )
+    assert not is_ready, "it was ready before it could be stopped"
+    assert code == ExitCode.DONE
+    run_dir = RunDir(tmp_path / "run")
+    (opened,) = (e for e in read_events(run_dir.events(2, 0)) if e["event"] == "run_opened")
+    assert opened["forked"], (tmp_path / "output-0001.txt").read_text()
 
 
 def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
