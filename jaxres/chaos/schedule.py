@@ -40,6 +40,11 @@ class PlannedRun:
         """Where its run directory is: all its scenarios ask for the same."""
         return BY_NAME[self.faults[0].scenario].place if self.faults else "disk"
 
+    @property
+    def has_fake_gpus(self) -> bool:
+        """Whether a fake of NVIDIA's library is in it."""
+        return any(BY_NAME[fault.scenario].has_fake_gpus for fault in self.faults)
+
 
 def plan(
     names: Sequence[str], *, seed: int, faults: int, hosts: int = 1, steps: int = STEPS
@@ -109,6 +114,8 @@ def _place(
             possible = [step for step in possible if step % SAVE_EVERY == 0]
         if BY_NAME[name].after_save:
             possible = [step for step in possible if step % SAVE_EVERY == 1]
+        if (step := BY_NAME[name].at_step) is not None:
+            possible = [step]
         host = chance.randrange(hosts)
         host = 0 if BY_NAME[name].at_save else host  # Host 0 makes the commits.
         placed.append(Fault(name, chance.choice(possible), host))

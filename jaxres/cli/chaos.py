@@ -19,6 +19,7 @@ from jaxres import faults
 from jaxres.chaos import (
     emulated_bucket,
     emulated_vms,
+    fake_gpus,
     job_devices,
     job_network,
     state_faults,
@@ -186,12 +187,13 @@ class Chaos:
         _say(_row("run", "fault", "after", "resumed at", "again", "recovery"))
         reference = self._runner.unbroken(ORACLE, self._topology)
         if reference.exit != ExitCode.DONE:
-            return report_failed(
-                reference, command="chaos", run="run without faults", otherwise=BROKEN
-            )
+            return _report_oracle(reference)
         _say(_row(ORACLE, "-", "-", "-", "-", "-"))
         devices = job_devices.read(self._runner.run_dir(ORACLE))
         names = self._applicable(names, lambda one: job_devices.why_not(one, devices))
+        own = {name: self._own_oracle(name) for name in names if BY_NAME[name].has_own_oracle}
+        if failed := next((one for one in own.values() if one.exit != ExitCode.DONE), None):
+            return _report_oracle(failed)
         count = len(names) if options.faults is None else options.faults
         count = MAX_FAULTS if options.minutes is not None else count
         runs = plan(names, seed=options.seed, faults=count, hosts=options.hosts)
@@ -199,11 +201,24 @@ class Chaos:
         for planned in runs:
             if judged and self._is_time_over():
                 break
-            judged.append(self._judge(reference, planned))
+            compared = own.get(planned.faults[0].scenario, reference)
+            judged.append(self._judge(compared, planned))
         return self._report(judged)
+
+    def _own_oracle(self, name: str) -> RunFacts:
+        """Runs without faults, with the settings of a scenario."""
+        found = self._runner.unbroken(
+            f"{ORACLE}-{name}", self._topology, extra=BY_NAME[name].settings
+        )
+        _say(_row(ORACLE, name, "-", "-", "-", "-"))
+        return found
 
     def _why_no_place(self, scenario: Scenario) -> str:
         """Returns why this config can't have the runs of a scenario; empty: it can."""
+        if scenario.min_hosts > self._options.hosts:
+            return f"needs --hosts {scenario.min_hosts} or more: a host is slow beside others"
+        if scenario.has_fake_gpus:
+            return fake_gpus.why_not(self._runner.env)
         if scenario.place == "bucket":
             return emulated_bucket.why_not(self._loaded.config)
         if scenario.place == "hosts":
@@ -275,6 +290,10 @@ class Chaos:
         if options.json is not None:
             kept_results.write(options.json, result.fields())
         return ExitCode.DONE if is_good else BROKEN
+
+
+def _report_oracle(failed: RunFacts) -> int:
+    return report_failed(failed, command="chaos", run="run without faults", otherwise=BROKEN)
 
 
 def _kinds(
