@@ -7,6 +7,7 @@ The hook of `train/faulty_worker_hook.py` causes the faults once the hold ends.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.schedule import Fault
@@ -67,9 +68,18 @@ def slow_host(run: HeldRun, number: int, fault: Fault) -> Injection:
     found = named()
     if not (did := run.done(number, host=fault.host)):
         return Injection(fault, problem="no step was slower")
-    unkept = ""
-    if not found:
-        unkept = f"host {fault.host} was not named as slow"
-    elif wrong := [host for host, step in found if host != fault.host or step <= fault.step]:
-        unkept = f"host {wrong[0]} was named as slow, slow is host {fault.host}"
-    return Injection(fault, did, recovery_seconds=taken, unkept=unkept)
+    return Injection(fault, did, recovery_seconds=taken, unkept=not_named(found, fault))
+
+
+def not_named(found: Sequence[tuple[int, int]], fault: Fault) -> str:
+    """Returns what is wrong with the hosts that were named as slow, and the steps; empty: nothing.
+
+    >>> slow = Fault("straggler", 32, host=1)
+    >>> not_named([(1, 70)], slow), not_named([(0, 70)], slow)
+    ('', 'host 0 was named as slow after step 70, slow since step 32 is host 1')
+    """
+    for host, step in found:
+        if host != fault.host or step <= fault.step:
+            slow = f"slow since step {fault.step} is host {fault.host}"
+            return f"host {host} was named as slow after step {step}, {slow}"
+    return "" if found else f"host {fault.host} was not named as slow"
