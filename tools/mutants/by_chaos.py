@@ -93,7 +93,7 @@ CAUGHT: Mapping[str, Case] = {
     "skips-by-the-row": Case("bad-record", TINY),
     "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
     "oom-taken-for-a-bug": Case("out-of-memory", FAULTY),
-    "faulty-gpu-taken-for-a-preemption": Case("unhealthy-device", FAULTY),
+    "save-before-leaving-ends-as-preempted": Case("unhealthy-device", FAULTY),
     "product-compared-with-the-devices-own": Case("failed-preflight", FAULTY),
     "busy-seconds-include-waits": Case("straggler", FAULTY, 2),
     "adopted-job-begins-again": Case("launcher-kill", TINY),
