@@ -422,6 +422,7 @@ ALL = (
         lost_intervals=0,
         is_alone=True,
         is_default=False,
+        after_save=True,
         cpu_only=True,  # XLA and NCCL would load the fake as well.
         has_fake_gpus=True,
         settings=("hardware.health={poll_seconds: 0.2}",),

@@ -104,8 +104,12 @@ def _groups(names: Sequence[str], chance: random.Random) -> Iterator[list[str]]:
 def _place(
     group: Sequence[str], chance: random.Random, *, steps: int, hosts: int
 ) -> tuple[Fault, ...]:
-    """Returns the faults of a run, each in a part of its own, all after the first save."""
-    first, size = SAVE_EVERY + 1, steps - SAVE_EVERY - 1
+    """Returns the faults of a run, each in a part of its own, all after the first save.
+
+    Several hosts agree on a stop in the next step: after the last but one nothing is left to train.
+    """
+    first, end = SAVE_EVERY + 1, steps if hosts == 1 else steps - 1
+    size = end - first
     placed: list[Fault] = []
     for number, name in enumerate(group):
         start, stop = (first + part * size // len(group) for part in (number, number + 1))

@@ -20,7 +20,7 @@ from jaxres.train import fault_request
 ADVICE = b"Change one of these and run the same command again"
 OOM_ATTEMPTS = 2
 """Attempts that run out of memory: the supervisor tries once more, and gives up then."""
-SLOW_FACTOR = 5
+SLOW_FACTOR = 3
 """How many usual steps a slow host sleeps in each step."""
 LEAST_SECONDS = 0.2
 """Least time that it sleeps."""

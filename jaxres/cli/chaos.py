@@ -169,6 +169,8 @@ class Chaos:
         self._runner = Runner(options.config, self._overrides, folder, SAVE_EVERY, env, clock)
         self._topology = Topology(options.hosts)
         self._started = clock.monotonic()
+        self._own: dict[str, RunFacts] = {}
+        """Scenario -> its run without faults, if it has its own."""
 
     def run(self) -> int:
         """Runs everything and prints the result; returns the exit code."""
@@ -191,9 +193,6 @@ class Chaos:
         _say(_row(ORACLE, "-", "-", "-", "-", "-"))
         devices = job_devices.read(self._runner.run_dir(ORACLE))
         names = self._applicable(names, lambda one: job_devices.why_not(one, devices))
-        own = {name: self._own_oracle(name) for name in names if BY_NAME[name].has_own_oracle}
-        if failed := next((one for one in own.values() if one.exit != ExitCode.DONE), None):
-            return _report_oracle(failed)
         count = len(names) if options.faults is None else options.faults
         count = MAX_FAULTS if options.minutes is not None else count
         runs = plan(names, seed=options.seed, faults=count, hosts=options.hosts)
@@ -201,17 +200,22 @@ class Chaos:
         for planned in runs:
             if judged and self._is_time_over():
                 break
-            compared = own.get(planned.faults[0].scenario, reference)
+            compared = self._compared_with(planned, reference)
+            if compared.exit != ExitCode.DONE:
+                return _report_oracle(compared)
             judged.append(self._judge(compared, planned))
         return self._report(judged)
 
-    def _own_oracle(self, name: str) -> RunFacts:
-        """Runs without faults, with the settings of a scenario."""
-        found = self._runner.unbroken(
-            f"{ORACLE}-{name}", self._topology, extra=BY_NAME[name].settings
-        )
-        _say(_row(ORACLE, name, "-", "-", "-", "-"))
-        return found
+    def _compared_with(self, planned: PlannedRun, reference: RunFacts) -> RunFacts:
+        """Returns the run without faults that a run is compared with; it may have its own."""
+        name = planned.faults[0].scenario
+        if not BY_NAME[name].has_own_oracle:
+            return reference
+        if name not in self._own:
+            extra = BY_NAME[name].settings
+            self._own[name] = self._runner.unbroken(f"{ORACLE}-{name}", self._topology, extra=extra)
+            _say(_row(ORACLE, name, "-", "-", "-", "-"))
+        return self._own[name]
 
     def _why_no_place(self, scenario: Scenario) -> str:
         """Returns why this config can't have the runs of a scenario; empty: it can."""

@@ -55,6 +55,21 @@ def test_faults_come_after_the_first_save_in_order_and_before_the_end(seed: int)
                 assert fault.step + 2 <= STEPS
 
 
+def test_a_job_that_stops_in_the_next_step_has_one_left() -> None:
+    """Several hosts agree on a stop in the next step; its command must have something to resume."""
+    steps = {
+        hosts: {
+            fault.step
+            for seed in range(20)
+            for run in plan(["notice", "stop"], seed=seed, faults=2, hosts=hosts)
+            for fault in run.faults
+        }
+        for hosts in (1, 2)
+    }
+    assert max(steps[1]) == STEPS - 1
+    assert max(steps[2]) == STEPS - 2
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_fault_follows_within_two_steps_of_one_at_a_save(seed: int) -> None:
     for run in plan(NAMES, seed=seed, faults=30):
