@@ -70,8 +70,10 @@ EMULATORS = "testing"
 """Folder of jaxres with emulated services: their time and environment are those of the machine."""
 ENVIRONMENT = (
     *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py", "standby.py"),
+    "faulty_worker_hook.py",
 )
-"""Commands, also called from Python; keys of compiled programs; the fork server."""
+"""Commands, also called from Python; keys of compiled programs; the fork server; what `chaos` asks
+of a hook before it is called."""
 
 
 RETIRED = re.compile(

@@ -23,7 +23,6 @@ from jaxres.config import RunConfig
 from jaxres.data.token_digests import BLOCK_BYTES
 from jaxres.data.token_folder import DTYPES, TokenRows
 from jaxres.runlog.event_log import read_events
-from jaxres.train import array_edit_hook
 
 
 def bad_record(run: HeldRun, number: int, fault: Fault) -> Injection:
@@ -60,14 +59,14 @@ def spike(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem=problem)
     attempt, config = run.history().attempt, _config(run)
     again, found_at = AGAIN + number, fault.step + SPIKE_STEPS
-    array_edit_hook.request(run.root, number=number, step=fault.step, kind="scale")
+    run.request(number, step=fault.step, kind="scale")
     run.mark_altered(fault.step)
     run.mark_fault()
     run.plan_hold(again, step=found_at)  # Before it is a rollback.
     run.release(number)
     is_held = run.wait_held(again)
     seconds = run.seconds()
-    if not (did := array_edit_hook.done(run.root, number=number, host=0)):
+    if not (did := run.done(number)):
         return Injection(fault, problem="the parameters were not edited")
     batch = config.train.global_batch_size
     rows = ((fault.step * batch, found_at * batch),)

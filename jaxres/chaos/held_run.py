@@ -24,7 +24,8 @@ from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
 from jaxres.testing.gcs import GcsServer
-from jaxres.train import break_hook
+from jaxres.testing.nvml import FakeNvml
+from jaxres.train import break_hook, fault_request
 
 COMMIT_SECONDS = 300.0
 """Longest wait for a commit, or for a replica to have it."""
@@ -47,6 +48,8 @@ class HeldRun:
     """The connections of the supervisors, if each host has its own."""
     vms: EmulatedVms | None = None
     """The emulated Compute Engine, if the run is on VMs."""
+    gpus: FakeNvml | None = None
+    """The GPU that the health guard reads, if its library is a fake."""
     torn: list[tuple[Path, int]] = field(default_factory=list)
     """Files with a torn line, and where it ends."""
     uncommitted: set[int] = field(default_factory=set)
@@ -133,6 +136,25 @@ class HeldRun:
     def plan_hold(self, number: int, *, step: int) -> None:
         """Plans a hold after a step."""
         break_hook.plan_next(self.root, number=number, step=step)
+
+    def request(
+        self,
+        number: int,
+        *,
+        step: int,
+        kind: fault_request.Kind,
+        host: int | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Asks the hooks of the run for a fault after a step; see `fault_request.py`."""
+        asked = fault_request.FaultRequest(
+            number=number, step=step, kind=kind, host=host, seconds=seconds
+        )
+        fault_request.write(self.root, asked)
+
+    def done(self, number: int, *, host: int = 0) -> str:
+        """Returns what the hooks of a host have done for a request; empty: nothing."""
+        return fault_request.done(self.root, number=number, host=host)
 
     def release(self, number: int, *, root: RunPath | None = None) -> None:
         """Ends a hold, of the run directory or of the one that a region has lost."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from jaxres.chaos import (
     damage,
     data_faults,
+    device_faults,
     file_faults,
     leftovers,
     network_faults,
@@ -22,9 +23,11 @@ from jaxres.chaos import (
     state_faults,
     storage_faults,
     vm_faults,
+    worker_faults,
 )
 from jaxres.chaos.emulated_bucket import emulated_bucket
 from jaxres.chaos.emulated_vms import emulated_vms
+from jaxres.chaos.fake_gpus import fake_gpus
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.schedule import Fault, PlannedRun
@@ -66,6 +69,10 @@ INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
     "missing-device": start_faults.missing_device,
     "bad-record": data_faults.bad_record,
     "spike": data_faults.spike,
+    "out-of-memory": worker_faults.exhaust_memory,
+    "unhealthy-device": device_faults.remap_row,
+    "failed-preflight": start_faults.failed_preflight,
+    "straggler": worker_faults.slow_host,
     "vm-lost": vm_faults.lose_vm,
     "stockout": vm_faults.stock_out,
     "launcher-kill": vm_faults.kill_launcher,
@@ -107,6 +114,9 @@ class FaultyRun:
     def execute(self) -> ChaosFacts:
         """Runs, injects each fault, waits for each recovery; returns what was seen."""
         name = self.planned.name
+        if self.planned.has_fake_gpus:
+            with fake_gpus(self.runner, name) as (runner, gpus):
+                return self._execute(HeldRun(runner, self.planned, self.topology, name, gpus=gpus))
         if self.planned.place == "disk":
             return self._execute(HeldRun(self.runner, self.planned, self.topology, name))
         if self.planned.place == "hosts":

@@ -12,6 +12,7 @@ from typing import Literal
 
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode
 from jaxres.train import array_edit_hook, break_hook
+from jaxres.train.fault_request import WORKER_HOOK
 
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
@@ -51,6 +52,14 @@ class Scenario:
     """Fewest devices of all workers."""
     min_devices_per_host: int = 1
     """Fewest devices of each worker."""
+    min_hosts: int = 1
+    """Fewest workers."""
+    at_step: int | None = None
+    """The step after which it is injected; None: the schedule decides."""
+    has_own_oracle: bool = False
+    """Whether its run has another length, so that it is compared with one without faults alone."""
+    has_fake_gpus: bool = False
+    """Whether a fake of NVIDIA's library is in its run, for the health guard."""
     settings: tuple[str, ...] = ()
     """Overrides of its run, which is alone then."""
     is_default: bool = True
@@ -64,19 +73,37 @@ class Scenario:
 NOTICE_ENDS: frozenset[int | None] = frozenset({ExitCode.PREEMPTED})
 NO_RECORD: frozenset[int | None] = frozenset({None})
 NO_END: frozenset[int | None] = frozenset()
-EDIT_SETTING = "hooks=[{}]".format(
-    ", ".join(
-        f"{{target: '{target}', every_steps: 1, timeout_seconds: 86400}}"
-        for target in (break_hook.TARGET, array_edit_hook.TARGET)
-    )
-)
+
+
+def _hooks(target: str, *, every_steps: int = 1) -> str:
+    """Returns the setting of a run with another hook behind the one that holds it."""
+    fields = f"every_steps: {every_steps}, timeout_seconds: 86400"
+    hooks = (f"{{target: '{each}', {fields}}}" for each in (break_hook.TARGET, target))
+    return f"hooks=[{', '.join(hooks)}]"
+
+
+EDIT_SETTING = _hooks(array_edit_hook.TARGET)
 """Setting of a run whose parameters are edited while it is held."""
+WORKER_SETTING = _hooks(WORKER_HOOK)
+"""Setting of a run in whose workers a fault is planted."""
 SPIKE_STEPS = 2
 SPIKE_SETTING = (
     "guards.rollback={loss_factor: 1.05, loss_deviations: 3, warmup_steps: 3, max_rollbacks: 3, "
     f"patience_steps: {SPIKE_STEPS}}}"
 )
 """Setting of a run that is to find a high loss after SPIKE_STEPS steps, within its few steps."""
+SLOW_FROM, SLOW_STEPS = 32, 100
+"""The step after which a host is slow, and the steps of its run: what is usual is known from 20
+measured steps, and a host is named after 8 records of 5 steps or more. No step is measured beside a
+hook or a save, nor are the first ten."""
+SLOW_SETTINGS = (
+    f"train.steps={SLOW_STEPS}",
+    "checkpoint.when={kind: steps, every_steps: 1000}",
+    "evaluation.every_steps=0",
+    "guards.throughput={min_seconds: 0, window_steps: 5, drop: 0.3}",
+    _hooks(WORKER_HOOK, every_steps=SLOW_FROM),
+)
+"""Settings of a run that is to name a slow host within its steps."""
 LOOP_ATTEMPTS = 2
 """restart.max_attempts_without_commit of a run in a crash loop."""
 VM_LOST: frozenset[int | None] = NO_RECORD | NOTICE_ENDS | {ExitCode.PEER_LOST}
@@ -373,6 +400,58 @@ ALL = (
         cpu_only=True,
         settings=(EDIT_SETTING, SPIKE_SETTING),
         rows=("loss_spike",),
+    ),
+    Scenario(
+        name="out-of-memory",
+        injects="a worker allocates more than there is after the same step in each attempt; then "
+        "the same command",
+        promise="the command exits with OUT_OF_MEMORY and names settings; the command resumes",
+        ends=frozenset({ExitCode.OUT_OF_MEMORY}),
+        lost_intervals=1,
+        is_alone=True,
+        is_default=False,
+        after_save=True,
+        settings=(WORKER_SETTING,),
+        rows=("out_of_memory",),
+    ),
+    Scenario(
+        name="unhealthy-device",
+        injects="a GPU of a fake library has a row of memory to remap; then `hosts --forget`",
+        promise="the run saves and exits with UNHEALTHY; on a healthy GPU the command resumes",
+        ends=frozenset({ExitCode.UNHEALTHY}),
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,
+        after_save=True,
+        cpu_only=True,  # XLA and NCCL would load the fake as well.
+        has_fake_gpus=True,
+        settings=("hardware.health={poll_seconds: 0.2}",),
+        rows=("unhealthy_device",),
+    ),
+    Scenario(
+        name="failed-preflight",
+        injects="the command on a device whose products are wrong, while the run is stopped",
+        promise="it exits with UNHEALTHY and does not train; on a sound device it resumes",
+        ends=NOTICE_ENDS,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,
+        settings=("hardware.preflight=quick",),
+        rows=("failed_preflight",),
+    ),
+    Scenario(
+        name="straggler",
+        injects="a host sleeps in each step, in a longer run of several hosts",
+        promise="that host, and no other, is named; training continues",
+        ends=NO_END,
+        lost_intervals=0,
+        is_alone=True,
+        is_default=False,
+        min_hosts=2,
+        at_step=SLOW_FROM,
+        has_own_oracle=True,
+        settings=SLOW_SETTINGS,
+        rows=("straggler",),
     ),
     Scenario(
         name="vm-lost",

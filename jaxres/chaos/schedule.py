@@ -40,6 +40,11 @@ class PlannedRun:
         """Where its run directory is: all its scenarios ask for the same."""
         return BY_NAME[self.faults[0].scenario].place if self.faults else "disk"
 
+    @property
+    def has_fake_gpus(self) -> bool:
+        """Whether a fake of NVIDIA's library is in it."""
+        return any(BY_NAME[fault.scenario].has_fake_gpus for fault in self.faults)
+
 
 def plan(
     names: Sequence[str], *, seed: int, faults: int, hosts: int = 1, steps: int = STEPS
@@ -99,8 +104,12 @@ def _groups(names: Sequence[str], chance: random.Random) -> Iterator[list[str]]:
 def _place(
     group: Sequence[str], chance: random.Random, *, steps: int, hosts: int
 ) -> tuple[Fault, ...]:
-    """Returns the faults of a run, each in a part of its own, all after the first save."""
-    first, size = SAVE_EVERY + 1, steps - SAVE_EVERY - 1
+    """Returns the faults of a run, each in a part of its own, all after the first save.
+
+    Several hosts agree on a stop in the next step: after the last but one nothing is left to train.
+    """
+    first, end = SAVE_EVERY + 1, steps if hosts == 1 else steps - 1
+    size = end - first
     placed: list[Fault] = []
     for number, name in enumerate(group):
         start, stop = (first + part * size // len(group) for part in (number, number + 1))
@@ -109,6 +118,8 @@ def _place(
             possible = [step for step in possible if step % SAVE_EVERY == 0]
         if BY_NAME[name].after_save:
             possible = [step for step in possible if step % SAVE_EVERY == 1]
+        if (step := BY_NAME[name].at_step) is not None:
+            possible = [step]
         host = chance.randrange(hosts)
         host = 0 if BY_NAME[name].at_save else host  # Host 0 makes the commits.
         placed.append(Fault(name, chance.choice(possible), host))

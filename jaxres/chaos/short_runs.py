@@ -185,9 +185,9 @@ class Runner:
         """Returns the run directory of a run."""
         return RunDir(self.folder / name if self.bucket is None else self.bucket / name)
 
-    def unbroken(self, name: str, on: Topology = HERE) -> RunFacts:
-        """Runs without a break."""
-        self.start(name, on, hang=False)
+    def unbroken(self, name: str, on: Topology = HERE, *, extra: Sequence[str] = ()) -> RunFacts:
+        """Runs without a break; `extra` are overrides of this run alone."""
+        self.start(name, on, hang=False, extra=extra)
         return self.observe(name, self.wait_exit())
 
     def broken(self, name: str, breaks: Sequence[Break], *, then: Topology = HERE) -> RunFacts:

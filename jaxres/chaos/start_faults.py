@@ -6,6 +6,7 @@ Each function is called while every worker holds after the planned step, and ret
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
@@ -13,13 +14,14 @@ import xxhash
 from jaxres import config as configs
 from jaxres.chaos import job_devices
 from jaxres.chaos.held_run import AGAIN, HeldRun
-from jaxres.chaos.scenarios import LOOP_ATTEMPTS
+from jaxres.chaos.scenarios import LOOP_ATTEMPTS, WORKER_SETTING
 from jaxres.chaos.schedule import Fault
 from jaxres.chaos.verdict import Injection
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import attempt_history
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
+from jaxres.train.fault_request import WRONG_PRODUCT
 
 UNKNOWN_KEY = "train.no_such_key=1"
 EXPECTED_KILLS = 1 + LOOP_ATTEMPTS
@@ -63,27 +65,62 @@ def missing_device(run: HeldRun, number: int, fault: Fault) -> Injection:
 
     The number that belongs to a host is given as the agent of a VM gives it.
     """
+    count = min(job_devices.read(run.run_dir).per_host)
+    env = {"JAX_NUM_CPU_DEVICES": str(count - 1), MIN_DEVICES: str(count)}
+    did = f"{count - 1} of {count} devices of each worker"
+    text = f"{count} devices expected, {count - 1} found"
+    return _unhealthy_start(run, number, fault, did, env=env, text=text)
+
+
+def failed_preflight(run: HeldRun, number: int, fault: Fault) -> Injection:
+    """Stops the run, starts the command where a product is wrong, and then where none is."""
+    did = f"the first device of host {fault.host} computes wrong products"
+    env = {WRONG_PRODUCT: str(fault.host)}
+    text = "(hardware.preflight). The hardware is faulty"
+    return _unhealthy_start(run, number, fault, did, WORKER_SETTING, env=env, text=text)
+
+
+def _unhealthy_start(
+    run: HeldRun,
+    number: int,
+    fault: Fault,
+    did: str,
+    *settings: str,
+    env: Mapping[str, str],
+    text: str,
+) -> Injection:
+    """Stops the run, starts the command on hardware with a fault, and then without it.
+
+    Args:
+      run: the run.
+      number: of the hold.
+      fault: the planned fault.
+      did: what is wrong with the hardware.
+      *settings: overrides of the start with the fault.
+      env: variables of that start.
+      text: what its message must say.
+    """
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
-    count = min(job_devices.read(run.run_dir).per_host)
-    attempt, output = run.history().attempt, run.runner.output(run.name)
+    before, output = run.history(), run.runner.output(run.name)
     printed = output.stat().st_size
     run.mark_fault()
-    run.start(env={"JAX_NUM_CPU_DEVICES": str(count - 1), MIN_DEVICES: str(count)})
+    run.start(settings, env=env)
     code = run.runner.wait_exit()
-    text = f"{count} devices expected, {count - 1} found"
     is_named = text.encode() in output.read_bytes()[printed:]
     unkept = "" if code == ExitCode.UNHEALTHY else f"the command exited with {exit_name(code)}"
-    later = [one for one in _attempts(run) if one.attempt > attempt]
+    later = [one for one in _attempts(run) if one.attempt > before.attempt]
     if any(one.start_step is not None for one in later):
-        unkept = unkept or "it has trained without the device"
+        unkept = unkept or "it has trained on this hardware"
+    if run.history().committed != before.committed:
+        unkept = unkept or "it has changed what is committed"
     if not is_named:
-        unkept = unkept or "no message says that a device is missing"
+        unkept = unkept or f"no message says {text!r}"
     run.set_aside |= {one.attempt for one in later if one.exit == ExitCode.UNHEALTHY}
     refused = run.forget_faulty_hosts()
     unkept = unkept or refused
     run.resume(number)
-    return Injection(fault, f"{count - 1} of {count} devices of each worker", unkept=unkept)
+    return Injection(fault, did, unkept=unkept)
 
 
 def _attempts(run: HeldRun) -> list[AttemptSummary]:

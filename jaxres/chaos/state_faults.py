@@ -15,7 +15,7 @@ from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import metrics
 from jaxres.runlog.event_log import read_events
-from jaxres.train import array_edit_hook
+from jaxres.train.fault_request import Kind
 
 
 def why_not(config: RunConfig) -> str:
@@ -31,16 +31,16 @@ def overflow_for_a_step(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem=problem)
     attempt, step = run.history().attempt, fault.step
     second, third = AGAIN + number, 2 * AGAIN + number
-    array_edit_hook.request(run.root, number=number, step=step, kind="overflow")
+    run.request(number, step=step, kind="overflow")
     run.mark_altered(step)
     run.plan_hold(second, step=step + 1)
     run.release(number)
     is_held = run.wait_held(second)
-    if not (did := _edited(run, number)):
+    if not (did := run.done(number)):
         return Injection(fault, problem="the parameters were not edited")
     if not is_held:
         return Injection(fault, did, unkept=f"the run ended after step {step + 1}")
-    array_edit_hook.request(run.root, number=second, step=step + 1, kind="restore")
+    run.request(second, step=step + 1, kind="restore")
     run.plan_hold(third, step=step + 2)
     run.release(second)
     if not run.wait_held(third):
@@ -85,7 +85,7 @@ def _end_by_edit(
     run: HeldRun,
     number: int,
     fault: Fault,
-    kind: array_edit_hook.Kind,
+    kind: Kind,
     expected: ExitCode,
     *,
     host: int | None = None,
@@ -102,12 +102,12 @@ def _end_by_edit(
     """
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
-    array_edit_hook.request(run.root, number=number, step=fault.step, kind=kind, host=host)
+    run.request(number, step=fault.step, kind=kind, host=host)
     run.mark_altered(fault.step)
     run.mark_fault()
     run.release(number)
     code = run.runner.wait_exit()
-    did = _edited(run, number, host=host or 0)
+    did = run.done(number, host=host or 0)
     saved = [one.step for one in run.history().committed if one.step >= fault.step]
     unkept = "" if code == expected else f"the command exited with {exit_name(code)}"
     if saved:
@@ -118,7 +118,3 @@ def _end_by_edit(
     if not did:
         return Injection(fault, problem="no parameter was edited (has it copies?)")
     return Injection(fault, did, unkept=unkept)
-
-
-def _edited(run: HeldRun, number: int, *, host: int = 0) -> str:
-    return array_edit_hook.done(run.root, number=number, host=host)

@@ -19,6 +19,7 @@ from jaxres import faults
 from jaxres.chaos import (
     emulated_bucket,
     emulated_vms,
+    fake_gpus,
     job_devices,
     job_network,
     state_faults,
@@ -168,6 +169,8 @@ class Chaos:
         self._runner = Runner(options.config, self._overrides, folder, SAVE_EVERY, env, clock)
         self._topology = Topology(options.hosts)
         self._started = clock.monotonic()
+        self._own: dict[str, RunFacts] = {}
+        """Scenario -> its run without faults, if it has its own."""
 
     def run(self) -> int:
         """Runs everything and prints the result; returns the exit code."""
@@ -186,9 +189,7 @@ class Chaos:
         _say(_row("run", "fault", "after", "resumed at", "again", "recovery"))
         reference = self._runner.unbroken(ORACLE, self._topology)
         if reference.exit != ExitCode.DONE:
-            return report_failed(
-                reference, command="chaos", run="run without faults", otherwise=BROKEN
-            )
+            return _report_oracle(reference)
         _say(_row(ORACLE, "-", "-", "-", "-", "-"))
         devices = job_devices.read(self._runner.run_dir(ORACLE))
         names = self._applicable(names, lambda one: job_devices.why_not(one, devices))
@@ -199,11 +200,29 @@ class Chaos:
         for planned in runs:
             if judged and self._is_time_over():
                 break
-            judged.append(self._judge(reference, planned))
+            compared = self._compared_with(planned, reference)
+            if compared.exit != ExitCode.DONE:
+                return _report_oracle(compared)
+            judged.append(self._judge(compared, planned))
         return self._report(judged)
+
+    def _compared_with(self, planned: PlannedRun, reference: RunFacts) -> RunFacts:
+        """Returns the run without faults that a run is compared with; it may have its own."""
+        name = planned.faults[0].scenario
+        if not BY_NAME[name].has_own_oracle:
+            return reference
+        if name not in self._own:
+            extra = BY_NAME[name].settings
+            self._own[name] = self._runner.unbroken(f"{ORACLE}-{name}", self._topology, extra=extra)
+            _say(_row(ORACLE, name, "-", "-", "-", "-"))
+        return self._own[name]
 
     def _why_no_place(self, scenario: Scenario) -> str:
         """Returns why this config can't have the runs of a scenario; empty: it can."""
+        if scenario.min_hosts > self._options.hosts:
+            return f"needs --hosts {scenario.min_hosts} or more: a host is slow beside others"
+        if scenario.has_fake_gpus:
+            return fake_gpus.why_not(self._runner.env)
         if scenario.place == "bucket":
             return emulated_bucket.why_not(self._loaded.config)
         if scenario.place == "hosts":
@@ -275,6 +294,10 @@ class Chaos:
         if options.json is not None:
             kept_results.write(options.json, result.fields())
         return ExitCode.DONE if is_good else BROKEN
+
+
+def _report_oracle(failed: RunFacts) -> int:
+    return report_failed(failed, command="chaos", run="run without faults", otherwise=BROKEN)
 
 
 def _kinds(

@@ -48,20 +48,20 @@ MAX_LINE = 1 << 20
 """Most bytes that are kept of a line without an end."""
 
 
-def may_have_gpus(env: Mapping[str, str]) -> bool:
-    """Returns whether this host may have GPUs that the run uses.
+def may_use_gpus(env: Mapping[str, str]) -> bool:
+    """Returns whether a run with this environment uses GPUs where there are some.
 
-    >>> may_have_gpus({"JAX_PLATFORMS": "cpu"}), may_have_gpus({"CUDA_VISIBLE_DEVICES": ""})
+    >>> may_use_gpus({"JAX_PLATFORMS": "cpu"}), may_use_gpus({"CUDA_VISIBLE_DEVICES": ""})
     (False, False)
     """
     platforms = [name for name in env.get("JAX_PLATFORMS", "").split(",") if name]
-    may_use_gpus = not platforms or bool({"cuda", "gpu"} & set(platforms))
-    has_visible = env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    return (
-        may_use_gpus
-        and has_visible
-        and nvml.find_library(env.get("LD_LIBRARY_PATH", "")) is not None
-    )
+    may_use = not platforms or bool({"cuda", "gpu"} & set(platforms))
+    return may_use and env.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+
+
+def may_have_gpus(env: Mapping[str, str]) -> bool:
+    """Returns whether this host may have GPUs that the run uses."""
+    return may_use_gpus(env) and nvml.find_library(env.get("LD_LIBRARY_PATH", "")) is not None
 
 
 class HealthWatcher:

@@ -7,21 +7,18 @@ to where they lie. The memory of a GPU can't be reached so.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.storage.path import RunPath, is_path
-from jaxres.train.break_hook import folder_of
+from jaxres.storage.path import is_path
+from jaxres.train import fault_request
+from jaxres.train.fault_request import Kind
 
 TARGET = "jaxres.train.array_edit_hook:edit"
-Kind = Literal["overflow", "restore", "nan", "flip", "scale"]
 LARGE = {"float16": 6e4}
 """Type -> a number whose square is infinite, if it is not LARGE_NUMBER."""
 LARGE_NUMBER = 3e38
@@ -58,44 +55,19 @@ class Context(Protocol):
         ...
 
 
-def request(
-    run_dir: RunPath, *, number: int, step: int, kind: Kind, host: int | None = None
-) -> None:
-    """Makes the hook edit after a step, once; the edit has a number. host: None: every host."""
-    new = folder_of(run_dir) / "edit.new"
-    new.write_text(json.dumps({"number": number, "step": step, "kind": kind, "host": host}))
-    new.replace(folder_of(run_dir) / "edit.json")
-
-
-def done(run_dir: RunPath, *, number: int, host: int) -> str:
-    """Returns what a host has edited, as `step, kind, number of arrays`; empty: nothing."""
-    with contextlib.suppress(FileNotFoundError):
-        return _done(run_dir, number=number, host=host).read_text()
-    return ""
-
-
-def _done(run_dir: RunPath, *, number: int, host: int) -> Path:
-    return folder_of(run_dir) / f"edited-{number}-{host}"
-
-
 def edit(context: Context) -> None:
     """Edits if it is requested for this step and host; a hook, called after each step."""
     run_dir = context.run_dir
     assert is_path(run_dir), run_dir
-    try:
-        wanted = json.loads((folder_of(run_dir) / "edit.json").read_text())
-    except FileNotFoundError:
+    wanted = fault_request.read(run_dir, host=context.host)
+    if wanted is None or context.step != wanted.step or wanted.kind not in EDITS:
         return
-    mine = _done(run_dir, number=wanted["number"], host=context.host)
-    if context.step != wanted["step"] or wanted["host"] not in (None, context.host):
+    if fault_request.done(run_dir, number=wanted.number, host=context.host):
         return
-    if mine.exists():
-        return
-    count = EDITS[wanted["kind"]](context.params)
+    count = EDITS[wanted.kind](context.params)
     if count:
-        new = mine.with_name(f"{mine.name}.new")
-        new.write_text(f"{wanted['kind']} of {count} array(s) after step {context.step}")
-        new.replace(mine)
+        text = f"{wanted.kind} of {count} array(s) after step {context.step}"
+        fault_request.answer(run_dir, wanted, text, host=context.host)
 
 
 def overflow(params: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from jaxres.train import (
     compile_cache,
     data_loader,
     device_check,
+    hooks,
     init_params,
     jitted_steps,
     oom_advice,
@@ -55,7 +56,7 @@ from jaxres.train.components import Components, DataLoader, Diagnostics, StepSch
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
 from jaxres.train.device_probe import DeviceProbe
-from jaxres.train.hooks import Hooks
+from jaxres.train.hooks import Hook, Hooks
 from jaxres.train.jitted_steps import CompiledSteps
 from jaxres.train.numerics_fingerprint import numerics_fingerprint
 from jaxres.train.performance_guard import PerformanceGuard
@@ -81,14 +82,14 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
       ConfigError: devices, data and settings are incompatible.
     """
     compile_cache.configure_jax(config.compilation, context.emit)
+    loaded = hooks.load(config.hooks)  # What can't be imported is named before a step compiles.
     parts = _parts(config, context)
     context.emit(_built(parts, _lay_out(parts, context)))
     init = init_params.build(config.init_from, parts, context)
     rotated = _rotated(parts, context)
     compiled = jitted_steps.load_or_compile(parts, context, rotated=rotated)
-    prepare_copies(
-        split_state(states.to_plain(parts.shapes), parts.trainable), config.checkpoint.snapshot
-    )
+    plain = states.to_plain(parts.shapes)
+    prepare_copies(split_state(plain, parts.trainable), config.checkpoint.snapshot)
     # A job's first collective must come within half a minute; one host may compile for minutes.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
     is_due = save_scheduler.attach(config.checkpoint.when, context)
@@ -126,7 +127,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         clock=context.clock,
         loss_scale=configs.loss_scale(config),
         least_guarantee=config.run.guarantee,
-        hooks=_hooks(parts, context),
+        hooks=_hooks(loaded, parts, context),
         memory=memory,
         replica_check=_replica_check(parts, context, compiled.fingerprints),
         replay_check=_replay_check(parts, context, compiled, rotated=rotated),
@@ -275,9 +276,9 @@ def _replay_check(
     )
 
 
-def _hooks(parts: Components, context: AttemptContext) -> Hooks:
+def _hooks(loaded: Sequence[Hook], parts: Components, context: AttemptContext) -> Hooks:
     return Hooks(
-        parts.config.hooks,
+        loaded,
         params_of=lambda state: states.evaluated_params(state, parts.trainable),
         emit=context.emit,
         run_dir=context.run_dir.root,

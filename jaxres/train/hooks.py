@@ -48,23 +48,32 @@ class Hook:
     is_on: bool = True
 
 
+def load(sections: Sequence[HookSection]) -> list[Hook]:
+    """Imports the functions of the configured hooks.
+
+    Raises:
+      ConfigError: one does not exist or can't be called.
+    """
+    return [
+        Hook(section, _function_of(section, key=f"hooks[{number}]"))
+        for number, section in enumerate(sections)
+    ]
+
+
 class Hooks:
     """The hooks of an attempt."""
 
     def __init__(
         self,
-        sections: Sequence[HookSection] = (),
+        hooks: Sequence[Hook] = (),
         *,
         params_of: Callable[[TrainState], Mapping[str, Any]] = lambda state: state.params,
         emit: Emit = lambda event: None,
         run_dir: RunPath | None = None,
         host: int = 0,
     ) -> None:
-        """Imports the functions. Raises ConfigError if one does not exist or can't be called."""
-        self._hooks = [
-            Hook(section, _function_of(section, key=f"hooks[{number}]"))
-            for number, section in enumerate(sections)
-        ]
+        """Calls none yet; `load` returns the hooks of a config."""
+        self._hooks = hooks
         self._params_of, self._emit, self._run_dir, self._host = params_of, emit, run_dir, host
         self._called = 0
         """Newest step that they were called for."""

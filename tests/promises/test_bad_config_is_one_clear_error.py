@@ -153,6 +153,16 @@ def test_bad_component_is_rejected_and_blocks_no_later_start(workspace: Workspac
         assert left.last_stop is not None, "the end is on record"
 
 
+@pytest.mark.slow
+def test_a_hook_that_does_not_exist_is_named_before_the_data_are_opened(
+    workspace: Workspace,
+) -> None:
+    trainer = workspace.start("run", *MLP, "hooks=[{target: 'tests.promises.faulty:absent'}]")
+    trainer.assert_fails(ExitCode.CONFIG, "hooks[0].target", "has no `absent`")
+    phases = {event.get("phase") for event in trainer.events()}
+    assert phases.isdisjoint({"data", "build", "compile"}), phases
+
+
 @pytest.mark.campaign
 def test_unreadable_corpus_is_rejected_until_it_is_fixed(workspace: Workspace) -> None:
     corpus = workspace.root / "corpus"

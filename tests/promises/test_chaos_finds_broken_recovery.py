@@ -11,6 +11,7 @@ import pytest
 from jaxres.chaos.scenarios import BY_NAME, KILLED
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import attempt_history, run_log
+from jaxres.runlog.event_log import read_events
 from tests.promises.leftovers import assert_nothing_left
 from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, TINY, Workspace
 
@@ -133,6 +134,9 @@ ENDS = {
     "crash-loop": [KILLED, KILLED, KILLED],
     "bad-config": [ExitCode.PREEMPTED],
     "missing-device": [ExitCode.PREEMPTED, ExitCode.UNHEALTHY],
+    "out-of-memory": [ExitCode.OUT_OF_MEMORY, ExitCode.OUT_OF_MEMORY],
+    "unhealthy-device": [ExitCode.UNHEALTHY],
+    "failed-preflight": [ExitCode.PREEMPTED, ExitCode.UNHEALTHY],
 }
 """Scenario -> how the attempts before the last one end."""
 
@@ -158,6 +162,49 @@ def test_a_run_that_was_refused_or_given_up_ends_in_the_same_bits(workspace: Wor
     names = ("bad-config", "missing-device", "nan-state", "crash-loop")
     ends = assert_held(workspace, *names, devices=2)
     assert ends == {name: [*ENDS[name], ExitCode.DONE] for name in names}
+
+
+def test_memory_that_runs_out_and_a_faulty_gpu_end_the_run_with_their_codes(
+    workspace: Workspace,
+) -> None:
+    names = ("out-of-memory", "unhealthy-device")
+    ends = assert_held(workspace, *names)
+    assert ends == {name: [*ENDS[name], ExitCode.DONE] for name in names}
+    (lacking,) = (name for name in ("run-1", "run-2") if len(attempts(workspace, name)) == 3)
+    printed = (workspace.root / "runs" / f"{lacking}.txt").read_text()
+    assert "out of memory: RESOURCE_EXHAUSTED" in printed, "it is the error of XLA"
+    (sick,) = {"run-1", "run-2"} - {lacking}
+    first, second = attempts(workspace, sick)
+    assert second.start_step == first.finished_step, "it was saved, and is resumed from there"
+
+
+def attempts(workspace: Workspace, name: str) -> list[attempt_history.AttemptSummary]:
+    return attempt_history.read(workspace.run_dir(f"runs/{name}"), is_alive=False)
+
+
+@pytest.mark.campaign
+def test_a_device_that_fails_its_test_keeps_the_run_from_training(workspace: Workspace) -> None:
+    name = "failed-preflight"
+    assert assert_held(workspace, name) == {name: [*ENDS[name], ExitCode.DONE]}
+    _, refused, _ = attempts(workspace, "run-1")
+    assert refused.start_step is None
+    printed = (workspace.root / "runs" / "run-1.txt").read_text()
+    assert "a product of float32 matrices is wrong" in printed, "it is the test that has failed"
+    assert "hardware.preflight=quick: passed in" in printed, "also after the repair"
+
+
+@pytest.mark.campaign
+def test_a_slow_host_alone_is_named_and_the_run_ends_in_the_same_bits(workspace: Workspace) -> None:
+    code, result, printed = chaos(workspace, "straggler", "--hosts", "2")
+    assert (code, result["held"]) == (0, True), printed
+    (run,) = result["runs"]
+    (fault,) = run["faults"]
+    assert "s longer for each step from 33 on" in fault["evidence"]
+    assert exits(workspace, run) == [ExitCode.DONE]
+    events = read_events(workspace.run_dir(f"runs/{run['name']}").events(1, 0))
+    (found,) = (event for event in events if event["event"] == "straggler_found")
+    assert (found["host"], found["cause"]) == (fault["host"], "host")
+    assert found["step"] > fault["step"]
 
 
 def test_a_scenario_that_the_devices_do_not_fit_is_refused(workspace: Workspace) -> None:

@@ -65,7 +65,7 @@ def all_pairs(seed: int, only: Sequence[str] = ()) -> list[Pair]:
     """Returns every ordered pair of two scenarios that can share a run, in an order by the seed.
 
     >>> len(all_pairs(0)), all_pairs(0) == all_pairs(0), all_pairs(0) == all_pairs(1)
-    (96, True, False)
+    (108, True, False)
     """
     shared = [one.name for one in ALL if _is_shared(one) and (not only or one.name in only)]
     pairs = [

@@ -92,6 +92,10 @@ CAUGHT: Mapping[str, Case] = {
     "budget-not-reset": Case("crash-loop", FAULTY),
     "skips-by-the-row": Case("bad-record", TINY),
     "missing-devices-not-noticed": Case("missing-device", FAULTY, devices=2),
+    "oom-taken-for-a-bug": Case("out-of-memory", FAULTY),
+    "save-before-leaving-ends-as-preempted": Case("unhealthy-device", FAULTY),
+    "product-compared-with-the-devices-own": Case("failed-preflight", FAULTY),
+    "busy-seconds-include-waits": Case("straggler", FAULTY, 2),
     "adopted-job-begins-again": Case("launcher-kill", TINY),
 }
 """Mutant -> the scenarios that suffice, those of the default schedule before others, and the

@@ -44,7 +44,8 @@ def test_faults_come_after_the_first_save_in_order_and_before_the_end(seed: int)
         steps = [fault.step for fault in run.faults]
         assert steps == sorted(set(steps))
         for fault in run.faults:
-            assert SAVE_EVERY < fault.step < STEPS
+            at_step = BY_NAME[fault.scenario].at_step
+            assert fault.step == at_step or SAVE_EVERY < fault.step < STEPS
             assert 0 <= fault.host < 3
             if BY_NAME[fault.scenario].at_save:
                 assert fault.step % SAVE_EVERY == 0
@@ -52,6 +53,21 @@ def test_faults_come_after_the_first_save_in_order_and_before_the_end(seed: int)
             if BY_NAME[fault.scenario].after_save:
                 assert fault.step % SAVE_EVERY == 1
                 assert fault.step + 2 <= STEPS
+
+
+def test_a_job_that_stops_in_the_next_step_has_one_left() -> None:
+    """Several hosts agree on a stop in the next step; its command must have something to resume."""
+    steps = {
+        hosts: {
+            fault.step
+            for seed in range(20)
+            for run in plan(["notice", "stop"], seed=seed, faults=2, hosts=hosts)
+            for fault in run.faults
+        }
+        for hosts in (1, 2)
+    }
+    assert max(steps[1]) == STEPS - 1
+    assert max(steps[2]) == STEPS - 2
 
 
 @pytest.mark.parametrize("seed", range(20))

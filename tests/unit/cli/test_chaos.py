@@ -81,10 +81,10 @@ def test_a_scenario_is_left_out_if_the_data_are_in_a_bucket_or_one_host_trains(
 ) -> None:
     data = "data.source.path=gs://bucket/text"
 
-    def applicable(*words: str) -> set[str]:
+    def applicable(*words: str, **env: str) -> set[str]:
         options = chaos._parse(["run", TINY, data, *words])
         loaded = configs.load(options.config, options.overrides)
-        command = chaos.Chaos(loaded, options, tmp_path, env={}, clock=SystemClock())
+        command = chaos.Chaos(loaded, options, tmp_path, env=env, clock=SystemClock())
         return {*command._applicable(options.scenarios, command._why_no_place)}
 
     names = applicable()
@@ -96,3 +96,10 @@ def test_a_scenario_is_left_out_if_the_data_are_in_a_bucket_or_one_host_trains(
         applicable("partition")
     with pytest.raises(UsageError, match="bucket-flip: not applicable: the data are in a bucket"):
         applicable("bucket-flip")
+    assert "straggler" in applicable("--all", "--hosts", "2")
+    with pytest.raises(UsageError, match="straggler: not applicable: needs --hosts 2 or more"):
+        applicable("straggler")
+    for env in ({"JAX_PLATFORMS": "cpu"}, {"CUDA_VISIBLE_DEVICES": "1"}):
+        (text,) = (f"{name}={value}" for name, value in env.items())
+        with pytest.raises(UsageError, match=f"unhealthy-device: .* reads no GPU with {text}"):
+            applicable("unhealthy-device", **env)

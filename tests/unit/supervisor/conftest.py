@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.emulators.nvml import FakeNvml
+from jaxres.testing.nvml import FakeNvml
 
 
 @pytest.fixture(scope="module")

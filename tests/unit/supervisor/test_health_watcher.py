@@ -16,7 +16,7 @@ from jaxres.supervisor import health_watcher, host_health, nvml
 from jaxres.supervisor.health_messages import KERNEL_LOG, MESSAGES, XidReported
 from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.host_health import HostReading
-from tests.emulators.nvml import LIBRARY
+from jaxres.testing.nvml import LIBRARY
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT
 
 QUICK = HealthSection(poll_seconds=0.05, slow_minutes=0.001, link_errors_per_minute=1.0)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.train import array_edit_hook, break_hook
+from jaxres.train import array_edit_hook, break_hook, fault_request
+from jaxres.train.fault_request import FaultRequest
 
 
 @pytest.fixture
@@ -71,14 +72,14 @@ def test_an_edit_is_done_once_at_its_step_on_its_host(tmp_path: Path) -> None:
 
     call(5, 0)
     break_hook.folder_of(run_dir).mkdir(parents=True)
-    array_edit_hook.request(run_dir, number=2, step=5, kind="nan", host=1)
+    fault_request.write(run_dir, FaultRequest(number=2, step=5, kind="nan", host=1))
     call(4, 1)
     call(5, 0)
     assert bool(jnp.isfinite(array).all())
     call(5, 1)
     assert bool(jnp.isnan(array[0]))
-    assert array_edit_hook.done(run_dir, number=2, host=1) == "nan of 1 array(s) after step 5"
-    assert array_edit_hook.done(run_dir, number=2, host=0) == ""
+    assert fault_request.done(run_dir, number=2, host=1) == "nan of 1 array(s) after step 5"
+    assert fault_request.done(run_dir, number=2, host=0) == ""
     array_edit_hook.restore({"a": array})
     call(5, 1)
     assert bool(jnp.isfinite(array).all()), "a step that is trained again is left alone"

@@ -10,7 +10,7 @@ import pytest
 from jaxres.config.schema_training import HookSection
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted, PhaseChanged
-from jaxres.train.hooks import Hooks
+from jaxres.train.hooks import Hooks, load
 
 SEEN: list = []
 RELEASE = threading.Event()
@@ -40,7 +40,7 @@ def hang(context) -> None:
 def hooks_of(tmp_path, *sections: HookSection):
     events: list = []
     hooks = Hooks(
-        sections,
+        load(sections),
         params_of=lambda state: state.params,
         emit=events.append,
         run_dir=tmp_path,

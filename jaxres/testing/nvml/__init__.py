@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 LIBRARY = "libnvidia-ml.so.1"
+COMPILERS = ("cc", "gcc", "clang")
+
+
+def compiler() -> str | None:
+    """Returns the C compiler of this machine; None: there is none."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 class FakeNvml:
@@ -16,7 +23,7 @@ class FakeNvml:
         """Compiles the library."""
         folder.mkdir(parents=True, exist_ok=True)
         self._state = folder / "state"
-        command = ["gcc", "-shared", "-fPIC", "-o", str(folder / LIBRARY), str(SOURCE)]
+        command = [compiler() or "cc", "-shared", "-fPIC", "-o", str(folder / LIBRARY), str(SOURCE)]
         subprocess.run(command, check=True)
         self.env = {"LD_LIBRARY_PATH": str(folder), "FAKE_NVML": str(self._state)}
         self.set()
