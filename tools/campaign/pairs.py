@@ -97,7 +97,8 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(only) - set(BY_NAME):
         parser.error(f"unknown scenario: {', '.join(sorted(unknown))}")
     pairs, record = all_pairs(options.seed, only), options.to / RECORD
-    left = results.left(pairs, results.read(record), seed=options.seed, only=only)
+    done = {tuple(line["pair"]) for line in results.read(record) if line["seed"] == options.seed}
+    left = [pair for pair in pairs if (pair.first, pair.second) not in done]
     which, parts = options.part
     left = [pair for pair in left if pair.number % parts == which - 1]
     folder = Path(tempfile.mkdtemp(prefix="jaxres-pairs-"))
