@@ -38,6 +38,7 @@ _KEYS = {
     "model.compute_dtype": "dtype precision bf16 fp16 mixed_precision",
     "model.remat": "gradient_checkpointing activation_checkpointing activation_checkpoint "
     "remat_policy",
+    "model.scan_layers": "scan_over_layers unroll_layers",
     "mesh.tensor": "tensor_parallel tensor_parallelism tensor_parallel_degree tp tp_size",
     "mesh.fsdp": "ici_fsdp_parallelism data_parallel_shard_degree sharding_strategy",
 }

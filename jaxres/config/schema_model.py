@@ -71,8 +71,14 @@ class GptModel(Section):
     float16 uses a loss scale (train.loss_scale)."""
     attention: Literal["auto", "xla", "cudnn"] = free("auto")
     """Attention kernel. auto: cudnn on GPUs with bfloat16, else xla."""
-    remat: Literal["none", "block"] = free("none")
-    """block: recompute each block in the backward pass, for less memory and 1/3 more work."""
+    remat: Literal["none", "selective", "block"] = free("none")
+    """What the backward pass computes again, for less memory: all (block) or some (selective).
+
+    block takes 1/3 more work. selective keeps products with weights and cuDNN's attention."""
+    scan_layers: bool | Literal["auto"] = free("auto")
+    """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
+
+    auto: not on accelerators, up to 32 layers."""
     head_dim: PositiveInt | None = later(None)
     """Width of a head. Default: d_model / num_heads."""
     norm: Literal["rms", "rms_plus_1", "layer"] = later("rms")
@@ -137,8 +143,14 @@ class HuggingfaceModel(Section):
     """Type of activations and matrix products; weights, softmax and logits are float32."""
     attention: Literal["auto", "xla", "cudnn"] = free("auto")
     """Attention kernel. auto: cudnn on GPUs with bfloat16, else xla."""
-    remat: Literal["none", "block"] = free("none")
-    """block: recompute each block in the backward pass, for less memory and 1/3 more work."""
+    remat: Literal["none", "selective", "block"] = free("none")
+    """What the backward pass computes again, for less memory: all (block) or some (selective).
+
+    block takes 1/3 more work. selective keeps products with weights and cuDNN's attention."""
+    scan_layers: bool | Literal["auto"] = free("auto")
+    """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
+
+    auto: not on accelerators, up to 32 layers."""
 
 
 class MlpModel(Section):
@@ -175,8 +187,14 @@ class VitModel(Section):
     """Dropout rate after attention and feed-forward."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of activations and matrix products; weights, softmax and logits are float32."""
-    remat: Literal["none", "block"] = free("none")
-    """block: recompute each block in the backward pass, for less memory and 1/3 more work."""
+    remat: Literal["none", "selective", "block"] = free("none")
+    """What the backward pass computes again, for less memory: all (block) or some (selective).
+
+    block takes 1/3 more work. selective keeps products with weights and cuDNN's attention."""
+    scan_layers: bool | Literal["auto"] = free("auto")
+    """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
+
+    auto: not on accelerators, up to 32 layers."""
 
     def tensor_sizes(self) -> tuple[int, ...]:
         """Returns the sizes of mesh.tensor that split the heads evenly."""

@@ -69,6 +69,6 @@ def _bare(
         case MlpModel():
             return mlp.build(config, vocab_size=vocab_size, keep_rows=keep_rows)
         case VitModel():
-            return vit.build(config, keep_rows=keep_rows)
+            return vit.build(config, platform=platform, keep_rows=keep_rows)
         case CustomModel():
             return custom.build(config, vocab_size=vocab_size, seq_len=seq_len)

@@ -30,10 +30,12 @@ from jaxres.models.interface import (
     Model,
     Params,
     anywhere,
+    apply_layers,
     cross_entropy,
     dropout,
     embedding_rows,
     normal,
+    scans_layers,
     split,
     stack,
 )
@@ -175,7 +177,16 @@ class Cache(NamedTuple):
 class Gpt(nnx.Module):
     """The decoder: embedding, stacked blocks, norm, output layer."""
 
-    def __init__(self, config: GptModel, *, rows: int, seq_len: int, kernel: str, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: GptModel,
+        *,
+        rows: int,
+        seq_len: int,
+        kernel: str,
+        scans: bool = True,
+        rngs: nnx.Rngs,
+    ):
         self.embedding = normal(rngs, (rows, config.d_model), ("vocab", "embed"))
         self.blocks = stack(
             lambda rngs: Block(config, kernel=kernel, rngs=rngs),
@@ -188,7 +199,7 @@ class Gpt(nnx.Module):
         if config.positions == "learned":
             num_positions = config.max_positions or seq_len
             self.positions = normal(rngs, (num_positions, config.d_model), (None, "embed"))
-        self.config = config
+        self.config, self.scans = config, scans
 
     def __call__(
         self,
@@ -204,18 +215,17 @@ class Gpt(nnx.Module):
         places = self.places(positions_BT, lambda window: attention_mask(segment_ids_BT, window))
         definition, layers = nnx.split(self.blocks)
 
-        def block(x_BTD: Array, layer: Any) -> tuple[Array, None]:
+        def block(x_BTD: Array, layer: Any) -> Array:
             weights, layer_key, is_full = layer
             layer_block = nnx.merge(definition, weights)
-            return keep_rows(layer_block(x_BTD, layer_key, *places(is_full))), None
+            return keep_rows(layer_block(x_BTD, layer_key, *places(is_full)))
 
-        if config.remat == "block":
-            block = jax.checkpoint(block, prevent_cse=False)  # not needed in the body of a scan
         keys_L = None
         if key is not None and config.dropout > 0:
             keys_L = jax.random.split(key, config.num_layers)
         layers = cast_matrices(layers, dtype)
-        x_BTD, _ = jax.lax.scan(block, x_BTD, (layers, keys_L, full_layers(config)))
+        stacked = (layers, keys_L, full_layers(config))
+        x_BTD = apply_layers(block, x_BTD, stacked, remat=config.remat, scan=self.scans)
         return keep_rows(self.unembed(self.norm(x_BTD)))
 
     def decode(
@@ -303,8 +313,37 @@ class Gpt(nnx.Module):
     def unembed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns logits, accumulated in float32."""
         head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
-        head_DV = head_DV.astype(x_BTD.dtype)
-        return jnp.matmul(x_BTD, head_DV, preferred_element_type=jnp.float32)
+        return logits_product(x_BTD, head_DV)
+
+
+@jax.custom_vjp
+def logits_product(
+    x_BTD: Float[Array, "B T D"], head_DV: Float[Array, "D V"]
+) -> Float[Array, "B T V"]:
+    """Returns the product in float32, of factors in the type of `x_BTD`.
+
+    Its gradients are products in that type too, as those of all layers before it are. JAX's own
+    would convert the weights to float32, which the gradient of the logits has: at half the speed or
+    less. float16 is an exception, since small gradients of logits would be 0 in it.
+    """
+    return jnp.matmul(x_BTD, head_DV.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
+
+
+def _forward(x_BTD: Array, head_DV: Array) -> tuple[Array, tuple[Array, Array]]:
+    return logits_product(x_BTD, head_DV), (x_BTD, head_DV)
+
+
+def _backward(saved: tuple[Array, Array], gradient_BTV: Array) -> tuple[Array, Array]:
+    x_BTD, head_DV = saved
+    dtype = jnp.float32 if x_BTD.dtype == jnp.float16 else x_BTD.dtype
+    g_BTV = gradient_BTV.astype(dtype)
+    weights_DV = head_DV.astype(x_BTD.dtype).astype(dtype)
+    x_gradient_BTD = jnp.einsum("btv,dv->btd", g_BTV, weights_DV)
+    head_gradient_DV = jnp.einsum("btd,btv->dv", x_BTD.astype(dtype), g_BTV)
+    return x_gradient_BTD.astype(x_BTD.dtype), head_gradient_DV.astype(head_DV.dtype)
+
+
+logits_product.defvjp(_forward, _backward)
 
 
 def full_layers(config: GptModel) -> Bool[Array, " L"] | None:
@@ -362,9 +401,11 @@ def build(
     check(config, platform=platform)
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
     kernel = attention_kernel(config, seq_len=seq_len, platform=platform)
+    scans = scans_layers(config.scan_layers, num_layers=config.num_layers, platform=platform)
 
     def module(kernel: str) -> Callable[[nnx.Rngs], Gpt]:
-        return lambda rngs: Gpt(config, rows=rows, seq_len=seq_len, kernel=kernel, rngs=rngs)
+        sizes: dict[str, Any] = {"rows": rows, "seq_len": seq_len}
+        return lambda rngs: Gpt(config, **sizes, kernel=kernel, scans=scans, rngs=rngs)
 
     init, axes, definition = split(module(kernel))
 

@@ -229,6 +229,48 @@ def stack(block: Callable[[nnx.Rngs], M], *, num_layers: int, rngs: nnx.Rngs) ->
     return nnx.split_rngs(splits=num_layers)(make)(rngs)
 
 
+def apply_layers(
+    layer: Callable[[Array, Any], Array], x: Array, stacked: Any, *, remat: str, scan: bool
+) -> Array:
+    """Applies stacked layers one after the other.
+
+    Args:
+      layer: applies one layer to its input.
+      x: input of the first layer.
+      stacked: arguments of the layers, stacked in the first dim.
+      remat: `model.remat`: what the backward pass computes again.
+      scan: whether one loop compiles a single layer; otherwise each layer is compiled for itself,
+        so that the values kept for the backward pass are not copied into stacked arrays.
+    """
+    if remat != "none":
+        policy = _is_kept if remat == "selective" else None
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not scan)
+    x, _ = jax.lax.scan(lambda x, of_one: (layer(x, of_one), None), x, stacked, unroll=not scan)
+    return x
+
+
+def _is_kept(primitive: Any, *arguments: Any, **params: Any) -> bool:
+    """Returns whether `remat: selective` keeps a result: products with weights, and attention.
+
+    Products of activations have batch dims: XLA's attention, whose scores take T x T numbers.
+    """
+    if primitive.name.startswith("dot_product_attention_fwd"):  # cuDNN's; its results are small.
+        return True
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return is_product(primitive, *arguments, **params)
+
+
+MOST_UNROLLED = 32
+"""Layers up to which `model.scan_layers: auto` compiles each for itself on an accelerator."""
+
+
+def scans_layers(setting: bool | str, *, num_layers: int, platform: str) -> bool:
+    """Returns whether the layers are one loop: `model.scan_layers`, with `auto` resolved."""
+    if setting == "auto":
+        return platform == "cpu" or num_layers > MOST_UNROLLED
+    return bool(setting)
+
+
 def embedding_rows(configured: int | None, *, vocab_size: int | None) -> int:
     """Returns the embedding's rows: configured, or the tokenizer's up to a multiple of 64.
 

@@ -21,9 +21,11 @@ from jaxres.models.interface import (
     Model,
     Params,
     anywhere,
+    apply_layers,
     cross_entropy,
     dropout,
     normal,
+    scans_layers,
     split,
     stack,
 )
@@ -86,7 +88,7 @@ class Block(nnx.Module):
 class Vit(nnx.Module):
     """The model: patches, positions, stacked blocks, norm, mean, output layer."""
 
-    def __init__(self, config: VitModel, *, rngs: nnx.Rngs):
+    def __init__(self, config: VitModel, *, scans: bool = True, rngs: nnx.Rngs):
         D, num_patches = config.d_model, (config.image_size // config.patch_size) ** 2
         P = 3 * config.patch_size**2
         self.patches = normal(rngs, (P, D), (None, "embed"), std=P**-0.5)
@@ -97,7 +99,7 @@ class Vit(nnx.Module):
         self.norm = LayerNorm(D)
         self.head = normal(rngs, (D, config.num_classes), ("embed", None))
         self.head_bias = nnx.Param(jnp.zeros(config.num_classes, jnp.float32), out_sharding=(None,))
-        self.config = config
+        self.config, self.scans = config, scans
 
     def __call__(
         self,
@@ -111,16 +113,16 @@ class Vit(nnx.Module):
         x_BND = x_BNP @ self.patches[...].astype(dtype) + self.positions[...].astype(dtype)
         definition, layers = nnx.split(self.blocks)
 
-        def block(x_BND: Array, layer: Any) -> tuple[Array, None]:
+        def block(x_BND: Array, layer: Any) -> Array:
             weights, layer_key = layer
-            return keep_rows(nnx.merge(definition, weights)(x_BND, layer_key)), None
+            return keep_rows(nnx.merge(definition, weights)(x_BND, layer_key))
 
-        if self.config.remat == "block":
-            block = jax.checkpoint(block, prevent_cse=False)  # not needed in the body of a scan
         keys_L = None
         if key is not None and self.config.dropout > 0:
             keys_L = jax.random.split(key, self.config.num_layers)
-        x_BND, _ = jax.lax.scan(block, keep_rows(x_BND), (layers, keys_L))
+        x_BND = apply_layers(
+            block, keep_rows(x_BND), (layers, keys_L), remat=self.config.remat, scan=self.scans
+        )
         mean_BD = self.norm(x_BND).astype(jnp.float32).mean(1)
         return mean_BD @ self.head[...] + self.head_bias[...]
 
@@ -132,9 +134,10 @@ def patches_of(images: UInt8[Array, "B S S 3"], size: int) -> Float[Array, "B N 
     return x.swapaxes(2, 3).reshape(B, (S // size) ** 2, 3 * size**2)
 
 
-def build(config: VitModel, *, keep_rows: KeepRows = anywhere) -> Model:
+def build(config: VitModel, *, platform: str, keep_rows: KeepRows = anywhere) -> Model:
     """Builds the model; the config has checked the sizes. Its metric is `accuracy`."""
-    init, axes, definition = split(lambda rngs: Vit(config, rngs=rngs))
+    scans = scans_layers(config.scan_layers, num_layers=config.num_layers, platform=platform)
+    init, axes, definition = split(lambda rngs: Vit(config, scans=scans, rngs=rngs))
 
     def loss(params: Params, batch: BatchArrays, key: Key[Array, ""] | None) -> Any:
         logits_BK = nnx.merge(definition, params)(batch["image"], key, keep_rows)

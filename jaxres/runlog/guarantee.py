@@ -24,7 +24,9 @@ SEVERAL_KINDS = " + "
 DETERMINISTIC_OPS = "--xla_gpu_deterministic_ops"
 """XLA's flag for kernels with equal bits in every execution. It also stops the timing of kernels,
 so that equal machines choose equal ones (openxla.org/xla/determinism)."""
-LOWERING = ("devices", "mesh", "microbatches", "attention", "remat", "jax", "jaxlib")
+LOWERING = (
+    *("devices", "mesh", "microbatches", "attention", "remat", "scan_layers", "jax", "jaxlib"),
+)
 """Entries of Start.computation on which the lowered text of the same code depends."""
 
 

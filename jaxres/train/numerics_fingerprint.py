@@ -57,7 +57,9 @@ def numerics_fingerprint(
     if plan.virtual_shards is not None:
         fingerprint[REDUCTION] = INVARIANT
     if config.model.kind == "gpt":
-        fingerprint |= {"attention": config.model.attention, "remat": config.model.remat}
+        model = config.model
+        fingerprint |= {"attention": model.attention, "remat": model.remat}
+        fingerprint["scan_layers"] = str(model.scan_layers).lower()
     if any(part.kind == "images" for part in single_sources(config.data.source).values()):
         fingerprint["pillow"] = importlib.metadata.version("pillow")
     if mesh.devices.flat[0].platform != "cpu":

@@ -110,8 +110,10 @@ def _device_settings(config: RunConfig) -> list[str]:
             f"({config.train.microbatches} now: {rows} rows of {config.data.seq_len} tokens at a "
             "time)"
         )
-    if config.model.kind == "gpt" and config.model.remat == "none":
-        settings.append("model.remat=block (none now: every activation is kept)")
+    if config.model.kind == "gpt" and config.model.remat != "block":
+        kept = {"none": "every activation is", "selective": "results of products are"}
+        now = config.model.remat
+        settings.append(f"model.remat=block ({now} now: {kept[now]} kept)")
     settings.append(
         "mesh.fsdp=N with more devices (parameters and optimizer state are split over them)"
     )

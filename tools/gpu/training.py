@@ -37,7 +37,7 @@ OUT_OF_MEMORY = "exit 86"
 LENGTHS = {"gpt2-124m": 1024, "llama-1b": 2048}
 TRIES = {
     "gpt2-124m": ((64, "none"), (32, "none"), (32, "block")),
-    "llama-1b": ((8, "none"), (16, "block"), (8, "block"), (4, "block")),
+    "llama-1b": ((16, "selective"), (8, "none"), (16, "block"), (4, "block")),
 }
 """Rows and rematerialization, in the order in which they are tried."""
 LOOPS = {

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxres import models
 from jaxres.config.schema_model import GptModel
 from jaxres.faults import ConfigError
-from jaxres.models import attention, gpt
+from jaxres.models import attention, gpt, interface
 from jaxres.models.interface import split
 from tests.compiling import quickly_compiled
 
@@ -215,9 +215,14 @@ def test_the_scan_equals_a_loop_over_the_layers():
 
 @pytest.mark.slow
 @quickly_compiled()
-def test_remat_changes_neither_loss_nor_gradients():
+@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("setting", ["none", "selective", "block"])
+def test_remat_and_scan_change_neither_loss_nor_gradients(setting, scan_layers):
     batch, key = batch_of(), jax.random.key(3)
-    plain, remat = build(dropout=0.3), build(dropout=0.3, remat="block")
+    plain, remat = (
+        build(dropout=0.3, **overrides)
+        for overrides in ({}, {"remat": setting, "scan_layers": scan_layers})
+    )
     params = params_of(plain)
     loss, grads = jax.jit(jax.value_and_grad(mean_loss(plain, key)))(params, batch)
     again, regrads = jax.jit(jax.value_and_grad(mean_loss(remat, key)))(params, batch)
@@ -357,15 +362,62 @@ def lowered_for_cuda(model):
     return grad.trace(shapes, batch_of()).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("remat", ["none", "block"])
-def test_auto_attention_on_cuda_uses_cudnn_forward_and_backward(monkeypatch, remat):
-    # jax asks the CUDA plugin for cuDNN's version while tracing; here there is no plugin.
-    cudnn = SimpleNamespace(cudnn_get_version=lambda: 91000)
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", cudnn)
-    model = build(platform="gpu", compute_dtype="bfloat16", num_kv_heads=2, remat=remat)
-    text = lowered_for_cuda(model)
-    assert "__cudnn$fmhaScaleBiasSoftmax(" in text
-    assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Gives jax the version of cuDNN, for which it asks the CUDA plugin; here there is none."""
+    versions = SimpleNamespace(cudnn_get_version=lambda: 91000)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", versions)
+
+
+FORWARD, BACKWARD = "__cudnn$fmhaScaleBiasSoftmax(", "__cudnn$fmhaScaleBiasSoftmaxBackward("
+
+
+def on_gpu(**overrides):
+    return build(platform="gpu", compute_dtype="bfloat16", num_kv_heads=2, **overrides)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize(("remat", "forward"), [("none", 1), ("selective", 1), ("block", 2)])
+def test_auto_attention_on_cuda_uses_cudnn_and_selective_remat_keeps_its_result(remat, forward):
+    text = lowered_for_cuda(on_gpu(remat=remat, scan_layers=True))
+    assert text.count(FORWARD) == forward  # once in the loop over the layers; again if recomputed
+    assert text.count(BACKWARD) == 1
+    assert text.count("CAUSAL") == forward + 1, "cuDNN computes what the mask leaves out"
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_layers_are_unrolled_on_an_accelerator_up_to_a_number_of_them():
+    few = lowered_for_cuda(on_gpu(num_layers=3))
+    assert "stablehlo.while" not in few
+    many = lowered_for_cuda(on_gpu(num_layers=interface.MOST_UNROLLED + 1))
+    assert "stablehlo.while" in many
+    assert "stablehlo.while" in lowered_for_cuda(on_gpu(num_layers=3, scan_layers=True))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_the_output_layer_s_gradients_are_products_in_the_type_of_activations(name):
+    dtype = jnp.dtype(name)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, head = jax.random.normal(keys[0], (2, 8, 16), dtype), jax.random.normal(keys[1], (16, 32))
+    g = jax.random.normal(keys[2], (2, 8, 32)) * 1e-6
+    logits, gradients = jax.vjp(gpt.logits_product, x, head)
+    assert logits.dtype == jnp.float32
+    products = [
+        {str(operand.aval.dtype) for operand in equation.invars}
+        for equation in jax.make_jaxpr(gradients)(g).eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    # In float16 small gradients would lose bits, or be 0.
+    assert products == [{"float32" if name == "float16" else name}] * 2
+    x32, head32 = x.astype(jnp.float32), head.astype(dtype).astype(jnp.float32)
+    exact = jax.vjp(jnp.matmul, x32, head32)[1](g)
+    for found, expected, like in zip(gradients(g), exact, (x, head), strict=True):
+        assert found.dtype == like.dtype
+        if name == "float32":
+            np.testing.assert_array_equal(found, expected)
+        largest = float(jnp.max(jnp.abs(expected)))
+        error = jnp.max(jnp.abs(found.astype(jnp.float32) - expected))
+        assert float(error) <= largest * (0 if name == "float32" else 0.02)
 
 
 @pytest.mark.parametrize(
