@@ -36,15 +36,21 @@ def build(
     platform: str,
     keep_rows: KeepRows = anywhere,
     adapters: LoraSection | None = None,
+    deterministic: bool = False,
 ) -> Model:
     """Builds the configured model, with adapters if there are some, without touching a device.
 
     `vocab_size` is the tokenizer's (None: no tokenizer). `platform` is where the steps will run, as
     named by jax.default_backend(). `keep_rows` is applied to activations, except in a custom model.
-    Raises ConfigError.
+    `deterministic` is whether XLA takes only deterministic kernels. Raises ConfigError.
     """
     model = _bare(
-        config, vocab_size=vocab_size, seq_len=seq_len, platform=platform, keep_rows=keep_rows
+        config,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        platform=platform,
+        keep_rows=keep_rows,
+        deterministic=deterministic,
     )
     return model if adapters is None else lora.with_adapters(model, adapters)
 
@@ -56,6 +62,7 @@ def _bare(
     seq_len: int,
     platform: str,
     keep_rows: KeepRows,
+    deterministic: bool,
 ) -> Model:
     match config:
         case GptModel():
@@ -65,6 +72,7 @@ def _bare(
                 seq_len=seq_len,
                 platform=platform,
                 keep_rows=keep_rows,
+                deterministic=deterministic,
             )
         case MlpModel():
             return mlp.build(config, vocab_size=vocab_size, keep_rows=keep_rows)

@@ -389,6 +389,24 @@ def check(config: GptModel, *, platform: str) -> None:
         )
 
 
+def _scans_layers(config: GptModel, *, platform: str, deterministic: bool, kernel: str) -> bool:
+    """Returns whether the layers are one loop; raises ConfigError if they must be, and may not.
+
+    XLA can't execute a program with two equal backward passes of cuDNN's attention and
+    deterministic kernels: it looks up the second by a key without `force_deterministic`, and fails
+    (xla/service/gpu/transforms/cudnn_custom_call_compiler.cc; seen with jaxlib 0.11.2).
+    """
+    if deterministic and kernel == "cudnn":
+        if config.scan_layers is False:
+            raise ConfigError(
+                "model.scan_layers: false does not work with cuDNN's attention and deterministic "
+                "kernels (run.determinism: bitwise), because of an error in XLA. Use auto, or "
+                "model.attention=xla."
+            )
+        return True
+    return scans_layers(config.scan_layers, num_layers=config.num_layers, platform=platform)
+
+
 def build(
     config: GptModel,
     *,
@@ -396,12 +414,13 @@ def build(
     seq_len: int,
     platform: str,
     keep_rows: KeepRows = anywhere,
+    deterministic: bool = False,
 ) -> Model:
     """Builds a decoder; raises ConfigError if sizes or kernel are unsupported."""
     check(config, platform=platform)
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
     kernel = attention_kernel(config, seq_len=seq_len, platform=platform)
-    scans = scans_layers(config.scan_layers, num_layers=config.num_layers, platform=platform)
+    scans = _scans_layers(config, platform=platform, deterministic=deterministic, kernel=kernel)
 
     def module(kernel: str) -> Callable[[nnx.Rngs], Gpt]:
         sizes: dict[str, Any] = {"rows": rows, "seq_len": seq_len}

@@ -24,6 +24,8 @@ SEVERAL_KINDS = " + "
 DETERMINISTIC_OPS = "--xla_gpu_deterministic_ops"
 """XLA's flag for kernels with equal bits in every execution. It also stops the timing of kernels,
 so that equal machines choose equal ones (openxla.org/xla/determinism)."""
+EXCLUDES_OTHERS = "--xla_gpu_exclude_nondeterministic_ops"
+"""XLA's flag for such kernels too, which times them nevertheless."""
 LOWERING = (
     *("devices", "mesh", "microbatches", "attention", "remat", "scan_layers", "jax", "jaxlib"),
 )
@@ -40,17 +42,28 @@ def xla_flags(given: str, *, determinism: str) -> str:
     >>> xla_flags("--xla_dump_to=d", determinism="bitwise")
     '--xla_dump_to=d --xla_gpu_deterministic_ops=true'
     """
-    if determinism == "fast" or _is_deterministic(given):
+    if determinism == "fast" or _is_on(DETERMINISTIC_OPS, given):
         return given
     return f"{given} {DETERMINISTIC_OPS}=true".lstrip()
 
 
-def _is_deterministic(flags: str) -> bool:
+def takes_deterministic_kernels(flags: str) -> bool:
+    """Returns whether XLA takes only kernels with equal bits in every execution.
+
+    >>> takes_deterministic_kernels("--xla_gpu_exclude_nondeterministic_ops=true")
+    True
+    >>> takes_deterministic_kernels("")
+    False
+    """
+    return any(_is_on(flag, flags) for flag in (DETERMINISTIC_OPS, EXCLUDES_OTHERS))
+
+
+def _is_on(name: str, flags: str) -> bool:
     """Returns what XLA takes from flags: of equal ones the last, and without a value it is on."""
     values = [
-        flag.removeprefix(DETERMINISTIC_OPS).removeprefix("=").lower()
+        flag.removeprefix(name).removeprefix("=").lower()
         for flag in flags.split()
-        if flag.partition("=")[0] == DETERMINISTIC_OPS
+        if flag.partition("=")[0] == name
     ]
     return values[-1:] in (["true"], ["1"], [""])
 
@@ -83,7 +96,9 @@ def guarantee_level(starts: Sequence[Record]) -> str:
         return f"statistical: {_text(changes, starts)}"
     if SEVERAL_KINDS in now.get("devices", ""):
         return f"statistical: devices of several kinds compute: {now['devices']}"
-    if " gpu " in now.get("devices", "") and not _is_deterministic(now.get("xla_flags", "")):
+    if " gpu " in now.get("devices", "") and not _is_on(
+        DETERMINISTIC_OPS, now.get("xla_flags", "")
+    ):
         return (
             "statistical: GPU kernels may add in any order; for bitwise set run.determinism=bitwise"
         )

@@ -22,6 +22,8 @@ from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
 from jaxres.models import Model
 from jaxres.models.interface import anywhere
+from jaxres.runlog import guarantee
+from jaxres.train import compile_cache
 from jaxres.train.components import Components
 
 
@@ -47,6 +49,7 @@ def components(
     config: RunConfig, dataset: Dataset, *, plan: MeshPlan, mesh: Mesh, platform: str
 ) -> Components:
     """Returns the components for a mesh, which may be abstract; computes nothing yet."""
+    flags = guarantee.xla_flags(compile_cache.xla_flags_here(), determinism=config.run.determinism)
     model = models.build(
         config.model,
         vocab_size=dataset.vocab_size,
@@ -54,6 +57,7 @@ def components(
         platform=platform,
         keep_rows=meshes.pin_batch_dim(mesh) if plan.virtual_shards is None else anywhere,
         adapters=config.lora,
+        deterministic=guarantee.takes_deterministic_kernels(flags),
     )
     tx = optimizer.build(config.optimizer, axes=model.axes)
     trainable = optimizer.trainable(config.optimizer, model.axes)

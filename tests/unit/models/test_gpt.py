@@ -23,9 +23,11 @@ SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_ff": 64, "compute_dt
 
 
 @functools.cache
-def build(*, platform="cpu", **overrides):
+def build(*, platform="cpu", deterministic=False, **overrides):
     config = GptModel(**(SMALL | overrides))
-    return models.build(config, vocab_size=V, seq_len=T, platform=platform)
+    return models.build(
+        config, vocab_size=V, seq_len=T, platform=platform, deterministic=deterministic
+    )
 
 
 def params_of(model):
@@ -392,6 +394,16 @@ def test_layers_are_unrolled_on_an_accelerator_up_to_a_number_of_them():
     many = lowered_for_cuda(on_gpu(num_layers=interface.MOST_UNROLLED + 1))
     assert "stablehlo.while" in many
     assert "stablehlo.while" in lowered_for_cuda(on_gpu(num_layers=3, scan_layers=True))
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_with_deterministic_kernels_cudnn_s_backward_pass_is_called_in_one_place():
+    # XLA fails to execute a program with two of them.
+    assert "stablehlo.while" in lowered_for_cuda(on_gpu(deterministic=True))
+    with pytest.raises(ConfigError, match=r"^model\.scan_layers: false .* Use auto"):
+        on_gpu(deterministic=True, scan_layers=False)
+    text = lowered_for_cuda(on_gpu(deterministic=True, scan_layers=False, attention="xla"))
+    assert "stablehlo.while" not in text
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
