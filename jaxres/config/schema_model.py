@@ -78,7 +78,7 @@ class GptModel(Section):
     scan_layers: bool | Literal["auto"] = free("auto")
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
-    auto: not on accelerators, up to 32 layers."""
+    auto: not on accelerators, up to 24 layers."""
     head_dim: PositiveInt | None = later(None)
     """Width of a head. Default: d_model / num_heads."""
     norm: Literal["rms", "rms_plus_1", "layer"] = later("rms")
@@ -150,7 +150,7 @@ class HuggingfaceModel(Section):
     scan_layers: bool | Literal["auto"] = free("auto")
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
-    auto: not on accelerators, up to 32 layers."""
+    auto: not on accelerators, up to 24 layers."""
 
 
 class MlpModel(Section):
@@ -194,7 +194,7 @@ class VitModel(Section):
     scan_layers: bool | Literal["auto"] = free("auto")
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
-    auto: not on accelerators, up to 32 layers."""
+    auto: not on accelerators, up to 24 layers."""
 
     def tensor_sizes(self) -> tuple[int, ...]:
         """Returns the sizes of mesh.tensor that split the heads evenly."""

@@ -260,7 +260,7 @@ def _is_kept(primitive: Any, *arguments: Any, **params: Any) -> bool:
     return is_product(primitive, *arguments, **params)
 
 
-MOST_UNROLLED = 32
+MOST_UNROLLED = 24
 """Layers up to which `model.scan_layers: auto` compiles each for itself on an accelerator."""
 
 
