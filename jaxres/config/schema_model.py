@@ -75,7 +75,7 @@ class GptModel(Section):
     """What the backward pass computes again, for less memory: all (block) or some (selective).
 
     block takes 1/3 more work. selective keeps products with weights and cuDNN's attention."""
-    scan_layers: bool | Literal["auto"] = free("auto")
+    scan_layers: Literal["auto", True, False] = free("auto")
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
     auto: not on accelerators, up to 24 layers."""
@@ -147,7 +147,7 @@ class HuggingfaceModel(Section):
     """What the backward pass computes again, for less memory: all (block) or some (selective).
 
     block takes 1/3 more work. selective keeps products with weights and cuDNN's attention."""
-    scan_layers: bool | Literal["auto"] = free("auto")
+    scan_layers: Literal["auto", True, False] = free("auto")
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
     auto: not on accelerators, up to 24 layers."""
@@ -191,7 +191,7 @@ class VitModel(Section):
     """What the backward pass computes again, for less memory: all (block) or some (selective).
 
     block takes 1/3 more work. selective keeps products with weights and cuDNN's attention."""
-    scan_layers: bool | Literal["auto"] = free("auto")
+    scan_layers: Literal["auto", True, False] = free("auto")
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
     auto: not on accelerators, up to 24 layers."""

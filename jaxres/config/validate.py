@@ -105,8 +105,10 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
     if what in _MUST_BE:
         return Problem(key, f"must be {_MUST_BE[what]}{got}")
     if what == "literal_error":
-        near = did_you_mean(str(given), context["expected"].replace("'", "").split(" "))
-        return Problem(key, f"must be {context['expected'].replace(chr(39), '')}{got}{near}")
+        expected = context["expected"].replace("'", "")
+        expected = expected.replace("True", "true").replace("False", "false")  # As YAML has them.
+        near = did_you_mean(str(given), expected.split(" "))
+        return Problem(key, f"must be {expected}{got}{near}")
     return Problem(key, f"{details['msg'][0].lower()}{details['msg'][1:]}{got}")
 
 
