@@ -341,7 +341,6 @@ VALUES = [
     bad_value("init_from={kind: run}", "init_from.path: missing"),
     bad_value("hosts.heartbeat_seconds=0", "must be greater than 0"),
     bad_value("preemption.metadata=maybe", "must be auto or off"),
-    bad_value("model.scan_layers=maybe", "must be auto, true or false"),
 ]
 CHECKS = [
     bad_check("data.source.path=none", "data.source.path: none does not exist"),
