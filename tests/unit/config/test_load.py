@@ -204,7 +204,7 @@ def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
         ("model.dropout=1", "must be less than 1 (got 1)"),
         ("model.tie_embeddings=1", "must be true or false (got 1)"),
         ("model.tie_embeddings=yes", 'must be true or false (got "yes")'),
-        ("model.scan_layers=1", "must be auto, true or false (got 1)"),
+        ("model.scan_layers=maybe", 'must be auto, true or false (got "maybe")'),
         (
             "model.attention=cudn",
             "must be auto, xla or cudnn (got \"cudn\"); did you mean 'cudnn'?",
