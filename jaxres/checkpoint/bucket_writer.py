@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
@@ -54,6 +55,12 @@ MAX_STREAMS = 8
 """Most parts of a host that are uploaded at a time, and as many that are downloaded."""
 AT_ONCE = 1 / 8
 """Share of a save that may be uploaded at a time: so much is downloaded after the last upload."""
+APART_SECONDS = 0.05
+"""Time between the first uploads of two streams, about the latency of a bucket.
+
+Streams that begin together, with parts of equal size, also wait for their answers together, and the
+link is idle then.
+"""
 Entries = Mapping[str, bytes | ocdbt.Place]
 """Key -> the value, or its place, in the index of a database."""
 SUCCESS = "commit_success.txt"
@@ -161,10 +168,11 @@ class BucketWriter:
         uploads = ThreadPoolExecutor(streams, "jaxres-upload")
         downloads = ThreadPoolExecutor(streams, "jaxres-download")
         laid_out: queue.SimpleQueue[BucketPart | None] = queue.SimpleQueue()
+        waits = [APART_SECONDS * n if n < streams else 0.0 for n in range(len(paths))]
         try:
             jobs = [
-                uploads.submit(self._upload, folder, number, each, laid_out, downloads)
-                for number, each in enumerate(paths)
+                uploads.submit(self._upload, folder, number, each, laid_out, downloads, begin_after)
+                for number, (each, begin_after) in enumerate(zip(paths, waits, strict=True))
             ]
             parts, reports = list[BucketPart](), list[HostReport]()
             while len(parts) < len(jobs) and (part := laid_out.get()) is not None:
@@ -191,8 +199,9 @@ class BucketWriter:
         paths: list[str],
         laid_out: queue.SimpleQueue[BucketPart | None],
         downloads: Executor,
+        wait_seconds: float,
     ) -> Future[HostReport] | None:
-        """Uploads one part; returns the report of its download, unless it is in the index."""
+        """Uploads one part after a wait; returns its download's report, unless it is in the index."""
         try:
             try:
                 part = self._lay_out(folder, number, paths)
@@ -204,6 +213,7 @@ class BucketWriter:
             laid_out.put(part)
             if not part.file.size_bytes:
                 return None
+            time.sleep(wait_seconds)
             stat = gcs_objects.write_stream(self.step_dir / part.name, part.file)
         except BaseException:
             laid_out.put(None)  # The save ends here: it waits for no other part.
