@@ -201,7 +201,7 @@ class BucketWriter:
         downloads: Executor,
         wait_seconds: float,
     ) -> Future[HostReport] | None:
-        """Uploads one part after a wait; returns its download's report, unless it is in the index."""
+        """Waits, uploads one part; returns its download's report, unless it is in the index."""
         try:
             try:
                 part = self._lay_out(folder, number, paths)
