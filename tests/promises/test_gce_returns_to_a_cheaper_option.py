@@ -27,8 +27,9 @@ def fall_back(cloud: Cloud, gate: Path) -> tuple[Path, Launcher, set[str]]:
     """
     env = {"FAULT": f"row:{5 * ROWS_OF_A_STEP}:gate", "GATE": str(gate), "PACE": "0.01"}
     cloud.gce.stockout(zone="us-central1-a", model="SPOT")
+    options = [SPOT, STANDARD]
     config = cloud.config(
-        num_hosts=2, env=env, capacity_options=[SPOT, STANDARD], max_backoff_minutes=0.2
+        num_hosts=2, env=env, capacity_options=options, max_backoff_minutes=0.4, fork=False
     )
     launcher = cloud.up(config, MANY)
     cloud.wait(lambda: "attempt 1 on " in launcher.printed(), of="attempt")
