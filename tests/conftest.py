@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 # Read at the import of gcsfs; else it queries Google, for minutes, for the type of every bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+# Images of containers set it; without bytecode every process of a test compiles all of jaxres.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 for number in (signal.SIGHUP, signal.SIGINT):  # Ignored under nohup and behind a shell's `&`.
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from jaxres.config.base import PositiveFloat, Section, free
+from jaxres.config.base import NonNegativeFloat, PositiveFloat, Section, free
 
 Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 
@@ -250,7 +250,7 @@ class GceSection(Section):
     18: the lease of a dead launcher is taken within 30 s."""
     endpoint: str | None = free(None)
     """URL of the Compute API, also asked for prices; null: JAXRES_GCE_ENDPOINT, else Google's."""
-    max_backoff_minutes: NonNegativeInt = free(60)
+    max_backoff_minutes: NonNegativeFloat = free(60.0)
     """Longest backoff before an option without capacity is tried again."""
 
     @property

@@ -69,8 +69,17 @@ class Cloud:
     def launch_paths(self) -> LaunchPaths:
         return LaunchPaths(self.run)
 
-    def config(self, *, capacity_options: list[dict[str, Any]] | None = None, **gce: Any) -> Path:
-        """Writes a config for the faulty model on VMs of this cloud."""
+    def config(
+        self,
+        *,
+        capacity_options: list[dict[str, Any]] | None = None,
+        fork: bool = True,
+        **gce: Any,
+    ) -> Path:
+        """Writes a config for the faulty model on VMs of this cloud.
+
+        Without `fork`, VMs that run one attempt import nothing for a next one.
+        """
         package = self.root / "package"
         if not package.exists():
             (package / "tests" / "promises").mkdir(parents=True)
@@ -92,7 +101,7 @@ class Cloud:
             "run": {"dir": str(self.run)},
             "data": {"cache_dir": str(self.caches)},
             "compilation": {"cache_dir": str(self.caches / "xla")},
-            "restart": {"backoff_seconds": 0.1},
+            "restart": {"backoff_seconds": 0.1, "fork": fork},
             "launch": {"gce": section},
         }
         path = self.root / f"config-{len(list(self.root.glob('config-*')))}.yaml"

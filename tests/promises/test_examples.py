@@ -28,8 +28,9 @@ def test_the_vision_transformer_learns_and_reports_its_accuracy(
     photos(tmp_path / "photos")
     overrides = (
         *(f"data.source.path={tmp_path / 'photos'}", f"data.cache_dir={tmp_path / 'cache'}"),
-        *("model.num_classes=2", "train.steps=40", "evaluation.every_steps=20"),
+        *("model.num_classes=2", "train.steps=20", "evaluation.every_steps=10"),
         *("train.global_batch_size=16", "telemetry.tensorboard=true"),
+        "optimizer.schedule.warmup_steps=5",
     )
     config = ROOT / "examples/vit.yaml"
     run_dir = workspace.finish("vit", *overrides, config=config).run_dir

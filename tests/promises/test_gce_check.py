@@ -29,7 +29,7 @@ from tests.tiers import slow_but
 
 @pytest.mark.slow
 def test_a_check_passes_leaves_no_vm_and_does_not_touch_the_run(cloud: Cloud) -> None:
-    config = cloud.config(num_hosts=4, env={"JAXRES_MIN_DEVICES": "1"})
+    config = cloud.config(num_hosts=4, fork=False, env={"JAXRES_MIN_DEVICES": "1"})
     check = cloud.launch(str(config), "--hardware", "quick", verb="check")
     assert check.wait_exit() == ExitCode.DONE, cloud.describe()
     printed = check.printed()
@@ -57,7 +57,7 @@ def test_a_check_passes_leaves_no_vm_and_does_not_touch_the_run(cloud: Cloud) ->
 
 @pytest.mark.slow
 def test_a_vm_with_too_few_devices_is_named_while_the_job_of_the_run_goes_on(cloud: Cloud) -> None:
-    config = cloud.config(env={"PACE": "0.02"})
+    config = cloud.config(fork=False, env={"PACE": "0.02"})
     job = cloud.up(config, ENDLESS)
     cloud.wait_commit(10)
     few = 'launch.gce.env={"JAXRES_MIN_DEVICES": "2"}'

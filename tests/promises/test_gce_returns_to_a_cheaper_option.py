@@ -27,8 +27,9 @@ def fall_back(cloud: Cloud, gate: Path) -> tuple[Path, Launcher, set[str]]:
     """
     env = {"FAULT": f"row:{5 * ROWS_OF_A_STEP}:gate", "GATE": str(gate), "PACE": "0.01"}
     cloud.gce.stockout(zone="us-central1-a", model="SPOT")
+    options = [SPOT, STANDARD]
     config = cloud.config(
-        num_hosts=2, env=env, capacity_options=[SPOT, STANDARD], max_backoff_minutes=1
+        num_hosts=2, env=env, capacity_options=options, max_backoff_minutes=0.4, fork=False
     )
     launcher = cloud.up(config, MANY)
     cloud.wait(lambda: "attempt 1 on " in launcher.printed(), of="attempt")
@@ -84,7 +85,7 @@ def test_a_launcher_that_is_killed_while_the_cheaper_vms_boot_is_followed_by_one
 ) -> None:
     gate = tmp_path / "gate"
     config, first, costly = fall_back(cloud, gate)
-    cloud.gce.fail_operation("slow", type="bulkInsert", seconds=300)
+    cloud.gce.fail_operation("slow", type="bulkInsert", seconds=150)
     gate.touch()
     cloud.wait(lambda: cloud.gce.calls().calls[CREATED] == 3, of="request beside the attempt")
     first.kill()

@@ -19,7 +19,7 @@ from tests.promises.trainer import assert_bit_exact, run_history, starts
 def test_a_stopped_job_saves_and_the_same_command_resumes_it(
     cloud: Cloud, fault_free: RunDir
 ) -> None:
-    launcher = cloud.up(cloud.config(env={"PACE": "0.04"}))
+    launcher = cloud.up(cloud.config(fork=False, env={"PACE": "0.04"}))
     cloud.wait_commit(10)
     launcher.kill(signal.SIGINT)
     assert launcher.wait_exit() == 128 + signal.SIGINT
@@ -49,7 +49,7 @@ def test_a_stopped_job_saves_and_the_same_command_resumes_it(
         ExitCode.STOPPED,
     )
     assert reported["dollars"] > 0
-    again = cloud.up(cloud.config())
+    again = cloud.up(cloud.config(fork=False))
     assert again.wait_exit() == 0, cloud.describe()
     assert starts(cloud.run_dir)[-1] == saved
     assert_bit_exact(cloud.run_dir, fault_free)
@@ -79,7 +79,7 @@ def test_the_cost_limit_holds_with_a_price_of_the_catalog_over_a_killed_launcher
     dear = sku("DEAR-01", gpu, 3600.0, group="GPU", usage="Preemptible")
     cloud.gce.sell([*(one for one in SKUS if one["skuId"] != "A2AM-06"), dear], page_size=7)
     unpriced = {name: value for name, value in SPOT.items() if name != "dollars_per_hour"}
-    config = cloud.config(capacity_options=[unpriced], env={"PACE": "1"})
+    config = cloud.config(capacity_options=[unpriced], fork=False, env={"PACE": "1"})
     first = cloud.up(config, "launch.max_dollars=30")
     cloud.wait(cloud.gce.vms, of="VM")
     first.kill()
