@@ -22,6 +22,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         name, _, value = sys.argv[2].partition("=")
         STARTED = start_fork_server(sys.argv[1], {**os.environ, name: value})
+else:
+    STARTED = None
 
 import contextlib
 import json

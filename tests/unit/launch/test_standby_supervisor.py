@@ -144,7 +144,7 @@ def test_a_standby_that_is_not_ready_forks_its_worker_once_the_imports_are_done(
 
 def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: Path) -> None:
     """Here each of the two notes that it imports, and then waits for ever."""
-    log = RunDir(tmp_path / "run").log
+    log = tmp_path / "run" / RunDir(tmp_path / "run").log.name
     log.mkdir(parents=True)
     (log / file_name(1)).write_bytes(Record(1, 1, 0.0, CLAIM).encode())
     (modules := tmp_path / "modules").mkdir()
