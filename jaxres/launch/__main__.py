@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
-from jaxres.launch import gce, k8s, local, sky, slurm, slurm_job, vm_agent
 from jaxres.storage import gcs_client
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
@@ -24,6 +23,8 @@ from jaxres.telemetry import stdio
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if any(argument in ("-h", "--help") for argument in arguments):
+        from jaxres.launch import gce, k8s, local, sky, slurm
+
         usages = {"gce": gce.USAGE, "slurm": slurm.USAGE, "k8s": k8s.USAGE, "sky": sky.USAGE}
         usage = usages.get(arguments[0], local.USAGE)
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
@@ -34,7 +35,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def _launch(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["agent"]:  # Internal: only the startup script of a VM runs it.
+        from jaxres.launch import vm_agent
+
         return vm_agent.main(arguments[1:], env=os.environ)
+    from jaxres.launch import gce, k8s, local, sky, slurm, slurm_job  # An agent needs none of them.
+
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)
     if arguments[:1] == ["slurm"]:

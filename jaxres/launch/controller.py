@@ -32,7 +32,7 @@ from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailabl
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
-from jaxres.launch.lost_vms import find_silent
+from jaxres.launch.lost_vms import find_suspects
 from jaxres.launch.observed_state import (
     AgentReport,
     CreateFailed,
@@ -50,8 +50,8 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.path import is_remote
 
 LIST_SECONDS = 5.0
-"""Time between two lists of VMs while an attempt runs; at other times every cycle lists them. Also
-the time between two lists of the service's own operations."""
+"""Time between two lists of VMs while an attempt runs, and between two lists of the service's own
+operations. Every cycle lists both while an attempt ends, and the VMs while none runs."""
 MAX_EXISTS_CALLS = 50
 """Most VMs looked up by name in one cycle; the renewal of the lease waits for these calls."""
 DELETE_RETRY_SECONDS = 10.0
@@ -132,12 +132,14 @@ class Controller:
         Raises:
           Fenced: another launcher has taken the lease.
         """
-        self._create_sent_at = self.clock.monotonic()
+        self._create_sent_at, phase = self.clock.monotonic(), ""
         try:
             while (desired := self._tick()) is None or desired.phase != "ended":
                 if desired is not None and until(desired):
                     return None
-                self.clock.sleep(CYCLE_SECONDS)
+                before, phase = phase, "" if desired is None else desired.phase
+                if (before, phase) != ("running", "placing"):  # What follows an attempt is due now.
+                    self.clock.sleep(CYCLE_SECONDS)
         except Fenced:
             self._cleanup_after_loss()
             raise
@@ -243,7 +245,7 @@ class Controller:
             listed = gcs_objects.list_metadata(self.paths.reports)
         now = self.clock.monotonic()
         self._observer.update_reports(listed, now=now, waited=self._waited)
-        is_running = desired.phase == "running"
+        is_running, ready_seconds = desired.phase == "running", 60 * self._gce().ready_minutes
         reports = [
             AgentReport.of(metadata)
             for name, (_, metadata) in listed.items()
@@ -265,15 +267,15 @@ class Controller:
         self._observer.update_waits(self._log.step, lacks_vms=lacks_vms, since=since)
         wanted = {vm.name: vm.created for vm in desired.all_vms}
         creation, not_found = None, frozenset[str]()
+        is_ending = is_running and (any_ended or self._log.last_end_seq > desired.seq_before)
         vms = (*desired.vms, *desired.early_vms, *desired.spares)
-        ready_seconds = 60 * self._gce().ready_minutes
         boots = self._boots.observe(vms, listed, now=self._wall(), ready_seconds=ready_seconds)
         try:
-            if not is_running or any_ended or now - self._listed_at >= LIST_SECONDS:
+            if not is_running or is_ending or now - self._listed_at >= LIST_SECONDS:
                 self._vms = self.compute.list(desired.run)
                 self._listed_at = now
                 self._observer.update_vms(self._vms, wanted, now=now)
-            if now - self._events_at >= LIST_SECONDS:
+            if is_ending or now - self._events_at >= LIST_SECONDS:
                 for zone in {vm.zone for vm in (*desired.vms, *desired.spares) if vm.created}:
                     self._observer.update_events(self.compute.events(zone))
                 self._events_at = now
@@ -297,9 +299,9 @@ class Controller:
         return replace(snapshot, boots=boots, looked_up=dict(self._looked_up), gone_groups=gone)
 
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
-        """Returns the VMs whose agents are silent."""
-        known = desired.vms + desired.spares
-        return find_silent(known, self._observer.silent, self._vms, self._gce())
+        """Returns the VMs whose agents are silent, or that the service has ended."""
+        known, observer = desired.vms + desired.spares, self._observer
+        return find_suspects(known, observer.silent, self._vms, observer.events, self._gce())
 
     def _heartbeat(self, desired: DesiredState) -> int | None:
         """Returns the generation of the heartbeat of the run lock; None: no VM is suspected."""

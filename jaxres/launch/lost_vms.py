@@ -3,7 +3,8 @@
 The silence of an agent alone proves nothing: one slow request to the bucket, or an agent that gets
 no CPU time, is enough. A silent VM is suspected. It is lost once the Compute API has no such VM or
 a halted one, or once neither its agent nor the run has shown a sign of life for long. A VM that the
-list lacks is suspected sooner; lists lag, so it is looked up, too.
+list lacks is suspected sooner; lists lag, so it is looked up, too. One that the service itself has
+ended is lost without any silence, once neither the list nor a look-up has it.
 """
 
 from __future__ import annotations
@@ -77,25 +78,38 @@ def find_suspected(desired: DesiredState, observed: ObservedState, gce: GceSecti
     return {vm.name for vm in desired.vms if vm.created and _is_silent(vm.name, observed, gce)}
 
 
-def find_silent(
+def find_suspects(
     vms: Iterable[VmSpec],
     silent: Mapping[str, float],
     listed: Container[str] | None,
+    events: Container[str],
     gce: GceSection,
 ) -> list[VmSpec]:
-    """Returns the VMs that are looked up one by one, since their agents are silent.
+    """Returns the VMs that are looked up one by one.
+
+    Their agents are silent, or the list lacks them after an operation of the service on them.
 
     Args:
       vms: the VMs to judge.
       silent: seconds without a new report of an agent, by name.
       listed: names of the newest list; None: there is none.
+      events: names of the VMs with an operation of the service itself.
       gce: the config of the VMs.
     """
     return [
         vm
         for vm in vms
-        if vm.created and silent.get(vm.name, -1.0) >= _least_silence(vm.name, listed, gce)
+        if vm.created
+        and (
+            silent.get(vm.name, -1.0) >= _least_silence(vm.name, listed, gce)
+            or _is_ended(vm.name, listed, events)
+        )
     ]
+
+
+def _is_ended(name: str, listed: Container[str] | None, events: Container[str]) -> bool:
+    """Returns whether the list lacks a VM that the service has ended, by its own operation."""
+    return listed is not None and name not in listed and name in events
 
 
 def _least_silence(name: str, listed: Container[str] | None, gce: GceSection) -> float:
@@ -162,6 +176,9 @@ def _loss(
         return Loss(kind or "stopped", f"is {listed.status}{because}")
     if event == HOST_ERROR:
         return Loss(kind, cause)
+    is_gone = observed.looked_up.get(vm.name, "") is None
+    if is_gone and _is_ended(vm.name, observed.vms, observed.events):
+        return Loss(kind, f"it no longer exists{because}")
     if report is None:
         return _boot_loss(vm, observed, gce, kind=kind, because=because)
     if _is_silent(vm.name, observed, gce) and (

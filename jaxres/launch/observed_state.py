@@ -233,6 +233,11 @@ class StateObserver:
         """Seconds without a new report of an agent while the bucket answers, by name of its VM."""
         return {name: still for name, (_, _, still) in self._reports.items()}
 
+    @property
+    def events(self) -> Mapping[str, str]:
+        """Newest operation of the service itself on a VM, by name."""
+        return self._events
+
     def bucket_unavailable(self) -> None:
         """Records an observation that the bucket did not answer."""
         self._bucket_at = None

@@ -17,7 +17,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxres.supervisor.processes import kill_me_with_parent, kill_session
+from jaxres.cluster import authentication
+from jaxres.config import RunConfig
+from jaxres.faults import RunError
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import gcs_client
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.processes import TAG_VARIABLE, kill_me_with_parent, kill_session
 
 STANDBY_SECONDS = 30.0
 """Time from the start or the end of a training process to the start of the next standby: the first
@@ -49,16 +56,18 @@ class StandbySupervisor:
         return self._process is not None and self._process.poll() is None and key == self._key
 
     def start(
-        self, arguments: Sequence[str], *, env: Mapping[str, str], key: tuple[str, ...]
+        self, run_dir: RunDir, config: RunConfig, *, env: Mapping[str, str], key: tuple[str, ...]
     ) -> None:
         """Starts a standby.
 
         Args:
-          arguments: config and overrides, without those of one attempt.
+          run_dir: the run directory.
+          config: the config of the run.
           env: environment of the training.
           key: digests of code and config: the attempt must have the same.
         """
         self.stop()
+        arguments, env = _fork_server(run_dir, config, env)
         ours, theirs = socket.socketpair()
         with theirs, self._output.open("wb") as output:
             self._process = subprocess.Popen(
@@ -66,7 +75,7 @@ class StandbySupervisor:
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(env),
+                env=env,
                 start_new_session=True,
                 preexec_fn=functools.partial(kill_me_with_parent, os.getpid()),
             )
@@ -122,3 +131,21 @@ class StandbySupervisor:
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
+
+
+def _fork_server(
+    run_dir: RunDir, config: RunConfig, env: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Returns arguments and environment of a standby: those of its fork server, if it can have one.
+
+    It can once a first attempt has fixed the number of threads. The tag is not in the environment
+    of the standby, which is no process of that attempt.
+    """
+    env = {**env, **gcs_client.library_environment(env)}
+    with contextlib.suppress(RunError):  # The attempt reports it.
+        if (claim := run_log.first_claim(run_dir.log)) is not None:
+            variables = {n: v for n, v in env.items() if n != authentication.VARIABLE}
+            worker = attempt_runner.worker_env(variables, config, run_dir, claim)
+            tag = worker.pop(TAG_VARIABLE)
+            return [str(run_dir.root), f"{TAG_VARIABLE}={tag}"], worker
+    return [], env

@@ -38,6 +38,7 @@ from jaxres.launch.paths import OUTPUT_START, LaunchPaths
 from jaxres.launch.standby_supervisor import STANDBY_SECONDS, StandbySupervisor
 from jaxres.launch.step_line import TAIL_BYTES, newest_progress
 from jaxres.runlog.events import Noted
+from jaxres.runlog.paths import RunDir
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
@@ -292,16 +293,12 @@ class Agent:
                 return
             self._standby_due = float("inf")
             if config.restart.fork:
-                arguments = self._run_arguments(desired)
                 training_env = self._training_env(env, config, desired)
-                self._standby.start(arguments, env=training_env, key=key)
-
-    def _run_arguments(self, desired: DesiredState) -> list[str]:
-        return [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
+                self._standby.start(RunDir(self._paths.run), config, env=training_env, key=key)
 
     def _arguments(self, desired: DesiredState, host: int, config: RunConfig) -> list[str]:
         """Returns the arguments of `jaxres.train` for one host of the desired attempt."""
-        arguments = self._run_arguments(desired)
+        arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
         if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
             arguments += [f"preemption.notice_seconds={notice:g}"]
         if desired.seq_before:  # The run has begun: never again at step 0.

@@ -179,6 +179,13 @@ def claim_of(records: Sequence[Record], *, attempt: int, folder: RunPath) -> Cla
     )
 
 
+def first_claim(folder: RunPath) -> Claim | None:
+    """Returns the claim that began the run, which fixes its threads; None: there is none yet."""
+    data = files.read(path := folder / file_name(1))
+    body = None if data is None else Record.decode(data, path=path).body
+    return body if isinstance(body, Claim) else None
+
+
 def newer_claim(folder: RunPath, *, attempt: int, after: int) -> tuple[Claim | None, int]:
     """Reads the records after number `after`; cheap enough for once a second.
 

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock
@@ -23,15 +22,16 @@ from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.supervisor_events import ForkServerReady
 from jaxres.supervisor.processes import TAG_VARIABLE
+from jaxres.supervisor.spawn import StartedForkServer, start_fork_server
 from jaxres.supervisor.worker_group import versions
-from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess, spawn_in_group
+from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess
 
 IMPORT_SECONDS = 600.0
 """Longest wait for the imports where a fresh process would have to do them as well."""
 FORK_SECONDS = 2.0
 """Longest wait for a forked worker's message; after that the fork server is killed."""
-WORKER, FORK_SERVER = "jaxres.train.worker", "jaxres.train.forkserver"
-"""Modules that these processes run."""
+WORKER = "jaxres.train.worker"
+"""Module that a worker runs."""
 MESSAGE_BYTES = 256
 NOT_READ_BY_IMPORTS = (TAG_VARIABLE, HOST_NAME, INSTANCE, PHYSICAL_HOST)
 """Variables in which a worker's environment may differ from that of the fork server."""
@@ -80,14 +80,12 @@ class ForkServer:
         if self._env.get(TAG_VARIABLE) == env[TAG_VARIABLE]:
             return
         self.stop()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", FORK_SERVER, str(self._run_dir.root)]
-        command += ["--parent", str(os.getpid()), "--control", str(theirs.fileno())]
-        with theirs:
-            self._process = spawn_in_group(command, keep=theirs.fileno(), env=env)
-        self._control, self._env, self._versions = ours, dict(env), versions()
-        ours.setblocking(False)
-        self._started_at = self._clock.monotonic()
+        self.adopt(start_fork_server(str(self._run_dir.root), env))
+
+    def adopt(self, started: StartedForkServer) -> None:
+        """Takes a fork server that this process has started just now."""
+        self._process, self._control, self._env = started.process, started.control, started.env
+        self._versions, self._started_at = versions(), self._clock.monotonic()
 
     def fork(
         self,

@@ -20,7 +20,8 @@ from jaxres.supervisor.preemption import Decision, PreemptionNotice, SaveTimings
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.remote_hosts import LeaderLink
 from jaxres.supervisor.run_dir_watcher import WatcherEvent
-from jaxres.supervisor.worker_process import LEAVE, kill_process_groups, signal_name
+from jaxres.supervisor.spawn import LEAVE
+from jaxres.supervisor.worker_process import kill_process_groups, signal_name
 
 TWICE_KILLS = (signal.SIGTERM, signal.SIGINT)
 """A second one of these signals kills the workers at once.

@@ -19,6 +19,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.supervisor.proc_stat import read_proc_stat
 from jaxres.supervisor.processes import oom_kill_count
 from jaxres.supervisor.root_cause import HostStatus, WorkerExit
+from jaxres.supervisor.spawn import spawn_in_group
 from jaxres.supervisor.watchdog import ProgressTracker, SaveTimes
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
@@ -30,10 +31,6 @@ from jaxres.telemetry.heartbeat import (
 
 KILL_GRACE_SECONDS = 5.0
 """Longest wait for killed processes; one that hangs in the kernel on storage is left behind."""
-LEAVE = signal.SIGRTMIN + 1
-"""Signal to a worker: finish the save in flight, begin no other, and exit with 75."""
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE)
-"""Signals that are blocked when a worker is spawned, until the worker handles them."""
 
 
 class Process(Protocol):
@@ -268,25 +265,6 @@ def spawn_worker(
         progress=ProgressTracker(last_progress=clock.monotonic()),
         kills_before=kills_before,
     )
-
-
-def spawn_in_group(
-    command: Sequence[str], *, keep: int, env: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Starts a process in a group of its own, with a worker's signals blocked.
-
-    Args:
-      command: its argv.
-      keep: the descriptor that the process inherits.
-      env: its environment.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
-    try:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(keep,), process_group=0, env=env
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_process_groups(workers: Iterable[Worker], *, clock: Clock) -> None:

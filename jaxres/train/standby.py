@@ -1,39 +1,42 @@
 """A supervisor that waits for its attempt: it has imported all, and its fork server too. No jax.
 
-The agent of a VM starts it as `python -m jaxres.train.standby CONFIG [section.field=value ...]`
-before there is an attempt. Its stdin is a socket. It sends `ready` once its fork server is, and
-waits for one line of JSON with the arguments and the environment of `python -m jaxres.train`, as
-which it goes on: at once, and the worker is forked when the fork server is ready. If the socket is
-closed first, it exits.
+The agent of a VM starts it as `python -m jaxres.train.standby [RUN_DIR NAME=VALUE]` before there is
+an attempt, in the environment of the run's workers, except for the variable NAME. First of all it
+starts its fork server, so that both import at the same time; without arguments it has none. Its
+stdin is a socket. It sends `ready` once its fork server is, and waits for one line of JSON with the
+arguments and the environment of `python -m jaxres.train`, as which it goes on: at once, and the
+worker is forked when the fork server is ready. If the socket is closed first, it exits.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+
 from jaxres.supervisor import signals
+from jaxres.supervisor.spawn import StartedForkServer, start_fork_server
 
 if __name__ == "__main__":
     signals.block()  # Before all other imports: a signal waits for the attempt.
+    STARTED = None
+    if len(sys.argv) > 1:
+        name, _, value = sys.argv[2].partition("=")
+        STARTED = start_fork_server(sys.argv[1], {**os.environ, name: value})
+else:
+    STARTED = None
 
 import contextlib
 import json
-import os
 import select
 import socket
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-from jaxres import config as configs
 from jaxres.clock import SystemClock
-from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import RunError
-from jaxres.runlog import run_log
 from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim
-from jaxres.storage import gcs_client
-from jaxres.supervisor import attempt_runner, processes, run_config
+from jaxres.storage.path import parse_path
+from jaxres.supervisor import attempt_runner, processes
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.forkserver_client import ForkServer
 from jaxres.telemetry import stdio
@@ -43,10 +46,9 @@ READY = b"ready"
 POLL_SECONDS = 0.1
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(started: StartedForkServer | None) -> int:
     """Waits for the order on stdin, and runs the attempt; returns its exit code."""
-    os.environ.update(gcs_client.library_environment(os.environ))
-    with socket.socket(fileno=os.dup(0)) as agent, _fork_server(arguments) as server:
+    with socket.socket(fileno=os.dup(0)) as agent, _fork_server(started) as server:
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         _tell_when_ready(agent, server)
@@ -72,28 +74,16 @@ def _tell_when_ready(agent: socket.socket, server: ForkServer | None) -> None:
 
 
 @contextlib.contextmanager
-def _fork_server(arguments: Sequence[str]) -> Iterator[ForkServer | None]:
-    """Yields a fork server that was started; None: no attempt has fixed the environment yet."""
-    if (found := _newest_attempt(arguments)) is None:
+def _fork_server(started: StartedForkServer | None) -> Iterator[ForkServer | None]:
+    """Yields the fork server that was started; None: no attempt has fixed the environment yet."""
+    if started is None:
         yield None
         return
-    config, run_dir, claim = found
     processes.become_subreaper()
+    run_dir = RunDir(parse_path(sys.argv[1]))
     with ForkServer(run_dir, emit=_print, clock=SystemClock()) as server:
-        env = train.training_variables(os.environ)
-        server.ensure_started(attempt_runner.worker_env(env, config, run_dir, claim))
+        server.adopt(started)
         yield server
-
-
-def _newest_attempt(arguments: Sequence[str]) -> tuple[RunConfig, RunDir, Claim] | None:
-    """Returns config, run directory and claim of the newest attempt; None: none can be read."""
-    path, *overrides = arguments
-    with contextlib.suppress(RunError):  # The attempt reports it.
-        loaded = configs.load(Path(path), overrides)
-        run_dir = run_config.find_run_dir(loaded)
-        if claims := run_log.fold(run_log.read_records(run_dir.log)).claims:
-            return loaded.config, run_dir, claims[-1]
-    return None
 
 
 def _print(event: Event) -> None:
@@ -103,4 +93,4 @@ def _print(event: Event) -> None:
 
 if __name__ == "__main__":
     stdio.install_safe_stdio(escapes=True)
-    attempt_runner.hard_exit(main(sys.argv[1:]))
+    attempt_runner.hard_exit(main(STARTED))

@@ -21,7 +21,7 @@ from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor import signals
-from jaxres.supervisor.worker_process import LEAVE
+from jaxres.supervisor.spawn import LEAVE
 from jaxres.telemetry import stdio
 
 OTHER_SIGNALS: frozenset[int] = frozenset({signal.SIGUSR2, LEAVE})

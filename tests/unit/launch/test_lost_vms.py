@@ -13,6 +13,7 @@ from jaxres.launch.lost_vms import (
     HEARTBEATS_SECONDS,
     NOTICE_SECONDS,
     UNLISTED_SECONDS,
+    find_suspects,
     is_notice_due,
 )
 from jaxres.launch.observed_state import HALTED, AgentReport
@@ -166,6 +167,42 @@ def test_a_vm_that_is_only_missing_from_a_list_is_kept(
     found = next_state(RUNNING, observed(**fields))
     assert (found.phase, found.vms, found.deleting) == ("running", RUNNING.vms, ())
     assert found.suspected == ((NAMES[1],) if is_suspected else ())
+
+
+def ended_by_the_service(**fields: Any) -> dict[str, Any]:
+    """Returns an observation of a VM that was preempted just now, and whose agent has reported."""
+    return unlisted(0.0, events={NAMES[1]: PREEMPTED}) | fields
+
+
+def test_a_vm_that_the_service_has_ended_is_lost_at_once() -> None:
+    """Its own operation, the list and a look-up agree: no silence is needed."""
+    state = observed(**ended_by_the_service(looked_up={NAMES[1]: None}))
+    due = find_suspects(RUNNING.vms, state.silent, state.vms, state.events, GCE)
+    assert [vm.name for vm in due] == [NAMES[1]], "nothing would look it up"
+    found = next_state(RUNNING, state)
+    assert [vm.name for vm in found.deleting] == [NAMES[1]], "its silence is awaited"
+    assert found.reason.startswith(f"{NAMES[1]}: it no longer exists; it was preempted")
+    assert found.history[-1].code == ExitCode.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ended_by_the_service(),
+        ended_by_the_service(looked_up={NAMES[1]: "RUNNING"}),
+        ended_by_the_service(looked_up={NAMES[1]: "STOPPING"}),
+        ended_by_the_service(looked_up={NAMES[1]: None}, vms=listed(*NAMES)),
+        ended_by_the_service(looked_up={NAMES[1]: None}, vms=None),
+        ended_by_the_service(looked_up={NAMES[1]: None}, events={}),
+    ],
+    ids=["not asked", "the list lags", "saves", "listed", "no answer", "no operation"],
+)
+def test_a_vm_of_which_one_piece_of_evidence_is_missing_keeps_its_attempt(
+    fields: dict[str, Any],
+) -> None:
+    found = next_state(RUNNING, observed(**fields))
+    kept = (found.phase, found.vms, found.deleting)
+    assert kept == ("running", RUNNING.vms, ()), "a VM is lost on too little evidence"
 
 
 def test_a_status_of_a_vm_whose_agent_reports_is_no_loss() -> None:

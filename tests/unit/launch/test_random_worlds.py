@@ -21,7 +21,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.launch import cheaper_option, elastic, reconcile, spares, transition_events
 from jaxres.launch.controller import new_state
 from jaxres.launch.desired_state import DesiredState, PendingCreate
-from jaxres.launch.lost_vms import find_silent
+from jaxres.launch.lost_vms import find_suspects
 from jaxres.launch.observed_state import CreateFailed, ObservedState, StateObserver
 from tests.tiers import campaign_but
 from tests.unit.launch.gce_config import OPTION, config
@@ -134,9 +134,10 @@ class ModelLauncher:
             creation = self._result(desired.creation)
             left = {vm.name for vm in desired.deleting} - vms.keys() - world.vms.keys()
             not_found = frozenset(left)
-            silent = find_silent(desired.all_vms, self._observer.silent, vms, world.gce)
-            suspects = [vm.name for vm in silent]
-            looked_up = {n: world.vms[n].status if n in world.vms else None for n in suspects}
+            observer = self._observer
+            due = find_suspects(desired.all_vms, observer.silent, vms, observer.events, world.gce)
+            names = [vm.name for vm in due]
+            looked_up = {n: world.vms[n].status if n in world.vms else None for n in names}
         found = self._observer.snapshot(
             wall=world.wall(),
             creation=creation,

@@ -19,7 +19,9 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import Record, file_name
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
+from tests.unit.runlog.example_records import CLAIM
 
 KEY = ("code", "config")
 
@@ -29,11 +31,14 @@ def agent(folder: Path, code: str) -> Any:
     given = f"""
         import json, os, time
         from pathlib import Path
+        from jaxres import config as configs
         from jaxres.launch.standby_supervisor import StandbySupervisor
+        from jaxres.runlog.paths import RunDir
 
         folder = Path({str(folder)!r})
         standby = StandbySupervisor(folder)
-        standby.start([{str(TINY)!r}, "run.dir={folder}/run"], env=os.environ, key={KEY!r})
+        config = configs.load(Path({str(TINY)!r})).config
+        standby.start(RunDir(folder / "run"), config, env=os.environ, key={KEY!r})
         pid = standby._process.pid
         output = folder / "output-0001.txt"
 
@@ -135,6 +140,34 @@ def test_a_standby_that_is_not_ready_forks_its_worker_once_the_imports_are_done(
     run_dir = RunDir(tmp_path / "run")
     (opened,) = (e for e in read_events(run_dir.events(2, 0)) if e["event"] == "run_opened")
     assert opened["forked"], (tmp_path / "output-0001.txt").read_text()
+
+
+def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: Path) -> None:
+    """Here each of the two notes that it imports, and then waits for ever."""
+    log = tmp_path / "run" / RunDir(tmp_path / "run").log.name
+    log.mkdir(parents=True)
+    (log / file_name(1)).write_bytes(Record(1, 1, 0.0, CLAIM).encode())
+    (modules := tmp_path / "modules").mkdir()
+    note = f"open(f'{tmp_path}/imports-{{os.getpid()}}', 'w').close()"
+    (modules / "pydantic.py").write_text(f"import os, signal; {note}; signal.pause()")
+    given = {"PYTHONPATH": f"{modules}:{ROOT}"}
+    is_started = agent(
+        tmp_path,
+        f"""
+        standby.stop()
+        standby.start(RunDir(folder / "run"), config, env=os.environ | {given!r}, key={KEY!r})
+        pid = standby._process.pid
+        children = Path(f"/proc/{{pid}}/task/{{pid}}/children")
+
+        until = time.monotonic() + {PATIENCE_SECONDS}
+        while not (folder / f"imports-{{pid}}").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        commands = [Path(f"/proc/{{n}}/cmdline").read_text() for n in children.read_text().split()]
+        print(json.dumps(any("jaxres.train.forkserver" in command for command in commands)))
+        """,
+    )
+    assert is_started, "the standby imports first"
 
 
 def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
