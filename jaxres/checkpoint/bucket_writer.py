@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import queue
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import (
     FIRST_EXCEPTION,
@@ -213,7 +212,7 @@ class BucketWriter:
             laid_out.put(part)
             if not part.file.size_bytes:
                 return None
-            time.sleep(wait_seconds)
+            self._pace.clock.sleep(wait_seconds)
             stat = gcs_objects.write_stream(self.step_dir / part.name, part.file)
         except BaseException:
             laid_out.put(None)  # The save ends here: it waits for no other part.
