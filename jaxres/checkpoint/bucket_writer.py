@@ -167,11 +167,18 @@ class BucketWriter:
         uploads = ThreadPoolExecutor(streams, "jaxres-upload")
         downloads = ThreadPoolExecutor(streams, "jaxres-download")
         laid_out: queue.SimpleQueue[BucketPart | None] = queue.SimpleQueue()
-        waits = [APART_SECONDS * n if n < streams else 0.0 for n in range(len(paths))]
         try:
             jobs = [
-                uploads.submit(self._upload, folder, number, each, laid_out, downloads, begin_after)
-                for number, (each, begin_after) in enumerate(zip(paths, waits, strict=True))
+                uploads.submit(
+                    self._upload,
+                    folder,
+                    number,
+                    each,
+                    laid_out,
+                    downloads,
+                    wait_seconds=APART_SECONDS * number if number < streams else 0.0,
+                )
+                for number, each in enumerate(paths)
             ]
             parts, reports = list[BucketPart](), list[HostReport]()
             while len(parts) < len(jobs) and (part := laid_out.get()) is not None:
@@ -198,6 +205,7 @@ class BucketWriter:
         paths: list[str],
         laid_out: queue.SimpleQueue[BucketPart | None],
         downloads: Executor,
+        *,
         wait_seconds: float,
     ) -> Future[HostReport] | None:
         """Waits, uploads one part; returns its download's report, unless it is in the index."""

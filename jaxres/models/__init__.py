@@ -44,29 +44,9 @@ def build(
     named by jax.default_backend(). `keep_rows` is applied to activations, except in a custom model.
     `deterministic` is whether XLA takes only deterministic kernels. Raises ConfigError.
     """
-    model = _bare(
-        config,
-        vocab_size=vocab_size,
-        seq_len=seq_len,
-        platform=platform,
-        keep_rows=keep_rows,
-        deterministic=deterministic,
-    )
-    return model if adapters is None else lora.with_adapters(model, adapters)
-
-
-def _bare(
-    config: AnyModel,
-    *,
-    vocab_size: int | None,
-    seq_len: int,
-    platform: str,
-    keep_rows: KeepRows,
-    deterministic: bool,
-) -> Model:
     match config:
         case GptModel():
-            return gpt.build(
+            model = gpt.build(
                 config,
                 vocab_size=vocab_size,
                 seq_len=seq_len,
@@ -75,8 +55,9 @@ def _bare(
                 deterministic=deterministic,
             )
         case MlpModel():
-            return mlp.build(config, vocab_size=vocab_size, keep_rows=keep_rows)
+            model = mlp.build(config, vocab_size=vocab_size, keep_rows=keep_rows)
         case VitModel():
-            return vit.build(config, platform=platform, keep_rows=keep_rows)
+            model = vit.build(config, platform=platform, keep_rows=keep_rows)
         case CustomModel():
-            return custom.build(config, vocab_size=vocab_size, seq_len=seq_len)
+            model = custom.build(config, vocab_size=vocab_size, seq_len=seq_len)
+    return model if adapters is None else lora.with_adapters(model, adapters)
