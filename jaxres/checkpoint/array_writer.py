@@ -2,10 +2,10 @@
 
 A part is some arrays, with the pieces of them that this host writes, in an OCDBT database of its
 own (`state/ocdbt.process_HOST.PART`). Its values are in one file, which is written past the page
-cache. While parts are written, those before are read back from the disk. A part whose arrays have
-not changed is linked (linked_parts.py). When all hosts have written theirs, host 0 lets TensorStore
-merge the indexes of all parts into the index of the folder, in which stock Orbax and TensorStore
-find the arrays.
+cache. While parts are written, other threads read those before back from the disk: many disks have
+a limit for each. A part whose arrays have not changed is linked (linked_parts.py). When all hosts
+have written theirs, host 0 lets TensorStore merge the indexes of all parts into the index of the
+folder, in which stock Orbax and TensorStore find the arrays.
 
 Sources: https://google.github.io/tensorstore/kvstore/ocdbt/index.html,
 https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,8 +49,8 @@ from jaxres.storage.direct_file import DirectWriter
 
 PART_BYTES = 2**26
 """Size from which another part begins; an array is never split."""
-THREADS = 3
-"""Number of parts that are written or read back at the same time."""
+THREADS = 2
+"""Number of parts that are written at the same time, and of those that are read back meanwhile."""
 CHUNK_ALIGNMENT = 64
 """Chunks begin at a multiple of this in their file, so that items are aligned where it is read."""
 _STORE = {
@@ -152,11 +152,12 @@ class ArrayWriter:
 
     def _write_folder(self, folder: str, so_far: HostReport) -> HostReport:
         paths = list(parts_of(self._arrays.of(folder), PART_BYTES))
-        with ThreadPoolExecutor(THREADS, "jaxres-write") as pool:
-            written = pool.map(
-                lambda numbered: self._write_part(folder, *numbered), enumerate(paths)
+        readers = ThreadPoolExecutor(THREADS, "jaxres-verify")
+        with readers, ThreadPoolExecutor(THREADS, "jaxres-write") as writers:
+            written = writers.map(
+                lambda numbered: self._write_part(folder, readers, *numbered), enumerate(paths)
             )
-            parts = list(written)
+            parts = [part.result() for part in list(written)]
         digests = {path: each for _, own in parts for path, each in own.items()}
         below = DIGESTS_OF[folder]
         (self._folder / below).mkdir(exist_ok=True)
@@ -173,8 +174,9 @@ class ArrayWriter:
         return HostReport(infos, failures[0] if failures else "", linked_bytes)
 
     def _write_part(
-        self, folder: str, number: int, paths: list[str]
-    ) -> tuple[HostReport, dict[str, Digests]]:
+        self, folder: str, readers: Executor, number: int, paths: list[str]
+    ) -> Future[tuple[HostReport, dict[str, Digests]]]:
+        """Writes or links a part; returns the report on it, which a reader makes meanwhile."""
         database = database_name(folder, self._process, number)
         held = {path: self._arrays.take(folder, path) for path in paths}
         digests: dict[str, Digests] = {}
@@ -184,21 +186,26 @@ class ArrayWriter:
                 for path, each in _write_database(self._folder / database, held, self._pace):
                     self._digest(path, each, digests)
         except Corrupted as error:
-            return HostReport({}, str(error)), {}
+            return _failed(str(error))
         except OSError:
             raise
         except Exception as error:  # noqa: BLE001  Host 0 refuses the step.
-            why = f"this process could not digest its data: {type(error).__name__}: {error}"
-            return HostReport({}, why), {}
+            return _failed(
+                f"this process could not digest its data: {type(error).__name__}: {error}"
+            )
         infos = {path: each.info for path, each in held.items()}
         boxes = {path: tuple(each.items) for path, each in held.items()}
-        del held
-        report = verify_part(self._folder, database, infos, boxes, digests, self._pace)
-        if folder == ARRAYS and not report.failure:
-            self.written.add(database, report.files, digests)
-        if is_linked:
-            report = replace(report, linked_bytes=sum(f.size for f in report.files.values()))
-        return report, digests
+
+        def verify() -> tuple[HostReport, dict[str, Digests]]:
+            report = verify_part(self._folder, database, infos, boxes, digests, self._pace)
+            if folder == ARRAYS and not report.failure:
+                self.written.add(database, report.files, digests)
+            if is_linked:
+                size = sum(file.size for file in report.files.values())
+                report = replace(report, linked_bytes=size)
+            return report, digests
+
+        return readers.submit(verify)
 
     def _digest(self, path: str, each: HostPieces, digests: dict[str, Digests]) -> Digests:
         """Returns the digests of an array's pieces, which are computed once."""
@@ -219,6 +226,13 @@ class ArrayWriter:
             for path, each in held.items()  # Up to the first that differs.
         )
         return are_same and linked_parts.link(self._earlier, database, self._folder)
+
+
+def _failed(why: str) -> Future[tuple[HostReport, dict[str, Digests]]]:
+    """Returns the report that this host's part is wrong."""
+    report = Future[tuple[HostReport, dict[str, Digests]]]()
+    report.set_result((HostReport({}, why), {}))
+    return report
 
 
 DIGESTS_OF = {ARRAYS: manifests.DIGESTS, FROZEN: manifests.FROZEN_DIGESTS}

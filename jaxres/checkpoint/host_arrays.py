@@ -64,7 +64,11 @@ class HostArrays:
                 self._fetched[path] = _fetch(*array)
 
     def begin(self) -> None:
-        """Reads what the arrays are compared with, and describes them."""
+        """Reads what the arrays are compared with, and describes them.
+
+        Not while parts are written: JAX makes an array's list of shards at the first access, and
+        two threads there at a time get wrong ones (jaxlib 0.10.2).
+        """
         self.described, self._expected = self._describe(), self._sums.read()
 
     def of(self, folder: str) -> Mapping[str, tuple[ArrayInfo, Any]]:

@@ -7,6 +7,7 @@ jaxres reads none of them. Source: orbax-checkpoint 0.12.8, `metadata/tree.py`,
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -67,8 +68,15 @@ def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
 def _shardings(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, str]:
     found: dict[str, str] = {}
     for keys, array in arrays.items():
-        described = orbax_shardings.from_jax_sharding(array.sharding)
+        described = _described(array.sharding)
         if described is not None:
             name = base64.b64encode(".".join(keys).encode()).decode()
-            found[name] = described.to_serialized_string()
+            found[name] = described
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(sharding: jax.sharding.Sharding) -> str | None:
+    """Returns a sharding as Orbax describes it, with all devices; None: Orbax does not."""
+    described = orbax_shardings.from_jax_sharding(sharding)
+    return described and described.to_serialized_string()

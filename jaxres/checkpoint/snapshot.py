@@ -87,6 +87,8 @@ class Snapshot:
         """Reason why this process's digest file could not be written; empty if it was."""
         self._arrays = arrays
         self._pieces = {} if is_own else _all_pieces(arrays)
+        for _, array in arrays.values():  # Before Orbax's threads and ours get there together.
+            _ = array.addressable_shards
 
     async def save(self, directory: Any) -> Awaitable[None]:
         """Returns the background task, which hashes the pieces and writes the digest file."""

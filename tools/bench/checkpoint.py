@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxres import models
-from jaxres.checkpoint import orbax_io, verify
+from jaxres.checkpoint import array_writer, orbax_io, verify
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.load_arrays import load
 from jaxres.checkpoint.restore import restore
@@ -50,6 +51,7 @@ from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Commit, RunLog
 from jaxres.storage import files
+from jaxres.storage.direct_file import BUFFER_BYTES, DirectReader, DirectWriter
 from jaxres.storage.path import RunPath
 from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
 from jaxres.train.worker import SWITCH_SECONDS
@@ -103,6 +105,13 @@ step = jax.jit(lambda state: jax.tree.map(lambda x: x + x.dtype.type(1), state),
 """Stand-in for a training step: reads and writes all of the state, which it donates."""
 
 
+changed = jax.jit(
+    lambda state, number: jax.tree.map(lambda x: x + number.astype(x.dtype), state),
+    donate_argnums=0,
+)
+"""Makes another state for each save: jaxres links what is the same as two saves before."""
+
+
 compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (y @ y) / len(x), x))
 """Stand-in for a training step that computes: a few milliseconds on two cores."""
 
@@ -124,8 +133,8 @@ class Saving:
 
     def times(self, make: Callable[[], Any]) -> tuple[float, float, float]:
         """Returns seconds of the call, of the step right after it, and of the whole save."""
-        state = jax.block_until_ready(step(make()))
         self._count += 1
+        state = jax.block_until_ready(changed(make(), np.int32(self._count)))
         target = self._folder / f"{self._count}"
         begun = time.perf_counter()
         wait = self._begin(state, target)
@@ -144,12 +153,12 @@ class Saving:
           make: creates the state.
           side: rows of the matrix that a step multiplies.
         """
-        state = jax.block_until_ready(make())
+        self._count += 1
+        state = jax.block_until_ready(changed(make(), np.int32(self._count)))
         small = jax.block_until_ready(compute(jax.numpy.ones((side, side))))
         alone = statistics.mean(
             seconds(lambda: jax.block_until_ready(compute(small))) for _ in range(100)
         )
-        self._count += 1
         target = self._folder / f"{self._count}"
         begun = time.perf_counter()
         wait = self._begin(state, target)
@@ -234,6 +243,36 @@ def write_and_read_back(data: list[np.ndarray], target: Path) -> tuple[float, fl
     return written, seconds(lambda: plain_read_back(target))
 
 
+def direct_write_and_read_back(data: list[np.ndarray], folder: Path) -> float:
+    """Returns the seconds that a save's parts take if nothing is digested: the disk's limit.
+
+    As in a save they are written past the page cache by some threads, and read back by as many
+    others meanwhile.
+    """
+    flat = np.concatenate([array.reshape(-1).view(np.uint8) for array in data])
+    starts = range(0, len(flat), array_writer.PART_BYTES)
+    folder.mkdir()
+
+    def write(start: int) -> Future[None]:
+        with DirectWriter(folder / f"{start}") as file:
+            file.append(flat[start : start + array_writer.PART_BYTES])
+        return readers.submit(read, start)
+
+    def read(start: int) -> None:
+        with DirectReader(folder / f"{start}", longest=BUFFER_BYTES) as file:
+            while left := file.size_bytes - file.position:
+                file.take(min(left, BUFFER_BYTES))
+
+    begun = time.perf_counter()
+    readers = ThreadPoolExecutor(array_writer.THREADS)
+    with readers, ThreadPoolExecutor(array_writer.THREADS) as writers:
+        for reading in list(writers.map(write, starts)):
+            reading.result()
+    taken = time.perf_counter() - begun
+    shutil.rmtree(folder)
+    return taken
+
+
 def main() -> int:
     """Measures, and prints medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -257,43 +296,52 @@ def main() -> int:
         make = make_arrays(number=options.arrays, gigabytes=options.gigabytes)
     else:
         make = make_state(layers=options.layers, width=options.width)
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        size = _saves(Path(name), make, rounds=options.rounds)
+        if options.saves_only:
+            return 0
+        _print_restores(restores(Path(name), make, rounds=options.rounds), size=size)
+        _print_first_steps(Path(name), make, rounds=options.rounds)
+        _print_curve(Path(name), make, rounds=options.rounds)
+    return 0
+
+
+def _saves(folder: Path, make: Callable[[], Any], *, rounds: int) -> int:
+    """Times saves and the machine's limits in turns, prints them; returns the state's bytes."""
     host = [np.asarray(leaf) for leaf in jax.tree.leaves(make())]
     size = sum(array.nbytes for array in host)
     warm = [np.empty_like(array) for array in host]
     print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {jax.device_count()} device(s)")
     own = orbax_io.save_context(timeout_seconds=TIMEOUT_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        folder = Path(name)
-        for part in ("copy", "device", "bare", "stock"):
-            (folder / part).mkdir()
-        ways = {
-            "jaxres, snapshot=copy": ours(folder / "copy", "copy"),
-            "jaxres, snapshot=device": ours(folder / "device", "device"),
-            "Orbax, the same settings": orbax(folder / "bare", own),
-            "Orbax, its defaults": orbax(folder / "stock", ocp.Context()),
-        }
-        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-        copies, writes, read_backs, idle = [], [], [], []
-        for round_number in range(options.rounds + 1):
-            times = {name: way.times(make) for name, way in ways.items()}
-            copied = seconds(lambda: [np.copyto(w, h) for w, h in zip(warm, host, strict=True)])
-            written, read = write_and_read_back(host, folder / "plain")
-            state = jax.block_until_ready(step(make()))
-            stepped = seconds(lambda s=state: jax.block_until_ready(step(s)))
-            if round_number:  # The first one warms up.
-                for name, value in times.items():
-                    found[name].append(value)
-                copies.append(copied)
-                writes.append(written)
-                read_backs.append(written + read)
-                idle.append(stepped)
-        _print_saves(found, copies=copies, writes=writes, read_backs=read_backs, idle=idle)
-        if options.saves_only:
-            return 0
-        _print_restores(restores(folder, make, rounds=options.rounds), size=size)
-        _print_first_steps(folder, make, rounds=options.rounds)
-        _print_curve(folder, make, rounds=options.rounds)
-    return 0
+    for part in ("copy", "device", "bare", "stock"):
+        (folder / part).mkdir()
+    ways = {
+        "jaxres, snapshot=copy": ours(folder / "copy", "copy"),
+        "jaxres, snapshot=device": ours(folder / "device", "device"),
+        "Orbax, the same settings": orbax(folder / "bare", own),
+        "Orbax, its defaults": orbax(folder / "stock", ocp.Context()),
+    }
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    copies, writes, read_backs, limits, idle = [], [], [], [], []
+    for round_number in range(rounds + 1):
+        times = {name: way.times(make) for name, way in ways.items()}
+        copied = seconds(lambda: [np.copyto(w, h) for w, h in zip(warm, host, strict=True)])
+        written, read = write_and_read_back(host, folder / "plain")
+        limit = direct_write_and_read_back(host, folder / "direct")
+        state = jax.block_until_ready(step(make()))
+        stepped = seconds(lambda s=state: jax.block_until_ready(step(s)))
+        if round_number:  # The first one warms up.
+            for name, value in times.items():
+                found[name].append(value)
+            copies.append(copied)
+            writes.append(written)
+            read_backs.append(written + read)
+            limits.append(limit)
+            idle.append(stepped)
+    _print_saves(
+        found, copies=copies, writes=writes, read_backs=read_backs, limits=limits, idle=idle
+    )
+    return size
 
 
 def _print_saves(
@@ -302,14 +350,16 @@ def _print_saves(
     copies: list[float],
     writes: list[float],
     read_backs: list[float],
+    limits: list[float],
     idle: list[float],
 ) -> None:
-    copy, write, read_back, step_seconds = (
-        statistics.median(x) for x in (copies, writes, read_backs, idle)
+    copy, write, read_back, limit, step_seconds = (
+        statistics.median(x) for x in (copies, writes, read_backs, limits, idle)
     )
     print(
         f"plain copy {copy:.3f} s, plain write with fsync {write:.3f} s, the same and read back "
-        f"from the disk {read_back:.3f} s, step {step_seconds:.3f} s"
+        f"from the disk {read_back:.3f} s, in a save's parts past the page cache {limit:.3f} s "
+        f"({limit / write:.2f} x plain write), step {step_seconds:.3f} s"
     )
     stock = found["Orbax, its defaults"]
     bare = found["Orbax, the same settings"]
@@ -323,7 +373,7 @@ def _print_saves(
             f"  {name:<26} call {call:.3f} s, step after it {after:.3f} s: held up {held:.3f} s "
             f"({held / copy:.2f} x plain copy, {held / others:.2f} x stock); whole {whole:.2f} s "
             f"({by_bare:.2f} x same settings, {by_stock:.2f} x stock, {whole / write:.2f} x plain "
-            f"write, {whole / read_back:.2f} x write and read back)"
+            f"write, {whole / read_back:.2f} x write and read back, {whole / limit:.2f} x parts)"
         )
 
 
