@@ -177,7 +177,7 @@ def _written_files(
 ) -> dict[str, FileInfo]:
     """Returns size and checksum of every file; reads those that are neither reported nor linked.
 
-    Digests of cut blocks are left out: they may be written at the same time.
+    Digests of cut blocks are left out, and their temporary file: they are written meanwhile.
     """
     reported = dict(linked.files)
     for report in reports:
@@ -186,7 +186,7 @@ def _written_files(
     missing = sorted(reported.keys() - present.keys())
     if missing:
         raise StorageUnavailable(f"{step_dir}: {missing[0]} was written and is missing.")
-    others = sorted(present.keys() - reported.keys() - {f"{d}/{CUT_BLOCKS}" for d in _FOLDERS})
+    others = sorted(name for name in present.keys() - reported.keys() if CUT_BLOCKS not in name)
     drop_from_memory(step_dir, others)
     return reported | checksums(step_dir, others)
 

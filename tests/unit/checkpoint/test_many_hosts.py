@@ -131,3 +131,11 @@ def test_digests_of_shared_blocks_that_read_back_differently_fail_the_save(run_d
     monkeypatch.setattr(files, "replace", replace)
     with pytest.raises(StorageUnavailable, match=r"read_back\.json reads back differently"):
         finalize._array_digests(step_dir, NAMES, infos, (), NOTHING_LINKED)
+
+
+def test_digests_of_shared_blocks_that_are_being_written_fail_no_save(tmp_path):
+    """The list of the step is made meanwhile, and what it names is read."""
+    for name in ("a", "digests/.read_back.json.0123456789ab.tmp", "digests/read_back.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert [*finalize._written_files(tmp_path, [], NOTHING_LINKED)] == ["a"]
