@@ -3,9 +3,9 @@
 A part is some arrays, with the pieces of them that this host writes, in an OCDBT database of its
 own (`state/ocdbt.process_HOST.PART`). Its values are in one file, which is written past the page
 cache. While parts are written, other threads read those before back from the disk: many disks have
-a limit for each. A part whose arrays have not changed is linked (linked_parts.py). When all hosts
-have written theirs, host 0 lets TensorStore merge the indexes of all parts into the index of the
-folder, in which stock Orbax and TensorStore find the arrays.
+one limit for writing and another for reading. A part whose arrays have not changed is linked
+(linked_parts.py). When all hosts have written theirs, host 0 lets TensorStore merge the indexes of
+all parts into the index of the folder, in which stock Orbax and TensorStore find the arrays.
 
 Sources: https://google.github.io/tensorstore/kvstore/ocdbt/index.html,
 https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html.
@@ -229,7 +229,7 @@ class ArrayWriter:
 
 
 def _failed(why: str) -> Future[tuple[HostReport, dict[str, Digests]]]:
-    """Returns the report that this host's part is wrong."""
+    """Returns the report on a part that can't be digested, for which nothing is read back."""
     report = Future[tuple[HostReport, dict[str, Digests]]]()
     report.set_result((HostReport({}, why), {}))
     return report
