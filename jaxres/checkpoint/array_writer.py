@@ -152,7 +152,7 @@ class ArrayWriter:
 
     def _write_folder(self, folder: str, so_far: HostReport) -> HostReport:
         paths = list(parts_of(self._arrays.of(folder), PART_BYTES))
-        readers = ThreadPoolExecutor(THREADS, "jaxres-verify")
+        readers = ThreadPoolExecutor(THREADS, "jaxres-read-back")
         with readers, ThreadPoolExecutor(THREADS, "jaxres-write") as writers:
             written = writers.map(
                 lambda numbered: self._write_part(folder, readers, *numbered), enumerate(paths)

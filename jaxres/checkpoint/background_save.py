@@ -19,7 +19,8 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint import manifest as manifests
 from jaxres.checkpoint import orbax_files
 from jaxres.checkpoint.array_writer import ArrayWriter
-from jaxres.checkpoint.bit_sums import BitSums, sums_of
+from jaxres.checkpoint.bit_sums import sums_of
+from jaxres.checkpoint.block_digests import ArrayInfo
 from jaxres.checkpoint.bucket_writer import BucketWriter
 from jaxres.checkpoint.host_arrays import HostArrays
 from jaxres.checkpoint.linked_parts import WrittenParts
@@ -151,18 +152,24 @@ def start_save(
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
     copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
-    named = {path: x for part in parts.values() for path, x in named_arrays(part).items()}
-    sums = sums_of(named, check)
+    named = [named_arrays(part) for part in parts.values()]
+    sums = sums_of({path: each for part in named for path, each in part.items()}, check)
+    copied = [_with_arrays(*pair) for pair in zip(named, copies, strict=True)]
     if writer == "tensorstore":
-        folders = {folder: part for (folder, _), part in zip(parts, copies, strict=True)}
-        own = _own_writer(step_dir, folders, is_own=is_own, pace=pace, sums=sums, earlier=earlier)
+        folders = [folder for folder, _ in parts]
+        arrays = HostArrays(
+            dict(zip(folders, copied, strict=True)),
+            functools.partial(orbax_files.describe, dict(zip(folders, copies, strict=True))),
+            is_own=is_own,
+            pace=pace,
+            sums=sums,
+        )
+        own = _own_writer(step_dir, arrays, pace=pace, earlier=earlier)
         written = functools.partial(memory.give_back, copies) if is_own else lambda: None
         return BackgroundSave(lambda: own, on_success=written, own=own)
     contents, snapshots = dict[str, Any](), list[Snapshot]()
-    for (arrays_name, digests_name), part in zip(parts, copies, strict=True):
-        snapshot = Snapshot(
-            named_arrays(part), process=jax.process_index(), is_own=is_own, pace=pace, sums=sums
-        )
+    for (arrays_name, digests_name), own, part in zip(parts, copied, copies, strict=True):
+        snapshot = Snapshot(own, process=jax.process_index(), is_own=is_own, pace=pace, sums=sums)
         contents |= {arrays_name: part, digests_name: snapshot}
         snapshots.append(snapshot)
 
@@ -180,22 +187,17 @@ def start_save(
     return BackgroundSave(lambda: response, snapshots)
 
 
+def _with_arrays(
+    named: Mapping[str, tuple[ArrayInfo, Any]], copy: Tree
+) -> dict[str, tuple[ArrayInfo, Any]]:
+    """Returns path -> info and array of a copy of the tree that has the names."""
+    arrays = zip(named.items(), jax.tree.leaves(copy), strict=True)
+    return {path: (info, array) for (path, (info, _)), array in arrays}
+
+
 def _own_writer(
-    step_dir: RunPath,
-    folders: Mapping[str, Any],
-    *,
-    is_own: bool,
-    pace: Throttle,
-    sums: BitSums,
-    earlier: WrittenParts | None,
+    step_dir: RunPath, arrays: HostArrays, *, pace: Throttle, earlier: WrittenParts | None
 ) -> ArrayWriter | BucketWriter:
-    arrays = HostArrays(
-        {folder: named_arrays(part) for folder, part in folders.items()},
-        functools.partial(orbax_files.describe, folders),
-        is_own=is_own,
-        pace=pace,
-        sums=sums,
-    )
     process, num_hosts = jax.process_index(), jax.process_count()
     if is_remote(step_dir):
         return BucketWriter(step_dir, arrays, process=process, num_hosts=num_hosts, pace=pace)

@@ -7,6 +7,7 @@ reads the block back, compares each part with that digest.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -43,7 +44,7 @@ class ArrayInfo:
     @cached_property
     def grid(self) -> tuple[int, ...]:
         """Number of blocks along every dim."""
-        return block_grid(self.shape, self.itemsize)
+        return _grid(self.shape, self.itemsize)
 
     @cached_property
     def block(self) -> tuple[int, ...]:
@@ -51,6 +52,11 @@ class ArrayInfo:
         return tuple(n // count for n, count in zip(self.shape, self.grid, strict=True))
 
 
+_grid = functools.lru_cache(maxsize=4096)(block_grid)
+"""A save asks for the grid of each array several times, and most arrays are like others."""
+
+
+@functools.cache
 def dtype_named(name: str) -> np.dtype:
     """Returns the dtype of that name from ml_dtypes or NumPy."""
     import ml_dtypes
@@ -79,12 +85,12 @@ def digests_of(info: ArrayInfo, pieces: Mapping[Box, np.ndarray]) -> Digests:
     edges: dict[tuple[int, ...], list[Box]] = {}
     for box, piece in pieces.items():
         inner_blocks = _whole_blocks(info, box)
+        inner = _items(inner_blocks, info.block)
         if not _is_empty(inner_blocks):
-            inner = _items(inner_blocks, info.block)
             blocks.append(
                 (inner_blocks, block_digests(piece[index_of(inner, within=box)], info.block))
             )
-        for position in _cut_blocks(info, box, inner_blocks):
+        for position in _cut_blocks(info, box, inner_blocks) if inner != box else ():
             edges.setdefault(position, []).append(box)
     parts: list[tuple[Box, bytes]] = []
     for position, boxes in sorted(edges.items()):
@@ -115,7 +121,7 @@ def grid_box(info: ArrayInfo, box: Box) -> Box | None:
 
 def _cut_blocks(info: ArrayInfo, box: Box, whole: Box) -> Iterator[tuple[int, ...]]:
     """Yields the positions of the blocks that lie only partly in a box of items."""
-    if math.prod(info.shape) == 0 or _items(whole, info.block) == box:
+    if math.prod(info.shape) == 0:
         return
     touched = [
         range(start // n, -(-stop // n)) for (start, stop), n in zip(box, info.block, strict=True)

@@ -192,13 +192,14 @@ class Checkpointer:
             previous save may end at different times.
         """
         self._calls += 1
-        seconds = self._silence_seconds + MESSAGE_SECONDS
         message = self._peers.broadcast(
             f"save/{self._calls}",
             lambda: self._decide(state, progress.step, may_skip=may_skip),
-            seconds=seconds,
+            seconds=self._silence_seconds + MESSAGE_SECONDS,
         )
-        if message == NOTHING:
+        if message in (NOTHING, COUNTS):
+            if message == COUNTS and progress.step > self._commits.committed_step:
+                self._commits.mark(progress.step)  # Host 0 has found the record of an earlier try.
             return
         try:
             if not message.startswith(BEGIN):
@@ -209,7 +210,7 @@ class Checkpointer:
             self._commits.fail(progress.step, str(refusal))
 
     def _decide(self, state: Tree, step: int, *, may_skip: bool) -> str:
-        """Returns host 0's message: NOTHING, a failure, or BEGIN and the name of a directory.
+        """Returns host 0's message: NOTHING, COUNTS, a failure, or BEGIN and a directory's name.
 
         LINKING and the name of another directory follow if that one's frozen arrays can be linked.
         """
@@ -230,7 +231,7 @@ class Checkpointer:
         try:
             self._commits.confirm()
             if step <= self._commits.committed_step:
-                return NOTHING
+                return COUNTS
             self._require_no_other_writer()
             name = self._commits.free_name(step)
             source = self._linkable()
@@ -281,13 +282,23 @@ class Checkpointer:
         return (self._run_dir.checkpoints / name).absolute()
 
     def _begin(self, state: Tree, progress: Progress, step_dir: RunPath, *, source: str) -> None:
-        """Takes the snapshot and starts the background write.
+        """Takes a snapshot and starts its write, unless this host is still writing an earlier one.
 
         `source` names the step directory whose frozen arrays host 0 can link.
         """
         started, infos = self._clock.monotonic(), array_infos(state)
+        topic = f"saved/{self._calls}"
         if not self._peers.member.leads:
             self.wait()  # Host 0 has waited before it decided.
+            try:
+                self._require_no_other_writer()
+            except StorageUnavailable as refusal:
+                self._commits.saved_step = progress.step
+                own = HostReport({}, str(refusal))
+                self._flight.begin(
+                    self._saver.submit(self._leave_out, progress.step, step_dir, topic, own)
+                )
+                return
         changing, still = split_state(state, self._trainable)
         frozen = self._frozen_part(still, source)
         writing = background_save.start_save(
@@ -305,7 +316,6 @@ class Checkpointer:
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
-        topic = f"saved/{self._calls}"
         flying = PendingSave(
             writing, step_dir, progress, infos, started, topic, frozen, self._download(step_dir)
         )
@@ -358,25 +368,39 @@ class Checkpointer:
 
     def _follow(self, save: PendingSave) -> None:
         """Writes this host's shards and receives the outcome. Runs in the saver thread."""
-        step = save.progress.step
+        step, is_by_orbax = save.progress.step, save.writing.report is None
+        if not is_by_orbax:  # No host can leave out a save by Orbax: it begins with a computation.
+            self._writer = save.writing
         try:
             with save.download or contextlib.nullcontext():
                 background_save.wait_save(
                     save.writing, save.step_dir, timeout=self._section.timeout_seconds
                 )
+                self._writer = None
                 self._reports(save)
         except StorageUnavailable as refusal:
-            if save.writing.report is None:  # Orbax fails on host 0, too, without the reason.
+            if is_by_orbax:  # It fails on host 0, too, without the reason.
                 self._peers.publish(save.topic, str(refusal))
             else:  # Host 0 may have written its part, and waits for this host's report.
-                self._gather(save, HostReport({}, str(refusal)))
-        outcome = self._peers.broadcast(save.topic, lambda: COUNTS, seconds=self._silence_seconds)
+                self._gather(save.step_dir, save.topic, HostReport({}, str(refusal)))
+        is_committed = self._receive_outcome(step, save.topic)
+        if is_committed:
+            self._emit(PartCommitted(step, self._clock.monotonic() - save.started))
+        self._share(save, is_committed=is_committed)
+
+    def _leave_out(self, step: int, step_dir: RunPath, topic: str, own: HostReport) -> None:
+        """Reports why this host writes no part of a step. Runs in the saver thread."""
+        self._gather(step_dir, topic, own)
+        self._receive_outcome(step, topic)
+
+    def _receive_outcome(self, step: int, topic: str) -> bool:
+        """Waits until host 0 has committed or discarded a step; returns whether it is committed."""
+        outcome = self._peers.broadcast(topic, lambda: COUNTS, seconds=self._silence_seconds)
         if outcome == COUNTS:
             self._commits.mark(step)
-            self._emit(PartCommitted(step, self._clock.monotonic() - save.started))
         elif outcome != ABANDONED:
             self._commits.fail(step, outcome)
-        self._share(save, is_committed=outcome == COUNTS)
+        return outcome == COUNTS
 
     def _share(self, save: PendingSave, *, is_committed: bool) -> None:
         """Makes a committed step the last one of those whose files saves can share.
@@ -479,11 +503,11 @@ class Checkpointer:
                 frozen=() if frozen.source else frozen.paths,
                 copies=save.download and save.download.copies(),
             )
-        return self._gather(save, own)
+        return self._gather(save.step_dir, save.topic, own)
 
-    def _gather(self, save: PendingSave, own: HostReport) -> list[HostReport]:
+    def _gather(self, step_dir: RunPath, topic: str, own: HostReport) -> list[HostReport]:
         limit = self._section.timeout_seconds
-        return gather_reports(own, save.step_dir, self._peers, topic=save.topic, seconds=limit)
+        return gather_reports(own, step_dir, self._peers, topic=topic, seconds=limit)
 
     def check(self) -> None:
         """Raises the error of the newest background save, unless storage refused the save."""

@@ -46,6 +46,14 @@ def describe(folders: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
+    shapes: dict[Any, tuple[int, ...]] = {}
+
+    def write_shape(array: jax.Array) -> list[int]:  # Most arrays are laid out like others.
+        layout = array.shape, array.dtype, array.sharding
+        if layout not in shapes:
+            shapes[layout] = local_shape(array)
+        return list(shapes[layout])
+
     return {
         "tree_metadata": {
             str(keys): {
@@ -53,7 +61,7 @@ def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
                 "value_metadata": {
                     "value_type": "jax.Array",
                     "skip_deserialize": False,
-                    "write_shape": list(local_shape(array)),
+                    "write_shape": write_shape(array),
                 },
             }
             for keys, array in arrays.items()

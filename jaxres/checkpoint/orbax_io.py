@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
@@ -142,13 +143,13 @@ def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
                 f"model: two arrays of the state would be stored as one: {other} and {path}. "
                 "Rename one of them, without a dot or slash in its name."
             )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if _is_extended(leaf.dtype):
             raise ConfigError(
                 f"model: the array {path} of the state has the type {leaf.dtype}, which can't be "
                 "stored. Keep the data of a PRNG key (jax.random.key_data), and make the key of it "
                 "where it is used (jax.random.wrap_key_data)."
             )
-        if not _has_format(leaf.dtype.name):
+        if not _has_format(leaf.dtype):
             raise ConfigError(
                 f"model: the array {path} of the state has the type {leaf.dtype}, which the format "
                 "of checkpoints does not have (zarr3, as TensorStore has it). Keep it as another "
@@ -160,17 +161,27 @@ def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
                 f"model: the array {path} of the state has no elements (shape "
                 f"{list(leaf.shape)}), so it can't be stored. Leave it out."
             )
-        arrays[path] = ArrayInfo(str(leaf.dtype), tuple(leaf.shape)), leaf
+        arrays[path] = ArrayInfo(_name(leaf.dtype), tuple(leaf.shape)), leaf
     return arrays
 
 
+_name = functools.cache(str)
+"""Name of a dtype; NumPy composes it at each call."""
+
+
 @functools.cache
-def _has_format(dtype_name: str) -> bool:
+def _is_extended(dtype: Any) -> bool:
+    """Returns whether a dtype is one that JAX has and NumPy has not: that of typed PRNG keys."""
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+@functools.cache
+def _has_format(dtype: np.dtype) -> bool:
     """Returns whether TensorStore can store items of a dtype: it lacks uint4 and float8_e4m3."""
     import tensorstore
 
     try:
-        tensorstore.dtype(dtype_name)
+        tensorstore.dtype(dtype.name)
     except (TypeError, ValueError):
         return False
     return True

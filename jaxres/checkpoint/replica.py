@@ -413,9 +413,9 @@ class Replica:
             files.replace(to, content)
 
     def _copy_lines(self, path: RunPath, to: RunPath) -> None:
-        """Appends the whole lines that the copy lacks."""
+        """Appends the whole lines that the copy lacks; a killed update has left a part of one."""
         with files.typed_errors(to):
-            start = len(line_writer.read_lines(to))
+            start = line_writer.cut_partial_line(to)
         content = line_writer.read_lines(path, start=start)
         content = content[: content.rfind(b"\n") + 1]
         if not content:

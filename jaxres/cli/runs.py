@@ -138,7 +138,7 @@ def _row(run_dir: RunDir, *, clock: Clock) -> RunRow:
         tags=config.run.tags,
         state=state.outlook.state,
         step=None if state.newest is None else state.newest.step,
-        steps=config.train.steps,
+        steps=state.steps or config.train.steps,
         loss=None if state.newest is None else state.newest.loss,
         heldout_loss=next(iter(losses.values()), None),
         tokens_per_second=_tokens(lines) / seconds if seconds else None,

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from jaxres import config as configs
 from jaxres.cli import run_health
 from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.faults import RunError
 from jaxres.report import number_text
 from jaxres.runlog import (
     attempt_history,
@@ -105,8 +107,11 @@ def read_status(
     metric_lines = metrics.read_history(run_dir, history)
     trained = history.starts[-1].attempt if history.starts else history.attempt
     events = read_events(run_dir.events(trained, 0))
-    built = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
-    steps = next((number for number in built if isinstance(number, int)), None)
+    numbers = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
+    built = next((number for number in numbers if isinstance(number, int)), None)
+    steps = built
+    if built is None or trained != history.attempt:
+        steps = _configured_steps(run_dir, history.attempt) or built
     evaluated = [event for event in events if event["event"] == EVALUATED]
     recent = attempt_history.read(run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
@@ -120,6 +125,7 @@ def read_status(
         is_supervised=bool(history.claims) and history.claims[-1].slots is not None,
         supervision=supervision,
         root=str(run_dir.root),
+        changed_steps=steps if built is not None and steps != built else None,
         stacks=str(run_dir.stacks(history.attempt, 0)),
     )
     return Status(
@@ -141,6 +147,17 @@ def read_status(
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
         faulty=faulty_hosts.read(run_dir),
     )
+
+
+def _configured_steps(run_dir: RunDir, attempt: int) -> int | None:
+    """Returns the steps of the run in an attempt's config; None: it can't be read.
+
+    A complete run may be extended, and the attempt end before it trains.
+    """
+    try:
+        return configs.load_recorded(run_dir.attempt(attempt) / "config.yaml").config.train.steps
+    except RunError:
+        return None
 
 
 def _evaluation(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,9 @@ class Sweep:
     env: Mapping[str, str]
     clock: Clock = field(default_factory=SystemClock)
     stop: signal.Signals | None = None
-    """Signal that asked to stop; it was passed on to all runs."""
+    """Newest signal that asked to stop."""
+    received: list[signal.Signals] = field(default_factory=list)
+    """Signals that were not passed on yet to the runs; a run gets each once."""
 
     def run(self) -> int:
         """Runs all points; returns the exit code."""
@@ -71,9 +73,7 @@ class Sweep:
 
     def _on_signal(self, number: int, _: Any) -> None:
         self.stop = signal.Signals(number)
-        for point in self.points:
-            if point.process is not None and point.process.poll() is None:
-                point.process.send_signal(number)
+        self.received.append(self.stop)  # A run that is being started has no process yet.
 
     def _run_all(self) -> None:
         waiting, running = list(self.points), list[Point]()
@@ -81,8 +81,11 @@ class Sweep:
             while waiting and len(running) < self.parallel and self.stop is None:
                 running.append(self._start(waiting.pop(0)))
             self.clock.sleep(POLL_SECONDS)
+            signals = [self.received.pop(0) for _ in list(self.received)]
             for point in list(running):
                 assert point.process is not None
+                for number in signals:
+                    point.process.send_signal(number)
                 point.code = point.process.poll()
                 if point.code is not None:
                     running.remove(point)

@@ -33,12 +33,13 @@ def value_and_grad(loss_sum: Callable[..., Any], factor: Float[Array, ""]) -> Ca
     """Returns jax.value_and_grad(loss_sum, has_aux=True) with a scaled backward pass.
 
     The factor multiplies the mean over a microbatch to within a factor of two: the microbatch's
-    weight, the first of `aux`, is rounded down to a power of two.
+    weight, the first of `aux`, is rounded down to a power of two. One without weight has no mean,
+    and a gradient of 0.
     """
 
     def gradient(params: Any, *more: Any) -> Any:
         total, backward, aux = jax.vjp(lambda p: loss_sum(p, *more), params, has_aux=True)
-        scale = factor / _power_of_two(aux[0])
+        scale = factor / _power_of_two(jnp.where(aux[0] == 0, 1.0, aux[0]))
         (grads,) = backward(scale)
         return (total, aux), jax.tree.map(lambda grad: grad / scale, grads)
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.exit_codes import exit_row
+from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput import attempt_timeline, launch_gap
-from jaxres.goodput.attempt_timeline import NOT_LOST
+from jaxres.goodput.attempt_timeline import NOT_LOST, RUN_ENDED
 from jaxres.goodput.intervals import Activity, Interval, merged
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import RUNNING, unrecorded_end
@@ -33,6 +33,7 @@ from jaxres.runlog.supervisor_events import AttemptRestarted, GaveUp, Supervisio
 Events = Sequence[Mapping[str, Any]]
 AFTER_THE_END = tuple(map(EVENTS.tag, (AttemptRestarted, GaveUp, SupervisionEnded)))
 """Events of a restart loop that follow the end record of an attempt."""
+DONE = exit_row(ExitCode.DONE).name
 NO_LINES, NONE_LOST = of_lines([]), np.zeros(0, np.int64)
 """The metrics of an attempt that has none."""
 
@@ -69,6 +70,8 @@ class RunTimeline:
     """Number of the start record that went back -> number of lost steps; 0: the next one."""
     began: float = 0.0
     """Wall-clock time of the first claim."""
+    complete: tuple[tuple[float, float], ...] = ()
+    """Begin and end of the times that are left out: the run was complete. Wall-clock times."""
     has_launch_events: bool = False
     """Whether the launcher of `launch gce` has recorded what happened in the gaps."""
 
@@ -107,24 +110,45 @@ def fold(
     own_records = by_attempt(records)
     intervals: list[Interval] = []
     attempts: list[AttemptTime] = []
+    complete: list[tuple[float, float]] = []
+    is_complete = False
     for index, claim in enumerate(claims):
         number = claim.attempt
+        own = own_records.get(number, [])
+        if is_complete and not any(isinstance(record.body, Start) for record in own):
+            continue
         source = _Source(claim, _timed(events, number), _timed(supervisor_events, number))
         bound = _next_event(claims[index:], events, supervisor_events)
-        own = own_records.get(number, [])
+        if is_complete:
+            axis = _Axis(end=axis.end)
+            complete.append((attempts[-1].time, claim.time))
         is_running = is_alive and index == len(claims) - 1
         of_attempt = lines.get(number, NO_LINES)
         placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)
-        unrecorded = (RUNNING, "") if is_running else unrecorded_end(claims[index:], launch_events)
+        unrecorded = (RUNNING, "")
+        if not is_running:
+            unrecorded = _unrecorded(claims[index:], source.events, launch_events)
         summary = _attempt(claim, own, placed, attempts, unrecorded=unrecorded)
-        if attempts:
+        if attempts and not is_complete:
             intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
         attempts.append(summary)
+        is_complete = summary.cause == DONE
     counts = _num_steps(joined, lost)
     began = claims[0].time if claims else 0.0
-    is_known = bool(launch_events)
-    return RunTimeline(tuple(merged(intervals)), tuple(attempts), counts, began, is_known)
+    whole, is_known = tuple(merged(intervals)), bool(launch_events)
+    return RunTimeline(whole, tuple(attempts), counts, began, tuple(complete), is_known)
+
+
+def _unrecorded(
+    claims: Sequence[Record], events: Events, launch_events: Sequence[LaunchEvent]
+) -> tuple[str, str]:
+    """Returns cause and reason of the end of an attempt that has no end record.
+
+    The rebuilt log of a complete run lacks that record; the worker's events have its exit code.
+    """
+    ends = (event.get("exit") for event in events if event.get("event") == RUN_ENDED)
+    return (DONE, "") if ExitCode.DONE in ends else unrecorded_end(claims, launch_events)
 
 
 def _gap(

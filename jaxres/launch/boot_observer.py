@@ -53,7 +53,7 @@ class BootObserver:
             boots[vm.name] = VmBoot(report)
             if report is not None and report.state == "retrying":
                 self._print(vm.name, report)
-        late = [v for v in waiting if now - v.requested_at > ready_seconds]
+        late = [v for v in waiting if now - v.boots_since > ready_seconds]
         failed = [v for v in waiting if boots[v.name].has_failed]
         unread = [v for v in dict.fromkeys((*failed, *late)) if v.name not in self._serial]
         for vm in unread[:MAX_SERIAL_READS]:

@@ -27,6 +27,7 @@ from jaxres.launch import (
     transition_events,
 )
 from jaxres.launch.boot_observer import BootObserver
+from jaxres.launch.deletions import Deletions
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
 from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
@@ -48,6 +49,7 @@ from jaxres.runlog import faulty_hosts, launch_events, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import is_remote
+from jaxres.supervisor import signals
 
 LIST_SECONDS = 5.0
 """Time between two lists of VMs while an attempt runs, and between two lists of the service's own
@@ -97,7 +99,6 @@ class Controller:
     """Status of suspected VMs, by name; None: there is no such VM."""
     _looked_up_at: dict[str, float] = field(default_factory=dict)
     """When the service was asked about each of them."""
-    _deleted_at: dict[str, float] = field(default_factory=dict)
     _unknown_vms: set[str] = field(default_factory=set)
     """VMs that are not in the desired state and have been printed."""
     _stopped_attempt: int = 0
@@ -123,8 +124,9 @@ class Controller:
     """Services that do not answer and have been printed."""
 
     def __post_init__(self) -> None:
-        """Adds the observer of boots."""
+        """Adds the observer of boots, and the deletions."""
         self._boots = BootObserver(self.paths, self.compute, self.console)
+        self._deletions = Deletions(self.compute, self.console, self.clock)
 
     def run(self, *, until: Callable[[DesiredState], bool] = lambda _: False) -> JobEnd | None:
         """Leads the job to its end and returns that; None: `until` returned true before.
@@ -135,6 +137,7 @@ class Controller:
         self._create_sent_at, phase = self.clock.monotonic(), ""
         try:
             while (desired := self._tick()) is None or desired.phase != "ended":
+                signals.raise_again()
                 if desired is not None and until(desired):
                     return None
                 before, phase = phase, "" if desired is None else desired.phase
@@ -431,17 +434,15 @@ class Controller:
     def _delete_groups(self, desired: DesiredState) -> None:
         for group in instance_groups.unwanted(desired):
             if self._holds_lease():
-                self.compute.resize_requests.delete(group)
+                self._deletions.request_group(group)
 
     def _delete(self, vms: Sequence[VmSpec], desired: DesiredState) -> None:
         intended = {vm.name for vm in desired.deleting}
         for vm in vms:
-            now = self.clock.monotonic()
-            requested_at = self._deleted_at.get(vm.name)
             listed = (self._vms or {}).get(vm.name)
             is_stopping = listed is None or listed.status in ("STOPPING", "PENDING_STOP")
             retry_seconds = STOPPING_RETRY_SECONDS if is_stopping else DELETE_RETRY_SECONDS
-            if requested_at is not None and now - requested_at < retry_seconds:
+            if not self._deletions.is_due(vm.name, every_seconds=retry_seconds):
                 continue
             if not self._holds_lease():
                 return
@@ -452,8 +453,7 @@ class Controller:
                     cause = "created for an earlier run in the same place"
                 self.console(f"{vm.name}: not in the desired state ({cause}); deleting")
             group = instance_groups.group_of(desired.groups, vm.name)
-            self.compute.delete(vm.name, vm.zone, group)
-            self._deleted_at[vm.name] = now
+            self._deletions.request(vm.name, vm.zone, group)
 
     def _run_id(self) -> str:
         return "" if self.state_object.desired is None else self.state_object.desired.id
@@ -486,9 +486,10 @@ class Controller:
                 left = [name for name in self._pending.names if name not in wanted]
                 waited = self.clock.monotonic() - began
                 if not left or self._is_settled(self._pending, waited=waited):
-                    for name in left:
-                        self.compute.delete(name, self._pending_zone)
-                    return
+                    zone = self._pending_zone
+                    accepted = [self._deletions.request(name, zone) for name in left]
+                    if all(accepted):
+                        return
             self.clock.sleep(CYCLE_SECONDS)
 
     def _is_settled(self, creation: PendingCreate, *, waited: float) -> bool:

@@ -52,6 +52,14 @@ class VmSpec:
     """VM that it replaces, if it was requested before that VM was lost; empty: it was not."""
     spare_seconds: float = 0.0
     """For how long it was a spare, from its request on, once it is none any more."""
+    created_at: float = 0.0
+    """When its creation was first known to have succeeded, in seconds since the epoch; 0: it is not
+    known, or the state was written before there was this time."""
+
+    @property
+    def boots_since(self) -> float:
+        """When a created VM began to boot: a queue may deliver it long after its request."""
+        return max(self.requested_at, self.created_at)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig, schema_operations
 from jaxres.config.argparser import Parser
@@ -49,6 +46,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, RunPath
+from jaxres.supervisor import signals
 from jaxres.supervisor.run_config import parse_target
 from jaxres.telemetry import alert_sender
 
@@ -214,7 +212,9 @@ def _down(run: GcsPath, given: RunConfig | None, *, env: Mapping[str, str], cloc
     if has_check:
         folder = gce_check.directory(run)
         print_line(f"{folder}: a check of the hardware has not ended; it is ended too")
-        _request_end("down", folder, None, env=env, clock=clock)
+        code = _request_end("down", folder, None, env=env, clock=clock)
+        if code != ExitCode.DONE and not gce_check.has_ended(folder):
+            return code  # A signal ends this command.
     try:
         return _request_end("down", run, given, env=env, clock=clock)
     except UsageError:  # There is no job of the run itself.
@@ -229,24 +229,17 @@ def _run_controller(
     """Controls a job to its end, or until a signal makes this launcher exit, or `until` is true."""
     run = running.paths.run
     try:
-        alerts = running.alerts or contextlib.nullcontext()
-        with lease_wait.holding(running.lease), faults.refusals(at_start=False), alerts:
-            end = running.run(until=until)
+        end = job_start.lead(running, until=until)
     except (StoppedError, PreemptedError) as left:
         print_line(
             "this launcher exits; the VMs and the training continue and cost money. "
             f"`python -m jaxres.launch gce up {run}` takes over, `... stop {run}` ends them"
         )
-        return _exit_of_signal(left)
+        return job_start.exit_of_signal(left)
     if end is None:
         running.lease.release()
         return ExitCode.DONE
     return job_start.report_end(run, end)
-
-
-def _exit_of_signal(left: StoppedError | PreemptedError) -> int:
-    """Returns the exit code of a launcher that a signal has ended."""
-    return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
 
 
 def _request_end(
@@ -268,6 +261,7 @@ def _request_end(
     gcs_objects.write(paths.stop if verb == "stop" else paths.down, b"", over=None)
     print_line(f"{run}: end requested; waiting until no VM is left")
     while (desired := record.read_valid()) is not None and desired.phase != "ended":
+        signals.raise_again()
         if not lease.acquire(after_epoch=desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)
         elif (desired := record.read_valid()) is not None and desired.phase != "ended":
@@ -370,10 +364,11 @@ def _logs(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> 
     desired = _state_of(paths)
     if options.follow:
         try:
-            return LogFollower(paths, clock=clock).follow(vm=options.vm)
+            with signals.stops_first():
+                return LogFollower(paths, clock=clock).follow(vm=options.vm)
         except (StoppedError, PreemptedError) as left:
             sys.stdout.write(f"{run}: no longer followed; the job continues\n")
-            return _exit_of_signal(left)
+            return job_start.exit_of_signal(left)
     compute = compute_for(job_config.any_config(paths, desired, given), env)
     return gce_status.logs(run, desired, compute, vm=options.vm, attempt=options.attempt)
 
@@ -415,10 +410,11 @@ def _command_on_vm(
             RunDir(run), desired, options.vm, reason=options.reason, clock=clock
         )
         try:
-            return _await_drain(paths, config, options.vm, env=env, clock=clock)
+            with signals.stops_first():
+                return _await_drain(paths, config, options.vm, env=env, clock=clock)
         except (StoppedError, PreemptedError) as left:
             print_line(f"{options.vm}: no longer waiting; it stays drained until `... uncordon`")
-            return _exit_of_signal(left)
+            return job_start.exit_of_signal(left)
     if verb == "cordon":
         message = vm_commands.cordon(
             RunDir(run), desired, options.vm, reason=options.reason, clock=clock
@@ -441,6 +437,7 @@ def _await_drain(
     is_done = functools.partial(draining.is_done, vm=vm)
     print_line(f"{vm}: drain requested; waiting until it is replaced")
     while (desired := record.read_valid()) is None or not is_done(desired):
+        signals.raise_again()
         if desired is not None and not vm_commands.is_excluded(RunDir(run), vm):
             raise UsageError(f"{vm}: is not cordoned any more; it is used again")
         if not lease.acquire(after_epoch=0 if desired is None else desired.epoch, may_be_led=True):

@@ -56,6 +56,10 @@ class ApiUnavailable(Exception):
     """The service has not answered or has failed; the same call may succeed later."""
 
 
+class ApiRefused(ApiUnavailable):
+    """The service refuses the call; permissions that were removed may be restored."""
+
+
 class NoCredentials(ApiUnavailable):
     """The credentials are refused or can't be renewed."""
 
@@ -397,8 +401,7 @@ class Compute:
         """Returns the result of a call that changes nothing or may always be repeated.
 
         Raises:
-          ApiUnavailable: also if it is refused: permissions that were removed may be restored, and
-            training continues meanwhile.
+          ApiUnavailable: ApiRefused if it is refused; training continues meanwhile.
           NotFound: the resource does not exist.
         """
         from google.api_core.exceptions import GoogleAPICallError, NotFound
@@ -408,7 +411,7 @@ class Compute:
         except NotFound:
             raise
         except GoogleAPICallError as error:
-            raise ApiUnavailable(brief(error)) from error
+            raise ApiRefused(brief(error)) from error
 
     def call(self, request: Callable[[], T]) -> T:
         """Returns the result of a call.

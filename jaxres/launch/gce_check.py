@@ -12,13 +12,11 @@ import argparse
 import contextlib
 import functools
 import json
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxres import config as configs
-from jaxres import faults
 from jaxres.clock import Clock
 from jaxres.config import RunConfig, builtin_configs
 from jaxres.config.argparser import Parser
@@ -32,7 +30,7 @@ from jaxres.faults import (
     StorageUnavailable,
     format_exit_message,
 )
-from jaxres.launch import hardware_report, job_start, lease_wait, option_prices, preflight
+from jaxres.launch import hardware_report, job_start, option_prices, preflight
 from jaxres.launch.controller import Controller
 from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
 from jaxres.launch.hardware_report import HostTest
@@ -44,6 +42,7 @@ from jaxres.runlog.events import EVENTS, HardwareTested
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath, relative
+from jaxres.supervisor import signals
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
 
 SUFFIX = ".check"
@@ -178,8 +177,9 @@ def check(
     except Fenced:
         raise  # Another launcher leads the check now, and deletes its VMs.
     except (StoppedError, PreemptedError) as left:
+        signals.forget_stops()  # This one is obeyed; the deletion ends at another.
         _delete_vms(folder, "the check was ended", end_job, env=env, clock=clock)
-        return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
+        return job_start.exit_of_signal(left)
     except BaseException:
         _delete_vms(folder, "the check has failed", end_job, env=env, clock=clock)
         raise
@@ -194,9 +194,7 @@ def _lead(running: Controller, attempts: list[DesiredState]) -> JobEnd:
             attempts[:] = [desired]
         return False
 
-    alerts = running.alerts or contextlib.nullcontext()
-    with lease_wait.holding(running.lease), faults.refusals(at_start=False), alerts:
-        end = running.run(until=note)
+    end = job_start.lead(running, until=note)
     assert end is not None, running.paths
     return end
 
@@ -206,14 +204,17 @@ def _delete_vms(
 ) -> None:
     """Deletes the VMs of a check that its launcher does not lead to the end."""
     print_line(f"{why}; its VMs are deleted")
+    may_be_left = True
     try:
-        end_job("down", folder, None, env=env, clock=clock)
-    except BaseException:
-        print_line(
-            f"VMs of the check may be left: `python -m jaxres.launch gce down {folder}` deletes "
-            f"them. They power themselves off after {IDLE_MINUTES:g} minutes without a launcher"
-        )
-        raise
+        code = end_job("down", folder, None, env=env, clock=clock)
+        may_be_left = code != ExitCode.DONE and not has_ended(folder)
+    finally:
+        if may_be_left:
+            print_line(
+                f"VMs of the check may be left: `python -m jaxres.launch gce down {folder}` "
+                f"deletes them. They power themselves off after {IDLE_MINUTES:g} minutes "
+                "without a launcher"
+            )
 
 
 def clear(folder: GcsPath) -> None:
@@ -242,6 +243,14 @@ def is_unfinished(run: GcsPath) -> bool:
     with contextlib.suppress(StorageUnavailable):
         desired = StateObject(LaunchPaths(directory(run)).desired_state).read_valid()
         return desired is not None and desired.phase != "ended"
+    return False
+
+
+def has_ended(folder: GcsPath) -> bool:
+    """Returns whether the check in a directory is known to have ended, so that it has no VM."""
+    with contextlib.suppress(StorageUnavailable):
+        desired = StateObject(LaunchPaths(folder).desired_state).read_valid()
+        return desired is not None and desired.phase == "ended"
     return False
 
 

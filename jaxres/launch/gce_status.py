@@ -125,7 +125,7 @@ def _job_status(
         records, step, committed = [], None, str(error)
     cordoned = vm_commands.excluded(desired, faulty_hosts.read(RunDir(paths.run), records))
     reports = _reports(paths)
-    spent, hours = reconcile.dollars(desired, gce, now=now), reconcile.vm_hours(desired, now=now)
+    spent = reconcile.dollars(desired, gce, now=now)
     recovery = newest_recovery(launch_events.read(RunDir(paths.run)), now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     fields = {
@@ -146,7 +146,7 @@ def _job_status(
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "saved_dollars": cheaper_option.saved_dollars(desired, gce, now=now),
-        "vm_hours": hours,
+        "vm_hours": (hours := reconcile.vm_hours(desired, gce, now=now)),
         "spending": spending.rows(spending.so_far(desired, gce, now=now), gce),
         "prices": [dataclasses.asdict(price) for price in desired.prices],
         "end": desired.end and dataclasses.asdict(desired.end),

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,10 +16,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from jaxres import config as configs
+from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import format_exit_message
+from jaxres.faults import PreemptedError, StoppedError, format_exit_message
 from jaxres.launch import (
     boot_image,
     code_package,
@@ -42,6 +45,7 @@ from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.resource_reader import ResourceReader
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
+from jaxres.supervisor import signals
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.alert_sender import ResolvedTarget
 from jaxres.train import completion
@@ -250,6 +254,30 @@ def controller_of(
     alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
     config = option_prices.fill(config, record.desired.prices)
     return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
+
+
+def lead(
+    running: Controller, *, until: Callable[[DesiredState], bool] = lambda _: False
+) -> JobEnd | None:
+    """Leads a job to its end with its lease and alerts; None: `until` returned true before.
+
+    Raises:
+      StoppedError, PreemptedError: a signal ends this launcher, and not its job.
+      Fenced: another launcher has taken the lease.
+    """
+    alerts = running.alerts or contextlib.nullcontext()
+    with (
+        signals.stops_first(),
+        lease_wait.holding(running.lease),
+        faults.refusals(at_start=False),
+        alerts,
+    ):
+        return running.run(until=until)
+
+
+def exit_of_signal(left: StoppedError | PreemptedError) -> int:
+    """Returns the exit code of a launcher that a signal has ended."""
+    return 128 + signal.SIGINT if isinstance(left, StoppedError) else left.exit_code
 
 
 def set_aside_damaged(record: StateObject) -> None:

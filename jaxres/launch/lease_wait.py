@@ -16,6 +16,7 @@ from jaxres.launch.lease import Lease
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 from jaxres.storage.threads import spawn_thread
+from jaxres.supervisor import signals
 
 WATCH_SECONDS = 1.0
 RENEW_CHECK_SECONDS = 0.5
@@ -46,10 +47,12 @@ def acquire(
 
     Raises:
       Fenced: another launcher holds and renews it.
+      StoppedError, PreemptedError: a signal has arrived.
     """
     epoch = 0 if desired is None else desired.epoch
     first, answers = None, True
     while True:
+        signals.raise_again()
         try:
             if lease.acquire(after_epoch=epoch, may_be_led=may_be_led):
                 return

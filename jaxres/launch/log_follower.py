@@ -16,6 +16,7 @@ from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.paths import OUTPUT_START, LaunchPaths
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
+from jaxres.supervisor import signals
 
 POLL_SECONDS = 2.0
 """Time between two looks at the desired state and the output: two requests."""
@@ -52,8 +53,8 @@ def find_slot(desired: DesiredState, vm: str | None) -> int:
 
 
 def next_output(current: Output | None, desired: DesiredState, slot: int) -> Output | None:
-    """Returns the output to follow now: that of the slot in the newest attempt that has started."""
-    if not desired.hosts:
+    """Returns the output to follow now: that of the slot in the newest attempt that has it."""
+    if slot >= len(desired.hosts):  # No attempt runs, or one with fewer hosts.
         return current
     return Output(desired.attempt, desired.hosts[slot].name)
 
@@ -107,9 +108,11 @@ class LogFollower:
 
         Raises:
           StorageUnavailable: the bucket has not answered for MAX_UNAVAILABLE_SECONDS.
+          StoppedError, PreemptedError: a signal has arrived.
         """
         slot: int | None = None
         while True:
+            signals.raise_again()
             try:
                 desired = StateObject(self._paths.desired_state).read()
                 if desired is None:

@@ -203,7 +203,7 @@ def _boot_loss(
         return Loss(kind or "gone", f"is gone, and its agent never reported{because}")
     if boot.has_failed:
         return Loss("failed in their startup script", f"{boot.describe()}{because}")
-    if observed.now - vm.requested_at > 60 * gce.ready_minutes:
+    if observed.now - vm.boots_since > 60 * gce.ready_minutes:
         late = f"its agent did not report within {gce.ready_minutes:g} minutes"
         known = boot.describe() or "see `launch gce logs`"
         return Loss("never ready", f"{late} (launch.gce.ready_minutes); {known}")

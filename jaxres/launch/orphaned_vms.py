@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable
 from jaxres.launch import gce_api
+from jaxres.launch.deletions import Deletions
 from jaxres.launch.desired_state import DesiredState, InstanceGroup
 from jaxres.launch.gce_api import ApiUnavailable, Compute
 from jaxres.launch.lost_vms import ABSENT_SECONDS
@@ -129,37 +130,39 @@ def delete_all(
       compute: the Compute API.
       label: the label.
       clock: the clock.
-      console: prints which VMs are deleted, and that the API does not answer.
+      console: prints which VMs are deleted, what is refused, and that the API does not answer.
       each_cycle: called before each list; renews the lease.
 
     Raises:
       StorageUnavailable: VMs are still listed after MAX_SECONDS.
     """
-    began = clock.monotonic()
-    requested: dict[str, float] = {}
+    began, deletions = clock.monotonic(), Deletions(compute, console, clock)
+    known, vms = set[str](), dict[str, VmStatus]()
     seen_at, problem = began, ""
     while (now := clock.monotonic()) - seen_at < ABSENT_SECONDS:
         if now - began > MAX_SECONDS:
-            left = ", ".join(requested) or "unknown VMs"
+            left = ", ".join(sorted(vms)) or "unknown VMs"
+            refused = "; ".join(f"{name}: {why}" for name, why in deletions.refused.items())
             raise StorageUnavailable(
-                f"{left}: not known to be deleted after {MAX_SECONDS:.0f} s {problem}; rerun the "
-                "same command"
+                f"{left}: not known to be deleted after {MAX_SECONDS:.0f} s "
+                f"({refused or problem or 'still listed'}); rerun the same command"
             )
         each_cycle()
         try:
-            for vm in compute.list(label).values():
+            vms = compute.list(label)
+            for vm in vms.values():
                 seen_at = now
-                if now - requested.get(vm.name, -RETRY_SECONDS) >= RETRY_SECONDS:
-                    if vm.name not in requested:
-                        console(f"{describe(vm)}: deleting")
-                    requested[vm.name] = now
-                    compute.delete(vm.name, vm.zone)
+                if vm.name not in known:
+                    console(f"{describe(vm)}: deleting")
+                known.add(vm.name)
+                if deletions.is_due(vm.name, every_seconds=RETRY_SECONDS):
+                    deletions.request(vm.name, vm.zone)
             for group in compute.resize_requests.leftovers(label):
                 seen_at = now
-                compute.resize_requests.delete(group)
+                deletions.request_group(group)
         except ApiUnavailable as error:
             seen_at = now
             if not problem:
                 console(f"the Compute API does not answer; trying again ({error})")
-            problem = f"({error})"
+            problem = str(error)
         clock.sleep(CYCLE_SECONDS)

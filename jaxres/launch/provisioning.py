@@ -145,7 +145,7 @@ def _await_creation(
     requested = [vm for vm in desired.vms if vm.name in creation.names]
     answer = creation_answer(desired, creation, observed, gce)
     if answer is True:
-        return created(desired, creation)
+        return created(desired, creation, now=observed.now)
     if not requested and not may_still_create(desired, creation, observed, gce):
         return Transition(replace(desired, creation=None))  # All of them are being deleted.
     if not requested or not isinstance(answer, CreateFailed):
@@ -206,15 +206,21 @@ def settle_creation(
 ) -> Transition | CreateFailed:
     """Returns the decision with the VMs of a request that has succeeded, or why it has failed.
 
-    As it is while the result is unknown. Of requests that no attempt waits for.
+    As it is while the result is unknown. Of requests that no attempt waits for. A lost request of
+    which no VM is wanted any more is dropped: nothing sends it again.
     """
     desired, creation = found.desired, found.desired.creation
     assert creation is not None, desired
     answer = creation_answer(desired, creation, observed, gce)
     if answer is True:
-        made = created(desired, creation)
+        made = created(desired, creation, now=observed.now)
         return replace(found, desired=made.desired, messages=(*found.messages, *made.messages))
-    return answer if isinstance(answer, CreateFailed) else found
+    if isinstance(answer, CreateFailed):
+        return answer
+    is_unwanted = desired.names.isdisjoint(creation.names)
+    if is_unwanted and not may_still_create(desired, creation, observed, gce):
+        return replace(found, desired=replace(desired, creation=None))
+    return found
 
 
 def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
@@ -238,11 +244,14 @@ def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: G
     return count.times < gce.max_replacements_without_commit and not is_skipped and not is_queue
 
 
-def created(desired: DesiredState, creation: PendingCreate) -> Transition:
+def created(desired: DesiredState, creation: PendingCreate, *, now: float) -> Transition:
     """Returns the state after a creation has succeeded, also of VMs that are being deleted."""
 
     def marked(vms: Iterable[VmSpec]) -> tuple[VmSpec, ...]:
-        return tuple(replace(v, created=True) if v.name in creation.names else v for v in vms)
+        return tuple(
+            replace(vm, created=True, created_at=now) if vm.name in creation.names else vm
+            for vm in vms
+        )
 
     backoffs = tuple(c for c in desired.backoffs if c.error != "denied")
     new = replace(
@@ -276,13 +285,17 @@ def _is_of(vm: VmStatus, desired: DesiredState) -> bool:
 def create_timed_out(
     desired: DesiredState, creation: PendingCreate, observed: ObservedState, gce: GceSection
 ) -> bool:
-    """Returns whether a creation takes longer than any that can still succeed."""
+    """Returns whether a creation takes longer than any that can still succeed.
+
+    It begins when the service accepts its request, which may be long after the first try.
+    """
     vms = [vm for vm in desired.all_vms if vm.name in creation.names]
     minutes = gce.ready_minutes
     for option in {vm.option for vm in vms}:
         if isinstance(found := gce.capacity_options[option], FlexStartOption):
             minutes += found.wait_minutes
-    return any(observed.now - vm.requested_at > 60 * minutes for vm in vms)
+    is_sent_long_ago = observed.since_create_seconds > 60 * minutes
+    return is_sent_long_ago and any(observed.now - v.requested_at > 60 * minutes for v in vms)
 
 
 def release_all(desired: DesiredState, *, now: float) -> DesiredState:

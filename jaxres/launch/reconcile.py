@@ -107,7 +107,7 @@ def _count_replacements(
         replaced,
         step=observed.log.step,
         now=observed.now,
-        vm_seconds=sum(lifetime_seconds(vm, now=observed.now) for vm, _ in replaced),
+        vm_seconds=sum(lifetime_seconds(vm, gce, now=observed.now) for vm, _ in replaced),
         dollars=sum(spending.cost(vm, gce, now=observed.now) for vm, _ in replaced),
     )
     end = replacement_budget.end_of_job(
@@ -168,12 +168,12 @@ def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str
     """Returns the costs so far, or the hours of the VMs if an option has no price."""
     if all(option.dollars_per_hour is not None for option in gce.capacity_options):
         return f"${dollars(desired, gce, now=now):.2f}"
-    return f"{vm_hours(desired, now=now):.2f} VM hours"
+    return f"{vm_hours(desired, gce, now=now):.2f} VM hours"
 
 
-def vm_hours(desired: DesiredState, *, now: float) -> float:
+def vm_hours(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the hours of all VMs so far."""
-    running_seconds = sum(lifetime_seconds(vm, now=now) for vm in desired.all_vms)
+    running_seconds = sum(lifetime_seconds(vm, gce, now=now) for vm in desired.all_vms)
     return (desired.vm_seconds + running_seconds) / 3600
 
 
@@ -232,7 +232,8 @@ def _without_gone(desired: DesiredState, observed: ObservedState, gce: GceSectio
         deleting=tuple(vm for vm in desired.deleting if vm not in gone),
         spent_dollars=desired.spent_dollars
         + sum(spending.cost(vm, gce, now=observed.now) for vm in gone),
-        vm_seconds=desired.vm_seconds + sum(lifetime_seconds(vm, now=observed.now) for vm in gone),
+        vm_seconds=desired.vm_seconds
+        + sum(lifetime_seconds(vm, gce, now=observed.now) for vm in gone),
         spending=spending.add(desired, gone, gce, now=observed.now),
     )
 

@@ -9,6 +9,7 @@ Every call advances by one step and never waits: the launcher's lease must be re
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -232,17 +233,18 @@ class ResizeRequests:
                 self.gone.add(name)
 
     def _cancel(self, group: str, zone: str) -> None:
-        """Cancels the resize request if it waits; it may get its VMs meanwhile."""
-        from google.api_core.exceptions import BadRequest, NotFound
+        """Cancels the resize request if it waits; it may get its VMs meanwhile.
+
+        If that is refused, it is deleted with its group.
+        """
+        from google.api_core.exceptions import GoogleAPICallError
 
         found = self._get("request", group, zone)
         if found is None or found.state != "ACCEPTED":
             return
         key = self._key("request", group, zone)
-        try:
+        with contextlib.suppress(GoogleAPICallError):
             self.compute.call(self.compute.prepare(CLIENTS["request"], "cancel_unary", key))
-        except (BadRequest, NotFound):
-            return
 
     def _is_due(self, name: str, part: Part) -> bool:
         """Returns whether a deletion is to be requested now, and notes that it is."""

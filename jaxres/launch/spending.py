@@ -1,8 +1,9 @@
 """What the VMs of a job cost, by capacity option and cause. Pure.
 
-The life of a VM has four causes: `spare` while it is one, from its request on, `boot` until its
-first attempt starts (creation and the wait for the other VMs included), `training` while an attempt
-runs on it, `waiting` otherwise: between attempts, and until its deletion is done.
+The life of a VM begins with its request. A VM of Flex-start waits in a queue then, which bills
+nothing: its life begins when its creation is known. It has four causes: `spare` while it is one,
+`boot` until its first attempt starts (creation and the wait for the other VMs included), `training`
+while an attempt runs on it, `waiting` otherwise: between attempts, and until its deletion is done.
 """
 
 from __future__ import annotations
@@ -11,20 +12,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
-from jaxres.config.schema_gce import CapacityOption, GceSection
+from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.launch.desired_state import DesiredState, Spending, SpendingCause, Transition, VmSpec
 
 CAUSES: tuple[SpendingCause, ...] = get_args(SpendingCause)
 
 
-def lifetime_seconds(vm: VmSpec, *, now: float) -> float:
-    """Returns the longest possible lifetime of a VM so far."""
-    return max(0.0, now - vm.requested_at) if vm.requested_at else 0.0
+def lifetime_seconds(vm: VmSpec, gce: GceSection, *, now: float) -> float:
+    """Returns the lifetime of a VM so far, of which the costs are counted."""
+    since = _counts_since(vm, gce)
+    return max(0.0, now - since) if since else 0.0
+
+
+def _counts_since(vm: VmSpec, gce: GceSection) -> float:
+    """Returns when the lifetime of a VM began, in seconds since the epoch; 0: it has not yet."""
+    if not isinstance(_option(gce, vm.option), FlexStartOption):
+        return vm.requested_at
+    return vm.boots_since if vm.created else 0.0
 
 
 def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
     """Returns the dollars that a VM has cost so far; 0 without a price."""
-    return charge(vm.option, lifetime_seconds(vm, now=now), gce)
+    return charge(vm.option, lifetime_seconds(vm, gce, now=now), gce)
 
 
 def total(desired: DesiredState, gce: GceSection, *, now: float) -> float:
@@ -79,17 +88,17 @@ def _attempt_seconds(desired: DesiredState, *, now: float) -> float:
 
 
 def _seconds_by_cause(
-    vm: VmSpec, desired: DesiredState, *, now: float
+    vm: VmSpec, desired: DesiredState, gce: GceSection, *, now: float
 ) -> dict[SpendingCause, float]:
     """Returns the seconds of a VM's life by cause; their sum is its lifetime."""
-    life = lifetime_seconds(vm, now=now)
+    life = lifetime_seconds(vm, gce, now=now)
     training = vm.trained_seconds
     if desired.phase == "running" and any(host.name == vm.name for host in desired.hosts):
         training += _attempt_seconds(desired, now=now)
     training = min(life, training)
     is_spare = any(spare.name == vm.name for spare in desired.spares)
     spare = min(life - training, life if is_spare else vm.spare_seconds)
-    boot = life if not vm.trained_from else max(0.0, vm.trained_from - vm.requested_at)
+    boot = life if not vm.trained_from else max(0.0, vm.trained_from - _counts_since(vm, gce))
     boot = max(0.0, min(life - training, boot) - spare)
     waiting = life - training - spare - boot
     return {"training": training, "boot": boot, "waiting": waiting, "spare": spare}
@@ -101,7 +110,7 @@ def add(
     """Returns the spending of the deleted VMs with that of further VMs, by option and cause."""
     found = {(one.option, one.cause): one for one in desired.spending}
     for vm in vms:
-        for cause, seconds in _seconds_by_cause(vm, desired, now=now).items():
+        for cause, seconds in _seconds_by_cause(vm, desired, gce, now=now).items():
             if seconds:
                 one = found.get((vm.option, cause), Spending(vm.option, cause))
                 found[vm.option, cause] = replace(

@@ -83,7 +83,8 @@ def of_run(
     if times is None:
         return None
     num_steps_of = _steps_of_attempts(timeline, records, last_step=last_step)
-    claims = [r.time for r in records if isinstance(r.body, Claim)]
+    shown = {one.attempt for one in attempts}
+    claims = [r.time for r in records if isinstance(r.body, Claim) and r.attempt in shown]
     failures = _failures(timeline, records, claims, events, num_steps_of, times)
     settings = _settings(config)
     if vms is None:

@@ -14,6 +14,7 @@ from jaxres.report.contents import Contents, Interruption, Save, cause_text
 from jaxres.report.markup import Markup, element
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.launch_events import LaunchEvent
+from jaxres.runlog.records import Claim
 
 NUM_INCIDENTS = 100
 """Incidents in the table: the longest ones."""
@@ -122,7 +123,7 @@ def attempts(contents: Contents) -> Markup:
     head = ["attempt", "began (UTC)", "host", "hosts", "steps", "kept", "end"]
     head += ["tokens/s", "MFU", "guarantee"]
     rows = [_attempt(attempt, contents) for attempt in contents.attempts]
-    hidden = len(contents.timeline.attempts) - len(rows)
+    hidden = sum(isinstance(r.body, Claim) for r in contents.sources.records) - len(rows)
     note = f"The newest {len(rows)} of {len(rows) + hidden:,}." if hidden else ""
     return element("div", table(head, rows), element("p", note))
 

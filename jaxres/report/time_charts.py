@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.goodput.intervals import Activity, Interval
-from jaxres.goodput.run_timeline import AttemptTime
+from jaxres.goodput.run_timeline import AttemptTime, RunTimeline
 from jaxres.goodput.summary import Incident, Summary
 from jaxres.report import contents as c
 from jaxres.report import curves, number_text
@@ -99,7 +99,7 @@ def timeline(contents: Contents) -> Markup:
     if most > 1:
         lanes.append((f"hosts (most: {most})", list(_host_rects(whole.attempts, scale, most))))
     if events := contents.sources.launch_events:
-        lanes.append(("VMs", list(_vm_dots(events, whole.began, seconds))))
+        lanes.append(("VMs", list(_vm_dots(events, whole))))
     rows = [
         element("div", element("span", name), _lane(drawn, name), class_="lane")
         for name, drawn in lanes
@@ -235,11 +235,13 @@ def _host_rects(attempts: Sequence[AttemptTime], scale: float, most: int) -> Ite
         yield element("path", title, d=d, class_="hosts")
 
 
-def _vm_dots(events: Sequence[LaunchEvent], began: float, seconds: float) -> Iterator[Markup]:
+def _vm_dots(events: Sequence[LaunchEvent], whole: RunTimeline) -> Iterator[Markup]:
     """Yields lost VMs, refused requests and created VMs; one of a kind in each column."""
     shown = [event for event in events if event.kind in VM_EVENTS]
-    times = np.array([event.time - began for event in shown])
-    columns = curves.column_of(times, 0.0, seconds)
+    times = np.array([event.time - whole.began for event in shown])
+    for begin, end in whole.complete:
+        times -= [max(0.0, min(event.time, end) - begin) for event in shown]
+    columns = curves.column_of(times, 0.0, whole.seconds)
     for (kind, column), group in groupby(
         sorted(zip(columns.tolist(), shown, strict=True), key=lambda p: (p[1].kind, p[0])),
         key=lambda pair: (pair[1].kind, pair[0]),

@@ -110,6 +110,12 @@ class RunHistory:
         is_undone = seq < self.last_change_seq or any(start < step for start in later)
         return not is_undone and step > max(self.step, start_of(own).step)
 
+    @property
+    def num_rollbacks(self) -> int:
+        """Number of rollbacks after high losses, without records that only withdraw commits."""
+        bodies = [record.body for record in self.rollbacks]
+        return sum(isinstance(body, Rollback) and bool(body.rows) for body in bodies)
+
     def rate_factor(self, step: int) -> float:
         """Returns the factor of all rollbacks on the learning rate of a step."""
         return math.prod(

@@ -41,6 +41,11 @@ class DirectWriter:
 
     def append(self, data: np.ndarray | bytes | memoryview) -> None:
         """Appends bytes, or an array of uint8 of one dim; they may be changed afterwards."""
+        end = self._filled + len(data)
+        if end < BUFFER_BYTES and isinstance(data, bytes):  # NumPy takes longer for a few.
+            self._memory.data[self._filled : end] = data
+            self._filled = end
+            return
         items = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         while len(items):
             part = items[: BUFFER_BYTES - self._filled]

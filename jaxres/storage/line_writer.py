@@ -88,6 +88,20 @@ def read_lines(path: RunPath, *, start: int = 0) -> bytes:
     return b"".join(data or b"" for data in parts)[start:]
 
 
+def cut_partial_line(path: RunPath) -> int:
+    """Deletes the partial last line that a kill has left in a file; returns the size of the lines.
+
+    In a bucket all lines are whole, and nothing is deleted. Raises the errors of storage unchanged.
+    """
+    lines = read_lines(path)
+    if is_remote(path):
+        return len(lines)
+    size = lines.rfind(b"\n") + 1
+    if size < len(lines):
+        os.truncate(path, size)
+    return size
+
+
 class LineWriter:
     """Appends whole lines in order, from any thread.
 

@@ -52,6 +52,7 @@ from jaxres.supervisor import (
     processes,
     replica_process,
     restart_policy,
+    run_dir_watcher,
     signals,
     slow_hosts,
     tracker_processes,
@@ -317,7 +318,7 @@ def _run_claimed(
     is_inline: bool,
 ) -> AttemptResult:
     """Runs the attempt, unless a `stop` file has existed before."""
-    ended = consume_stop_file(opened.run_dir, opened.claim)
+    ended = run_dir_watcher.stop_requested_before(opened.run_dir)
     if ended is not None:
         job.cancel(ended.code, ended.reason)
         return ended
@@ -471,12 +472,16 @@ def record_stop(log: RunLog, result: AttemptResult, *, slots: Sequence[int] | No
 def record_stop_with_timeout(
     log: RunLog, ended: AttemptResult, claimed: ClaimedAttempt, *, run_lock: RunLock
 ) -> None:
-    """Writes the result to the run log, or gives up after RECORD_SECONDS."""
+    """Writes the result to the run log, or gives up after RECORD_SECONDS.
+
+    A request to stop that it answers is moved afterwards: one that is lost can't be repeated.
+    """
     if not ended.is_recorded:
         return
 
     def record() -> None:
         record_stop(log, ended, slots=claimed.claim.slots)
+        run_dir_watcher.end_stop_request(claimed.run_dir, claimed.claim.attempt, ended.code)
 
     what = f"the result could not be recorded: {claimed.run_dir.root}"
     if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, report=print_message):
@@ -539,15 +544,6 @@ def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first
         files.replace(run_dir.config, text, mode=mode)
     files.make_dir(run_dir.attempt(claim.attempt))
     files.replace(run_dir.attempt(claim.attempt) / "config.yaml", text, mode=mode)
-
-
-def consume_stop_file(run_dir: RunDir, claim: Claim) -> AttemptResult | None:
-    """Handles a `stop` file that exists before the start; moves it, so the next start trains."""
-    if not files.exists(run_dir.request("stop")):
-        return None
-    files.move(run_dir.request("stop"), run_dir.attempt(claim.attempt) / "stop")
-    reason = f"{run_dir.request('stop')} existed at the start; the next start resumes"
-    return AttemptResult(ExitCode.STOPPED, reason, committed=False, is_printed=True)
 
 
 def _refuse_other_threads(claim: Claim, threads: int) -> None:

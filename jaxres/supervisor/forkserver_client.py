@@ -28,6 +28,8 @@ from jaxres.supervisor.worker_process import KILL_GRACE_SECONDS, ForkedProcess
 
 IMPORT_SECONDS = 600.0
 """Longest wait for the imports where a fresh process would have to do them as well."""
+POLL_SECONDS = 0.25
+"""Longest time between two calls of `may_wait` while the imports last."""
 FORK_SECONDS = 2.0
 """Longest wait for a forked worker's message; after that the fork server is killed."""
 WORKER = "jaxres.train.worker"
@@ -93,6 +95,7 @@ class ForkServer:
         *,
         env: Mapping[str, str],
         status_fd: int,
+        may_wait: Callable[[], bool],
         patience_seconds: float = 0.0,
     ) -> ForkedProcess | None:
         """Forks a worker; returns None if a fresh process must be spawned instead.
@@ -101,29 +104,45 @@ class ForkServer:
           command: the worker's argv; `--status-fd N` is appended there.
           env: the worker's environment.
           status_fd: write end of the worker's status pipe.
-          patience_seconds: longest wait for the imports.
+          may_wait: called again and again while this waits for the imports; False ends that.
+          patience_seconds: longest wait for them.
         """
         if self._process is None:
             return None
         try:
-            return self._fork(command, env, status_fd, patience_seconds)
+            return self._fork(command, env, status_fd, may_wait, patience_seconds)
         except (CannotFork, OSError, ValueError) as error:
             why = str(error) or type(error).__name__
             self._emit(Noted(f"a fresh process instead of a fork of the fork server: {why}"))
             return None
 
     def fork_last(
-        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        status_fd: int,
+        may_wait: Callable[[], bool],
     ) -> ForkedProcess | None:
         """Forks a worker as `fork` does, once the imports are done; then ends the fork server."""
-        patience = IMPORT_SECONDS
         try:
-            return self.fork(command, env=env, status_fd=status_fd, patience_seconds=patience)
+            return self.fork(
+                command,
+                env=env,
+                status_fd=status_fd,
+                may_wait=may_wait,
+                patience_seconds=IMPORT_SECONDS,
+            )
         finally:
             self.stop()
 
     def _fork(
-        self, command: Sequence[str], env: Mapping[str, str], status_fd: int, patience: float
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        status_fd: int,
+        may_wait: Callable[[], bool],
+        patience: float,
     ) -> ForkedProcess:
         assert self._process is not None
         assert self._control is not None
@@ -133,8 +152,12 @@ class ForkServer:
             raise CannotFork("the environment has changed")
         if versions() != self._versions:
             raise CannotFork("libraries were installed since it started")
-        if not self.wait_ready(seconds=patience):
-            raise CannotFork("it is not ready yet")
+        until = self._clock.monotonic() + patience
+        while not self.wait_ready(seconds=min(POLL_SECONDS, patience)):
+            if self._clock.monotonic() >= until or not self.pids:
+                raise CannotFork("it is not ready yet")
+            if not may_wait():
+                raise CannotFork("a signal has arrived while it imports")
         arguments = list(command[command.index(WORKER) + 1 :])
         own = {name: env[name] for name in NOT_READ_BY_IMPORTS if name in env}
         request = {"arguments": arguments, "parent": os.getpid(), "env": own}

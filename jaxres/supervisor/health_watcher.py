@@ -34,7 +34,7 @@ from jaxres.supervisor.health_messages import (
     XidReported,
 )
 from jaxres.supervisor.host_health import HostReading
-from jaxres.supervisor.processes import kill_session
+from jaxres.supervisor.processes import kill_session, start_session
 
 MODULE = "jaxres.supervisor.health_process"
 START_SECONDS = 60.0
@@ -210,13 +210,7 @@ class HealthWatcher:
         if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
             command += [f"--visible={visible}"]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                env=dict(self._env),
-            )
+            process = start_session(command, stdout=subprocess.PIPE, env=self._env)
         except OSError as error:
             self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
             return

@@ -18,6 +18,8 @@ import os
 import re
 import signal
 import subprocess
+import threading
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -59,6 +61,37 @@ def start_command(
             process_group=0,
             preexec_fn=functools.partial(kill_me_with_parent, os.getpid(), signal.SIGTERM),
         )
+
+
+_sessions: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+"""Processes of `start_session`: their exit codes are not for `reap`."""
+_starting = threading.Lock()
+"""Held while one is started, since it may end before it is among them."""
+
+
+def start_session(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
+    """Starts a process that leads a session, so that a Ctrl-C in the terminal does not reach it.
+
+    Args:
+      command: its words.
+      env: its environment.
+      stdin, stdout: as of subprocess.Popen.
+
+    Raises:
+      OSError: it can't be started.
+    """
+    with _starting:
+        process = subprocess.Popen(
+            command, stdin=stdin, stdout=stdout, start_new_session=True, env=dict(env)
+        )
+        _sessions.add(process)
+    return process
 
 
 def kill_session(process: subprocess.Popen[bytes], *, seconds: float | None = None) -> None:
@@ -200,9 +233,20 @@ def reap(child_pids: Iterable[int]) -> None:
     """Reaps adopted zombie processes, so that none stays in the process table.
 
     Args:
-      child_pids: pids of the children that other code waits for; these are not reaped.
+      child_pids: pids of the children that other code waits for; these are not reaped, as those of
+        `start_session` are not.
     """
-    waited_for = set(child_pids)
+    if not _starting.acquire(blocking=False):
+        return  # The next tick does it.
+    try:
+        # Those that have ended keep their exit code; left as zombies they would hide others.
+        running = {process.pid for process in list(_sessions) if process.poll() is None}
+        _reap_except(running.union(child_pids))
+    finally:
+        _starting.release()
+
+
+def _reap_except(waited_for: Collection[int]) -> None:
     for _ in range(MAX_REAPED):
         with contextlib.suppress(ChildProcessError):
             exited = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

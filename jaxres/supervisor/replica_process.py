@@ -24,9 +24,9 @@ from jaxres.runlog.records import Commit, Record
 from jaxres.runlog.replica_files import Progress
 from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage.threads import make_thread
-from jaxres.supervisor.processes import kill_session
+from jaxres.supervisor.processes import kill_session, start_session
 from jaxres.telemetry import stdio
-from jaxres.telemetry.alert_monitors import ReplicaLag
+from jaxres.telemetry.alert_monitors import ReplicaLag, step_of_open
 
 CLOSE_SECONDS = 10.0
 """Longest delay of the exit for a copy; the next start copies the rest."""
@@ -126,13 +126,7 @@ class ReplicaProcess:
             if (rate := self._section.max_mb_per_second) is not None:
                 command += [f"--max-mb-per-second={rate}"]
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=dict(self._env),
-                )
+                self._process = start_session(command, stdin=subprocess.PIPE, env=self._env)
             except OSError as error:
                 stdio.eprint(f"checkpoint.replica: did not start: {error}\n")
 
@@ -142,13 +136,16 @@ class ReplicaProcess:
         limit = None if minutes is None else 60 * minutes
         every = WATCH_SECONDS if limit is None else min(WATCH_SECONDS, limit / 4)
         awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
-        lag, records = ReplicaLag(limit), list[Record]()
+        was_behind = step_of_open(self._run_dir, "replica_behind") is not None
+        lag, records = ReplicaLag(limit, is_behind=was_behind), list[Record]()
         while not self._closed.wait(every):
             self._start()
             new: list[Record] = []
             with contextlib.suppress(RunError):  # Unreadable storage shows no commit.
                 new = run_log.read_after(self._run_dir.log, len(records))
             records += new
+            if not records:
+                continue  # Whether a step is missing is not known yet.
             progress = self._progress()
             now = awake.now()
             commits = [record.seq for record in new if isinstance(record.body, Commit)]

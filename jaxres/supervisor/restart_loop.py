@@ -325,7 +325,7 @@ def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult
     run.replica.ensure_started(run.emit)
     run.scrub.ensure_started(run.emit)
     run.exporter.ensure_started(host=opened.hosts[0], health=run.health_watcher)
-    ended = attempt_runner.consume_stop_file(run.run_dir, opened.claim)
+    ended = run_dir_watcher.stop_requested_before(run.run_dir)
     if ended is None:
         deadline = restart_policy.deadline(run.policy)
         ended = run.run_attempt(
@@ -488,7 +488,10 @@ def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int
 
 
 def _record_leave(run: LoopState, result: AttemptResult) -> None:
-    """Writes the supervisor's exit to the run log, for the next one; no-op without a claim."""
+    """Writes the supervisor's exit to the run log, for the next one; no-op without a claim.
+
+    A request to stop that it answers is moved.
+    """
     if run.run_history.attempt == 0:
         return
 
@@ -496,6 +499,7 @@ def _record_leave(run: LoopState, result: AttemptResult) -> None:
         after, attempt = run.last_seq, run.run_history.attempt
         log = run_log.RunLog(run.run_dir.log, attempt=attempt, last_seq=after, clock=run.clock)
         log.append(leave_record(result))
+        run_dir_watcher.end_stop_request(run.run_dir, attempt, result.code)
 
     what, seconds = "the supervisor's exit could not be recorded", attempt_runner.RECORD_SECONDS
     write_with_timeout(record, seconds=seconds, what=what, report=print_message)

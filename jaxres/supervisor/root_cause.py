@@ -23,8 +23,11 @@ GRACE_SECONDS = 1.0
 ABORTED = 128 + signal.SIGABRT
 ORDER = ("start", "import", "join", "data", "build", "compile", "init", "restore")
 """Phases before training, in the order in which every host goes through them."""
-BETWEEN_STEPS = ("evaluate", "save", "hook")
-"""Phases that all hosts enter at the same step. Exiting is not one: a host may exit alone."""
+BETWEEN_STEPS = ("evaluate", "save")
+"""Phases that all hosts enter at the same step, and in which they wait for each other.
+
+Exiting is not one: a host may exit alone. Nor is a hook: it waits for no other host.
+"""
 
 
 @dataclass(frozen=True)

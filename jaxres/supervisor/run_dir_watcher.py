@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxres.clock import Clock
+from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import RunError, StorageUnavailable
+from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, newer_claim
 from jaxres.storage import files
@@ -68,7 +70,6 @@ class RunDirWatcher:
         run_lock: RunLock,
         clock: Clock,
         step: Callable[[], int],
-        keeps_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepares the watcher; starts no thread yet.
 
@@ -79,8 +80,6 @@ class RunDirWatcher:
           run_lock: its heartbeat is written every second, in a bucket every five.
           clock: the supervisor's clock.
           step: returns the newest finished step, for the names of moved request files.
-          keeps_stop: returns whether this attempt ends with an exit after which the run is started
-            again: the request to stop then stays for the next start.
         """
         self._run_dir = run_dir
         self._attempt = attempt
@@ -88,13 +87,11 @@ class RunDirWatcher:
         self._run_lock = run_lock
         self._clock = clock
         self._step = step
-        self._keeps_stop = keeps_stop
         self._poll_seconds = BUCKET_POLL_SECONDS if run_dir.is_remote else POLL_SECONDS
         self._threads = WatcherThreads[WatcherEvent]()
         self._polling_since = math.inf
         self._heartbeat_at = -math.inf
         self._is_stop_reported = False
-        self._has_moved_stop = False
         self.has_answered = False
         """Whether one poll has completed, so that storage answers."""
 
@@ -158,20 +155,15 @@ class RunDirWatcher:
         return False
 
     def _take_requests(self) -> None:
-        """Reports request files that an operator has put into the run directory, and moves them."""
+        """Reports request files that an operator has put into the run directory.
+
+        `stop` stays there until the run has ended by it: the attempt may end otherwise, and be
+        followed by another one, for which the request holds, too. It is reported once.
+        """
         stop, save = self._run_dir.request("stop"), self._run_dir.request("save")
-        keeps_stop = self._keeps_stop()
-        if keeps_stop and self._has_moved_stop:  # Moved just before the attempt was preempted.
-            with contextlib.suppress(RunError, OSError):
-                files.replace(stop, b"")
-                self._has_moved_stop = False
-        # Reported only once if they can not be moved.
-        if _exists(stop):
-            is_moved = not keeps_stop and self._move(stop)
-            self._has_moved_stop |= is_moved
-            if is_moved or not self._is_stop_reported:
-                self._is_stop_reported = True
-                self._threads.put(StopRequested(stop))
+        if not self._is_stop_reported and _exists(stop):
+            self._is_stop_reported = True
+            self._threads.put(StopRequested(stop))
         if _exists(save) and self._move(save):
             self._threads.put(SaveRequested())
 
@@ -188,3 +180,23 @@ def _exists(path: RunPath) -> bool:
     with contextlib.suppress(RunError, OSError):
         return files.file_exists(path)
     return False
+
+
+def stop_requested_before(run_dir: RunDir) -> AttemptResult | None:
+    """Returns the result of an attempt before whose start a stop was requested; None: none was."""
+    if not files.exists(run_dir.request("stop")):
+        return None
+    reason = f"{run_dir.request('stop')} existed at the start; the next start resumes"
+    return AttemptResult(ExitCode.STOPPED, reason, committed=False, is_printed=True)
+
+
+def end_stop_request(run_dir: RunDir, attempt: int, code: int) -> None:
+    """Moves the `stop` file into the attempt's folder, if nothing starts the run again by itself.
+
+    After other exits the next start takes it. One that is superseded leaves it to its successor.
+    """
+    if code == ExitCode.FENCED or exit_row(code).restart is not RestartRule.NEVER:
+        return
+    stop = run_dir.request("stop")
+    if files.exists(stop):
+        files.move(stop, run_dir.attempt(attempt) / "stop")

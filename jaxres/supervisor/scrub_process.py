@@ -28,7 +28,7 @@ from jaxres.runlog.scrub_progress import RETRY_SECONDS, StepCheck
 from jaxres.runlog.supervisor_events import CheckpointDamageFound
 from jaxres.storage.threads import make_thread
 from jaxres.supervisor import worker_group
-from jaxres.supervisor.processes import kill_session
+from jaxres.supervisor.processes import kill_session, start_session
 from jaxres.telemetry import stdio
 
 MODULE = "jaxres.cli.scrub"
@@ -114,13 +114,7 @@ class ScrubProcess:
         if self._replica is not None:
             command += [f"--replica={self._replica.path}"]
         try:
-            self._process = process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                env=dict(self._env),
-            )
+            self._process = process = start_session(command, env=self._env)
         except OSError:
             return ExitCode.STORAGE
         while process.poll() is None and not self._closed.wait(POLL_SECONDS):

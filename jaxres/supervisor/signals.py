@@ -84,6 +84,22 @@ def raised_stop() -> PreemptedError | StoppedError | None:
     return _error_of(_raised[0]) if _raised else None
 
 
+def raise_again() -> None:
+    """Raises the stop that was raised before and has been caught by a library, if there was one."""
+    if (stop := raised_stop()) is not None:
+        raise stop
+
+
+@contextlib.contextmanager
+def stops_first() -> Iterator[None]:
+    """Raises the stop that was raised in the block instead of the error that came in its place."""
+    try:
+        yield
+    except Exception:
+        raise_again()
+        raise
+
+
 _self_term_reasons: list[str] = []
 """Reasons for which this process has sent itself a SIGTERM."""
 

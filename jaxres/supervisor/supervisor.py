@@ -13,7 +13,7 @@ import dataclasses
 import math
 import select
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxres.clock import Awake, Clock
 from jaxres.cluster.messages import JobResult
@@ -34,7 +34,12 @@ from jaxres.supervisor.root_cause import HostStatus, WorkerExit
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.run_metrics import RunMetrics
-from jaxres.supervisor.watchdog import LEAVE_SECONDS, limit_seconds, overdue_seconds
+from jaxres.supervisor.watchdog import (
+    LEAVE_SECONDS,
+    ProgressTracker,
+    limit_seconds,
+    overdue_seconds,
+)
 from jaxres.supervisor.worker_process import (
     Fork,
     Worker,
@@ -100,10 +105,10 @@ def supervise(
             *(health_watcher, on_news, run_metrics),
         )
         try:
-            _spawn_workers(running, commands, is_alone=num_hosts == 1, fork=fork)
-            watch = None
+            watch = None  # Before the workers: the lock's heartbeat must not wait for imports.
             if run_lock is not None:
                 watch = stack.enter_context(_run_dir_watcher(running, run_lock, last_seq=last_seq))
+            _spawn_workers(running, commands, wakeup=wakeup, fork=fork)
             ended = _with_stop_request(running, _wait(running, wakeup, watch))
             _send_exit(running, ended)
             return ended
@@ -117,26 +122,48 @@ def _spawn_workers(
     running: RunningAttempt,
     commands: Mapping[int, Sequence[str]],
     *,
-    is_alone: bool,
+    wakeup: int,
     fork: Fork | None,
 ) -> None:
-    """Spawns the workers, the lowest host first."""
+    """Spawns the workers, the lowest host first; a signal ends the wait for a fork server."""
+
+    def may_wait() -> bool:
+        _send_heartbeat(running, commands)
+        return not select.select([wakeup], [], [], 0)[0]
+
     kills_before = oom_kill_count()
     fork = fork if running.fork_server is None else running.fork_server.fork
     for host, command in sorted(commands.items()):
         worker = spawn_worker(
             command,
             host=host,
-            is_alone=is_alone,
+            is_alone=running.num_hosts == 1,
             env=running.env,
             kills_before=kills_before,
             clock=running.clock,
             fork=fork,
+            may_wait=may_wait,
         )
         running.workers.append(worker)
     if running.run_metrics is not None:
         running.workers[0].on_message = running.run_metrics.on_status
         running.run_metrics.on_attempt_started(running.number)
+
+
+def _send_heartbeat(running: RunningAttempt, hosts: Iterable[int]) -> None:
+    """Sends the other supervisors the progress of the workers here, of which some may not run yet.
+
+    Args:
+      running: the attempt.
+      hosts: the hosts of this supervisor.
+    """
+    progress = dict.fromkeys(hosts, ProgressTracker(last_progress=running.clock.monotonic()))
+    progress |= {worker.host: worker.progress for worker in running.workers}
+    if isinstance(running.links, LeaderLink):
+        (own,) = progress.values()
+        running.links.send_heartbeat(step=own.step, phase=own.phase)
+    elif running.links is not None:
+        running.links.send_heartbeat([(host, each.step) for host, each in progress.items()])
 
 
 def _run_dir_watcher(running: RunningAttempt, owner: RunLock, *, last_seq: int) -> RunDirWatcher:
@@ -147,7 +174,6 @@ def _run_dir_watcher(running: RunningAttempt, owner: RunLock, *, last_seq: int) 
         run_lock=owner,
         clock=running.clock,
         step=lambda: running.step,
-        keeps_stop=lambda: running.is_restarted_after_stop,
     )
 
 
@@ -233,13 +259,13 @@ def _exchange(
     """Receives messages of the other supervisors; sends them the progress of the workers here."""
     if isinstance(links, LeaderLink):
         (worker,) = running.workers
-        links.send_heartbeat(step=worker.progress.step, phase=worker.progress.phase)
+        _send_heartbeat(running, ())
         if worker.end is not None:
             links.send_exit(worker.end.result, step=worker.progress.step)
         verdict = links.receive()
         return None if verdict is None else _follow_leader(running, worker, verdict)
     requests = links.receive(now=now)
-    links.send_heartbeat([(worker.host, worker.progress.step) for worker in running.workers])
+    _send_heartbeat(running, ())
     for stop in requests:
         running.stop_reason = running.stop_reason or stop.reason
         if stop.step == running.step == 0 and running.stop_requested is None:

@@ -12,7 +12,7 @@ from jaxres.config import RunConfig, load_recorded
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.processes import kill_session
+from jaxres.supervisor.processes import kill_session, start_session
 from jaxres.supervisor.tracker_process import has_everything
 from jaxres.telemetry import stdio, trackers
 
@@ -58,11 +58,9 @@ class TrackerProcesses:
                 continue
             command = [sys.executable, "-m", MODULE, str(self._run_dir.root.absolute())]
             try:
-                self._processes[number] = subprocess.Popen(
+                self._processes[number] = start_session(
                     [*command, "--attempt", str(attempt), "--number", str(number)],
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
                     env={**trackers.ENVIRONMENT, **self._env},
                 )
             except OSError as error:

@@ -218,7 +218,12 @@ class Fork(Protocol):
     """Forks a worker, or returns None if a fresh process must be spawned instead."""
 
     def __call__(
-        self, command: Sequence[str], *, env: Mapping[str, str], status_fd: int
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        status_fd: int,
+        may_wait: Callable[[], bool],
     ) -> Process | None:
         """See `ForkServer.fork`."""
         ...
@@ -233,6 +238,7 @@ def spawn_worker(
     kills_before: int,
     clock: Clock,
     fork: Fork | None,
+    may_wait: Callable[[], bool],
 ) -> Worker:
     """Starts a worker in its own process group, with its signals blocked until it takes them.
 
@@ -244,11 +250,12 @@ def spawn_worker(
       kills_before: the kernel's count of out-of-memory kills.
       clock: the supervisor's clock.
       fork: forks the worker if it can; otherwise, and if None, a fresh process is spawned.
+      may_wait: called again and again while `fork` waits for imports; False ends that.
     """
     read_end, write_end = os.pipe()
     try:
         process: Process | None = (
-            None if fork is None else fork(command, env=env, status_fd=write_end)
+            None if fork is None else fork(command, env=env, status_fd=write_end, may_wait=may_wait)
         )
         if process is None:
             process = spawn_in_group(

@@ -16,7 +16,8 @@ from jaxres.telemetry import incidents
 from jaxres.telemetry.incidents import ALWAYS_SENT, RESOLVES, Incident
 
 HOUR_SECONDS = 3600.0
-DeliveryState = Literal["queued", "delivered", "dropped"]
+DeliveryState = Literal["queued", "delivered", "dropped", "silent"]
+"""Silent: done without a message that an operator reads, such as PagerDuty's resolves."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,15 @@ class Ledger:
         """Keys of delivered incidents that are not resolved yet, and their kinds."""
         return {key: incident.kind for key, incident in self.unresolved.items()}
 
+    def has_nothing_to_resolve(self, kind: str) -> bool:
+        """Returns whether this is the first commit of a supervisor, and no save has failed.
+
+        Every supervisor reports its first commit as `saves_recovered`; the target then gets no
+        message, so that nothing has to be delivered either.
+        """
+        waiting = (waiting.incident.kind for waiting in self.waiting.values())
+        return kind == "saves_recovered" and "saves_failing" not in {*waiting, *self.is_open.values()}
+
     def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
         """Returns whether the rate limit allows a message of this kind."""
         recent = [time for time in self.sent if 0 <= now - time < HOUR_SECONDS]
@@ -73,8 +83,9 @@ class Ledger:
         if line["state"] == "dropped":
             self.left_out[kind] += 1
             return
-        self.left_out.clear()
-        self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
+        if line["state"] != "silent":
+            self.left_out.clear()
+            self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
         if kind in RESOLVES:
             resolved = RESOLVES[kind]
             left = {k: i for k, i in self.unresolved.items() if i.kind not in resolved}

@@ -31,28 +31,40 @@ SLEPT_SECONDS = 30.0
 """Delay of a poll beyond which the process or the storage is assumed to have been suspended."""
 
 
-def committed_step(records: Iterable[Record]) -> int:
-    """Returns the newest step that the records commit; 0 without a commit."""
-    return max((r.body.step for r in records if isinstance(r.body, Commit)), default=0)
+def step_of_open(run_dir: RunDir, kind: Kind) -> int | None:
+    """Returns the committed step of an incident that an earlier process has sent.
+
+    None: there is none that is not resolved.
+    """
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(RunError, OSError):
+        rows = read_json_lines(run_dir.alerts)
+    names = {name for row in rows if isinstance(name := row.get("target"), str)}
+    ledgers = (alert_delivery_log.fold(name, rows) for name in names)
+    sent = (incident for ledger in ledgers for incident in ledger.unresolved.values())
+    return min((incident.step for incident in sent if incident.kind == kind), default=None)
 
 
 @dataclass
 class CommitStall:
-    """Detects that no step was committed for too long, and that commits have resumed."""
+    """Detects that no step was committed for too long, and that commits have resumed.
+
+    Commits are counted: after a rollback or a quarantine, new ones have smaller steps.
+    """
 
     limit_seconds: float | None
     """None: never."""
-    step: int
+    num_commits: int
     since: float
     """Time at which the newest commit was seen, without time in suspension."""
     num_stalls: int = 0
     """Number of stalls so far, the present one included: the incident's seq."""
     is_stalled: bool = False
 
-    def check(self, step: int, *, now: float) -> Kind | None:
+    def check(self, num_commits: int, *, now: float) -> Kind | None:
         """Returns the kind of incident to send, once per change; `num_stalls` is its seq."""
-        if step > self.step:
-            self.step, self.since = step, now
+        if num_commits > self.num_commits:
+            self.num_commits, self.since = num_commits, now
             was_stalled, self.is_stalled = self.is_stalled, False
             return "commits_resumed" if was_stalled else None
         if self.limit_seconds is None or self.is_stalled or now - self.since < self.limit_seconds:
@@ -83,47 +95,31 @@ class CommitMonitor:
         """Stops the thread without waiting for it: it may be blocked on storage."""
         self._closed.set()
 
-    def _step_of_open_stall(self) -> int | None:
-        """Returns the committed step of a stall that was sent by a process that was killed.
-
-        None: there is none, or commits have resumed since.
-        """
-        rows: list[dict[str, Any]] = []
-        with contextlib.suppress(RunError, OSError):
-            rows = read_json_lines(self._run_dir.alerts)
-        names = {name for row in rows if isinstance(name := row.get("target"), str)}
-        ledgers = (alert_delivery_log.fold(name, rows) for name in names)
-        sent = (incident for ledger in ledgers for incident in ledger.unresolved.values())
-        return min((i.step for i in sent if i.kind == "commits_stalled"), default=None)
-
     def _run(self) -> None:
         every = min(CHECK_SECONDS, self._limit / 4)
         run = self._run_dir.root.absolute().name
         stall: CommitStall | None = None
         awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
-        last_seq, attempt = 0, 0
+        records: list[Record] = []
         while not self._closed.is_set():
-            records: list[Record] = []
             with contextlib.suppress(RunError):  # Unreadable storage counts as no commit.
-                records = run_log.read_after(self._run_dir.log, last_seq)
+                records += run_log.read_after(self._run_dir.log, len(records))
             now = awake.now()
-            last_seq += len(records)
-            attempt = max([attempt, *(record.attempt for record in records)])
-            step = committed_step(records)
+            commits = sum(isinstance(r.body, Commit) for r in run_log.in_force(records))
             if stall is None:
-                stalled = self._step_of_open_stall()
-                since = step if stalled is None else min(step, stalled)
-                stall = CommitStall(self._limit, since, now, is_stalled=stalled is not None)
-            step = max(stall.step, step)
-            kind = stall.check(step, now=now)
+                stalled = step_of_open(self._run_dir, "commits_stalled")
+                has_resumed = stalled is not None and run_log.fold(records).step > stalled
+                known = 0 if has_resumed else commits
+                stall = CommitStall(self._limit, known, now, is_stalled=stalled is not None)
+            kind = stall.check(commits, now=now)
             if kind is not None:
-                minutes = self._limit / 60
+                step, minutes = run_log.fold(records).step, self._limit / 60
                 reason = f"no new committed step for {minutes:g} minutes; the newest is {step}"
                 self._send(
                     Incident(
                         kind=kind,
                         run=run,
-                        attempt=attempt,
+                        attempt=max((record.attempt for record in records), default=0),
                         step=step,
                         reason=reason if kind == "commits_stalled" else "",
                         next=f"jaxres status {self._run_dir.root}",
@@ -142,7 +138,9 @@ class SaveMonitor:
     """Name of the run."""
     num_failures: int = 0
     """Number of series of failed saves so far, the present one included: the incident's seq."""
-    is_failing: bool = False
+    is_failing: bool | None = None
+    """None: not known yet. The first commit is sent, since saves may have failed in an attempt of
+    another supervisor; a target that has no alert open of it receives no message."""
 
     def on_news(self, news: News, *, attempt: int) -> None:
         """Sends the incident that a message from host 0's worker causes, if any."""

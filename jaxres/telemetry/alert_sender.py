@@ -333,7 +333,7 @@ class TargetSender:
 
     def _remember(self, incident: Incident, time: float) -> None:
         key = incidents.key(incident, nonce=self._nonce())
-        if key in self._ledger.known:
+        if key in self._ledger.known or self._ledger.has_nothing_to_resolve(incident.kind):
             return
         self._taken_at[key] = self._clock.monotonic()
         self._record(key, "queued", time=time, incident=codec.encode(incident))
@@ -350,11 +350,16 @@ class TargetSender:
     def _drop_excess(self) -> None:
         """Drops incidents that wait too long, and the oldest ones beyond MAX_WAITING.
 
-        Incidents of the kinds ALWAYS_SENT are dropped only for their age.
+        Incidents of the kinds ALWAYS_SENT, and resolves, are dropped only for their age.
         """
         now, waiting = self._clock.monotonic(), self._ledger.waiting
         late = [key for key in waiting if now - self._taken_at[key] > GIVE_UP_SECONDS]
-        spare = [key for key in waiting if waiting[key].incident.kind not in ALWAYS_SENT]
+        kinds = {key: incident.incident.kind for key, incident in waiting.items()}
+        spare = [
+            key
+            for key, kind in kinds.items()
+            if kind not in ALWAYS_SENT and not incidents.only_resolves(self._target.config, kind)
+        ]
         many = spare[: max(0, len(waiting) - MAX_WAITING)]
         for key in dict.fromkeys((*late, *many)):
             self._record(key, "dropped", reason="could not be delivered")
@@ -371,10 +376,7 @@ class TargetSender:
             return False
         key, oldest = next(iter(self._ledger.waiting.items()))
         kind, now = oldest.incident.kind, self._clock.wall()
-        if not self._ledger.is_allowed(kind, now=now, max_per_hour=self._max_per_hour):
-            self._record(key, "dropped", reason="too many in an hour")
-            return True
-        for message in incidents.messages(
+        messages = incidents.messages(
             self._target.config,
             oldest.incident,
             key=key,
@@ -382,12 +384,19 @@ class TargetSender:
             secret=self._target.secret,
             left_out=self._ledger.left_out,
             is_open=self._ledger.is_open,
+        )
+        is_silent = not messages or incidents.only_resolves(self._target.config, kind)
+        if not is_silent and not self._ledger.is_allowed(
+            kind, now=now, max_per_hour=self._max_per_hour
         ):
+            self._record(key, "dropped", reason="too many in an hour")
+            return True
+        for message in messages:
             result = webhook.post(self._target.url, message.body, key=message.key)
             if not result.is_delivered:
                 return self._failed(key, result)
         self._failures = 0
-        self._record(key, "delivered")
+        self._record(key, "silent" if is_silent else "delivered")
         if self._lines is not None and is_remote(self._path):  # A file has the line already.
             with contextlib.suppress(RunError, OSError):  # Then it is written later, in order.
                 self._lines.flush()

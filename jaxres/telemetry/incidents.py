@@ -154,9 +154,15 @@ def key(incident: Incident, *, nonce: str) -> str:
 
 def is_wanted(target: AlertTarget, kind: str) -> bool:
     """Returns whether a target receives this kind."""
-    if isinstance(target, PagerdutyTarget) and kind in RESOLVES:
-        return True
-    return target.kinds is None or kind in target.kinds
+    return only_resolves(target, kind) or target.kinds is None or kind in target.kinds
+
+
+def only_resolves(target: AlertTarget, kind: str) -> bool:
+    """Returns whether this kind raises no alert at the target, but resolves those of other kinds.
+
+    The rate limit does not apply to it: an alert would stay open for good.
+    """
+    return isinstance(target, PagerdutyTarget) and kind in RESOLVES
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,8 @@ def messages(
 ) -> list[Message]:
     """Returns the requests that send an incident to a target; empty if there is nothing to resolve.
 
+    Every supervisor reports its first commit as `saves_recovered`.
+
     Args:
       target: the target; its kind determines the body.
       incident: what happened.
@@ -198,8 +206,10 @@ def messages(
       time: time of the incident, in seconds since the epoch.
       secret: PagerDuty's routing key; unused for the others, whose secret is in the URL.
       left_out: number of dropped incidents by kind, since the last message.
-      is_open: PagerDuty's open alerts, key -> kind.
+      is_open: incidents that the target has received and that are not resolved, key -> kind.
     """
+    if incident.kind == "saves_recovered" and "saves_failing" not in is_open.values():
+        return []
     match target:
         case SlackTarget():
             return [Message(key, {"text": _escaped(_text(incident, left_out))})]

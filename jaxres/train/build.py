@@ -88,7 +88,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     init = init_params.build(config.init_from, parts, context)
     rotated = _rotated(parts, context)
     compiled = jitted_steps.load_or_compile(parts, context, rotated=rotated)
-    plain = states.to_plain(parts.shapes)
+    plain, text_bytes = states.to_plain(parts.shapes), _text_bytes(parts, context)
     prepare_copies(split_state(plain, parts.trainable), config.checkpoint.snapshot)
     # A job's first collective must come within half a minute; one host may compile for minutes.
     context.peers.barrier("compiled", seconds=config.deadlines.compile_seconds)
@@ -114,7 +114,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         metrics_layout=parts.metrics_layout(),
         row_origins=_row_origins(parts),
         evaluate=compiled.evaluate,
-        text_bytes=_text_bytes(parts, context),
+        text_bytes=text_bytes,
         dataset=parts.dataset.fingerprint,
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),

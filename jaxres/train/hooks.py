@@ -83,16 +83,21 @@ class Hooks:
         self._called = step
 
     def are_due(self, step: int) -> bool:
-        """Returns whether a hook is to be called after a step."""
-        return step > self._called and bool(self._due(step))
+        """Returns whether a hook is to be called after a step, or would be if it were not off.
 
-    def _due(self, step: int) -> list[Hook]:
-        return [hook for hook in self._hooks if hook.is_on and step % hook.section.every_steps == 0]
+        It may be off on this host alone, and all hosts must wait for the same step.
+        """
+        return step > self._called and bool(self._of_step(step))
+
+    def _of_step(self, step: int) -> list[Hook]:
+        return [hook for hook in self._hooks if step % hook.section.every_steps == 0]
 
     def call(self, state: TrainState, line: MetricsLine) -> None:
         """Calls those that are due after the step of this line; `state` is the one after it."""
         self._called = line.step
-        for hook in self._due(line.step):
+        for hook in self._of_step(line.step):
+            if not hook.is_on:
+                continue
             name, seconds = hook.section.target, hook.section.timeout_seconds
             context = self._context(state, line)
             self._emit(PhaseChanged("hook", name))

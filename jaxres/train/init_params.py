@@ -8,6 +8,8 @@ only if init_from.path has changed, to compare their digest.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,19 +153,28 @@ def build(section: FromSeed | FromStored, parts: Components, context: AttemptCon
     if isinstance(section, FromSeed):
         return lambda line: (parts.init(), None)
     history = context.log.history()
-    if history.newest is not None:
-        if context.peers.member.leads:
-            _check_moved_weights(section, parts, context, history)
-        return _not_needed
+    if history.newest is None:
+        return _from_source(section, parts, context)
+    if context.peers.member.leads:
+        _check_moved_weights(section, parts, context, history)
+    # Only a rollback to before the first committed step needs the weights again.
+    resolved = functools.cache(lambda: _from_source(section, parts, context))
+    return lambda history: resolved()(history)
+
+
+def _from_source(section: FromStored, parts: Components, context: AttemptContext) -> Init:
+    """Returns a function that takes the parameters from a source, which exists and fits."""
     step, seconds = None, parts.config.deadlines.compile_seconds
     if isinstance(section, FromRun):
-        step = section.at_step or _same_step(section, history, context, seconds)
+        step = section.at_step or _same_step(section, context.log.history(), context, seconds)
     source = resolve_source(section, parts.config.model, parts.shapes, step=step)
     _check_tokenizer(section, parts.dataset.tokenizer)
+    calls = itertools.count()
 
     def init(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
         state, digest = _load_params(source, parts, context)
-        _check_same_weights(source, digest, history, context, seconds)
+        topic = f"init/{next(calls)}"  # Of each call: a rollback to step 0 is another one.
+        _check_same_weights(source, digest, history, context, topic=topic, seconds=seconds)
         if context.peers.member.leads:
             context.emit(Noted(f"parameters: {source.summary()} ({digest})"))
         origin = {"params": digest, "path": str(section.path)}
@@ -190,10 +201,6 @@ def _check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> None:
             f"({tokenizer.name}), so its embedding is of other tokens. Set data.tokenizer to its "
             f"tokenizer, or accept that: init_from.allow_changed=[{TOKENIZER}]."
         )
-
-
-def _not_needed(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
-    raise AssertionError("a step is committed, so it is restored")
 
 
 def _check_moved_weights(
@@ -305,11 +312,17 @@ def _fresh_arrays(paths: tuple[str, ...], parts: Components) -> Mapping[str, jax
 
 
 def _check_same_weights(
-    source: InitSource, digest: str, history: RunHistory, context: AttemptContext, seconds: float
+    source: InitSource,
+    digest: str,
+    history: RunHistory,
+    context: AttemptContext,
+    *,
+    topic: str,
+    seconds: float,
 ) -> None:
     """Raises if the weights differ from those of host 0 or of an earlier start of this run."""
     where = f"init_from.path: {source.weights.where}"
-    expected = context.peers.broadcast("init", lambda: digest, seconds=seconds)
+    expected = context.peers.broadcast(topic, lambda: digest, seconds=seconds)
     if expected != digest:
         raise ConfigError(
             f"{where}: this host reads other weights than host 0 ({digest} here, {expected} "

@@ -68,14 +68,17 @@ def _roll_back(run: Trainer, verdict: RollbackRun, *, entry: int) -> None:
 
     A save in flight of the onset or later is discarded. If the process is killed right before the
     record, the next attempt repeats the same steps and reaches the same verdict. If it is killed
-    right after the record, `restore_or_start` of the next attempt reads it.
+    right after the record, `restore_or_start` of the next attempt reads it. A branch goes back to
+    its first step at most, also if the onset is in the run that it comes from.
     """
-    run.checkpoints.discard_from(verdict.onset)
+    origin = run.log.history().origin
+    onset = verdict.onset if origin is None else max(verdict.onset, origin.step + 1)
+    run.checkpoints.discard_from(onset)
     history, section = run.log.history(), run.limits.rollback
     assert section is not None, "rollbacks are off"
-    steps = [commit.step for commit in history.committed if commit.step < verdict.onset]
+    steps = [commit.step for commit in history.committed if commit.step < onset]
     record = run_log.Rollback(
-        onset=verdict.onset,
+        onset=onset,
         target=max(steps, default=0),
         rows=(verdict.rows,),
         reason=verdict.reason,
@@ -163,7 +166,7 @@ def restore_or_start(
     in_flight = InFlight(
         seq,
         batch_at=run.data_loader.open(history),
-        rollbacks=len(history.rollbacks),
+        rollbacks=history.num_rollbacks,
         skips=history.num_skips,
         peak_rate=lambda step: run.peak_rate(history.rate_factor(step)),
         cursor=progress.cursor,
@@ -268,7 +271,9 @@ def _agreed_history(run: Trainer, *, entry: int) -> RunHistory:
     """Returns the run history as host 0 has read it; other hosts wait for its records."""
     records = run.log.records()
     seen = int(
-        run.peers.broadcast(f"records/{entry}", lambda: str(len(records)), seconds=MESSAGE_SECONDS)
+        run.peers.broadcast(  # Host 0 may still delete steps that a rollback has discarded.
+            f"records/{entry}", lambda: str(len(records)), seconds=run.barrier_seconds
+        )
     )
     end = run.clock.monotonic() + MESSAGE_SECONDS
     while len(records) < seen:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kubeflow_trainer_api import models
 
 from jaxres.testing.serving import Quiet, Serving
 from tests.emulators import polling
@@ -56,6 +55,8 @@ class Refused(Exception):
 
 def check(manifest: Mapping[str, Any]) -> None:
     """Refuses an object with fields, types or values that Kubernetes does not accept."""
+    from kubeflow_trainer_api import models  # Takes seconds, which only these tests need.
+
     kind = manifest.get("kind")
     if kind == "JobSet":
         _check_strictly(models.JobsetV1alpha2JobSet, manifest)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxres.launch import gce
 from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.observed_state import AgentReport
 from jaxres.launch.paths import LaunchPaths
@@ -22,6 +23,7 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
+from tests.promises import forks
 from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, ROOT, run_history
 
 POLL_SECONDS = 0.05
@@ -33,7 +35,7 @@ SPOT = {"kind": "spot", **OPTION}
 class Launcher:
     """A `launch gce` process and its output."""
 
-    process: subprocess.Popen[bytes]
+    process: forks.Process
     output: Path
 
     def printed(self) -> str:
@@ -115,20 +117,18 @@ class Cloud:
     def start(self, command: list[str], **env: str) -> Launcher:
         """Starts a launcher."""
         output = self.root / f"launcher-{len(self.launchers)}.txt"
+        env = {**os.environ, **self.env, "PYTHONUNBUFFERED": "1", **env}
         with output.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self.env, "PYTHONUNBUFFERED": "1", **env},
-            )
+            process = forks.start(command, env=env, output=file)
         self.launchers.append(Launcher(process, output))
         return self.launchers[-1]
 
     def up(self, config: Path, *arguments: str) -> Launcher:
         return self.launch(str(config), *arguments)
+
+    def run_here(self, verb: str, target: object = None) -> int:
+        """Runs a verb of `launch gce` in this process, as a process of it imports for seconds."""
+        return gce.main([verb, str(target or self.run)], env={**os.environ, **self.env})
 
     def desired_state(self) -> DesiredState | None:
         return StateObject(self.launch_paths.desired_state).read()

@@ -45,8 +45,8 @@ MAY_DIFFER = (
     *("GATE", "FLIP", "WRONG_PRODUCT", "WRONG_STEP", "BAD_HOST", "STEP_SECONDS", "HOLD", "DEAD"),
     *("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "STORAGE_EMULATOR_HOST"),
     *("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING", "NO_GCE_CHECK"),
-    *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST"),
-    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "FAKE_NVML", "HOOK", "SLOW"),
+    *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST", "GOOGLE_CLOUD_PROJECT"),
+    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "FAKE_NVML", "HOOK", "SLOW", "HEALTH", "PREEMPTION"),
 )
 """Variables that no import reads, besides those of jaxres itself. LD_LIBRARY_PATH has the fake of
 NVIDIA's library, which only a process of its own loads. The C library reads its own when
@@ -78,12 +78,15 @@ def main(control: socket.socket) -> NoReturn:
         data, files, _, _ = socket.recv_fds(control, ORDER_BYTES, 2)
         if not data:
             os._exit(0)
+        order = json.loads(data)
+        if order["command"][2:4] == ["jaxres.launch", "gce"]:
+            _import_clients()
         between = os.fork()
         if not between:
             if os.fork():
                 os._exit(0)
             control.close()
-            _command(json.loads(data), *files)
+            _command(order, *files)
         os.waitpid(between, 0)
         for file in files:
             os.close(file)
@@ -96,6 +99,15 @@ def prepare() -> None:
     from jaxres.train import forkserver
 
     forkserver.prepare()
+
+
+def _import_clients() -> None:
+    """Imports Google's clients before the first launcher, which else takes longer than the rest."""
+    from google.cloud import compute_v1, storage  # noqa: F401
+
+    from jaxres.train import forkserver
+
+    forkserver.refuse_unforkable_state()
 
 
 def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:

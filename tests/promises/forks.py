@@ -17,11 +17,14 @@ from typing import IO
 
 from jaxres.supervisor import worker_process
 from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
+from tests.promises.fork_server import may_fork
 
 ROOT = Path(__file__).parents[2]
 ROOM = "-" * 8192
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 READY_SECONDS = 400.0
+FRESH = "JAXRES_TEST_FRESH"
+"""Environment variable; if set, no process is a fork, as in production."""
 LIBC = ctypes.CDLL(None)
 
 
@@ -113,3 +116,18 @@ def server() -> TestForkServer:
         _servers[:] = [TestForkServer()]
         atexit.register(_servers[0].close)
     return _servers[0]
+
+
+def start(command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes]) -> Process:
+    """Starts a command without workers; forks it if only the start-up time differs."""
+    is_module = list(command[:2]) == [sys.executable, "-m"] and FRESH not in os.environ
+    if is_module and may_fork(env, server().base):
+        return server().start(command, env=env, output=output, spares=0)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=env,
+    )

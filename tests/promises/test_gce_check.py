@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import gce_check
+from jaxres.launch import gce, gce_check
 from jaxres.launch.desired_state import StateObject
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
@@ -22,8 +21,9 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
+from tests.promises import forks
 from tests.promises.cloud import SPOT, Cloud
-from tests.promises.trainer import ENDLESS, PATIENCE_SECONDS, ROOT, TINY, run_history
+from tests.promises.trainer import ENDLESS, PATIENCE_SECONDS, TINY, run_history
 from tests.tiers import slow_but
 
 
@@ -76,8 +76,7 @@ def test_a_vm_with_too_few_devices_is_named_while_the_job_of_the_run_goes_on(clo
     assert desired is not None
     assert (desired.phase, desired.attempt) == ("running", 1), "the job was disturbed"
     cloud.wait_commit(run_history(cloud.run_dir).step + 10)
-    down = cloud.launch(str(config), verb="down")
-    assert down.wait_exit() == ExitCode.DONE, cloud.describe()
+    assert cloud.run_here("down", config) == ExitCode.DONE, cloud.describe()
     assert job.wait_exit() == ExitCode.STOPPED, cloud.describe()
     cloud.assert_nothing_is_left()
 
@@ -95,23 +94,19 @@ class Check:
         fields = {"base": str(TINY), "run": {"dir": str(run)}, "launch": launch}
         self.config.write_text(json.dumps(fields))
 
-    def command(self, verb: str, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "jaxres.launch", "gce", verb, str(self.config), *arguments]
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "jaxres.launch", "gce", "check", str(self.config)]
 
     @contextmanager
-    def running(self) -> Iterator[subprocess.Popen[str]]:
-        """A check that has its VM."""
-        output = (self.root / "check.txt").open("w")
-        process = subprocess.Popen(
-            self.command("check"), cwd=ROOT, env=self.env, text=True, stdout=output, stderr=output
-        )
+    def running(self) -> Iterator[forks.Process]:
+        """A check that runs within the block."""
+        with (self.root / "check.txt").open("wb") as output:
+            process = forks.start(self.command(), env=self.env, output=output)
         try:
-            self.await_vm()
             yield process
         finally:
             process.kill()
             process.wait()
-            output.close()
 
     def await_vm(self) -> None:
         self.gce.wait_for(
@@ -121,17 +116,8 @@ class Check:
     def printed(self) -> str:
         return (self.root / "check.txt").read_text()
 
-    def down(self) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command("down"),
-            cwd=ROOT,
-            env=self.env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        )
+    def down(self) -> int:
+        return gce.main(["down", str(self.config)], env=self.env)
 
 
 @pytest.fixture
@@ -146,6 +132,7 @@ def check(gcs_server: GcsServer, gcs_bucket: str, tmp_path: Path) -> Iterator[Ch
 @pytest.mark.parametrize("number", slow_but([signal.SIGINT, signal.SIGTERM], signal.SIGINT))
 def test_a_check_that_is_interrupted_deletes_its_vms(check: Check, number: signal.Signals) -> None:
     with check.running() as process:
+        check.await_vm()
         process.send_signal(number)
         expected = 128 + number if number == signal.SIGINT else ExitCode.PREEMPTED
         assert process.wait(PATIENCE_SECONDS) == expected, check.printed()
@@ -154,15 +141,18 @@ def test_a_check_that_is_interrupted_deletes_its_vms(check: Check, number: signa
     assert gcs_objects.list_sizes(check.run) == {}, "the check has written into the run"
 
 
-def test_down_ends_a_check_whose_launcher_was_killed(check: Check) -> None:
+def test_down_ends_a_check_whose_launcher_was_killed(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
     with check.running() as process:
+        check.await_vm()
         process.kill()
         process.wait()
         assert list(check.gce.vms().values()) == ["RUNNING"]
-        down = check.down()
-        assert down.returncode == ExitCode.DONE, down.stdout
-        assert "a check of the hardware has not ended; it is ended too" in down.stdout
-        assert check.gce.vms() == {}, down.stdout
+        assert check.down() == ExitCode.DONE
+        printed = capsys.readouterr().out
+        assert "a check of the hardware has not ended; it is ended too" in printed
+        assert check.gce.vms() == {}, printed
     desired = StateObject(LaunchPaths(gce_check.directory(check.run)).desired_state).read()
     assert desired is not None
     assert desired.phase == "ended"
@@ -170,20 +160,12 @@ def test_down_ends_a_check_whose_launcher_was_killed(check: Check) -> None:
 
 def test_a_check_without_capacity_says_so_and_creates_no_vm(check: Check) -> None:
     check.gce.stockout(zone="us-central1-a", model="SPOT")
-    with (check.root / "check.txt").open("w") as output:
-        process = subprocess.Popen(
-            check.command("check"), cwd=ROOT, env=check.env, stdout=output, stderr=output
+    with check.running() as process:
+        check.gce.wait_for(
+            lambda: "us-central1-a: stockout: " in check.printed(), timeout=PATIENCE_SECONDS
         )
-        try:
-            check.gce.wait_for(
-                lambda: "us-central1-a: stockout: " in check.printed(), timeout=PATIENCE_SECONDS
-            )
-            down = check.down()
-            assert down.returncode == ExitCode.DONE, down.stdout
-            assert process.wait(PATIENCE_SECONDS) == ExitCode.STOPPED, check.printed()
-        finally:
-            process.kill()
-            process.wait()
+        assert check.down() == ExitCode.DONE
+        assert process.wait(PATIENCE_SECONDS) == ExitCode.STOPPED, check.printed()
     refused, failed, *_ = [n for n in check.printed().splitlines() if n.startswith("create the VM")]
     assert "refused           us-central1-a: stockout: " in refused, check.printed()
     assert "FAILED            taken down by `launch gce down`" in failed, check.printed()

@@ -33,6 +33,6 @@ def test_a_vm_of_a_dead_launcher_powers_itself_off_once_its_job_has_ended(
     history = run_history(cloud.run_dir)
     assert (history.step, history.attempt) == (STEPS, 1), "it was powered off while its job ran"
     assert cloud.gce.pids() == []
-    assert cloud.launch(str(config), verb="down").wait_exit() == 0, cloud.describe()
+    assert cloud.run_here("down", config) == 0, cloud.describe()
     assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()

@@ -22,11 +22,15 @@ from tests.promises.trainer import PATIENCE_SECONDS, ROOT, assert_bit_exact
 
 STAND_IN = r"""
 echo "$ARGUMENT|$1|$PWD" >> "$0.starts"
+until [ -e "$0.is-running" ]; do sleep 0.05; done
 code=$(sed -n "$(wc -l < "$0.starts")p" "$0.codes")
 if [ "$code" = killed ]; then kill -KILL $$; fi
 exit "${code:-0}"
 """
-"""Ends as the next line of a file says; with 0 if there is none."""
+"""Ends as the next line of a file says, with 0 if there is none, once systemd has seen it run.
+
+One that is killed before systemd has seen its `exec` is a start that failed.
+"""
 ODD = """it's 100% of "$HOME" \\ `id`"""
 
 
@@ -77,6 +81,7 @@ def test_a_launcher_is_started_again_until_an_exit_code_that_is_final(
         )
         done = systemd.run(*arguments, env=booted_systemd.USER_ENV)
         assert done.returncode == 0, done.stdout
+        Path(f"{script}.is-running").touch()
         units[unit] = Path(f"{script}.starts")
     for unit, starts in units.items():
         wait(lambda unit=unit: is_gone(systemd, unit), of=lambda: systemd.output.read_text())

@@ -40,7 +40,7 @@ def states(cloud: Cloud) -> list[str]:
 
 def assert_nothing_is_left_after_down(cloud: Cloud) -> None:
     """Takes the job down; no VM, group, resize request or template may be left."""
-    assert cloud.launch(str(cloud.run), verb="down").wait_exit() == ExitCode.DONE, cloud.describe()
+    assert cloud.run_here("down") == ExitCode.DONE, cloud.describe()
     left = (cloud.gce.vms(), cloud.gce.groups(), cloud.gce.templates())
     assert left == ({}, {}, []), f"something is left\n{cloud.describe()}"
 
@@ -112,8 +112,7 @@ def test_a_queue_that_no_desired_state_has_is_ended_by_down(cloud: Cloud) -> Non
     launcher.kill()
     launcher.wait_exit()
     gcs_objects.delete_tree(cloud.launch_paths.root)
-    down = cloud.launch(str(path), verb="down")
-    assert down.wait_exit() == ExitCode.DONE, cloud.describe()
+    assert cloud.run_here("down", path) == ExitCode.DONE, cloud.describe()
     left = (cloud.gce.vms(), cloud.gce.groups(), cloud.gce.templates())
     assert left == ({}, {}, []), f"something is left\n{cloud.describe()}"
     cloud.gce.hold_resize_requests(False)

@@ -53,6 +53,7 @@ def test_the_vm_requested_at_the_notice_trains_in_the_next_attempt(
     desired = cloud.desired_state()
     assert desired is not None
     assert desired.replacements.times <= 1
+    assert len(desired.history) == 2, (desired.history, cloud.describe())
     first, last = desired.history
     assert (first.code, last.code) == (ExitCode.PREEMPTED, ExitCode.DONE), desired.history
     assert starts(cloud.run_dir)[1] == first.step_after > 30, "the steps since the last save"

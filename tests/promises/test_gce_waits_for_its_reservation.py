@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxres.exit_codes import ExitCode
 from tests.promises.cloud import OPTION, Cloud
 
@@ -10,7 +12,9 @@ STANDARD = {"kind": "standard", **OPTION, "zones": ["us-east4-a"]}
 TIMES = {"begins": "2999-01-01T08:00:00Z", "ends": "2999-01-08T08:00:00Z"}
 
 
-def test_until_a_reservation_begins_the_other_options_are_used(simulated_cloud: Cloud) -> None:
+def test_until_a_reservation_begins_the_other_options_are_used(
+    simulated_cloud: Cloud, capsys: pytest.CaptureFixture[str]
+) -> None:
     cloud = simulated_cloud
     zone, machine = OPTION["zones"][0], OPTION["machine_type"]
     words = {"reservation": "mine", "machine": machine, "count": 2, **TIMES}
@@ -21,9 +25,9 @@ def test_until_a_reservation_begins_the_other_options_are_used(simulated_cloud: 
     assert "2 x a2-highgpu-1g, 2999-01-01 08:00 UTC to 2999-01-08 08:00 UTC" in printed
     assert {vm.model for vm in cloud.gce.vms_so_far()} == {"STANDARD"}, cloud.describe()
     assert f"{zone}: refused" not in printed, "it was requested before it begins"
-    status = cloud.launch(str(cloud.run), verb="status")
-    assert status.wait_exit() == ExitCode.DONE
-    assert f"reservation {machine} in {zone}: not_begun" in status.printed()
-    assert "2999-01-01 08:00 UTC" in status.printed()
-    assert cloud.launch(str(cloud.run), verb="down").wait_exit() == ExitCode.DONE
+    assert cloud.run_here("status") == ExitCode.DONE
+    status = capsys.readouterr().out
+    assert f"reservation {machine} in {zone}: not_begun" in status
+    assert "2999-01-01 08:00 UTC" in status
+    assert cloud.run_here("down") == ExitCode.DONE
     assert cloud.gce.vms() == {}, cloud.describe()

@@ -13,10 +13,16 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import attempt_runner, run_lock
-from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace, assert_bit_exact
+from tests.promises.trainer import (
+    BUSY_SECONDS,
+    FAULTY,
+    PACED,
+    TrainingProcess,
+    Workspace,
+    assert_bit_exact,
+)
 from tests.tiers import campaign_but
 
-GRACE_SECONDS = 2.0
 EVALUATE_NEVER = "evaluation.every_steps=0"
 SHORT = ("data.timeout_seconds=1", "deadlines.data_seconds=2")
 
@@ -86,7 +92,7 @@ def test_hang_ends_within_its_limit(workspace: Workspace, fault_free: RunDir, na
     seconds = time.monotonic() - since
     printed = trainer.printed()
     assert code == ExitCode.HUNG, printed
-    assert seconds < 3 * hang.seconds + GRACE_SECONDS, f"{seconds:.1f} s\n{printed}"
+    assert seconds < 3 * hang.seconds + BUSY_SECONDS, f"{seconds:.1f} s\n{printed}"
     assert printed.count("(exit 80 HUNG)") == 1, printed
     if hang.phase:
         assert f"no progress for {hang.seconds:.1f} s in phase '{hang.phase}'" in printed
@@ -117,7 +123,7 @@ def test_hang_ends_even_while_storage_hangs(workspace: Workspace, fault_free: Ru
     seconds, printed = time.monotonic() - since, trainer.printed()
     assert code == ExitCode.HUNG, printed
     assert "the result could not be recorded" in printed
-    assert seconds < 3 * 2 + attempt_runner.RECORD_SECONDS + GRACE_SECONDS, (
+    assert seconds < 3 * 2 + attempt_runner.RECORD_SECONDS + BUSY_SECONDS, (
         f"{seconds:.1f} s\n{printed}"
     )
     fifo.unlink()
@@ -139,7 +145,7 @@ def test_stopped_worker_ends_within_the_steps_limit(
     assert code == ExitCode.HUNG, printed
     found = re.search(r"no progress for ([\d.]+) s in phase 'train' after step", printed)
     assert found, printed
-    assert seconds < 3 * float(found[1]) + GRACE_SECONDS, printed
+    assert seconds < 3 * float(found[1]) + BUSY_SECONDS, printed
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, fault_free)
 

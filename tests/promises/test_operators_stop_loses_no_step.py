@@ -69,8 +69,7 @@ def test_stop_in_training_saves_the_last_finished_step(
     assert record is not None
     assert (record.exit, record.committed) == (exit, True)
     assert not trainer.run_dir.request("stop").exists()
-    taken = [path.name for path in trainer.run_dir.attempt(1).glob("stop-*")]
-    assert len(taken) == (1 if ask == "stop file" else 0)
+    assert (trainer.run_dir.attempt(1) / "stop").exists() == (ask == "stop file")
 
     successor = workspace.finish("run", config=FAULTY)
     assert_nothing_is_repeated(trainer, successor)
@@ -242,6 +241,29 @@ def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(workspace: Wo
     trainer.kill(signal.SIGCONT, target="worker")
     assert trainer.wait_exit() == ExitCode.STOPPED, trainer.printed()
     assert run_history(trainer.run_dir).step == trainer.steps()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["worker", "supervisor"])
+def test_a_stop_holds_for_the_next_start_if_the_attempt_ends_otherwise(
+    workspace: Workspace, fault_free: RunDir, target: str
+) -> None:
+    trainer = workspace.start("run", config=FAULTY, env=PACED)
+    trainer.wait_step(13)
+    trainer.kill(signal.SIGSTOP, target="worker")  # It must not save first.
+    trainer.run_dir.request("stop").touch()
+    trainer.wait_printed("saving after the current step")
+    trainer.kill(signal.SIGKILL, target=target)
+    killed = signal.SIGKILL
+    expected = 128 + killed if target == "worker" else -killed
+    assert trainer.wait_exit() == expected, trainer.printed()
+    assert trainer.run_dir.request("stop").exists(), "the request to stop is lost"
+    successor = workspace.start("run", config=FAULTY)
+    successor.assert_fails(ExitCode.STOPPED, "the next start resumes")
+    assert not trainer.run_dir.request("stop").exists()
+    last = workspace.finish("run", config=FAULTY)
+    assert last.steps()[0] > 0, "no committed step was restored"
+    assert_bit_exact(last.run_dir, fault_free)
 
 
 @pytest.mark.slow

@@ -367,6 +367,21 @@ def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how
     assert_nothing_left(trainer.run_dir)
 
 
+@pytest.mark.slow
+def test_nothing_is_restarted_after_a_stop_whose_attempt_crashes(workspace: Workspace) -> None:
+    trainer = start(workspace, PACE="0.05")
+    trainer.wait_step(1)
+    trainer.kill(signal.SIGSTOP, target="worker")  # It must not save first.
+    trainer.run_dir.request("stop").touch()
+    trainer.wait_printed("saving after the current step")
+    trainer.kill(target="worker")
+    assert trainer.wait_exit() == ExitCode.STOPPED, trainer.printed()
+    assert "asked to stop, then " in trainer.printed()
+    assert attempts(trainer) == 1
+    assert not trainer.run_dir.request("stop").exists()
+    assert_nothing_left(trainer.run_dir)
+
+
 @pytest.mark.campaign
 def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Workspace) -> None:
     trainer = start(workspace, PACE="0.05")

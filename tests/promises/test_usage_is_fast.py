@@ -9,6 +9,7 @@ import pytest
 
 from jaxres.config.schema_fields import iter_fields
 from tests.promises.trainer import ROOT
+from tests.tiers import slow_but
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore")
 COMMANDS = {
@@ -25,7 +26,9 @@ VERBS = (
 )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", slow_but(COMMANDS, "train", "jaxres", "launch local, with every key of train")
+)
 def test_help_is_complete_and_imports_no_jax(name: str) -> None:
     wait_exit = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", *COMMANDS[name]],

@@ -41,8 +41,6 @@ PATIENCE_SECONDS = 400.0
 """How long a test waits for what will come, however busy the machine: no test measures speed."""
 BUSY_SECONDS = 20.0
 """What a busy machine may need on top of a limit. How fast something is, benchmarks measure."""
-FRESH = "JAXRES_TEST_FRESH"
-"""Environment variable; if set, no process is a fork, as in production."""
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
@@ -309,7 +307,7 @@ class Workspace:
     ) -> forks.Process:
         """Starts a command; forks it if only the start-up time differs."""
         mounts_of = mounts.entered(prefix)
-        is_forked = (not prefix or mounts_of) and not self.fresh and os.environ.get(FRESH) is None
+        is_forked = (not prefix or mounts_of) and not self.fresh and forks.FRESH not in os.environ
         if is_forked and may_fork(env, (server := forks.server()).base):
             return server.start(
                 command,

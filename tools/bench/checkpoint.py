@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import queue
 import shutil
 import statistics
 import sys
@@ -48,6 +49,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer
 from jaxres.engine import state as states
 from jaxres.engine.state import Progress
+from jaxres.runlog.events import Event, SaveCommitted, SaveFailed
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Commit, RunLog
 from jaxres.storage import files
@@ -126,9 +128,22 @@ def seconds(act: Callable[[], Any]) -> float:
 class Saving:
     """One way to save, into its own folders, one after the other."""
 
-    def __init__(self, folder: Path, begin: Callable[[Any, Path], Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        begin: Callable[[Any, Path], Callable[[], None]],
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Saves nothing yet.
+
+        Args:
+          folder: where the saves are.
+          begin: begins a save; returns what waits until it is durable.
+          settle: waits for what follows a save and is not part of it: old steps are deleted.
+        """
         self._folder = folder
         self._begin = begin
+        self._settle = settle
         self._count = 0
 
     def times(self, make: Callable[[], Any]) -> tuple[float, float, float]:
@@ -143,6 +158,7 @@ class Saving:
         stepped = time.perf_counter()
         wait()
         ended = time.perf_counter()
+        self._settle()
         shutil.rmtree(target, ignore_errors=True)
         return called - begun, stepped - called, ended - begun
 
@@ -168,25 +184,32 @@ class Saving:
         while saver.is_alive():
             beside.append(seconds(lambda: jax.block_until_ready(compute(small))))
         ended = time.perf_counter()
+        self._settle()
         shutil.rmtree(target, ignore_errors=True)
         return ended - begun, statistics.mean(beside) / alone
 
 
 def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
-    """Returns saves of one run by jaxres, digests, read-back, commit and pruning included."""
+    """Returns saves of one run by jaxres, digests, read-back and commit included."""
     run_dir = RunDir(folder / "run")
     section = CheckpointSection(
         timeout_seconds=TIMEOUT_SECONDS,
         snapshot=snapshot,  # type: ignore[arg-type]
         background_share=share,
     )
+    outcomes = queue.SimpleQueue[SaveCommitted | SaveFailed]()
+
+    def emit(event: Event) -> None:
+        if isinstance(event, SaveCommitted | SaveFailed):
+            outcomes.put(event)
+
     store = Checkpointer(
         section,
         run_dir=run_dir,
         log=RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock()),
         claim=CLAIM,
         peers=SingleHost(),
-        emit=lambda event: None,
+        emit=emit,
         clock=SystemClock(),
         before_commit=lambda: None,
     )
@@ -199,12 +222,12 @@ def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
         store.save(state, Progress(step=count))
 
         def wait() -> None:
-            store.wait()
-            assert store.committed_step == count, store.last_error
+            outcome = outcomes.get(timeout=TIMEOUT_SECONDS)
+            assert isinstance(outcome, SaveCommitted), outcome
 
         return wait
 
-    return Saving(folder, begin)
+    return Saving(folder, begin, store.wait)
 
 
 def orbax(folder: Path, context: ocp.Context) -> Saving:

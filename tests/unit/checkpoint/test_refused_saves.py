@@ -14,6 +14,7 @@ import pytest
 
 from jaxres.checkpoint import background_save, checkpointer, retention
 from jaxres.checkpoint.array_writer import ArrayWriter
+from jaxres.checkpoint.bucket_writer import BucketWriter
 from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.snapshot import Snapshot
 from jaxres.checkpoint.throttle import Throttle
@@ -24,6 +25,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.events import Noted, SaveCommitted, SaveFailed, SaveStarted, StepsPruned
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 from tests.promises.mounts import Namespace
 from tests.unit.checkpoint.conftest import claimed, like, progress, state
 from tests.unit.checkpoint.test_checkpointer import assert_equal, commits, restore
@@ -399,6 +401,27 @@ def test_a_step_is_committed_on_a_follower_when_host_0_reports_it(attempt, messa
     assert commits(attempt) == [], "only the lead writes the log"
 
 
+def test_a_follower_counts_the_step_whose_record_host_0_finds_in_the_next_try(attempt):
+    class Follower(SingleHost):
+        member = HostRank(host=1, num_hosts=2)
+
+        def broadcast(self, topic, decide, *, seconds):
+            return {
+                "save/1": f"{checkpointer.BEGIN}00000008-0001",
+                "saved/1": "host 0: the record could not be written",
+                "save/2": checkpointer.COUNTS,
+            }[topic]
+
+    attempt.run_dir.checkpoints.mkdir()
+    checkpoints = attempt.checkpoints()
+    checkpoints._peers = Follower()
+    with checkpoints:
+        try_save(checkpoints, 8)
+        assert checkpoints.committed_step == 0
+        try_save(checkpoints, 8)
+        assert (checkpoints.committed_step, checkpoints.last_error) == (8, "")
+
+
 def test_a_host_that_cannot_write_its_part_reports_it_at_once(attempt, monkeypatch):
     """Host 0 may have written its own part: it would wait for the report for ten minutes."""
     reports = []
@@ -419,6 +442,60 @@ def test_a_host_that_cannot_write_its_part_reports_it_at_once(attempt, monkeypat
     with checkpoints:
         try_save(checkpoints, 8)
     assert [report.failure for report in reports] == ["host 1: refused"]
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def hanging(request, tmp_path, monkeypatch):
+    """An attempt on storage of a kind, and a gate at which the writers of its saves wait."""
+    gate, is_disk = threading.Event(), request.param == "disk"
+    writer, name = (ArrayWriter, "_write") if is_disk else (BucketWriter, "_write_folder")
+    real = getattr(writer, name)
+
+    def write(*arguments):
+        assert gate.wait(30), "the gate was not opened"
+        return real(*arguments)
+
+    monkeypatch.setattr(writer, name, write)
+    folder = tmp_path if is_disk else GcsPath(request.getfixturevalue("gcs_bucket"), "folder")
+    yield claimed(RunDir(folder / "run")), gate
+    gate.set()
+
+
+def test_a_host_whose_save_is_still_being_written_leaves_out_the_next_ones(hanging, monkeypatch):
+    """Each further snapshot would take as much memory, and each writer would write a dead step."""
+    (attempt, gate), reports = hanging, []
+
+    class Follower(SingleHost):
+        member = HostRank(host=1, num_hosts=2)
+
+        def broadcast(self, topic, decide, *, seconds):
+            if topic.startswith("saved/"):
+                return reports[-1].failure or checkpointer.COUNTS
+            return f"{checkpointer.BEGIN}{8 * (len(reports) + 1):08d}-0001"
+
+        def gather(self, topic, message, *, seconds):
+            assert topic == f"saved/{len(reports) + 1}/written"
+            reports.append(HostReport.decode(message).of(1))
+            return ()
+
+    files.make_dir(attempt.run_dir.checkpoints)
+    with attempt.checkpoints(peers=Follower()) as checkpoints:
+        with monkeypatch.context() as late:
+            late.setattr(background_save, "wait_save", refuse)
+            for step in (8, 16, 24):
+                try_save(checkpoints, step)
+        assert [event.step for event in attempt.events if isinstance(event, SaveStarted)] == [8]
+        assert [event.step for event in failed(attempt)] == [8, 16, 24]
+        assert all("host 1: " in report.failure for report in reports)
+        assert all("still being written" in report.failure for report in reports[1:])
+        gate.set()
+        while not checkpoints._writer.is_over():
+            time.sleep(0.01)
+        try_save(checkpoints, 32)
+        assert checkpoints.committed_step == 32
+    attempt.save(40)
+    left = files.list_names(attempt.run_dir.checkpoints)
+    assert left == ["00000040-0001"], "files of the late save were left behind"
 
 
 class EndedSave:

@@ -1,4 +1,4 @@
-"""Replicators of one run: several in turn bring the same replica up to date."""
+"""A replica of one run: several replicators in turn, and one that was killed."""
 
 from jaxres.checkpoint.replica import Replica
 from jaxres.checkpoint.throttle import BandwidthLimit
@@ -29,3 +29,21 @@ def test_a_replicator_goes_on_after_another_one_of_the_same_run(attempt, tmp_pat
     assert [commit.step for commit in committed] == [24, 32]
     for commit in committed:
         assert verify_step((to.root / commit.path).absolute(), commit).problems == ()
+
+
+def test_lines_whose_copy_was_killed_at_any_byte_are_those_of_the_source(attempt, tmp_path):
+    """A kill right after the partial line was deleted leaves whole lines, as some cases have."""
+    to = RunDir(tmp_path / "replica")
+    to.root.mkdir()
+    attempt.save(8)
+    lines, copied = attempt.run_dir.metrics(1), to.metrics(1)
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    lines.write_bytes(b'{"step": 7}\n')
+    replicator(attempt.run_dir, to).update()
+    before = copied.stat().st_size
+    lines.write_bytes(b'{"step": 7}\n{"step": 8}\n{"step": 9}\n{"ste')
+    whole = b'{"step": 7}\n{"step": 8}\n{"step": 9}\n'
+    for size in range(before, len(whole) + 1):
+        copied.write_bytes(whole[:size])
+        replicator(attempt.run_dir, to).update()
+        assert copied.read_bytes() == whole

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from jaxres import config
 from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.cli import run_health, status
+from jaxres.cli import run_health, runs, status
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import launch_events, run_log, scrub_progress
@@ -21,6 +22,7 @@ from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Prune, RunLog, Start
 from jaxres.supervisor.run_lock import RunLock
+from tests.unit.config.conftest import MINIMAL
 from tests.unit.runlog.example_records import CLAIM
 
 
@@ -187,6 +189,57 @@ def test_a_run_whose_last_step_is_committed_is_done_whatever_its_exit(tmp_path):
         "done",
         "nothing",
     )
+
+
+def extended(folder: Path, clock: FakeClock) -> tuple[RunDir, RunLog]:
+    """Returns a run of 40 steps that is complete, and whose next attempt was to train to 60."""
+    run_dir, log = claimed(folder, clock)
+    log.append(Start(step=0, path=None, dataset="d", computation={}))
+    write(run_dir.events(1, 0), event("run_built", 1.0, steps=40))
+    log.append(Commit(step=40, path="p", manifest="m", bytes=1))
+    log.append(AttemptEnded(exit=ExitCode.DONE, reason="", committed=True))
+    claim: Claim = dataclasses.replace(CLAIM, attempt=2)
+    records = run_log.read_records(run_dir.log)
+    log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
+    write(run_dir.events(2, 0), event("phase_changed", 2.0, phase="import"))
+    (folder / "given.yaml").write_text(MINIMAL)
+    for path, number in ((run_dir.config, 40), (run_dir.attempt(2) / "config.yaml", 60)):
+        loaded = config.load(folder / "given.yaml", [f"train.steps={number}"])
+        path.write_text(config.dump_yaml(loaded.config))
+    return run_dir, log
+
+
+@pytest.mark.parametrize(
+    ("exit", "state", "code"),
+    [
+        (None, "down", 1),
+        (ExitCode.BUG, "down", 1),
+        (ExitCode.CONFIG, "needs a person", 3),
+        (ExitCode.NO_PROGRESS, "needs a person", 3),
+    ],
+)
+def test_a_complete_run_whose_extension_ended_before_it_trained_is_not_done(
+    tmp_path, exit: ExitCode | None, state: str, code: int
+):
+    clock = FakeClock()
+    run_dir, log = extended(tmp_path, clock)
+    if exit == ExitCode.NO_PROGRESS:
+        gave_up = event("gave_up", 2.0, attempt=2, exit=exit, step=40, reason="5 attempts")
+        write(run_dir.supervisor_events, gave_up)
+    if exit is not None:
+        log.append(AttemptEnded(exit=exit, reason="why", committed=False))
+    found = read_status(run_dir, clock)
+    assert (found.outlook.state, found.outlook.code, found.steps) == (state, code, 60)
+    assert exit == ExitCode.CONFIG or f"{run_dir.root} train.steps=60" in found.outlook.next
+    (row,) = runs.read_rows(tmp_path, clock=clock)
+    assert (row.state, row.steps) == (state, 60)
+
+
+def test_an_extension_whose_config_is_damaged_counts_as_the_attempt_that_trained(tmp_path):
+    clock = FakeClock()
+    run_dir, _ = extended(tmp_path, clock)
+    (run_dir.attempt(2) / "config.yaml").write_text("train: {steps: [")
+    assert (read_status(run_dir, clock).steps, read_status(run_dir, clock).outlook.code) == (40, 0)
 
 
 def test_a_supervisor_that_waits_differs_from_one_that_has_given_up(tmp_path):

@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jaxres
 from jaxres.__main__ import main
+from jaxres.cli import sweep
 from jaxres.cli.sweep import points_of
 from jaxres.faults import UsageError
 from jaxres.runlog.event_log import read_events
@@ -91,6 +94,61 @@ def test_the_runs_of_a_killed_sweep_get_sigterm_so_that_they_save(tmp_path):
     while not (text := place.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
     assert text == "saved\n"
+
+
+class FakeRun:
+    """A run that ends at the first signal."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:
+        return 75 if self.signals else None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+class StartedAtASignal(sweep.Point):
+    """A point that gets its process in the moment of a signal to the sweep."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "process" and value is not None:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@dataclass
+class FakeClock:
+    """A clock that does not wait, and refuses to wait for ever."""
+
+    sleeps: int = 0
+
+    def wall(self) -> float:
+        return 0.0
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps += 1
+        assert self.sleeps < 10, "the signal did not reach the run"
+
+
+@pytest.mark.parametrize("kind", [sweep.Point, StartedAtASignal])
+def test_a_signal_during_the_start_of_a_run_reaches_it_once(tmp_path, monkeypatch, kind):
+    started: list[FakeRun] = []
+
+    def start(*_: Any, **__: Any) -> FakeRun:
+        started.append(FakeRun())
+        if kind is sweep.Point:
+            signal.raise_signal(signal.SIGTERM)  # Before the sweep knows the process.
+        return started[-1]
+
+    monkeypatch.setattr(sweep, "start_command", start)
+    points = [kind(name, [], tmp_path / name) for name in "ab"]
+    assert sweep.Sweep(TINY, points, 1, {}, FakeClock()).run() == 75
+    assert [run.signals for run in started] == [[signal.SIGTERM]], "a second one kills the run"
 
 
 @pytest.mark.parametrize("grid", [["a"], ["=1"], ["a="], ["a=1", "a=2"]])

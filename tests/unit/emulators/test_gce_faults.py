@@ -194,8 +194,10 @@ def test_lists_can_lag_behind_creations_and_deletions(gce: GceEmulator, clients:
 
 
 def test_a_vm_can_be_deleted_during_its_creation(gce: GceEmulator, clients: Clients) -> None:
+    gce.scheduler.speed /= 20  # So the creation lasts until the deletion is requested.
     creation = clients.insert("one")
     deletion = clients.delete("one")
+    gce.scheduler.speed *= 20
     assert codes(clients.wait(creation)) == ["RESOURCE_NOT_FOUND"]
     assert codes(clients.wait(deletion)) == []
     assert gce.vms() == {}

@@ -18,6 +18,7 @@ from jaxres.engine.executable import Signature, Unusable
 from jaxres.faults import ConfigError
 from jaxres.train import compile_cache
 from jaxres.train.compile_cache import Program, StepToCompile
+from tests.compiling import nothing_kept
 
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
@@ -26,6 +27,12 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=HERE)
 SIGNATURE = Signature(({"x": SHAPE}, None), results=({"x": HERE}, HERE))
 FACTS = {"text": "1f", "compilation": "2e"}
+
+
+@pytest.fixture(autouse=True)
+def all_is_compiled():
+    with nothing_kept():
+        yield
 
 
 def function(arrays, unused=None):

@@ -153,3 +153,13 @@ def test_gradients_below_the_range_of_float16_are_preserved() -> None:
     _, kept = scaling.value_and_grad(loss_sum, jnp.float32(2.0**24))(jnp.ones(3), rows)
     assert not plain.any(), "it is below what float16 has"
     np.testing.assert_allclose(kept, 1e-8, rtol=2e-3)  # float16 has 11 bits.
+
+
+def test_a_microbatch_without_weight_is_no_overflow() -> None:
+    def loss_sum(param: Any, weights: Any) -> Any:
+        return (weights * param).sum(), (weights.sum(),)
+
+    gradient = scaling.value_and_grad(loss_sum, jnp.float32(1024.0))
+    (total, _), grad = gradient(jnp.float32(3.0), jnp.zeros(4))
+    assert (float(total), float(grad)) == (0.0, 0.0)
+    assert float(gradient(jnp.float32(3.0), jnp.ones(5))[1]) == 5.0

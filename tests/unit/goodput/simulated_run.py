@@ -157,6 +157,27 @@ class SimulatedRun:
         """Records an end of which the worker has reported nothing."""
         self.record(AttemptEnded(exit=exit, reason="why", committed=exit == 0))
 
+    def claim_only(self, exit: int, *, after_seconds: float = 86400.0) -> None:
+        """Claims an attempt that trains nothing, as `checkpoints prune` and `adopt` do."""
+        self.now += after_seconds
+        self.attempt += 1
+        self.events[self.attempt], self.supervisor_events[self.attempt] = [], []
+        self.lines[self.attempt] = []
+        self.record(dataclasses.replace(CLAIM, attempt=self.attempt, boot_id=f"b{self.boot}"))
+        self.now += 1.0
+        self.record_crash(exit)
+
+
+def finished_run() -> SimulatedRun:
+    """Returns a run that is complete after two steps."""
+    run = SimulatedRun()
+    seq = run.begin(("compile", 2.0))
+    run.train(seq, 1.0)
+    run.train(seq, 1.0)
+    run.save(0.5)
+    run.end(0, detection_seconds=0.25)
+    return run
+
 
 def random_run(seed: int, *, jumps: bool) -> SimulatedRun:
     """Returns a run of several attempts; the last one ends, the others are killed or crash.

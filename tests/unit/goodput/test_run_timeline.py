@@ -13,9 +13,9 @@ from jaxres.goodput import attempt_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.runlog import metrics, metrics_columns, run_log
-from jaxres.runlog.records import Record, Rollback
+from jaxres.runlog.records import AttemptEnded, Record, Rollback
 from jaxres.runlog.supervisor_events import AttemptRestarted
-from tests.unit.goodput.simulated_run import Killed, SimulatedRun, random_run
+from tests.unit.goodput.simulated_run import Killed, SimulatedRun, finished_run, random_run
 
 SEEDS = range(40)
 STEPS = (Activity.PRODUCTIVE, Activity.REPLAYED, Activity.SKIPPED)
@@ -271,6 +271,55 @@ def test_the_gap_between_two_boots_is_down():
     run.reboot(100.0)
     run.train(run.begin(), 1.0)
     assert seconds(fold(run))["down"] == 100.0
+
+
+@pytest.mark.parametrize("is_end_lost", [False, True])
+def test_the_time_of_a_run_ends_when_it_is_complete_whatever_is_done_to_its_checkpoints(
+    is_end_lost: bool,
+):
+    run = finished_run()
+    wanted = summary.summarize(fold(run))
+    if is_end_lost:  # As from the log that `checkpoints adopt` rebuilds.
+        assert isinstance(run.records.pop().body, AttemptEnded)
+    run.claim_only(0)
+    run.claim_only(76)
+    found = summary.summarize(fold(run))
+    lost = 0.25 if is_end_lost else 0.0
+    assert (found.seconds, found.by_activity["down"]) == (wanted.seconds - lost, 0.0)
+    assert found.by_activity["productive"] == wanted.by_activity["productive"] == 2.0
+    assert (found.incidents, found.num_attempts) == ((), 1)
+
+
+@pytest.mark.parametrize("reboots", [False, True])
+def test_the_time_until_a_complete_run_is_extended_is_in_no_class(reboots: bool):
+    run = finished_run()
+    wanted = seconds(fold(run))
+    began = run.now + run.wall_offset
+    run.claim_only(0)
+    run.now += 86400.0
+    run.kill_at = run.now + 3.0
+    with pytest.raises(Killed):
+        run.begin(("import", 10.0))  # Killed before it trains.
+    if reboots:
+        run.reboot(3600.0)
+    run.now += 60.0
+    extended, ended = run.now, run.now + run.wall_offset
+    seq = run.begin(("restore", 3.0))
+    run.train(seq, 1.0)
+    run.now += 2.0
+    run.record_crash(70)
+    run.now += 30.0  # After a failure this is down as in any run.
+    seq = run.begin(("restore", 3.0))
+    run.train(seq, 1.0)
+    run.save(0.0)
+    run.end(0, detection_seconds=0.0)
+    timeline = fold(run)
+    check_whole(timeline)
+    found = seconds(timeline)
+    assert timeline.seconds == pytest.approx(sum(wanted.values()) + run.now - extended)
+    assert (found["down"], found["detection"], found["productive"]) == (30.0, 2.0, 3.0)
+    assert [incident.attempt for incident in summary.summarize(timeline).incidents] == [4]
+    assert timeline.complete == ((pytest.approx(began), pytest.approx(ended)),)
 
 
 def test_an_attempt_without_events_is_unknown():

@@ -171,6 +171,8 @@ def test_the_serial_output_of_a_vm_that_failed_or_is_late_is_kept_once(
     compute, printed = FakeCompute({"failed": "jaxres: f\n", "late": "jaxres: l\n"}), []
     observer = BootObserver(PATHS, compute, printed.append)  # type: ignore[arg-type]
     waiting = (*vms("failed", "retries", "reported", at=100.0), *vms("late", "mute", at=10.0))
+    (delivered,) = vms("delivered", at=10.0)
+    waiting = (*waiting, replace(delivered, created_at=100.0))
     for _ in range(2):
         boots = observer.observe(waiting, {"reported"}, now=120.0, ready_seconds=60.0)
         assert boots == {
@@ -178,6 +180,7 @@ def test_the_serial_output_of_a_vm_that_failed_or_is_late_is_kept_once(
             "retries": VmBoot(BootReport("image", "retrying", "denied")),
             "late": VmBoot(None, ("jaxres: l",)),
             "mute": VmBoot(),
+            "delivered": VmBoot(),
         }
     assert kept == {"failed.txt": b"jaxres: f\n", "late.txt": b"jaxres: l\n"}
     assert compute.asked == [("failed", ZONE), ("late", ZONE), ("mute", ZONE)]

@@ -21,6 +21,7 @@ from jaxres.launch.observed_state import (
     RunLogSummary,
     VmStatus,
 )
+from jaxres.launch.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.run_speed import RunSpeed
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.test_reconcile import NOW, next_state, observed
@@ -285,6 +286,25 @@ def test_near_the_end_of_the_job_the_set_is_kept_and_then_deleted() -> None:
     assert (names(kept.spares), kept.move_after) == (list(NEW), None), "it moves without a gain"
     after = next_state(BESIDE, seen(*NEW, gain=0.9 * RESTART_COST), CONFIG)
     assert (after.spares, names(after.deleting)) == ((), list(NEW))
+
+
+def test_a_request_that_is_lost_after_its_vms_are_no_longer_wanted_is_not_awaited() -> None:
+    """Nothing sends it again, and while it is pending no other VM is requested."""
+    asked = next_state(TRAINING, seen(), CONFIG)
+    little: dict[str, Any] = {"gain": 0.9 * RESTART_COST, "not_found": frozenset(NEW)}
+    dropped = next_state(asked, seen(**little, since_create_seconds=1.0), CONFIG)
+    assert (dropped.spares, names(dropped.deleting)) == ((), list(NEW))
+    assert reconcile.request_to_send(dropped) is None
+    soon = next_state(dropped, seen(**little, since_create_seconds=2.0), CONFIG)
+    assert soon.creation == asked.creation, "it may still create VMs"
+    assert names(soon.deleting) == list(NEW), "nothing deletes them"
+    lost = seen(**little, since_create_seconds=LOST_REQUEST_SECONDS + 1)
+    settled = next_state(soon, lost, CONFIG)
+    assert settled.creation is None, "it stays pending for the rest of the job"
+    gone = next_state(settled, lost, CONFIG)
+    assert gone.deleting == ()
+    again = next_state(gone, seen(now=NOW + FIRST_WAIT_SECONDS), CONFIG)
+    assert again.creation is not None
 
 
 @pytest.mark.parametrize("wish", ["stop_requested", "down_requested"])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.desired_state import DesiredState, PendingCreate, VmSpec
+from jaxres.launch.gce_api import ApiUnavailable
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.observed_state import CreateFailed
 from jaxres.launch.paths import LaunchPaths
@@ -36,6 +38,9 @@ class WatchedCloud(SimulatedCloud):
 
     notes: list[str] = field(default_factory=list)
     is_lost: bool = False
+    lost_at: float = inf
+    refuses_seconds: float = 0.0
+    """For how long no creation is answered after the loss."""
 
     def note(self, what: str) -> None:
         if self.is_lost:
@@ -54,6 +59,8 @@ class WatchedCloud(SimulatedCloud):
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine
     ) -> str | CreateFailed:
         self.note("request")
+        if 0.0 <= self.now - self.lost_at < self.refuses_seconds:
+            raise ApiUnavailable("503 Backend Error")
         return super().create(creation, vms, machine)
 
     def put(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> int:
@@ -63,7 +70,7 @@ class WatchedCloud(SimulatedCloud):
 
     def preempt(self, name: str) -> None:
         """Stops a VM and deletes it, as the service does with Spot VMs, without a notice."""
-        self.is_lost = True
+        self.is_lost, self.lost_at = True, self.now
         self.vms[name].is_alive = False
         self.events[self.vms[name].id] = PREEMPTED
         self._remove_vm(name)
@@ -99,6 +106,20 @@ def test_the_replacement_is_requested_as_soon_as_the_loss_has_ended_the_attempt(
 ) -> None:
     cloud = run_with_a_loss(monkeypatch, seed=0, hosts=hosts)
     assert cloud.between("end", "request") == [], "the request waits for the next cycle"
+
+
+def test_a_service_that_accepts_no_creation_for_long_costs_no_healthy_vm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cloud = WatchedCloud(0, STEPS, LaunchPaths(GcsPath("bkt", "run-0")), NO_FAULTS)
+    cloud.refuses_seconds = 20 * 60.0
+    cloud.check = cloud.follow
+    cloud.patch(monkeypatch)
+    lead(cloud, job(hosts=2), lambda line: None)
+    desired = cloud.desired()
+    assert desired is not None
+    assert (desired.phase, desired.attempt, cloud.step) == ("ended", 2, STEPS), desired
+    assert desired.next_name == 3, "healthy VMs were replaced, too"
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3])

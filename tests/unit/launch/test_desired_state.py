@@ -81,6 +81,15 @@ def test_nested_fields_of_a_newer_version_are_skipped() -> None:
     assert decode_state(json.dumps(fields).encode(), PATH) == FULL
 
 
+def test_vms_of_an_older_version_have_no_time_of_creation() -> None:
+    fields = json.loads(encode_state(FULL))
+    for item in (*fields["vms"], *fields["deleting"]):
+        assert item.pop("created_at") == 0.0
+    found = decode_state(json.dumps(fields).encode(), PATH)
+    assert found == FULL
+    assert [vm.boots_since for vm in found.vms] == [vm.requested_at for vm in FULL.vms]
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[]", b'{"format": 2}', b'{"format": 2, "run": 1}', b"\xff", b"null"]
 )

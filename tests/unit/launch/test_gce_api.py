@@ -13,7 +13,7 @@ from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import preflight
 from jaxres.launch.desired_state import PendingCreate, VmSpec
-from jaxres.launch.gce_api import ApiUnavailable, Compute
+from jaxres.launch.gce_api import ApiRefused, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.job_start import ENDPOINT, compute_for
 from jaxres.launch.observed_state import CreateFailed
@@ -344,7 +344,7 @@ def test_permissions_removed_during_a_job_are_unavailability(gce: GceEmulator) -
     ]
     for permission, call in calls:
         gce.deny(permission)
-        with pytest.raises(ApiUnavailable, match=f"Required '{permission}'"):
+        with pytest.raises(ApiRefused, match=f"Required '{permission}'"):
             call()
         gce.allow(permission)
         call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.launch import gce, gce_check
+from jaxres.launch.desired_state import DesiredState, Phase, StateObject
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunLog, Start
@@ -127,3 +129,54 @@ def test_a_run_in_the_place_of_the_check_is_refused_and_kept(gcs_bucket: str) ->
     with pytest.raises(ConfigError, match=r"has a run of 40 steps, which is no check\. Move it"):
         gce_check.clear(folder)
     assert len(gcs_objects.list_sizes(folder / "log")) == 3
+
+
+class InterruptedEnd:
+    """Ends jobs as `down` does, but the check's is left in a phase, with an exit code."""
+
+    def __init__(self, bucket: str, phase: Phase, code: int) -> None:
+        self.run, self.phase, self.code = GcsPath(bucket, "runs/third"), phase, code
+        self.folder, self.ended = gce_check.directory(self.run), list[GcsPath]()
+        self._record = StateObject(LaunchPaths(self.folder).desired_state)
+        self._record.write(DesiredState("jx", "code", "config", phase="running"), epoch=1)
+
+    def __call__(self, verb: str, run: GcsPath, given: RunConfig | None, **_: Any) -> int:
+        self.ended.append(run)
+        if run != self.folder:
+            return ExitCode.DONE
+        desired = self._record.read()
+        assert desired is not None
+        self._record.write(replace(desired, phase=self.phase), epoch=1)
+        return self.code
+
+
+ENDS: list[tuple[Phase, int, bool]] = [
+    ("running", 130, True),
+    ("ended", ExitCode.UNHEALTHY, False),
+    ("ended", ExitCode.DONE, False),
+]
+
+
+@pytest.mark.parametrize(("phase", "code", "is_left"), ENDS)
+def test_a_check_whose_deletion_is_interrupted_says_that_vms_may_be_left(
+    gcs_bucket: str,
+    capfd: pytest.CaptureFixture[str],
+    phase: Phase,
+    code: int,
+    is_left: bool,
+) -> None:
+    end = InterruptedEnd(gcs_bucket, phase, code)
+    gce_check._delete_vms(end.folder, "it was ended", end, env={}, clock=SystemClock())
+    assert ("VMs of the check may be left" in "".join(capfd.readouterr())) == is_left
+
+
+@pytest.mark.parametrize(("phase", "code", "is_left"), ENDS)
+def test_down_that_is_interrupted_while_it_ends_a_check_is_no_success(
+    gcs_bucket: str, monkeypatch: pytest.MonkeyPatch, phase: Phase, code: int, is_left: bool
+) -> None:
+    """A check that has failed by itself is ended; the job of the run follows."""
+    end = InterruptedEnd(gcs_bucket, phase, code)
+    monkeypatch.setattr(gce, "_request_end", end)
+    found = gce._down(end.run, None, env={}, clock=SystemClock())
+    assert found == (code if is_left else ExitCode.DONE), "VMs are left"
+    assert end.ended == ([end.folder] if is_left else [end.folder, end.run])

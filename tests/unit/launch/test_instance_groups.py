@@ -69,6 +69,19 @@ def test_a_queue_is_left_after_its_wait_minutes(waited: float, is_late: bool) ->
     assert next_state(waiting, part, FLEX).creation is not None, "it is being delivered"
 
 
+def test_vms_that_a_queue_delivers_late_have_their_whole_time_to_boot() -> None:
+    """`ready_minutes` begin with their creation, not with the request that waits in the queue."""
+    patient, minute = config(capacity_options=[QUEUE | {"wait_minutes": 60}]), 60.0
+    requested = tuple(vm(name, created=False, requested_at=NOW - 40 * minute) for name in NAMES)
+    booting = {"vms": listed(*NAMES), "reports": {}, "silent": {}}
+    waiting = replace(WAITING, vms=requested)
+    made = next_state(waiting, observed(creation=True, **booting), patient)
+    booted = next_state(made, observed(now=NOW + 14 * minute, **booting), patient)
+    assert booted.deleting == (), "VMs are deleted that the queue has just delivered"
+    late = next_state(booted, observed(now=NOW + 16 * minute, **booting), patient)
+    assert {one.name for one in late.deleting} == set(NAMES), "they are waited for without a limit"
+
+
 @pytest.mark.parametrize(
     "answer", [CreateFailed("stockout", "cancelled"), CreateFailed("passing", "")]
 )

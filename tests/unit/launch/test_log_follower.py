@@ -113,6 +113,25 @@ def test_a_host_is_followed_by_its_slot_and_the_exit_code_is_that_of_the_job(
     assert "--- attempt 2 on c, which replaces b ---\ntwo\n" in printed, "half a line was left out"
 
 
+def test_a_slot_that_the_job_trains_without_is_followed_again_once_it_is_back(
+    gcs_bucket: str,
+) -> None:
+    """A job with a range of hosts has fewer in a stockout."""
+    job = Job(gcs_bucket)
+    job.write(attempt(1, "a", "b"))
+    _, printed = job.follow(
+        lambda: job.write(attempt(2, "a")),
+        lambda: job.upload(1, "b", "the end\n"),
+        lambda: (job.upload(3, "c", "again\n"), job.write(attempt(3, "a", "c"))),
+        lambda: job.write(replace(START, phase="ended", end=END)),
+        vm="b",
+    )
+    assert printed.splitlines()[:-1] == [
+        *("--- attempt 1 on b ---", "the end"),
+        *("--- attempt 3 on c, which replaces b ---", "again"),
+    ]
+
+
 def test_half_a_line_at_the_end_of_an_attempt_is_printed(gcs_bucket: str) -> None:
     job = Job(gcs_bucket)
     job.write(attempt(1, "a"))

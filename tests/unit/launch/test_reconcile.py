@@ -274,13 +274,31 @@ def test_a_creation_in_progress_is_waited_for() -> None:
 
 def test_an_operation_that_never_ends_is_judged_by_the_vms_that_exist() -> None:
     assert next_state(CREATING, observed(creation=False)) == CREATING, "it may still be rolled back"
-    found = next_state(CREATING, observed(creation=False, now=NOW + 3600))
+    long: dict[str, Any] = {"creation": False, "now": NOW + 3600, "since_create_seconds": 3600.0}
+    found = next_state(CREATING, observed(**long))
     assert all(vm.created for vm in found.vms), "their agents have reported"
-    late = observed(vms={}, reports={}, creation=False, now=NOW + 3600)
+    late = observed(vms={}, reports={}, **long)
     found = next_state(CREATING, late)
     assert (found.vms, found.creation) == ((), None), "it is waited for forever"
     assert found.backoffs[0].error == "passing"
     assert next_state(ENDING, late).creation is None, "the end waits forever"
+
+
+def test_a_creation_that_was_accepted_late_has_its_whole_time() -> None:
+    """The service may answer nothing for longer than a creation takes; then it has just begun."""
+    half = replace(
+        READY,
+        vms=(vm(NAMES[0]), vm(NAMES[1], created=False)),
+        creation=PendingCreate(NAMES[1:], "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
+        refill_since=NOW,
+    )
+    reports = {NAMES[0]: AgentReport("ready", "b")}
+    late: dict[str, Any] = {"now": NOW + 3600, "vms": listed(NAMES[0]), "reports": reports}
+    found = next_state(half, observed(creation=False, since_create_seconds=1.0, **late))
+    assert found == half, "healthy VMs are deleted for a creation that has just begun"
+    made = next_state(half, observed(creation=True, **late | {"vms": listed(*NAMES)}))
+    booting = next_state(made, observed(**late | {"vms": listed(*NAMES), "now": NOW + 3700}))
+    assert booting.vms == made.vms, "the outage counts as the boot of the VM"
 
 
 ENDING = replace(

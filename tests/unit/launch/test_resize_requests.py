@@ -161,6 +161,18 @@ def test_a_group_is_deleted_with_its_vms_and_its_template(gce: GceEmulator, wait
     assert len(gce.vms_so_far()) == (0 if waits else 2)
 
 
+@pytest.mark.parametrize("error", ["forbidden", "409", "412"])
+def test_a_request_that_may_not_be_cancelled_is_deleted_with_its_group(
+    gce: GceEmulator, error: str
+) -> None:
+    gce.hold_resize_requests()
+    request(service(gce))
+    rule = gce.fail(error, call="instanceGroupManagerResizeRequests.cancel", times=None)
+    delete(service(gce))
+    assert rule.hits > 0, "no cancellation was tried"
+    assert (gce.vms(), gce.groups(), gce.templates()) == ({}, {}, [])
+
+
 def test_groups_of_a_run_are_found_by_their_description(gce: GceEmulator) -> None:
     gce.hold_resize_requests()
     one = service(gce)

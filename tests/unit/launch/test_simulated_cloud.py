@@ -124,6 +124,14 @@ class Checker:
 
 def lead(cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None]) -> None:
     """Runs one `up`: waits for the lease, then leads to the end."""
+    if (leader := leader_of(cloud, config, console)) is not None:
+        leader.run()
+
+
+def leader_of(
+    cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None]
+) -> Controller | None:
+    """Returns a controller that holds the lease; None: the job has ended meanwhile."""
     paths, service = cloud.paths, SimulatedCompute(cloud)
     lease = Lease(paths.lease, holder="", seconds=10.0, now=cloud.monotonic, console=console)
     record = StateObject(paths.desired_state)
@@ -131,7 +139,7 @@ def lead(cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None
     may_be_led = desired is not None or bool(record.damage or cloud.vms)
     while not lease.acquire(after_epoch=epoch, may_be_led=may_be_led):
         if (desired := cloud.desired()) is not None and desired.phase == "ended":
-            return
+            return None
         cloud.sleep(1.0)
     desired = record.read_valid()
     if record.damage:
@@ -144,7 +152,7 @@ def lead(cloud: SimulatedCloud, config: RunConfig, console: Callable[[str], None
         )
     record.write(desired, epoch=lease.epoch, held=lease.held)
     arguments = (paths, config, service, lease, record, cloud, console)
-    Controller(*arguments, boottime=cloud.monotonic).run()  # pyright: ignore[reportArgumentType]
+    return Controller(*arguments, boottime=cloud.monotonic)  # pyright: ignore[reportArgumentType]
 
 
 def run_leaders(cloud: SimulatedCloud, config: RunConfig, checker: Checker, until: float) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from jaxres.config import RunConfig
 from jaxres.launch import reconcile, spending
 from jaxres.launch.controller import new_state
-from jaxres.launch.desired_state import DesiredState, Spending
+from jaxres.launch.desired_state import DesiredState, PendingCreate, Spending
 from jaxres.launch.observed_state import AgentReport
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.test_reconcile import NAMES, NOW, START, listed, observed, vm
@@ -18,18 +20,22 @@ CONFIG = config(capacity_options=[DEAR, DEAR | {"kind": "standard"}])
 HOUR = 3600.0
 
 
-def decided(desired: DesiredState, now: float, **fields: object) -> DesiredState:
-    return reconcile.decide(desired, observed(now=now, **fields), CONFIG).desired
+def decided(
+    desired: DesiredState, now: float, settings: RunConfig = CONFIG, **fields: object
+) -> DesiredState:
+    return reconcile.decide(desired, observed(now=now, **fields), settings).desired
 
 
-def parts(desired: DesiredState, now: float) -> dict[str, tuple[float, float]]:
-    gce = CONFIG.launch.gce
+def parts(
+    desired: DesiredState, now: float, settings: RunConfig = CONFIG
+) -> dict[str, tuple[float, float]]:
+    gce = settings.launch.gce
     assert gce is not None
     found = spending.so_far(desired, gce, now=now)
     total = sum(one.dollars for one in found)
     hours = sum(one.vm_seconds for one in found) / HOUR
     assert total == pytest.approx(reconcile.dollars(desired, gce, now=now)), "a dollar is missing"
-    assert hours == pytest.approx(reconcile.vm_hours(desired, now=now)), "an hour is missing"
+    assert hours == pytest.approx(reconcile.vm_hours(desired, gce, now=now)), "an hour is missing"
     return {one.cause: (one.vm_seconds / HOUR, one.dollars) for one in found}
 
 
@@ -55,6 +61,26 @@ def test_boot_training_and_waiting_are_told_apart_over_an_attempt_and_a_lost_vm(
     again = parts(deleted, NOW + 1.2 * HOUR)
     assert again.keys() == found.keys()
     assert all(again[cause] == pytest.approx(found[cause]) for cause in found), "lost with its VM"
+
+
+def test_the_time_in_a_queue_costs_nothing() -> None:
+    queue = config(capacity_options=[DEAR | {"kind": "flex_start", "wait_minutes": 120}])
+    waiting = replace(
+        START,
+        vms=tuple(vm(name, created=False, requested_at=NOW) for name in NAMES),
+        creation=PendingCreate(NAMES, "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
+    )
+    absent: dict[str, Any] = {"vms": {}, "reports": {}, "silent": {}}
+    waiting = decided(waiting, NOW + HOUR, queue, creation=False, **absent)
+    assert parts(waiting, NOW + HOUR, queue) == {}, "a VM that is in the queue is charged"
+    made = decided(waiting, NOW + HOUR, queue, creation=True, reports={}, silent={})
+    found = parts(made, NOW + 1.1 * HOUR, queue)
+    assert found == {"boot": pytest.approx((0.2, 7.2))}
+    running = decided(made, NOW + 1.1 * HOUR, queue)
+    assert parts(running, NOW + 1.1 * HOUR, queue) == found
+    before = tuple(replace(one, created_at=0.0) for one in made.vms)  # By an older version.
+    older = parts(replace(made, vms=before), NOW + 1.1 * HOUR, queue)
+    assert older == {"boot": pytest.approx((2.2, 79.2))}
 
 
 def test_a_vm_that_replaces_another_one_boots_anew() -> None:

@@ -143,13 +143,14 @@ def test_a_standby_that_is_not_ready_forks_its_worker_once_the_imports_are_done(
 
 
 def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: Path) -> None:
-    """Here each of the two notes that it imports, and then waits for ever."""
+    """Here each of the two notes that it imports, and then waits until its parent is gone."""
     log = tmp_path / "run" / RunDir(tmp_path / "run").log.name
     log.mkdir(parents=True)
     (log / file_name(1)).write_bytes(Record(1, 1, 0.0, CLAIM).encode())
     (modules := tmp_path / "modules").mkdir()
     note = f"open(f'{tmp_path}/imports-{{os.getpid()}}', 'w').close()"
-    (modules / "pydantic.py").write_text(f"import os, signal; {note}; signal.pause()")
+    wait = "parent = os.getppid()\nwhile os.getppid() == parent: time.sleep(0.05)\nsys.exit()"
+    (modules / "pydantic.py").write_text(f"import os, sys, time\n{note}\n{wait}")
     given = {"PYTHONPATH": f"{modules}:{ROOT}"}
     is_started = agent(
         tmp_path,

@@ -114,7 +114,16 @@ def test_a_run_that_no_loop_restarted_or_that_is_not_complete_is_not_simulated()
     assert observed(SimulatedRun()) is None
     run = killed_run(23)
     run.records.pop()
+    assert run.events[2].pop()["event"] == "run_ended"
     assert observed(run) is None
+
+
+def test_a_complete_run_is_simulated_also_after_its_checkpoints_were_pruned():
+    run = killed_run(23)
+    wanted = observed(run)
+    assert wanted is not None
+    run.claim_only(0)
+    assert observed(run) == wanted
 
 
 def test_pauses_after_the_newest_save_do_not_delay_it():

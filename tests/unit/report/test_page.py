@@ -12,13 +12,14 @@ import pytest
 from jaxres.goodput import summary
 from jaxres.report.comparison import comparison_page, difference_text
 from jaxres.report.contents import Contents, Sources, collect
+from jaxres.report.curves import COLUMNS
 from jaxres.report.markup import element
 from jaxres.report.page import run_page
 from jaxres.runlog.events import EVENTS, RunBuilt, SaveCommitted, SaveStarted
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import of_lines
 from jaxres.runlog.records import AttemptEnded, Rollback
-from tests.unit.goodput.simulated_run import SimulatedRun, random_run
+from tests.unit.goodput.simulated_run import SimulatedRun, finished_run, random_run
 from tests.unit.goodput.test_run_timeline import fold
 from tests.unit.report.parsed_page import Page, parse
 
@@ -177,6 +178,27 @@ def many_steps(steps: int, *, attempts: int) -> SimulatedRun:
         run.record_crash(79)
         run.now += 10.0
     return run
+
+
+def test_an_extended_run_has_its_vms_where_it_trains_and_all_attempts_in_the_table():
+    run = finished_run()
+    complete = run.now
+    run.claim_only(0)
+    run.now += 86400.0
+    extended = run.now
+    run.train(run.begin(), 1.0)
+    run.save(0.0)
+    run.end(0, detection_seconds=0.0)
+    events = [
+        LaunchEvent(1, "vm_lost", at + run.wall_offset, vms=("vm",), cause=cause)
+        for at, cause in ((complete / 2, "early"), (complete + 9.0, "between"), (run.now, "late"))
+    ]
+    page = page_of(run, launch_events=events)
+    whole = complete + run.now - extended
+    begins = [float(one["d"][1:].split()[0]) for one in page.of_class("path", "dots")][:3]
+    places = [int(COLUMNS * min(0.999, at / whole)) + 0.5 for at in (complete / 2, complete, whole)]
+    assert begins == places
+    assert not any("The newest" in text for texts in page.texts for text in texts)
 
 
 def test_the_size_is_bounded_by_pixels_not_by_steps_or_attempts():

@@ -1,4 +1,4 @@
-"""A supervisor of fake workers: `fake_supervisor.py FOLDER PARTS LIMITS`; prints JSON."""
+"""A supervisor of fake workers: `fake_supervisor FOLDER PARTS LIMITS`; writes FOLDER/ended.json."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def main() -> None:
             preemption_watcher=watcher,
             health_watcher=health_watcher,
         )
-    sys.stdout.write(json.dumps(dataclasses.asdict(ended)))
+    (folder / "ended.json").write_text(json.dumps(dataclasses.asdict(ended)))
     stdio.flush()
     os._exit(0)
 

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema_operations import AlertsSection, GenericTarget
+from jaxres.config.schema_operations import AlertsSection, GenericTarget, ReplicaSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
+from jaxres.runlog import replica_files
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import AttemptEnded
 from jaxres.runlog.run_log import Commit, Record, RunLog
 from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.supervisor import attempt_alerts
-from jaxres.telemetry.heartbeat import TrainingReport
+from jaxres.supervisor.replica_process import ReplicaProcess
+from jaxres.telemetry.heartbeat import SavesFailing, SavesRecovered, TrainingReport
 from jaxres.telemetry.recorded_incidents import RecordedIncidents
 from tests.unit.launch.gce_config import config
 from tests.unit.runlog.example_records import CLAIM
@@ -77,6 +79,53 @@ def test_a_supervisor_on_a_vm_records_its_incidents_but_neither_start_nor_end(
         alerts.on_news(2, TrainingReport("rollback", 20, "step 30: a spike", 1))
         alerts.on_end(AttemptResult(137, "why"), CLAIM)
     assert [i.kind for _, i in RecordedIncidents(run_dir).read_new((1, 2))] == ["rollback"]
+
+
+def test_the_first_commit_of_a_later_attempt_ends_failing_saves_once(tmp_path: Path) -> None:
+    """Each attempt has a supervisor of its own."""
+    claimed(tmp_path)
+    with served() as hook:
+        targets = attempt_alerts.resolve(CONFIG, {"HOOK": hook.url}, is_inline=False)
+        for attempt in (1, 2, 3):
+            health = SavesRecovered(40) if attempt > 1 else SavesFailing(20, "no space left")
+            opening = attempt_alerts.open_alerts(
+                *(targets, CONFIG, RunDir(tmp_path)), num_hosts=1, clock=SystemClock()
+            )
+            with opening as alerts:
+                alerts.on_news(attempt, health)
+    sent = [(body["kind"], body["attempt"]) for body in hook.accepted]
+    assert sent == [("saves_failing", 1), ("saves_recovered", 2)], "it stays open, or ends twice"
+
+
+def test_on_vms_the_first_commit_of_a_later_attempt_is_recorded(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for attempt in (1, 2):
+        health = SavesRecovered(40) if attempt > 1 else SavesFailing(20, "no space left")
+        with attempt_alerts.open_alerts(None, CONFIG, run_dir, 2, SystemClock()) as alerts:
+            alerts.on_news(attempt, health)
+    found = [incident.kind for _, incident in RecordedIncidents(run_dir).read_new((1, 2))]
+    assert found == ["saves_failing", "saves_recovered"]
+
+
+def test_a_replica_that_catches_up_in_a_later_attempt_ends_its_incident(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(ReplicaProcess, "_start", lambda _: None)  # The test is the replicator.
+    run_dir, replica = RunDir(tmp_path / "run"), tmp_path / "replica"
+    section = ReplicaSection(path=replica, lag_minutes=0.05 / 60)
+    checkpoint = CONFIG.checkpoint.model_copy(update={"replica": section})
+    replicated = CONFIG.model_copy(update={"checkpoint": checkpoint})
+    claimed(tmp_path / "run").append(Commit(step=40, path="p", manifest="m", bytes=1))
+    with served() as hook:
+        targets = attempt_alerts.resolve(replicated, {"HOOK": hook.url}, is_inline=False)
+        for num_sent in (1, 2):
+            opening = attempt_alerts.open_alerts(targets, replicated, run_dir, 1, SystemClock())
+            process = ReplicaProcess(replicated, run_dir, env={}, clock=SystemClock())
+            with process, opening as alerts:
+                process.ensure_started(alerts.on_event)
+                hook.wait(lambda n=num_sent: len(hook.accepted) == n)
+            replica_files.write_progress(run_dir, replica_files.Progress(str(replica), 2, 40))
+    assert [body["kind"] for body in hook.accepted] == ["replica_behind", "replica_caught_up"]
 
 
 def test_faults_of_several_hosts_have_ids_of_their_own(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.watchdog import ProgressTracker, overdue_seconds
 from jaxres.telemetry.alert_monitors import CommitStall
 from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished
+from tests.tiers import slow_but
 
 HOUR = 3600.0
 TICKS = 400
@@ -63,7 +64,7 @@ def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
     chance, clock = random.Random(seed), SimClock(jumps)
     launch = LaunchSection(max_hours=0.5)
     policy = RestartPolicy(RESTARTS, launch, num_hosts=(1, 2), began=clock.monotonic(), seed=seed)
-    awake, commits = Awake(clock), CommitStall(60.0, step=0, since=0.0)
+    awake, commits = Awake(clock), CommitStall(60.0, num_commits=0, since=0.0)
     watch, history = ProgressTracker(last_progress=clock.monotonic()), list[AttemptOutcome[int]]()
     step = committed = before = 0
     decided: list[object] = []
@@ -140,7 +141,7 @@ JUMPS = [{at: by * HOUR} for at in (0.0, 1.5, 7.0, 9.0, 11.0, 13.0, 99.0) for by
 JUMPS.append({1.0: HOUR, 2.0: -2 * HOUR, 50.0: HOUR})
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", slow_but(range(20), *range(4)))
 def test_clock_jumps_change_no_decision_on_crashes_hangs_or_restarts(seed: int) -> None:
     calm = supervised(seed, {})
     kinds = {type(one) for one in calm}

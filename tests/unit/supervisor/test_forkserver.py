@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 SURE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
+"""Until a silent supervisor is given up, on a busy machine too."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -38,7 +40,7 @@ def supervisor(folder, code):
             return Path(f"/proc/{{pid}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")
 
         def fork(command=command, env=other):
-            return fork_server.fork(command, env=env, status_fd=beat)
+            return fork_server.fork(command, env=env, status_fd=beat, may_wait=lambda: True)
 
         def ready():
             until = time.monotonic() + 100
@@ -143,3 +145,83 @@ def test_the_fork_server_dies_with_its_supervisor(tmp_path):
     while any(f"{pid}" == entry.name for entry in Path("/proc").iterdir()):
         assert time.monotonic() < until, "it outlives its supervisor"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("own", [0, 1], ids=["host 0", "host 1"])
+def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(tmp_path, own):
+    """The imports last until the other host has received three heartbeats, and then fail."""
+    (modules := tmp_path / "modules").mkdir()
+    hold = f"while not os.path.exists('{tmp_path}/heard'): time.sleep(0.01)"
+    (modules / "pydantic.py").write_text(f"import os, sys, time\n{hold}\nsys.exit()")
+    heard, code, notes = supervisor(
+        tmp_path,
+        f"""
+        import math, socket, threading
+        from jaxres.cluster.connection import Connection
+        from jaxres.cluster.messages import Heartbeat, JobResult, LeaderHeartbeat
+        from jaxres.cluster.peer_connections import PeerLinks
+        from jaxres.config.schema import DeadlinesSection
+        from jaxres.supervisor.supervisor import supervise
+
+        own, other, heard = {own}, {1 - own}, []
+        clock, (ours, theirs) = SystemClock(), socket.socketpair()
+        peers, links = (PeerLinks(clock=clock, silence_seconds=math.inf) for _ in range(2))
+        peers.add(other, "other", Connection(ours, None))
+        links.add(own, "own", Connection(theirs, None))
+
+        def receive():
+            until = time.monotonic() + {PATIENCE_SECONDS}
+            while len(heard) < 3 and time.monotonic() < until:
+                heard.extend(message for _, message in links.receive())
+                time.sleep(0.01)
+            Path({str(tmp_path / "heard")!r}).touch()
+
+        (thread := threading.Thread(target=receive)).start()
+        env["PYTHONPATH"] = {f"{modules}:{ROOT}"!r}
+        fork_server.ensure_started(env)
+        links.send(JobResult(75, other, "the other host stops", 0), to=own)
+        run_dir.attempt(1).mkdir(parents=True)
+        ended = supervise(
+            {{own: [sys.executable, "-c", "pass"]}},
+            run_dir=run_dir, attempt=1, last_seq=1, limits=DeadlinesSection(), run_lock=None,
+            clock=clock, env=env, num_hosts=2, peers=peers, fork=fork_server.fork_last,
+        )
+        thread.join()
+        assert set(heard) <= {{LeaderHeartbeat((0, 0)) if own == 0 else Heartbeat(0, "start")}}
+        print(json.dumps([len(heard), ended.code, [event.message for event in events]]))
+        """,
+    )
+    assert heard >= 3, "it is silent while it waits"
+    assert len(notes) == 1, "the imports have not failed"
+    assert "it is not ready yet" in notes[0]
+    assert code == (70 if own == 0 else 75), "it has not gone on"
+
+
+def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
+    """The imports would take 20 s, and then fail."""
+    (modules := tmp_path / "modules").mkdir()
+    (modules / "pydantic.py").write_text("import sys, time\ntime.sleep(20)\nsys.exit()")
+    code, notes = supervisor(
+        tmp_path,
+        f"""
+        import threading
+        from jaxres.config.schema import DeadlinesSection
+        from jaxres.supervisor import signals
+        from jaxres.supervisor.supervisor import supervise
+
+        signals.block()
+        env["PYTHONPATH"] = {f"{modules}:{ROOT}"!r}
+        fork_server.ensure_started(env)
+        run_dir.attempt(1).mkdir(parents=True)
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        ended = supervise(
+            {{0: [sys.executable, "-c", "import time; time.sleep(600)"]}},
+            run_dir=run_dir, attempt=1, last_seq=1, limits=DeadlinesSection(), run_lock=None,
+            clock=SystemClock(), env=env, num_hosts=1, fork=fork_server.fork_last,
+        )
+        print(json.dumps([ended.code, [event.message for event in events]]))
+        """,
+    )
+    assert len(notes) == 1
+    assert "a signal has arrived while it imports" in notes[0], "it has waited for the imports"
+    assert code == 75

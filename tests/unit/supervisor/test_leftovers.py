@@ -162,6 +162,15 @@ def test_zombie_orphans_are_reaped_and_workers_are_not():
     assert supervisor(code) == "1"
 
 
+def test_the_exit_codes_of_sessions_are_left_to_those_that_started_them():
+    code = "processes.become_subreaper(); "
+    code += "ended = processes.start_session(['sh', '-c', 'exit 83'], env=os.environ); "
+    code += "time.sleep(0.3); subprocess.run(['sh', '-c', 'sleep 0.1 & exit 0']); time.sleep(0.5); "
+    code += "processes.reap([]); processes.reap([]); print(ended.wait(), "
+    code += "open(f'/proc/self/task/{os.getpid()}/children').read())"
+    assert supervisor(code) == "83", "the code is lost, or an orphan is left behind the session"
+
+
 def test_a_moved_run_keeps_its_identity_and_a_copy_has_its_own(tmp_path):
     first = tmp_path / "first"
     first.mkdir()

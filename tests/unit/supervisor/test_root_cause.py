@@ -175,6 +175,7 @@ WAITING = {
     "for one that opens the corpus": at(("compile", 0, 1.0), ("data", 0, 2.0)),
     "for one that restores": at(("train", 0, 1.0), ("restore", 0, 0.5)),
     "for one that still evaluates": at(("train", 40, 1.0), ("evaluate", 40, 0.5)),
+    "for one in its hook, which began after its own": at(("train", 40, 1.0), ("hook", 40, 2.0)),
     "for one that leaves": at(TRAIN, ("leave", 40, 2.0)),
     "for one that has failed and waits for its save": at(TRAIN, ("settle", 40, 2.0)),
     "for one in its first step": at(("train", 1, 1.0), ("train", 0, 2.0)),

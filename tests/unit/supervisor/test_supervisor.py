@@ -4,21 +4,19 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import files
 from jaxres.supervisor.root_cause import GRACE_SECONDS
-from jaxres.supervisor.run_dir_watcher import RunDirWatcher, StopRequested
-from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.run_dir_watcher import end_stop_request
+from tests.promises import forks
 from tests.unit.runlog.example_records import CLAIM
 
 HERE = Path(__file__).parent
@@ -35,16 +33,13 @@ class SupervisorProcess:
         self.run_dir = RunDir(folder / "run")
         for needed in (self.run_dir.log, self.run_dir.attempt(1)):
             needed.mkdir(parents=True, exist_ok=True)
-        script = str(HERE / "fake_supervisor.py")
         self.num_hosts = len(parts)
+        arguments = [str(folder), json.dumps(parts), json.dumps(limits)]
         with (folder / "output").open("wb") as printed:
-            self.process = subprocess.Popen(
-                [sys.executable, script, str(folder), json.dumps(parts), json.dumps(limits)],
-                cwd=ROOT,
+            self.process = forks.start(
+                [sys.executable, "-m", "tests.unit.supervisor.fake_supervisor", *arguments],
                 env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
-                stdout=subprocess.PIPE,
-                stderr=printed,
-                text=True,
+                output=printed,
             )
 
     def wait(self, condition, what):
@@ -77,13 +72,13 @@ class SupervisorProcess:
     def ended(self):
         """Returns how it ended and after how long; checks that no worker is left behind."""
         since = time.monotonic()
-        out, _ = self.process.communicate(timeout=120)
+        code = self.process.wait(timeout=120)
         seconds = time.monotonic() - since
-        assert out, self.printed()
+        assert code == 0, self.printed()
         for host in range(self.num_hosts):
             if (self.folder / f"pid-{host}").exists():
                 assert not Path(f"/proc/{self.pid(host)}").exists(), f"host {host} is left behind"
-        return json.loads(out), seconds
+        return json.loads((self.folder / "ended.json").read_text()), seconds
 
 
 @contextlib.contextmanager
@@ -100,7 +95,6 @@ def supervisors(folder):
         if supervisor.process.poll() is None:
             supervisor.process.kill()
         supervisor.process.wait()
-        supervisor.process.stdout.close()
 
 
 @pytest.fixture
@@ -285,15 +279,13 @@ def test_request_files_take_effect_on_all_workers(start):
     supervisor.run_dir.request("stop").touch()
     ended, _ = supervisor.ended()
     assert ended["code"] == ExitCode.STOPPED
-    assert not supervisor.run_dir.request("stop").exists()
-    taken = [
-        path.name.partition("-")[0] for path in sorted(supervisor.run_dir.attempt(1).glob("s*"))
-    ]
-    assert taken == ["save", "stop"]
+    assert not supervisor.run_dir.request("save").exists()
+    assert len(list(supervisor.run_dir.attempt(1).glob("save-*"))) == 1
+    assert supervisor.run_dir.request("stop").exists(), "taken before the result is recorded"
 
 
 def test_a_stop_that_is_requested_during_a_preemption_stays_for_the_next_start(start):
-    """The attempt ends with 75, after which the run is started again: the stop would be lost."""
+    """The attempt ends with 75, after which the run is started again."""
     supervisor = start({"on_stop": [75, 600]})
     supervisor.wait_steps()
     supervisor.process.send_signal(signal.SIGTERM)
@@ -309,28 +301,22 @@ def test_a_stop_that_is_requested_during_a_preemption_stays_for_the_next_start(s
     assert supervisor.run_dir.request("stop").exists()
 
 
-@pytest.mark.parametrize("is_taken_first", [True, False])
-def test_a_stop_that_is_taken_just_before_a_preemption_is_put_back(tmp_path, is_taken_first):
-    run_dir, is_preempted = RunDir(tmp_path), not is_taken_first
-    for folder in (run_dir.log, run_dir.attempt(1)):
-        folder.mkdir(parents=True)
-    with RunLock(run_dir, clock=SystemClock()) as lock:
-        watcher = RunDirWatcher(
-            run_dir,
-            attempt=1,
-            last_seq=1,
-            run_lock=lock,
-            clock=SystemClock(),
-            step=lambda: 7,
-            keeps_stop=lambda: is_preempted,
-        )
-        run_dir.request("stop").touch()
-        watcher._poll()
-        assert run_dir.request("stop").exists() is not is_taken_first
-        is_preempted = True
-        watcher._poll()
-        assert run_dir.request("stop").exists()
-        assert watcher.reports() == [StopRequested(run_dir.request("stop"))]
+@pytest.mark.parametrize(
+    ("code", "stays"),
+    [
+        *((ExitCode.DONE, False), (ExitCode.STOPPED, False), (ExitCode.DIVERGED, False)),
+        *((ExitCode.BUG, True), (ExitCode.PREEMPTED, True), (ExitCode.HUNG, True)),
+        *((ExitCode.STORAGE, True), (ExitCode.PEER_LOST, True), (ExitCode.UNHEALTHY, True)),
+        *((128 + signal.SIGKILL, True), (ExitCode.FENCED, True)),  # Fenced: another one trains.
+    ],
+)
+def test_a_request_to_stop_stays_after_an_exit_that_something_starts_again(tmp_path, code, stays):
+    run_dir = RunDir(tmp_path)
+    run_dir.attempt(1).mkdir(parents=True)
+    run_dir.request("stop").touch()
+    end_stop_request(run_dir, 1, code)
+    assert run_dir.request("stop").exists() is stays
+    assert (run_dir.attempt(1) / "stop").exists() is not stays
 
 
 def hang_storage(supervisor):

@@ -6,8 +6,7 @@ from jaxres.telemetry.heartbeat import SavesFailing, SavesRecovered
 def test_failing_saves_send_one_incident_per_series_and_one_on_recovery_in_any_attempt():
     sent = []
     monitor = SaveMonitor(sent.append, run="r")
-    first = (SavesRecovered(8), SavesFailing(8, "full"), SavesFailing(8, "full"))
-    for health in first:
+    for health in (SavesFailing(8, "full"), SavesFailing(8, "full")):
         monitor.on_save_health(health, attempt=1)
     for health in (SavesRecovered(16), SavesRecovered(24), SavesFailing(24, "full again")):
         monitor.on_save_health(health, attempt=2)

@@ -29,7 +29,7 @@ from jaxres.config.schema_operations import (
 )
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, RunLog
+from jaxres.runlog.run_log import Commit, Quarantine, RunLog
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
     GaveUp,
@@ -79,6 +79,18 @@ def alerts(
         clock=SystemClock(),
         report=Printed() if printed is None else printed,
         retry_seconds=0.02,
+    )
+
+
+def pages(folder: Path, hook: Hook, *, kinds: tuple[str, ...], max_per_hour: int) -> Alerts:
+    target = PagerdutyTarget(key_env="KEY", url=hook.url, kinds=kinds)
+    section = AlertsSection(targets=(target,), max_per_hour=max_per_hour, no_commit_minutes=None)
+    return Alerts(
+        resolve(section, env={"KEY": SECRET}),
+        RunDir(folder),
+        section=section,
+        clock=SystemClock(),
+        report=Printed(),
     )
 
 
@@ -145,6 +157,55 @@ def test_incidents_beyond_the_rate_limit_are_counted_in_the_next_message_and_fin
         hook.wait(lambda: len(hook.accepted) == 1)
     assert hook.accepted[0]["kind"] == "finished", "the limit outlives the supervisor"
     assert hook.accepted[0]["dropped"] == {"restarted": 1}
+
+
+def test_pagerduty_resolves_are_sent_beyond_the_rate_limit(tmp_path):
+    kinds = ("commits_stalled", "restarted", "gave_up")
+    with served() as hook, pages(tmp_path, hook, kinds=kinds, max_per_hour=1) as pager:
+        for kind in ("commits_stalled", "restarted", "commits_resumed", "gave_up"):
+            pager.send(incident(kind))
+        hook.wait(lambda: "gave_up" in str(hook.accepted))
+    sent = [(body["event_action"], body["dedup_key"]) for body in hook.accepted]
+    assert sent[:2] == [
+        ("trigger", "unclaimed-1-commits_stalled-0"),
+        ("resolve", "unclaimed-1-commits_stalled-0"),
+    ], "the alert stays open"
+
+
+def test_what_resolves_nothing_takes_no_place_in_the_rate_limit_and_ends_no_summary(tmp_path):
+    kinds = ("restarted", "gave_up")
+    with served() as hook, pages(tmp_path, hook, kinds=kinds, max_per_hour=2) as pager:
+        for attempt in (1, 2):
+            pager.send(incident("straggler_recovered", attempt=attempt))
+        for attempt in (1, 2, 3):
+            pager.send(incident("restarted", attempt=attempt))
+        pager.send(incident("straggler_recovered", attempt=3))
+        pager.send(incident("gave_up", attempt=3))
+        hook.wait(lambda: "gave_up" in str(hook.accepted))
+    sent = [(body["payload"]["class"], body["payload"]["component"]) for body in hook.accepted]
+    assert sent == [
+        ("restarted", "attempt 1"),
+        ("restarted", "attempt 2"),
+        ("gave_up", "attempt 3"),
+    ]
+    assert hook.accepted[-1]["payload"]["custom_details"]["dropped"] == {"restarted": 1}
+
+
+def test_a_first_commit_that_resolves_nothing_is_no_undelivered_incident(tmp_path):
+    printed = Printed()
+    with alerts(tmp_path, "http://127.0.0.1:9/s3cret-token", printed=printed) as sender:
+        sender.send(incident("saves_recovered"))
+        sender.send(incident("saves_failing"))
+        sender.send(incident("saves_recovered", attempt=2))
+    assert "2 incidents were not delivered" in printed[-1]
+    with served() as hook, alerts(tmp_path, hook) as sender:
+        sender.send(incident("finished", attempt=2))
+        hook.wait(lambda: len(hook.accepted) == 3)
+    assert [body["kind"] for body in hook.accepted] == [
+        "saves_failing",
+        "saves_recovered",
+        "finished",
+    ]
 
 
 def test_a_rejected_request_is_not_retried_and_a_redirect_is_not_followed(tmp_path):
@@ -314,6 +375,22 @@ def test_stalled_and_resumed_commits_are_reported(tmp_path):
         hook.wait(lambda: len(hook.accepted) >= 2)
     sent = [(body["kind"], body["attempt"], body["step"]) for body in hook.accepted]
     assert sent[:2] == [("commits_stalled", 1, 0), ("commits_resumed", 1, 40)]
+
+
+def test_a_commit_below_a_quarantined_step_ends_a_stall(tmp_path):
+    with served() as hook, alerts(tmp_path, hook, no_commit_minutes=0.2 / 60) as _:
+        log = RunLog(RunDir(tmp_path).log, attempt=1, last_seq=1, clock=SystemClock())
+        log.append(Commit(step=40, path="p", manifest="m", bytes=1))
+        hook.wait(lambda: ("commits_stalled", 40) in kinds_and_steps(hook))
+        num_sent = len(hook.accepted)
+        log.append(Quarantine(step=40, path="p", evidence="a bit flip"))
+        log.append(Commit(step=20, path="q", manifest="m", bytes=1))
+        hook.wait(lambda: len(hook.accepted) > num_sent)
+    assert kinds_and_steps(hook)[num_sent] == ("commits_resumed", 20)
+
+
+def kinds_and_steps(hook: Hook) -> list[tuple[str, int]]:
+    return [(body["kind"], body["step"]) for body in hook.accepted]
 
 
 def test_a_supervisor_that_follows_a_killed_one_reports_that_commits_have_resumed(tmp_path):

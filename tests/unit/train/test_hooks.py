@@ -99,6 +99,18 @@ def test_a_hook_that_hangs_is_off_and_the_others_go_on(tmp_path):
     assert "hang at step 1: took longer than 0.05 s; it is off from now on" in note
 
 
+def test_a_hook_that_is_off_on_one_host_leaves_the_steps_at_which_all_hosts_wait(tmp_path):
+    """A stop or a save that the step's flags request would be obeyed at different steps."""
+    hooks, _ = hooks_of(tmp_path, section("hang", every_steps=2, timeout_seconds=0.05))
+    others, _ = hooks_of(tmp_path, section("look", every_steps=2))
+    RELEASE.clear()
+    for each in (hooks, others):
+        each.call(STATE, line(2))
+    RELEASE.set()
+    due = [[each.are_due(step) for step in range(3, 9)] for each in (hooks, others)]
+    assert due[0] == due[1] == [False, True, False, True, False, True]
+
+
 def test_a_function_that_does_not_exist_is_an_error_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"hooks\[0\]\.target: .* has no `absent`"):
         hooks_of(tmp_path, section("absent"))

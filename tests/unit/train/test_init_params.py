@@ -235,11 +235,43 @@ def test_other_weights_than_at_the_first_start_are_refused(corpus, tmp_path, sou
 def test_a_host_that_reads_other_weights_than_host_0_is_refused(corpus, tmp_path, source):
     parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
     _, origin = started(parts, context_at(tmp_path)[0])
-    messages = {"init/step": "8", "init": origin["params"]}
+    messages = {"init/step": "8", "init/0": origin["params"]}
     assert started(parts, context_at(tmp_path, FollowerHost(messages))[0])[1] == origin
-    messages = {"init/step": "4", "init": origin["params"]}
+    messages = {"init/step": "4", "init/0": origin["params"]}
     with pytest.raises(ConfigError, match="other weights than host 0"):
         started(parts, context_at(tmp_path, FollowerHost(messages))[0])
+
+
+class KeptOnce(SingleHost):
+    """Host 0, whose messages can be set once, as those of a job's key-value store."""
+
+    def __init__(self):
+        super().__init__()
+        self.topics = []
+
+    def broadcast(self, topic, decide, *, seconds):
+        assert topic not in self.topics, f"{topic}: sent twice"
+        self.topics.append(topic)
+        return decide()
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_rollback_to_step_0_takes_the_weights_again(corpus, tmp_path, source, is_committed):
+    """Of an attempt that began at step 0, or with a step that the rollback has discarded."""
+    parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
+    context, _ = context_at(tmp_path, KeptOnce())
+    if is_committed:
+        _, origin = started(parts, context_at(tmp_path)[0])
+        context, _ = context_at(tmp_path, KeptOnce())
+        context.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
+        context.log.append(Commit(step=8, path="checkpoints/x", manifest="m", bytes=1))
+        context.run_dir.attempt(1).mkdir(parents=True, exist_ok=True)
+        config = context.run_dir.attempt(1) / "config.yaml"
+        config.write_text(configs.dump_yaml(parts.config))
+    init = init_params.build(parts.config.init_from, parts, context)
+    states = [init(RunHistory())[0] for _ in range(2)]
+    assert bits(states[0]) == bits(states[1])
+    assert bits(states[0]) == {path: (x.shape, x.tobytes()) for path, x in source[1].items()}
 
 
 def test_after_the_first_commit_moved_weights_are_compared_and_may_be_gone(

@@ -442,6 +442,18 @@ def test_a_follower_uses_the_records_that_host_0_has_read(seen):
     assert _agreed_history(run, entry=0) == fold(RECORDS[:2])
 
 
+def test_hosts_wait_for_the_records_as_long_as_host_0_may_work_before():
+    """It may still delete the steps that a rollback has discarded."""
+
+    class Waiting(SingleHost):
+        def broadcast(self, topic, decide, *, seconds):
+            assert (topic, seconds) == ("records/3", 900.0)
+            return decide()
+
+    run, _ = fake_run(log=LateLog(2), peers=Waiting(), barrier_seconds=900.0)
+    _agreed_history(run, entry=3)
+
+
 def test_a_follower_that_never_sees_the_records_names_the_storage():
     run, _ = fake_run(log=LateLog(1), peers=FollowerHost())
     with pytest.raises(

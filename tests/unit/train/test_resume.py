@@ -9,9 +9,11 @@ import pytest
 from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
+from jaxres.config.schema_training import GuardsSection, RollbackSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, Fenced, StopRun, fault
+from jaxres.faults import ConfigError, Fenced, RollbackRun, StopRun, fault
 from jaxres.runlog import run_log
+from jaxres.runlog.records import Branch
 from jaxres.runlog.run_log import Commit, Record, RunLog, Start, fold
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
@@ -19,7 +21,7 @@ from jaxres.supervisor.worker_group import WorkerGroup
 from jaxres.train import __main__ as train_command
 from jaxres.train import completion
 from jaxres.train.completion import Completion
-from jaxres.train.resume import withdraw_commits
+from jaxres.train.resume import apply_rollback, withdraw_commits
 from tests.unit.runlog.example_records import CLAIM
 
 
@@ -169,3 +171,28 @@ def test_states_in_memory_are_not_trusted_although_no_commit_is_withdrawn():
     withdraw_commits(run, StopRun(fault("silent_corruption"), "two results", last_good_step=5))
     assert not fold(records).continues(**key)
     assert calls == ["record", "discard"]
+
+
+def test_a_branch_goes_back_to_its_first_step_at_most():
+    """Its guards have the parent's memory, so that an onset may lie before it."""
+    origin = Branch(path="parent", step=40, manifest="m", dataset="d")
+    copied, own = (Commit(step=n, path=f"checkpoints/{n}", manifest="m", bytes=1) for n in (40, 50))
+    begun = Start(step=40, path="checkpoints/40", dataset="d", computation={})
+    bodies, discarded = [CLAIM, origin, copied, begun, own], []
+    records = [Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, 1)]
+
+    def append(body):
+        records.append(Record(len(records) + 1, 1, 0.0, body))
+        return records[-1]
+
+    run = SimpleNamespace(
+        checkpoints=SimpleNamespace(discard_from=discarded.append, rewind=discarded.append),
+        memory=SimpleNamespace(discard=lambda: None),
+        log=SimpleNamespace(history=lambda: fold(records), append=append),
+        limits=GuardsSection(rollback=RollbackSection()),
+        peers=SingleHost(),
+        emit=lambda event: None,
+    )
+    apply_rollback(run, RollbackRun(38, (300, 400), "the loss stays high"), entry=0)
+    assert [commit.step for commit in fold(records).committed] == [40], "its first step is gone"
+    assert discarded == [41, 40]
