@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -35,13 +32,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook("jaxres.models", "beartype.beartype")
 
 
-WAITING = (
-    "tests/promises/",
-    "tests/unit/supervisor/",
-    "tests/unit/cluster/",
-    "tests/unit/emulators/",
-)
-"""Folders whose tests wait for processes and sockets more than they compute."""
+pytest_plugins = ["tests.parallel"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,42 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
         keep_compiled(cache.mkdir(f"xla-{processor_digest()}"))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> None:
     """Collects without the garbage collector: what is made then remains.
 
-    Each worker spends a fifth of its collection on it otherwise.
+    A fifth of the collection was spent on it otherwise.
     """
     gc.disable()
-    try:
-        _share_rewriting(session)
-        return (yield)
-    finally:
-        gc.enable()
-
-
-def _share_rewriting(session: pytest.Session) -> None:
-    """Shares the rewriting of assertions among the workers of a run of all tests.
-
-    In a fresh checkout every worker would rewrite every test module, which takes as long as the
-    rest of the collection. Each first imports other modules than its neighbours, so that it finds
-    theirs rewritten. What can't be imported, the collection reports.
-    """
-    config = session.config
-    worker = getattr(config, "workerinput", None)
-    if worker is None or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    modules = sorted(Path(__file__).parent.rglob("test_*.py"))
-    first = int(worker["workerid"].removeprefix("gw"))
-    for module in modules[first :: worker["workercount"]]:
-        name = ".".join(module.relative_to(config.rootpath).with_suffix("").parts)
-        with contextlib.suppress(Exception, pytest.skip.Exception):
-            importlib.import_module(name)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the tests that wait: they overlap with those that compute."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
 
 
 def pytest_collection_finish() -> None:
@@ -100,6 +61,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

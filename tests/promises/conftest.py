@@ -24,9 +24,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # Shared by many short test runs, such as those of the mutants.
     if shared:
         return Path(shared)
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return tmp_path_factory.mktemp("caches")
-    return tmp_path_factory.getbasetemp().parent / "caches"
+    return tmp_path_factory.getbasetemp() / "caches"
 
 
 @pytest.fixture
@@ -66,8 +64,7 @@ def shared_run(
     tmp_path_factory: pytest.TempPathFactory, caches: Path
 ) -> Callable[[str, Make], RunDir]:
     """Returns a run that all test processes share; the first test that uses it creates it."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder = tmp_path_factory.getbasetemp() / "shared"
     folder.mkdir(exist_ok=True)
 
     def run_dir(name: str, make: Make) -> RunDir:

@@ -29,7 +29,7 @@ def selects(arguments: str, name: str) -> bool:
 
 def listed(*arguments: str) -> list[str]:
     """Returns the names of the promise tests that pytest would run."""
-    command = [sys.executable, "-m", "pytest", "-n0", "--collect-only", "tests/promises"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "tests/promises"]
     command += ["-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
