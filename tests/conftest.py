@@ -35,7 +35,7 @@ install_import_hook("jaxres.models", "beartype.beartype")
 pytest_plugins = ["tests.parallel"]
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_tests_begin(config: pytest.Config) -> None:
     """In the five-minute tier XLA compiles for this process fast, not fast code.
 
     The training processes that a test starts, and the slow tests, are compiled as in production.

@@ -23,22 +23,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import pytest
+from jax._src import xla_bridge
 
-Lane = Literal["computes", "waits"]
-
-WAITING = (
-    "tests/promises/",
-    "tests/unit/supervisor/",
-    "tests/unit/cluster/",
-    "tests/unit/emulators/",
-)
+WITH_PROCESSES = ("tests/promises/",)
+"""Folders whose tests need a fork server, which each worker starts for itself."""
+WAITING = ("tests/unit/supervisor/", "tests/unit/cluster/", "tests/unit/emulators/")
 """Folders whose tests wait for processes and sockets more than they compute."""
-NUM_WORKERS = 6
-NUM_COMPUTING = 2
-"""Workers that prefer tests that compute: one a core."""
+LANES = ("processes", "computes", "waits", "processes", "computes", "processes")
+"""What each worker prefers. Two compute, one a core; files with processes go to no other worker."""
 
 
 @dataclass
@@ -51,13 +46,13 @@ class Schedule:
     """
 
     files: dict[str, deque[int]]
-    lanes: dict[str, Lane]
+    lanes: dict[str, str]
     _taken: dict[int, str] = field(default_factory=dict)
     """File of each worker."""
     _promised: dict[int, int] = field(default_factory=dict)
     """Test that a worker gets next; it keeps the fixtures of the file for it."""
 
-    def take(self, worker: int, lane: Lane) -> tuple[int, bool] | None:
+    def take(self, worker: int, lane: str) -> tuple[int, bool] | None:
         """Returns the number of the next test, and whether another one of its file follows it.
 
         None: no test is left.
@@ -78,13 +73,16 @@ class Schedule:
         if (test := self._promised.pop(worker, None)) is not None:
             self.files[self._taken[worker]].appendleft(test)
 
-    def _next_file(self, lane: Lane) -> str | None:
-        left = [name for name, tests in self.files.items() if tests]
+    def _next_file(self, lane: str) -> str | None:
+        left = [name for name, tests in self.files.items() if tests and self._may_take(name, lane)]
         untouched = [name for name in left if name not in self._taken.values()]
         own = [name for name in untouched if self.lanes[name] == lane]
         if own or untouched:
             return (own or untouched)[0]
         return max(left, key=lambda name: len(self.files[name]), default=None)
+
+    def _may_take(self, name: str, lane: str) -> bool:
+        return lane == "processes" or self.lanes[name] != "processes"
 
 
 def schedule(nodeids: Sequence[str]) -> Schedule:
@@ -95,9 +93,27 @@ def schedule(nodeids: Sequence[str]) -> Schedule:
     return Schedule(files, {name: lane_of(name) for name in files})
 
 
-def lane_of(name: str) -> Lane:
+def lane_of(name: str) -> str:
     """Returns the lane of a file."""
+    if name.startswith(WITH_PROCESSES):
+        return "processes"
     return "waits" if name.startswith(WAITING) else "computes"
+
+
+class Hooks:
+    """Hooks of this plugin."""
+
+    def pytest_tests_begin(self, config: pytest.Config) -> None:
+        """Is called before the first test, in each process that runs tests.
+
+        What starts threads, as a backend of JAX does, must not happen before: they would be
+        missing in the forks.
+        """
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Adds the hooks."""
+    pluginmanager.add_hookspecs(Hooks)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers",
         type=int,
-        default=NUM_WORKERS,
+        default=len(LANES),
         metavar="N",
         help="processes that run tests; 0: this process runs them",
     )
@@ -118,6 +134,7 @@ def pytest_runtestloop(session: pytest.Session) -> object:
     number = min(option.workers, len(session.items))
     is_broken = session.testsfailed and not option.continue_on_collection_errors
     if number < 2 or is_broken or option.collectonly or option.usepdb or option.setupplan:
+        session.config.hook.pytest_tests_begin(config=session.config)
         return None
     pool = Pool(session, number)
     try:
@@ -136,7 +153,7 @@ class Worker:
     """A fork that runs tests."""
 
     number: int
-    lane: Lane
+    lane: str
     pid: int
     connection: Connection
     test: int | None = None
@@ -153,8 +170,13 @@ class Pool:
         self._workers: list[Worker] = []
         self._num_forked = 0
         session.config._tmp_path_factory.getbasetemp()  # One for all workers.
-        for number_of_worker in range(number):
-            self._fork("computes" if number_of_worker < min(NUM_COMPUTING, number // 2) else "waits")
+        if xla_bridge.backends_are_initialized():
+            raise pytest.UsageError(
+                "a test module has computed with JAX at its import: a fork would lack its threads. "
+                "Make its arrays in a fixture or a function"
+            )
+        for worker in range(number):
+            self._fork(LANES[worker % len(LANES)])
 
     def run(self) -> None:
         """Hands out tests and replays the reports until no test is left."""
@@ -174,7 +196,7 @@ class Pool:
         for worker in self._workers:
             os.waitpid(worker.pid, 0)
 
-    def _fork(self, lane: Lane) -> None:
+    def _fork(self, lane: str) -> None:
         ours, theirs = multiprocessing.Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -283,18 +305,24 @@ def _work(session: pytest.Session, connection: Connection) -> NoReturn:
         os._exit(code)
 
 
+parents: list[Any] = []
+"""The parent's capture, in a worker: closing its files is for the parent to do."""
+
+
 def _capture_apart(config: pytest.Config) -> None:
     """Gives this worker its own capture of output, and leaves the terminal to the parent."""
     plugins = config.pluginmanager
     plugins.unregister(name="terminalreporter")
     capture: Any = plugins.getplugin("capturemanager")
     if capture.is_globally_capturing():
-        capture._global_capturing = None  # Its files are the parent's.
+        parents.append(capture._global_capturing)
+        capture._global_capturing = None
         capture.start_global_capturing()
 
 
 def _run_all(session: pytest.Session, connection: Connection) -> None:
     session.config.pluginmanager.register(Sender(session.config, connection))
+    session.config.hook.pytest_tests_begin(config=session.config)
     try:
         while (order := connection.recv()) is not None:
             number, is_followed = order

@@ -48,7 +48,9 @@ def _processor_seconds() -> float:
     group = _group[pid]
     if group is not None:
         return int((group / "cpuacct.usage").read_text()) / 1e9
-    own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own, children = (
+        resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import re
@@ -29,7 +30,10 @@ from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from tests import damage
 
-STATE = {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
+
+@functools.cache
+def state() -> dict[str, dict[str, jax.Array]]:
+    return {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def step_dir(gcs_bucket: str) -> GcsPath:
 
 def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.BackgroundSave:
     context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
-    return background_save.start_save(STATE, step_dir, context)
+    return background_save.start_save(state(), step_dir, context)
 
 
 def test_starting_a_save_does_not_wait_for_the_bucket(
@@ -52,10 +56,10 @@ def test_starting_a_save_does_not_wait_for_the_bucket(
     gcs_server.faults.clear()
     background_save.wait_save(writing, step_dir, timeout=60)
     like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state()
     )
     back = load(step_dir, like)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, STATE))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, state()))
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # Orbax does not await a failed save completely.
@@ -173,14 +177,14 @@ def test_data_damaged_on_upload_is_never_reported_as_written(
     damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
     background_save.wait_save(begin(step_dir), step_dir, timeout=60)
     assert damaged.hits == 1
-    result = verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED)
+    result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
     assert result.failure
 
 
 def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: GcsServer) -> None:
     background_save.wait_save(begin(step_dir), step_dir, timeout=60)
     damaged = gcs_server.fail("damage", method="GET", path="alt=media", times=3)
-    result = verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED)
+    result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
     assert damaged.hits == 3
     assert not result.failure
     assert result.files.keys() < files.sizes(step_dir).keys()
@@ -207,7 +211,7 @@ def wait_for_copies(step_dir: GcsPath, folder: Path, names: set[str]) -> None:
 
 
 def report(step_dir: GcsPath, copies: LocalCopies | None = None) -> HostReport:
-    return verify_own_files(step_dir, array_infos(STATE), 0, UNTHROTTLED, copies=copies)
+    return verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED, copies=copies)
 
 
 def test_the_bytes_of_a_save_cross_the_network_once(

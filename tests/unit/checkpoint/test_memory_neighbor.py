@@ -1,6 +1,7 @@
 """Copies of states at a neighbour, over real HTTP: whole and verified, or not there."""
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -14,19 +15,26 @@ from jaxres.checkpoint.memory_neighbor import CopyServer, Neighbor
 from jaxres.checkpoint.memory_slots import MemoryDamaged, Slot, layout, parts_of
 from jaxres.clock import SystemClock
 
-STATE = {"a": jnp.arange(600_000, dtype=jnp.float32), "b": jnp.int32(7)}
-PIECES = layout(STATE, host=0)
+
+@functools.cache
+def initial_state():
+    return {"a": jnp.arange(600_000, dtype=jnp.float32), "b": jnp.int32(7)}
+
+
+@functools.cache
+def pieces():
+    return layout(initial_state(), host=0)
 
 
 def opened(folder, name):
-    slot = Slot(folder / f"{name}.data", PIECES)
+    slot = Slot(folder / f"{name}.data", pieces())
     slot.open()
     return slot
 
 
 def kept(slot, step, seq=2):
-    state = jax.tree.map(lambda x: x + step, STATE)
-    digests = slot.write(parts_of(state, PIECES))
+    state = jax.tree.map(lambda x: x + step, initial_state())
+    digests = slot.write(parts_of(state, pieces()))
     slot.publish(digests, step=step, seq=seq, nonce="0a", progress={"step": step})
     return slot
 
@@ -113,7 +121,7 @@ def test_bytes_that_changed_at_the_neighbor_are_found(ring):
 
 
 def test_a_state_of_other_pieces_is_refused(ring, tmp_path):
-    other = {"c": STATE["a"], "b": STATE["b"]}
+    other = {"c": initial_state()["a"], "b": initial_state()["b"]}
     pieces = layout(other, host=0)
     slot = Slot(tmp_path / "other.data", pieces)
     slot.open()

@@ -1,6 +1,7 @@
 """Slots of states in memory: a kill at any operation leaves the newest state that was whole."""
 
 import contextlib
+import functools
 import io
 import os
 
@@ -12,11 +13,25 @@ import pytest
 from jaxres.checkpoint import memory_slots
 from jaxres.checkpoint.memory_slots import Slot, layout, oldest, parts_of
 
-STATE = {"a": jnp.arange(3000, dtype=jnp.float32), "b": jnp.int32(7)}
-SHAPES = {
-    name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in STATE.items()
-}
-PIECES = layout(STATE, host=0)
+
+@functools.cache
+def initial_state():
+    return {"a": jnp.arange(3000, dtype=jnp.float32), "b": jnp.int32(7)}
+
+
+@functools.cache
+def shapes():
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in initial_state().items()
+    }
+
+
+@functools.cache
+def pieces():
+    return layout(initial_state(), host=0)
+
+
 OPERATIONS = ("pwrite", "unlink", "replace")
 
 
@@ -25,11 +40,11 @@ class Killed(BaseException):
 
 
 def state_of(step):
-    return {name: x + step for name, x in STATE.items()}
+    return {name: x + step for name, x in initial_state().items()}
 
 
 def opened(folder, name):
-    slots = [Slot(folder / f"{name}-{number}.data", PIECES) for number in range(2)]
+    slots = [Slot(folder / f"{name}-{number}.data", pieces()) for number in range(2)]
     for slot in slots:
         slot.open()
     return slots
@@ -38,7 +53,7 @@ def opened(folder, name):
 def keep(slots, step):
     """Keeps a state as a host keeps its own."""
     slot = oldest(slots)
-    digests = slot.write(parts_of(state_of(step), PIECES))
+    digests = slot.write(parts_of(state_of(step), pieces()))
     slot.publish(digests, step=step, seq=2, nonce="0a", progress={})
 
 
@@ -92,11 +107,11 @@ def test_a_kill_at_any_operation_leaves_a_whole_state(tmp_path, monkeypatch, tie
         again = opened(tmp_path, f"slot{number}")
         newest = max((s for s in again if s.index), key=lambda slot: slot.index.step)
         found.append(newest.index.step)
-        restored = newest.read(SHAPES)
+        restored = newest.read(shapes())
         for name, wanted in state_of(found[-1]).items():
             np.testing.assert_array_equal(restored[name], wanted)
         for slot in again:  # The other one is whole, too, or holds nothing.
-            assert slot.index is None or slot.read(SHAPES)
+            assert slot.index is None or slot.read(shapes())
         for slot in (*slots, *again):
             slot.close()
     assert found == [10] * (number - 1) + [15]

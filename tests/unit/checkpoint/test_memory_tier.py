@@ -1,6 +1,7 @@
 """States in shared memory: whole or not there, verified, and never a reason to fail."""
 
 import dataclasses
+import functools
 import os
 import threading
 
@@ -35,9 +36,11 @@ def state_of(value: float) -> dict:
     }
 
 
-SHAPES = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0)
-)
+@functools.cache
+def shapes():
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state_of(0)
+    )
 
 
 class Harness:
@@ -47,7 +50,7 @@ class Harness:
         self.folder, self.events = folder, []
 
     def tier(self, **changes):
-        given = {"folder": self.folder, "shapes": SHAPES, "nonce": CLAIM.nonce}
+        given = {"folder": self.folder, "shapes": shapes(), "nonce": CLAIM.nonce}
         given |= {"available": lambda: GIB, "emit": self.events.append}
         return MemoryTier(5, **(given | changes))
 
@@ -246,7 +249,7 @@ def test_pieces_of_another_sharding_are_not_used(harness):
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(x.sharding.mesh, PartitionSpec())
         ),
-        SHAPES,
+        shapes(),
     )
     assert harness.restore(harness.tier(shapes=whole)) is None
 

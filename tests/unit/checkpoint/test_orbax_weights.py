@@ -1,5 +1,7 @@
 """Checkpoints of stock Orbax, of every layout that it has written, are read bit for bit."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -10,14 +12,22 @@ from orbax.checkpoint import v1
 from jaxres.checkpoint.orbax_weights import from_orbax
 from jaxres.faults import ConfigError
 
-TREE = {
-    "params": {
-        "layers_0": {"kernel": jnp.arange(12.0).reshape(4, 3), "bias": jnp.ones(3, jnp.bfloat16)},
-        "list": [jnp.ones(2), jnp.zeros(3)],
-    },
-    "opt_state": {"mu": jnp.ones(3)},
-    "step": 5,
-}
+
+@functools.cache
+def tree():
+    return {
+        "params": {
+            "layers_0": {
+                "kernel": jnp.arange(12.0).reshape(4, 3),
+                "bias": jnp.ones(3, jnp.bfloat16),
+            },
+            "list": [jnp.ones(2), jnp.zeros(3)],
+        },
+        "opt_state": {"mu": jnp.ones(3)},
+        "step": 5,
+    }
+
+
 NAMES = {
     "params/layers_0/kernel",
     "params/layers_0/bias",
@@ -30,23 +40,23 @@ NAMES = {
 
 def _standard(folder):
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, TREE)
+        checkpointer.save(folder, tree())
     return folder
 
 
 def _managed(folder):
     with ocp.CheckpointManager(folder) as manager:
-        manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave(TREE)))
+        manager.save(7, args=ocp.args.Composite(state=ocp.args.StandardSave(tree())))
     return folder / "7"
 
 
 def _folders(folder):
-    ocp.PyTreeCheckpointer(use_ocdbt=False).save(folder, TREE)
+    ocp.PyTreeCheckpointer(use_ocdbt=False).save(folder, tree())
     return folder
 
 
 def _newest(folder):
-    v1.save(folder, TREE)
+    v1.save(folder, tree())
     return folder
 
 
@@ -57,7 +67,7 @@ WRITERS = [_standard, _managed, _folders, _newest]
 def test_a_tree_of_any_layout_is_read(tmp_path, write):
     weights = from_orbax(write(tmp_path / "saved"))
     assert set(weights.tensors) == NAMES
-    params = TREE["params"]
+    params = tree()["params"]
     for name, wanted in [
         ("params/layers_0/kernel", params["layers_0"]["kernel"]),
         ("params/layers_0/bias", params["layers_0"]["bias"]),
@@ -93,7 +103,7 @@ def test_what_is_no_checkpoint_is_told_with_what_to_do(tmp_path):
         from_orbax(tmp_path / "manager")
     for name in ("params", "other"):
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "two" / name, TREE)
+            checkpointer.save(tmp_path / "two" / name, tree())
     with pytest.raises(ConfigError, match="has several trees: other, params"):
         from_orbax(tmp_path / "two")
 

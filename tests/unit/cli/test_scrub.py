@@ -1,6 +1,7 @@
 """A check writes its result only if the step is still committed and the run is the supervisor's."""
 
 import dataclasses
+import functools
 import os
 import socket
 
@@ -20,9 +21,15 @@ from tests.unit.runlog.example_records import CLAIM
 
 CLOCK = SystemClock()
 LIMIT = BandwidthLimit(None, clock=CLOCK)
-OURS = dataclasses.replace(
-    CLAIM, host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id(), attempt=1
-)
+
+
+@functools.cache
+def our_claim():
+    return dataclasses.replace(
+        CLAIM, host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id(), attempt=1
+    )
+
+
 PATH = "checkpoints/00000010-0001"
 DAMAGED = VerificationReport(10, (Defect("w has another digest", array="w"),))
 AWAY = StorageUnavailable("the disk is away")
@@ -30,7 +37,7 @@ AWAY = StorageUnavailable("the disk is away")
 
 @pytest.fixture
 def log(tmp_path):
-    log = RunLog.claim(tmp_path / "log", OURS, after=(), clock=CLOCK)
+    log = RunLog.claim(tmp_path / "log", our_claim(), after=(), clock=CLOCK)
     for step in (10, 20):
         path = f"checkpoints/{step:08d}-0001"
         log.append(Commit(step=step, path=path, manifest="m", bytes=1))
@@ -106,7 +113,7 @@ def test_a_step_that_alone_stays_unreadable_is_reported_the_third_time(log, resu
 
 def test_a_run_that_another_supervisor_has_claimed_is_left_alone(log, results):
     def taken_over():
-        other = dataclasses.replace(OURS, attempt=2, pid=1)
+        other = dataclasses.replace(our_claim(), attempt=2, pid=1)
         RunLog.claim(log.folder, other, after=run_log.read_records(log.folder), clock=CLOCK)
         return DAMAGED
 

@@ -1,5 +1,6 @@
 """Compiled programs come back bit for bit, or not at all; another program's key is another."""
 
+import functools
 import hashlib
 import os
 import pickle
@@ -23,9 +24,21 @@ from tests.compiling import nothing_kept
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
 
-HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=HERE)
-SIGNATURE = Signature(({"x": SHAPE}, None), results=({"x": HERE}, HERE))
+@functools.cache
+def here():
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+@functools.cache
+def shape():
+    return jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=here())
+
+
+@functools.cache
+def signature():
+    return Signature(({"x": shape()}, None), results=({"x": here()}, here()))
+
+
 FACTS = {"text": "1f", "compilation": "2e"}
 
 
@@ -40,8 +53,8 @@ def function(arrays, unused=None):
 
 
 def compiled(function=function):
-    jitted = jax.jit(function, donate_argnums=0, out_shardings=SIGNATURE.results)
-    return jitted.lower(*SIGNATURE.arguments).compile()
+    jitted = jax.jit(function, donate_argnums=0, out_shardings=signature().results)
+    return jitted.lower(*signature().arguments).compile()
 
 
 def devices():
@@ -53,13 +66,13 @@ def file_with(content):
 
 
 def dumped():
-    return executable.dump(compiled(), SIGNATURE, FACTS)
+    return executable.dump(compiled(), signature(), FACTS)
 
 
 def test_a_loaded_program_computes_the_same_bits_and_is_like_the_compiled_one():
     fresh = compiled()
-    loaded = executable.load(executable.dump(fresh, SIGNATURE, {}), SIGNATURE, devices())
-    arguments = [{"x": jax.device_put(X, HERE)} for _ in range(2)]
+    loaded = executable.load(executable.dump(fresh, signature(), {}), signature(), devices())
+    arguments = [{"x": jax.device_put(X, here())} for _ in range(2)]
     one, other = (
         program(argument, None)
         for program, argument in zip((fresh, loaded), arguments, strict=True)
@@ -74,7 +87,7 @@ def test_a_loaded_program_computes_the_same_bits_and_is_like_the_compiled_one():
     assert loaded.in_avals == fresh.in_avals
     assert executable.facts_of(dumped()) == FACTS
     with pytest.raises(TypeError, match="float32"):
-        loaded({"x": jax.device_put(X[:2], HERE)}, None)
+        loaded({"x": jax.device_put(X[:2], here())}, None)
 
 
 @pytest.mark.parametrize("at", [0, 20, 60, -1])
@@ -83,7 +96,7 @@ def test_a_flipped_bit_is_refused_before_anything_is_read(at, monkeypatch):
     data[at] ^= 1
     monkeypatch.setattr(executable, "_compiled", lambda *_: pytest.fail("was read"))
     with pytest.raises(Unusable, match="does not match its digest"):
-        executable.load(bytes(data), SIGNATURE, devices())
+        executable.load(bytes(data), signature(), devices())
 
 
 def test_a_pickle_with_a_right_digest_is_refused_and_does_not_run(tmp_path):
@@ -95,7 +108,7 @@ def test_a_pickle_with_a_right_digest_is_refused_and_does_not_run(tmp_path):
             return Path.touch, (trace,)
 
     with pytest.raises(Unusable):
-        executable.load(file_with(pickle.dumps(Planted())), SIGNATURE, devices())
+        executable.load(file_with(pickle.dumps(Planted())), signature(), devices())
     assert not trace.exists()
 
 
@@ -113,33 +126,34 @@ def test_loading_unpickles_nothing(monkeypatch):
     monkeypatch.setattr(pickle, "load", fails)
     monkeypatch.setattr(pickle, "Unpickler", Unpickler)
     monkeypatch.setattr(serialize_executable._JaxPjrtUnpickler, "__init__", fails)
-    executable.load(data, SIGNATURE, devices())
+    executable.load(data, signature(), devices())
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Signature(
-            ({"x": jax.ShapeDtypeStruct((2, 2), X.dtype, sharding=HERE)}, None), ({"x": HERE}, HERE)
+        lambda: Signature(
+            ({"x": jax.ShapeDtypeStruct((2, 2), X.dtype, sharding=here())}, None),
+            ({"x": here()}, here()),
         ),
-        Signature(
-            ({"x": jax.ShapeDtypeStruct(X.shape, "int32", sharding=HERE)}, None),
-            ({"x": HERE}, HERE),
+        lambda: Signature(
+            ({"x": jax.ShapeDtypeStruct(X.shape, "int32", sharding=here())}, None),
+            ({"x": here()}, here()),
         ),
-        Signature(({"x": SHAPE}, SHAPE), ({"x": HERE}, HERE)),
-        Signature(({"x": SHAPE}, None), ({"x": HERE}, HERE, HERE)),
+        lambda: Signature(({"x": shape()}, shape()), ({"x": here()}, here())),
+        lambda: Signature(({"x": shape()}, None), ({"x": here()}, here(), here())),
     ],
     ids=["shape", "dtype", "one more argument", "one more result"],
 )
 def test_a_program_of_another_signature_is_refused(other):
     with pytest.raises(Unusable, match="can't be loaded here"):
-        executable.load(dumped(), other, devices())
+        executable.load(dumped(), other(), devices())
 
 
 def test_a_program_that_does_not_match_its_signature_is_not_cached():
     second = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-    called = Signature(({"y": SHAPE}, None), SIGNATURE.results)
-    placed = Signature(SIGNATURE.arguments, ({"x": HERE}, second))
+    called = Signature(({"y": shape()}, None), signature().results)
+    placed = Signature(signature().arguments, ({"x": here()}, second))
     for other in (called, placed):
         with pytest.raises(Unusable, match="signature"):
             executable.dump(compiled(), other, FACTS)
@@ -149,7 +163,7 @@ def test_a_program_that_does_not_match_its_signature_is_not_cached():
         return function(arrays)
 
     with pytest.raises(Unusable, match=r"it has .*host_callbacks"):
-        executable.dump(compiled(with_callback), SIGNATURE, FACTS)
+        executable.dump(compiled(with_callback), signature(), FACTS)
 
 
 def test_a_jax_with_other_internals_caches_no_program_and_uses_its_own_cache(monkeypatch):
@@ -164,7 +178,7 @@ def test_a_jax_with_other_internals_caches_no_program_and_uses_its_own_cache(mon
 @pytest.mark.parametrize("length", [0, 10, 50, 1000])
 def test_a_file_that_was_cut_short_is_refused(length):
     with pytest.raises(Unusable):
-        executable.load(dumped()[:length], SIGNATURE, devices())
+        executable.load(dumped()[:length], signature(), devices())
 
 
 def test_libraries_devices_threads_and_settings_are_in_the_key():
@@ -250,7 +264,7 @@ def test_programs_of_one_text_that_are_called_differently_have_different_keys():
     old, new = (
         Program(
             "step",
-            StepToCompile(partial(step.trace, *arguments), Signature(arguments, HERE)),
+            StepToCompile(partial(step.trace, *arguments), Signature(arguments, here())),
             {},
             None,
         )
@@ -264,5 +278,5 @@ def test_steps_of_one_text_have_keys_of_their_own():
     """As fingerprints with and without arrays that have no copy, where all have one."""
     arguments = (jnp.ones(3),)
     trace = partial(jax.jit(lambda x: x + 1).trace, *arguments)
-    step = StepToCompile(trace, Signature(arguments, HERE))
+    step = StepToCompile(trace, Signature(arguments, here()))
     assert len({Program(name, step, {}, None).text_key for name in ("one", "two")}) == 2

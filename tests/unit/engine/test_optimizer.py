@@ -1,5 +1,6 @@
 """The optimizer: learning rate, update direction, clipping, and names in the state."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -33,11 +34,21 @@ from jaxres.engine import schedule as schedules
 from jaxres.faults import ConfigError
 
 PEAK = 0.5
-PARAMS = {
-    "w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32),
-    "scale": jnp.ones(4, jnp.float32),
-}
-GRADS = [jax.tree.map(lambda p, n=n: jnp.sin(p * 7 + n), PARAMS) for n in range(3)]
+
+
+@functools.cache
+def initial_params():
+    return {
+        "w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32),
+        "scale": jnp.ones(4, jnp.float32),
+    }
+
+
+@functools.cache
+def example_grads():
+    return [jax.tree.map(lambda p, n=n: jnp.sin(p * 7 + n), initial_params()) for n in range(3)]
+
+
 MASK = {"w": True, "scale": False}
 AXES = {"w": ("embed", "mlp"), "scale": (None,)}
 
@@ -165,15 +176,15 @@ POWER_OF_TWO = 2.0**-7
 @pytest.mark.parametrize(("config", "reference"), CASES, ids=IDS)
 def test_updates_equal_those_of_optax_bit_for_bit(config, reference):
     ours = optimizer.build(config, axes=AXES)
-    params, state = PARAMS, ours.init(PARAMS)
-    expected, expected_state = PARAMS, reference.init(PARAMS)
-    for grads in GRADS:
+    params, state = initial_params(), ours.init(initial_params())
+    expected, expected_state = initial_params(), reference.init(initial_params())
+    for grads in example_grads():
         direction, state = ours.update(grads, state, params)
         params = jax.tree.map(lambda p, d: p - jnp.float32(0.01) * d, params, direction)
         updates, expected_state = reference.update(grads, expected_state, expected)
         expected = optax.apply_updates(expected, updates)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), params, expected))
-    assert not jnp.array_equal(params["w"], PARAMS["w"])
+    assert not jnp.array_equal(params["w"], initial_params()["w"])
 
 
 @pytest.mark.parametrize(
@@ -187,8 +198,8 @@ def test_updates_equal_those_of_optax_bit_for_bit(config, reference):
 )
 def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
     transformation = optimizer.build(config, axes=AXES)
-    state = transformation.init(PARAMS)
-    after = jax.jit(transformation.update)(GRADS[0], state, PARAMS)[1]
+    state = transformation.init(initial_params())
+    after = jax.jit(transformation.update)(example_grads()[0], state, initial_params())[1]
     for tree in (state, after):
         leaves: dict[str, Any] = dict(flatten_dict(tree, sep="/"))
         assert leaves.keys() == names
@@ -214,9 +225,9 @@ def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
 )
 def test_updates_with_a_rate_that_rounds_nothing_equal_those_of_optax(config, reference):
     ours = optimizer.build(config, axes=AXES)
-    params, state = PARAMS, ours.init(PARAMS)
-    expected, expected_state = PARAMS, reference.init(PARAMS)
-    for grads in GRADS:
+    params, state = initial_params(), ours.init(initial_params())
+    expected, expected_state = initial_params(), reference.init(initial_params())
+    for grads in example_grads():
         direction, state = ours.update(grads, state, params)
         params = jax.tree.map(lambda p, d: p - jnp.float32(POWER_OF_TWO) * d, params, direction)
         updates, expected_state = reference.update(grads, expected_state, expected)
@@ -294,7 +305,7 @@ def test_an_update_that_does_not_fit_is_refused(monkeypatch, update, says):
 
     def updated():
         tx = optimizer.build(CustomOptimizer(target="optax:mine"), axes=AXES)
-        return tx.update(GRADS[0], tx.init(PARAMS), PARAMS)
+        return tx.update(example_grads()[0], tx.init(initial_params()), initial_params())
 
     with pytest.raises(ConfigError, match=rf"^optimizer\.target: .*optax:mine.*{says}"):
         updated()
@@ -304,13 +315,13 @@ def test_an_error_inside_an_update_names_the_target(monkeypatch):
     monkeypatch.setattr(optax, "mine", with_update(lambda g, s, p: g["absent"]), raising=False)
     tx = optimizer.build(CustomOptimizer(target="optax:mine"), axes=AXES)
     with pytest.raises(KeyError) as raised:
-        tx.update(GRADS[0], tx.init(PARAMS), PARAMS)
+        tx.update(example_grads()[0], tx.init(initial_params()), initial_params())
     assert raised.value.__notes__ == ["(in the update of optimizer.target: optax:mine)"]
 
 
 def test_moments_are_split_as_their_parameters_are():
-    state = optimizer.build(AdamwOptimizer(), axes=AXES).init(PARAMS)
-    assert optimizer.state_axes(state, params=PARAMS, param_axes=AXES) == {
+    state = optimizer.build(AdamwOptimizer(), axes=AXES).init(initial_params())
+    assert optimizer.state_axes(state, params=initial_params(), param_axes=AXES) == {
         "count": (),
         "mu": AXES,
         "nu": AXES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +25,11 @@ from jaxres.faults import ConfigError
 from jaxres.models import Model
 
 B = 8
-KEY = jax.random.key(0)
+
+
+@functools.cache
+def key():
+    return jax.random.key(0)
 
 
 def init(key: jax.Array) -> dict[str, Any]:
@@ -225,22 +230,28 @@ def test_a_pattern_that_means_nothing_is_refused(config: Any, says: str) -> None
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (jnp.ones(B), "has to return ((sums_B, weights_B), new state); it returns an array"),
-        (((jnp.ones(B), jnp.ones(())), {}), "one number for each of the 8 rows"),
-        (((jnp.ones(B), jnp.ones(B), {"near": jnp.ones(B)}), {}), "near has to be (sums_B,"),
-        (((jnp.ones(B),), {}), "it returns (an array of shape [8])"),
+        (
+            lambda: jnp.ones(B),
+            "has to return ((sums_B, weights_B), new state); it returns an array",
+        ),
+        (lambda: ((jnp.ones(B), jnp.ones(())), {}), "one number for each of the 8 rows"),
+        (
+            lambda: ((jnp.ones(B), jnp.ones(B), {"near": jnp.ones(B)}), {}),
+            "near has to be (sums_B,",
+        ),
+        (lambda: ((jnp.ones(B),), {}), "it returns (an array of shape [8])"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused(returned: Any, says: str) -> None:
     model = Model(
         init=init,
         axes=MODEL.axes,
-        loss=lambda *_: returned,
+        loss=lambda *_: returned(),
         logits=None,
         flops_per_token=1.0,
         init_state=MODEL.init_state,
     )
     rows, evaluated = jax.tree.map(jnp.asarray, batch(0)), step.make_eval_step(model)
     with pytest.raises(ConfigError) as raised:
-        evaluated(init(KEY), {"mean": jnp.zeros(3)}, rows, jnp.ones(B))
+        evaluated(init(key()), {"mean": jnp.zeros(3)}, rows, jnp.ones(B))
     assert says in str(raised.value)

@@ -124,7 +124,8 @@ def test_an_object_that_is_not_a_model_is_rejected(target, made, message):
         build(target(lambda vocab_size, seq_len: made))
 
 
-BATCH = {"x_B": jnp.zeros(2)}
+def batch():
+    return {"x_B": jnp.zeros(2)}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_metric_whose_name_is_taken_or_odd_is_rejected(target, name):
     model = build(target(lambda vocab_size, seq_len: SimpleNamespace(init=init, loss=named)))
     params = model.init(jax.random.key(0))
     with pytest.raises(ConfigError, match=r"^model\.target: user_models:build: .* taken") as caught:
-        compute_loss(model, params, None, BATCH, None)
+        compute_loss(model, params, None, batch(), None)
     assert repr(name) in str(caught.value)
 
 
@@ -150,7 +151,7 @@ def test_metrics_that_are_no_dict_are_rejected(target):
 
     model = build(target(lambda vocab_size, seq_len: SimpleNamespace(init=init, loss=listed)))
     with pytest.raises(ConfigError, match=r"have to be a dict of pairs .*; they are list"):
-        compute_loss(model, model.init(jax.random.key(0)), None, BATCH, None)
+        compute_loss(model, model.init(jax.random.key(0)), None, batch(), None)
 
 
 def test_an_error_inside_the_loss_names_the_target_and_the_call(target):
@@ -159,7 +160,7 @@ def test_an_error_inside_the_loss_names_the_target_and_the_call(target):
 
     model = build(target(lambda vocab_size, seq_len: SimpleNamespace(init=init, loss=drops)))
     with pytest.raises(TypeError) as caught:
-        compute_loss(model, model.init(jax.random.key(0)), None, BATCH, None)
+        compute_loss(model, model.init(jax.random.key(0)), None, batch(), None)
     noted = "(model.target: user_models:build: in its loss, called for an evaluation, key=None)"
     assert noted in caught.value.__notes__
 
@@ -168,15 +169,21 @@ def test_an_error_inside_the_loss_names_the_target_and_the_call(target):
     ("params", "says"),
     [
         (
-            {"w": jnp.ones(2), "none": jnp.ones((0, 3))},
+            lambda: {"w": jnp.ones(2), "none": jnp.ones((0, 3))},
             r"/none of the state has no elements .*\[0, 3\]",
         ),
-        ({"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}, r"stored as one: .*/a/b and .*/a/b\."),
-        ({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(3)}, r"stored as one: .*/a/b and .*/a\.b"),
+        (
+            lambda: {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)},
+            r"stored as one: .*/a/b and .*/a/b\.",
+        ),
+        (
+            lambda: {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(3)},
+            r"stored as one: .*/a/b and .*/a\.b",
+        ),
     ],
 )
 def test_parameters_that_can_not_be_stored_are_refused_at_the_start(target, params, says):
-    made = SimpleNamespace(init=lambda key: params, loss=loss)
+    made = SimpleNamespace(init=lambda key: params(), loss=loss)
     section = target(lambda vocab_size, seq_len: made)
     data = DataSection(source=TextSource(path="x"))
     config = RunConfig(data=data, model=section, train=TrainSection(steps=1))

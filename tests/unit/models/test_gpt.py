@@ -427,11 +427,10 @@ def test_the_output_layer_s_gradients_are_products_in_the_type_of_activations(na
     exact = jax.vjp(jnp.matmul, x32, head32)[1](g)
     for found, expected, like in zip(gradients(g), exact, (x, head), strict=True):
         assert found.dtype == like.dtype
-        if name == "float32":
-            np.testing.assert_array_equal(found, expected)
         largest = float(jnp.max(jnp.abs(expected)))
         error = jnp.max(jnp.abs(found.astype(jnp.float32) - expected))
-        assert float(error) <= largest * (0 if name == "float32" else 0.02)
+        # float32: some processors add the products of the two forms in another order.
+        assert float(error) <= largest * (1e-5 if name == "float32" else 0.02)
 
 
 @pytest.mark.parametrize(

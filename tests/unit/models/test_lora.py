@@ -20,8 +20,14 @@ from jaxres.models.param_paths import flatten
 TINY = MlpModel(num_layers=2, d_model=8)
 GPT = GptModel(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2)
 LAYERS = ("layers/kernel",)
-TOKENS_BT = jnp.arange(16).reshape(2, 8) % 64
-KEY = jax.random.key(3)
+
+
+def tokens_bt():
+    return jnp.arange(16).reshape(2, 8) % 64
+
+
+def key():
+    return jax.random.key(3)
 
 
 def built(adapters: LoraSection | None, model: Any = TINY) -> Any:
@@ -29,14 +35,14 @@ def built(adapters: LoraSection | None, model: Any = TINY) -> Any:
 
 
 def logits(model: Any, params: Any) -> np.ndarray:
-    return np.asarray(jax.jit(model.logits)(params, TOKENS_BT))
+    return np.asarray(jax.jit(model.logits)(params, tokens_bt()))
 
 
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.slow
 def test_adapters_change_no_bit_before_they_are_trained() -> None:
     plain, adapted = built(None), built(LoraSection(targets=LAYERS))
-    params, more = jax.jit(plain.init)(KEY), jax.jit(adapted.init)(KEY)
+    params, more = jax.jit(plain.init)(key()), jax.jit(adapted.init)(key())
     assert set(more) - set(params) == {"lora"}
     for path, array in flatten(params).items():
         assert np.array_equal(array, flatten(more)[path])
@@ -47,10 +53,10 @@ def test_adapters_change_no_bit_before_they_are_trained() -> None:
 @pytest.mark.slow
 def test_a_trained_adapter_adds_the_product_of_its_matrices_in_each_layer() -> None:
     plain, adapted = built(None), built(LoraSection(rank=2, alpha=6.0, targets=LAYERS))
-    params = jax.jit(adapted.init)(KEY)
+    params = jax.jit(adapted.init)(key())
     pair = params["lora"]["layers"]["kernel"]
-    pair["b"] = 0.1 * jax.random.normal(KEY, pair["b"].shape)
-    merged = jax.jit(plain.init)(KEY)
+    pair["b"] = 0.1 * jax.random.normal(key(), pair["b"].shape)
+    merged = jax.jit(plain.init)(key())
     unchanged = logits(plain, merged)
     kernel = np.array(merged["layers"]["kernel"])
     for layer in range(2):

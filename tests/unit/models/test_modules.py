@@ -14,10 +14,12 @@ from jaxres.faults import ConfigError
 from jaxres.models import Model, from_linen, from_nnx
 from jaxres.models.interface import compute_loss
 
-BATCH = {
-    "x_BD": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32),
-    "y_B": jnp.arange(8) % 3,
-}
+
+def batch():
+    return {
+        "x_BD": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32),
+        "y_B": jnp.arange(8) % 3,
+    }
 
 
 class Nnx(nnx.Module):
@@ -68,7 +70,7 @@ def test_the_loss_is_a_pure_function_with_dropout_by_key_and_batch_statistics(ma
 
     @jax.jit
     def compute(params: Any, model_state: Any, key: Any) -> Any:
-        out = compute_loss(model, params, model_state, BATCH, key)
+        out = compute_loss(model, params, model_state, batch(), key)
         return out.loss_sum_B, out.model_state
 
     first, after = compute(params, before, key)
@@ -78,9 +80,9 @@ def test_the_loss_is_a_pure_function_with_dropout_by_key_and_batch_statistics(ma
     assert not np.array_equal(first, compute(params, before, jax.random.key(2))[0]), "no dropout"
     assert jax.tree.structure(before) == jax.tree.structure(after)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, before, after)))
-    evaluated = compute_loss(model, params, after, BATCH, None)
+    evaluated = compute_loss(model, params, after, batch(), None)
     assert jax.tree.all(jax.tree.map(np.array_equal, after, evaluated.model_state))
-    other = compute_loss(model, params, before, BATCH, None)
+    other = compute_loss(model, params, before, batch(), None)
     assert not np.array_equal(evaluated.loss_sum_B, other.loss_sum_B), "not the running statistics"
 
 
@@ -93,9 +95,9 @@ def test_a_module_gives_plain_dicts_whose_names_keep_their_order_in_lists() -> N
         direct = Nnx(nnx.Rngs(jax.random.key(0)))
     assert np.array_equal(params["layers"]["10"]["kernel"], direct.layers[10].kernel[...])
     direct.eval()
-    expected = sums(direct(BATCH["x_BD"]), BATCH["y_B"])[0]
+    expected = sums(direct(batch()["x_BD"]), batch()["y_B"])[0]
     state = model.init_state(jax.random.key(0)) if model.init_state else None
-    found = compute_loss(model, params, state, BATCH, None).loss_sum_B
+    found = compute_loss(model, params, state, batch(), None).loss_sum_B
     assert np.array_equal(found, expected)
     assert model.axes["out"] == {"kernel": ("embed", None), "bias": (None,)}
     assert linen_model().axes["Dense_1"] == {"kernel": ("embed", None), "bias": (None,)}
@@ -108,17 +110,19 @@ def test_a_module_without_other_variables_has_no_model_state() -> None:
         logits=lambda module, tokens_BT: module(tokens_BT),
     )
     assert model.init_state is None
-    out = compute_loss(model, model.init(jax.random.key(0)), None, BATCH, jax.random.key(0))
+    out = compute_loss(model, model.init(jax.random.key(0)), None, batch(), jax.random.key(0))
     assert out.model_state is None
     assert model.logits is not None
-    assert model.logits(model.init(jax.random.key(0)), BATCH["x_BD"]).shape == (8, 3)
+    assert model.logits(model.init(jax.random.key(0)), batch()["x_BD"]).shape == (8, 3)
     plain = from_linen(
         linen.Dense(3),
         lambda apply, batch, train: sums(apply(batch["x_BD"]), batch["y_B"]),
         example=(jnp.zeros((1, 4)),),
     )
     assert plain.init_state is None
-    assert compute_loss(plain, plain.init(jax.random.key(0)), None, BATCH, None).weight_B.sum() == 8
+    assert (
+        compute_loss(plain, plain.init(jax.random.key(0)), None, batch(), None).weight_B.sum() == 8
+    )
 
 
 def test_a_module_without_parameters_is_refused() -> None:

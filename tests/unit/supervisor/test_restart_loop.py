@@ -1,6 +1,7 @@
 """Promises of the time between two attempts: who is overtaken, and what storage does meanwhile."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -30,10 +31,17 @@ from jaxres.supervisor.worker_group import boot_id
 from jaxres.testing.metadata import MetadataServer
 from tests.unit.runlog.example_records import CLAIM
 
-OURS = dataclasses.replace(
-    CLAIM, attempt=1, host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id()
-)
-HEIR = dataclasses.replace(OURS, attempt=2, pid=os.getpid() + 1)
+
+@functools.cache
+def our_claim():
+    return dataclasses.replace(
+        CLAIM, attempt=1, host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id()
+    )
+
+
+@functools.cache
+def heirs_claim():
+    return dataclasses.replace(our_claim(), attempt=2, pid=os.getpid() + 1)
 
 
 def write(run_dir, claim):
@@ -51,7 +59,7 @@ def run(tmp_path, monkeypatch):
     run_dir, clock = RunDir(tmp_path), SystemClock()
     run_dir.log.mkdir()
     run_dir.attempt(1).mkdir(parents=True)
-    write(run_dir, OURS)
+    write(run_dir, our_claim())
     limits = RestartSection(max_storage_backoff_seconds=1.0)
     policy = RestartPolicy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
     wakeup, write_end = os.pipe()
@@ -92,14 +100,14 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_claim_of_another_supervisor_raises_fenced(run):
-    write(run.run_dir, HEIR)
-    with pytest.raises(Fenced, match=f"attempt 2 .*pid {HEIR.pid}.* owns this run now"):
+    write(run.run_dir, heirs_claim())
+    with pytest.raises(Fenced, match=f"attempt 2 .*pid {heirs_claim().pid}.* owns this run now"):
         restart_loop._refresh_history(run, run_log.read_records(run.run_dir.log))
-    assert run.run_history.claims == (OURS,), "what the heir has started is not ours to end"
+    assert run.run_history.claims == (our_claim(),), "what the heir has started is not ours to end"
 
 
 def test_our_claim_whose_write_was_unconfirmed_is_adopted(run):
-    write(run.run_dir, dataclasses.replace(OURS, attempt=2))
+    write(run.run_dir, dataclasses.replace(our_claim(), attempt=2))
     restart_loop._refresh_history(run, run_log.read_records(run.run_dir.log))
     assert run.run_history.attempt == 2
 
@@ -117,7 +125,7 @@ def test_a_restart_delay_ends_in_time(run):
 
 
 def test_a_superseded_supervisor_exits_in_a_restart_delay_and_writes_nothing(run):
-    write(run.run_dir, HEIR)
+    write(run.run_dir, heirs_claim())
     ended = restart_loop._wait_backoff(run, 20)
     assert (ended.code, ended.is_recorded) == (ExitCode.FENCED, False)
 

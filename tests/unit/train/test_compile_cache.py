@@ -1,5 +1,6 @@
 """Compiled steps are loaded on all hosts from one compilation, or compiled on all hosts."""
 
+import functools
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,8 +17,15 @@ from jaxres.runlog.events import CompiledStepsLoaded, Noted, StepsCompiled
 from jaxres.train import compile_cache
 from jaxres.train.compile_cache import StepToCompile
 
-HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-X = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=HERE)
+
+@functools.cache
+def here():
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+@functools.cache
+def x():
+    return jax.ShapeDtypeStruct((3,), jnp.float32, sharding=here())
 
 
 def test_a_program_with_code_of_the_user_is_identified_by_its_text_alone():
@@ -67,16 +75,16 @@ def get(tmp_path):
 
     def get(*, constant=1, peers=None, made_of=None, cache_dir=tmp_path):
         events = []
-        step = jax.jit(lambda x: x + constant, out_shardings=HERE)
+        step = jax.jit(lambda x: x + constant, out_shardings=here())
         compiled = compile_cache.get(
-            {"training": StepToCompile(partial(step.trace, X), Signature((X,), HERE))},
+            {"training": StepToCompile(partial(step.trace, x()), Signature((x(),), here()))},
             SimpleNamespace(emit=events.append, clock=SystemClock(), peers=peers or SingleHost()),
             devices=jax.devices()[:1],
             made_of=made_of,
             section=CompileSection(cache_dir=cache_dir),
             seconds=1.0,
         )
-        assert compiled["training"].call(jax.device_put(jnp.ones(3), HERE))[0] == 1 + constant
+        assert compiled["training"].call(jax.device_put(jnp.ones(3), here()))[0] == 1 + constant
         (kind,) = [type(e) for e in events if isinstance(e, CompiledStepsLoaded | StepsCompiled)]
         return compiled["training"], kind, events
 

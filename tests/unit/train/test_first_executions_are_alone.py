@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
 
 RUN = """
@@ -47,6 +49,7 @@ print(json.dumps({"steps": run.steps, "holders": lock.holders, "placed": placed}
 """
 
 
+@pytest.mark.slow
 def test_programs_and_batches_take_turns_in_a_run(tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path}/run", "train.steps=8", "evaluation.every_steps=4"]
     overrides += ["compilation.keep_programs=0", "telemetry.sample_tokens=0"]
