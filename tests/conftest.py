@@ -32,7 +32,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook("jaxres.models", "beartype.beartype")
 
 
-pytest_plugins = ["tests.parallel"]
+pytest_plugins = ["tests.failures", "tests.parallel"]
 
 
 def pytest_tests_begin(config: pytest.Config) -> None:

@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 import pytest
 from jax._src import xla_bridge
 
+from tests.failures import fail
+
 WITH_PROCESSES = ("tests/promises/",)
 """Folders whose tests need a fork server, which each worker starts for itself."""
 WAITING = ("tests/unit/supervisor/", "tests/unit/cluster/", "tests/unit/emulators/")
@@ -235,7 +237,7 @@ class Pool:
             hook.pytest_runtest_logfinish(nodeid=value[0], location=tuple(value[1]))
             self._give(worker)
         else:
-            self._failed(f"fixtures of worker {worker.number}", value)
+            fail(self._config, f"fixtures of worker {worker.number}", value)
 
     def _ended(self, worker: Worker) -> None:
         self._workers.remove(worker)
@@ -245,24 +247,11 @@ class Pool:
             item = self._session.items[worker.test]
             code = os.waitstatus_to_exitcode(status)
             reason = f"the process of this test has died (exit code {code})"
-            self._failed(item.nodeid, reason, location=item.location)
+            fail(self._config, item.nodeid, reason, location=item.location)
             self._config.hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
             self._schedule.give_back(worker.number)
             self._fork(worker.lane)
             self._give(self._workers[-1])
-
-    def _failed(
-        self, nodeid: str, reason: str, *, location: tuple[str, int | None, str] | None = None
-    ) -> None:
-        report = pytest.TestReport(
-            nodeid=nodeid,
-            location=location or (nodeid, None, nodeid),
-            keywords={},
-            outcome="failed",
-            longrepr=reason,
-            when="call" if location else "teardown",
-        )
-        self._config.hook.pytest_runtest_logreport(report=report)
 
 
 class Sender:

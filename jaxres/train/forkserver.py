@@ -2,7 +2,7 @@
 
 The supervisor starts it as `python -m jaxres.train.forkserver RUN_DIR --parent PID --control FD`;
 the kernel kills it with the supervisor. Threads and devices do not survive a fork, so it has
-neither. A forked worker is a child of the supervisor and starts work only after the supervisor has
+neither. Its imports come after that, since they may hang. A forked worker is a child of the supervisor and starts work only after the supervisor has
 received its pid.
 
 The kernel shows the command line and the environment of the fork server for its forks. So a forked
@@ -26,10 +26,8 @@ from typing import Any
 
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
-from jaxres.storage.path import parse_path
 from jaxres.supervisor import processes
 from jaxres.telemetry import stdio
-from jaxres.train import worker
 
 PROCESS_NAME = "jaxres-fork"
 REQUEST_BYTES = 65536
@@ -40,7 +38,7 @@ POLL_SECONDS = 0.0005
 def main(arguments: Sequence[str]) -> int:
     """Forks a worker for every request, until the supervisor closes the connection."""
     parser = argparse.ArgumentParser(prog="python -m jaxres.train.forkserver")
-    parser.add_argument("run_dir", type=parse_path)
+    parser.add_argument("run_dir")  # Shown by `ps`.
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)
     options = parser.parse_args(arguments)
@@ -63,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare() -> None:
     """Imports all modules that a worker needs, and checks that nothing prevents a fork."""
-    from jaxres.train import compile_cache, session  # noqa: F401
+    from jaxres.train import compile_cache, session, worker  # noqa: F401
 
     compile_cache.remember_sources()
     refuse_unforkable_state()
@@ -110,6 +108,8 @@ def _work(request: dict[str, Any], reply_fd: int, status_fd: int) -> int:
     os.set_inheritable(status_fd, False)
     arguments = [*request["arguments"], "--status-fd", str(status_fd)]
     os.environ.update(request["env"])
+    from jaxres.train import worker
+
     processes.name_process(worker.process_name(worker.options_of(arguments).host))
     with socket.socket(fileno=reply_fd) as supervisor:
         supervisor.send(str(os.getpid()).encode())

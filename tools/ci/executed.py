@@ -1,9 +1,9 @@
-"""Records which files of jaxres each test executes, in all of its processes.
+"""Records which functions of jaxres each test executes, in all of its processes.
 
 While a campaign runs, a `.pth` file of the environment calls `start` in every process of it. Each
-function of jaxres then begins with a look at a flag of its file; the first one that runs for a test
-appends the file's name to the list of the test, so that a SIGKILL loses nothing. A process belongs
-to the test in `PYTEST_CURRENT_TEST`, or else to that of its nearest ancestor that runs tests.
+function of jaxres then begins with a look at its flag; the first call for a test writes a line, so
+that a SIGKILL loses nothing. A process belongs to the test in `PYTEST_CURRENT_TEST`, or else to the
+test of its nearest ancestor that runs tests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import builtins
 import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
@@ -22,35 +22,35 @@ from typing import Any
 
 PACKAGE = "jaxres"
 HIT, RAN = "__jaxres_hit__", "__jaxres_ran__"
-"""Names that the inserted statement finds in builtins: a function, and a flag of each file."""
+"""What the inserted statement finds in builtins: a function, and the flags of all functions."""
 CURRENT = "PYTEST_CURRENT_TEST"
-MOST_FILES = 4096
+MOST_FUNCTIONS = 1 << 15
 ANCESTORS = 16
 """A process of a test has fewer."""
 
 
 class Recorder:
-    """Appends `TEST<tab>FILE` lines to a file of this process."""
+    """Writes `TEST<tab>FILE:FIRST-LAST` lines into a file of each process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.flags = bytearray(MOST_FILES)
-        self.files: list[str] = []
+        self.flags = bytearray(MOST_FUNCTIONS)
+        self.functions: list[str] = []
+        self._output: int | None = None
 
-    def number(self, path: str) -> int:
-        """Returns the number of a file."""
-        if path not in self.files:
-            self.files.append(path)
-        return self.files.index(path)
+    def number(self, function: str) -> int:
+        """Returns the number of a function, which is named by its file and lines."""
+        self.functions.append(function)
+        return len(self.functions) - 1
 
     def hit(self, number: int) -> None:
-        """Records that a function of a file runs."""
+        """Records that a function runs."""
         self.flags[number] = 1
-        line = f"{self._test()}\t{self.files[number]}\n".encode()
         with suppress(OSError):
-            file = os.open(self.folder / str(os.getpid()), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.write(file, line)
-            os.close(file)
+            if self._output is None:
+                path = self.folder / str(os.getpid())
+                self._output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(self._output, f"{self._test()}\t{self.functions[number]}\n".encode())
 
     def begin(self, test: str) -> None:
         """Begins with a test, in the process that runs it."""
@@ -58,8 +58,13 @@ class Recorder:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what has run, as for a new test or in a fork."""
-        self.flags[:] = bytes(MOST_FILES)
+        """Forgets what has run: another test begins."""
+        self.flags[:] = bytes(MOST_FUNCTIONS)
+
+    def after_fork(self) -> None:
+        """Begins in a fork: its file is its own."""
+        self._output = None
+        self.forget()
 
     def _test(self) -> str:
         if CURRENT in os.environ:
@@ -97,24 +102,25 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._recorder = recorder
 
     def get_code(self, fullname: str) -> Any:
-        """Compiles each time: the number of a file differs from process to process."""
+        """Compiles each time: the numbers of functions differ from process to process."""
         path = self.get_filename(fullname)
         return self.source_to_code(self.get_data(path), path)
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
         """Returns the code with a statement at the start of each function."""
-        tree = with_flags(ast.parse(data, str(path)), self._recorder.number(str(path)))
+        tree = with_flags(ast.parse(data, str(path)), str(path), number=self._recorder.number)
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
 
-def with_flags(tree: ast.Module, number: int) -> ast.Module:
+def with_flags(tree: ast.Module, path: str, *, number: Callable[[str], int]) -> ast.Module:
     """Returns the module with `RAN[number] or HIT(number)` at the start of each function."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         has_docstring = ast.get_docstring(node, clean=False) is not None
         first = node.body[0]
-        statement = ast.parse(f"{RAN}[{number}] or {HIT}({number})").body[0]
+        own = number(f"{path}:{node.lineno}-{node.end_lineno}")
+        statement = ast.parse(f"{RAN}[{own}] or {HIT}({own})").body[0]
         for part in ast.walk(statement):
             ast.copy_location(part, first)
         node.body.insert(1 if has_docstring else 0, statement)
@@ -127,7 +133,7 @@ def start(folder: str) -> None:
     setattr(builtins, HIT, recorder.hit)
     setattr(builtins, RAN, recorder.flags)
     sys.meta_path.insert(0, _Finder(recorder))
-    os.register_at_fork(after_in_child=recorder.forget)
+    os.register_at_fork(after_in_child=recorder.after_fork)
     sys.modules[f"{PACKAGE}_recorder"] = recorder  # pyright: ignore[reportArgumentType]
 
 
@@ -142,3 +148,21 @@ def pth(folder: Path) -> str:
         "sys.path.pop()",
     )
     return "; ".join(parts) + "\n"
+
+
+def read(folder: Path, *, root: Path) -> dict[str, set[str]]:
+    """Returns the functions that each test has executed, `jaxres/FILE:FIRST-LAST`.
+
+    Args:
+      folder: where the processes have written.
+      root: the checkout; functions elsewhere, such as in copies of it, are left out.
+    """
+    found: dict[str, set[str]] = {}
+    for path in folder.iterdir():
+        if not path.name.isdigit():
+            continue
+        for line in path.read_text(errors="replace").splitlines():
+            test, _, function = line.partition("\t")
+            if function.startswith(f"{root}/"):
+                found.setdefault(test, set()).add(function.removeprefix(f"{root}/"))
+    return found

@@ -22,7 +22,7 @@ NO_CODE = ("docs/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "
 
 
 @dataclass(frozen=True)
-class Test:
+class Case:
     """A slow test, or a mutant with its promise."""
 
     name: str
@@ -40,19 +40,19 @@ class Test:
 class Selection:
     """What a run of CI does, and why."""
 
-    closest: tuple[Test, ...] = ()
-    share: tuple[Test, ...] = ()
-    left_out: tuple[Test, ...] = ()
+    closest: tuple[Case, ...] = ()
+    share: tuple[Case, ...] = ()
+    left_out: tuple[Case, ...] = ()
     """Close to the change, without room."""
 
     @property
-    def chosen(self) -> tuple[Test, ...]:
+    def chosen(self) -> tuple[Case, ...]:
         """All tests to run."""
         return (*self.closest, *self.share)
 
 
 def select(
-    tests: Collection[Test],
+    tests: Collection[Case],
     *,
     changed: Collection[str] | None,
     closest_seconds: float = CLOSEST_SECONDS,
@@ -76,7 +76,7 @@ def select(
         (test for test in tests if test.name not in taken),
         key=lambda test: (test.landing, test.name),
     )
-    share: list[Test] = []
+    share: list[Case] = []
     for test in waiting:
         if sum(one.seconds for one in share) >= share_seconds:
             break
@@ -91,7 +91,7 @@ def is_code(changed: Iterable[str]) -> bool:
     return any(not path.startswith(NO_CODE) for path in changed)
 
 
-def by_closeness(tests: Collection[Test], changed: Collection[str]) -> list[Test]:
+def by_closeness(tests: Collection[Case], changed: Collection[str]) -> list[Case]:
     """Returns the tests that a change can reach, the closest first.
 
     A test is closer, the fewer others name (or executed) the same changed file.
@@ -102,7 +102,7 @@ def by_closeness(tests: Collection[Test], changed: Collection[str]) -> list[Test
         _counts(test.executed & code for test in tests),
     )
 
-    def distance(test: Test) -> tuple[int, float, str] | None:
+    def distance(test: Case) -> tuple[int, float, str] | None:
         if named := test.names & code:
             return (0, min(naming[path] for path in named), test.name)
         if ran := test.executed & code:
@@ -113,10 +113,10 @@ def by_closeness(tests: Collection[Test], changed: Collection[str]) -> list[Test
     return [test for _, test in sorted(found, key=lambda pair: pair[0])]
 
 
-def fill(tests: Iterable[Test], seconds: float) -> tuple[list[Test], list[Test]]:
+def fill(tests: Iterable[Case], seconds: float) -> tuple[list[Case], list[Case]]:
     """Returns the tests that fit in so many seconds, in their order, and the others."""
-    taken: list[Test] = []
-    left: list[Test] = []
+    taken: list[Case] = []
+    left: list[Case] = []
     for test in tests:
         used = sum(one.seconds for one in taken)
         (taken if used + test.seconds <= seconds else left).append(test)
@@ -128,7 +128,7 @@ def cost(*, processor: float, wall: float, num_workers: int) -> float:
     return max(processor / NUM_CORES, wall / num_workers)
 
 
-def longest_wait(tests: Collection[Test], landing: int) -> int:
+def longest_wait(tests: Collection[Case], landing: int) -> int:
     """Returns the landings since the run of the test that has gone longest without one."""
     return max((landing - test.landing for test in tests), default=0)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import slow_but
+
 SURE_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
 """Until a silent supervisor is given up, on a busy machine too."""
@@ -138,9 +140,25 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
     assert "not answered for" in reported[2]
 
 
-@pytest.mark.slow
-def test_the_fork_server_dies_with_its_supervisor(tmp_path):
-    pid = supervisor(tmp_path, "print(ready(), flush=True); os._exit(0)")
+@pytest.mark.parametrize("state", slow_but(["ready", "imports"], "imports"))
+def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
+    """Also one whose imports hang, as on storage that is away."""
+    (modules := tmp_path / "modules").mkdir()
+    hangs = f"import time\nopen('{tmp_path}/hangs', 'x').close()\ntime.sleep(100_000)"
+    (modules / "pydantic.py").write_text(hangs)
+    pid = supervisor(
+        tmp_path,
+        "print(ready(), flush=True); os._exit(0)"
+        if state == "ready"
+        else f"""
+        env["PYTHONPATH"] = {f"{modules}:{ROOT}"!r}
+        fork_server.ensure_started(env)
+        while not os.path.exists({str(tmp_path / "hangs")!r}):
+            time.sleep(0.01)
+        print(*fork_server.pids(), flush=True)
+        os._exit(0)
+        """,
+    )
     until = time.monotonic() + SURE_SECONDS
     while any(f"{pid}" == entry.name for entry in Path("/proc").iterdir()):
         assert time.monotonic() < until, "it outlives its supervisor"
