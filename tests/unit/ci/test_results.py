@@ -74,6 +74,7 @@ def test_what_a_process_executes_is_recorded_for_its_test_even_if_it_is_killed(
     tmp_path: Path, ends: str
 ) -> None:
     (tmp_path / "jaxres").mkdir()
+    (tmp_path / "jaxres" / "__init__.py").touch()
     module = 'def f():\n    """Doc."""\n    return 1\n\ndef g():\n    return f()\n\ndef h(): pass\n'
     (tmp_path / "jaxres" / "m.py").write_text(module)
     (folder := tmp_path / "executed").mkdir()
