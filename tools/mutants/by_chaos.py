@@ -28,11 +28,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from run import AT_A_TIME, HERE, ROOT, Mutant, apply_to_copy, read
-
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxres.chaos.verdict import PROMISES  # noqa: E402 (the tree of this file, not an installed one)
+from jaxres.chaos.verdict import PROMISES  # noqa: E402 (of this tree)
+from tools.mutants.run import HERE, SLOTS, Mutant, read  # noqa: E402
+from tools.mutants.trees import apply, copy_tree  # noqa: E402
 
 BROKEN = re.compile(rf"^  ({'|'.join(map(re.escape, PROMISES))}): ")
 LIMIT_SECONDS = 1200
@@ -112,7 +113,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only")
     parser.add_argument("--hosts", type=int)
     parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--at-a-time", type=int, default=AT_A_TIME)
+    parser.add_argument("--at-a-time", type=int, default=SLOTS)
     options = parser.parse_args(arguments)
     mutants = [read(HERE / f"{name}.patch") for name in options.names or CAUGHT]
     given = {key: getattr(options, key) for key in ("config", "only", "hosts")}
@@ -134,7 +135,9 @@ def _try(mutant: Mutant, case: Case, caches: str) -> bool:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-") as folder:
         tree = Path(folder, "tree")
-        apply_to_copy(mutant, tree)
+        copy_tree(ROOT, tree)
+        if why := apply(mutant.patch, tree):
+            sys.exit(f"{mutant.name} does not apply: {why}")
         found = _caught_by(tree, case, caches, log=Path(folder, "log"))
     seconds = time.monotonic() - started
     print(f"{mutant.name}: {found or 'NOT CAUGHT'} ({seconds:.0f} s)", flush=True)

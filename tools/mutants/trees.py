@@ -1,0 +1,116 @@
+"""Copies of the working tree, to which mutants are applied.
+
+Every file that is changed gets a modification time of its own, so that no bytecode of another
+version of it is used: Python compares whole seconds and the size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BYTECODE = "__pycache__"
+FIRST_TIME = 1_000_000_000
+"""Seconds: before the time of any file that is copied."""
+PATCH = ("patch", "-p1", "-s", "--force", "--no-backup-if-mismatch", "-i")
+
+
+def copy_tree(root: Path, tree: Path) -> None:
+    """Copies a working tree, without what git ignores."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
+    for name in sorted(set(filter(None, listed.stdout.split("\0")))):
+        if Path(root, name).is_file() or Path(root, name).is_symlink():
+            Path(tree, name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(Path(root, name), Path(tree, name), follow_symlinks=False)
+
+
+def apply(patch: Path, tree: Path) -> str:
+    """Applies a patch; returns why it does not apply, or an empty string."""
+    command = [*PATCH, str(patch)]
+    tried = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    return f"{tried.stdout}{tried.stderr}".strip() if tried.returncode else ""
+
+
+@dataclass
+class Tree:
+    """A copy for one mutant at a time.
+
+    Attributes:
+      folder: where it is.
+      original: a copy that stays as it is.
+    """
+
+    folder: Path
+    original: Path
+    _known: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Facts of each file and folder as it must be."""
+    _times: itertools.count[int] = field(default_factory=lambda: itertools.count(FIRST_TIME))
+
+    def __post_init__(self) -> None:
+        shutil.copytree(self.original, self.folder, symlinks=True)
+        self._known = _facts(self.folder)
+
+    def apply(self, patch: Path) -> str:
+        """Applies a patch; returns why it does not apply, or an empty string."""
+        why = apply(patch, self.folder)
+        for name, facts in _facts(self.folder).items():
+            if self._known.get(name) != facts and stat.S_ISREG(facts[0]):
+                self._set_time(self.folder / name)
+        return why
+
+    def restore(self) -> None:
+        """Removes what was added and brings back what was changed or removed.
+
+        Bytecode stays: that of a file that was changed fits no file again.
+        """
+        found = _facts(self.folder)
+        for name, facts in found.items():
+            if self._known.get(name, ())[:1] != facts[:1]:  # New, or another kind or mode.
+                _remove(self.folder / name)
+        for name, facts in self._known.items():
+            path = self.folder / name
+            if stat.S_ISDIR(facts[0]):
+                path.mkdir(exist_ok=True)
+            elif found.get(name) != facts:
+                _remove(path)
+                shutil.copy2(self.original / name, path, follow_symlinks=False)
+                if stat.S_ISREG(facts[0]):
+                    self._set_time(path)
+                self._known[name] = _facts_of(path)
+
+    def _set_time(self, path: Path) -> None:
+        seconds = next(self._times)
+        os.utime(path, (seconds, seconds))
+
+
+def _facts(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the facts of all files and folders below a folder, parents first."""
+    found = {}
+    for parent, folders, files in os.walk(folder):
+        if BYTECODE in folders:
+            folders.remove(BYTECODE)
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            found[str(path.relative_to(folder))] = _facts_of(path)
+    return found
+
+
+def _facts_of(path: Path) -> tuple[int, ...]:
+    """Returns mode, size and time; only the mode of a folder, whose time changes with bytecode."""
+    facts = path.lstat()
+    if stat.S_ISDIR(facts.st_mode):
+        return (facts.st_mode,)
+    return (facts.st_mode, facts.st_size, facts.st_mtime_ns)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
