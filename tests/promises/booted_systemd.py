@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.promises.trainer import PATIENCE_SECONDS
+from tests.waiting import SURE_SECONDS
 
 SYSTEMD = next(
     (path for path in ("/lib/systemd/systemd", "/usr/lib/systemd/systemd") if Path(path).exists()),
@@ -87,7 +87,7 @@ class Systemd:
         env = f"--property=Environment=XDG_RUNTIME_DIR={USER_RUN} SYSTEMD_UNIT_PATH={UNIT_PATH}"
         command = ("systemd-run", "--property=Delegate=yes", env, "sh", "-c", script, str(SYSTEMD))
         assert self.run(*command).returncode == 0
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + SURE_SECONDS
         while self.run("systemctl", "--user", "is-active", TARGET, env=USER_ENV).returncode:
             assert time.monotonic() < until, "the user's systemd does not answer"
             time.sleep(0.05)
@@ -201,7 +201,7 @@ def _children(pid: int) -> list[int]:
 
 def _wait(holder: subprocess.Popen[bytes], output: Path) -> Systemd:
     """Waits until systemd answers."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while True:
         for pid in _children(holder.pid):
             found = Systemd(pid, output)
@@ -215,7 +215,7 @@ def _wait(holder: subprocess.Popen[bytes], output: Path) -> Systemd:
 
 def _remove(cgroup: Path) -> None:
     """Removes an empty cgroup; its processes may still be leaving it."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while cgroup.exists():
         with contextlib.suppress(OSError):
             _remove_now(cgroup)

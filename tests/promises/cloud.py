@@ -24,7 +24,8 @@ from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from tests.promises import forks
-from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, ROOT, run_history
+from tests.promises.trainer import FAULTY, ROOT, run_history
+from tests.waiting import SURE_SECONDS
 
 POLL_SECONDS = 0.05
 OPTION = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
@@ -41,7 +42,7 @@ class Launcher:
     def printed(self) -> str:
         return self.output.read_text()
 
-    def wait_exit(self, seconds: float = PATIENCE_SECONDS) -> int:
+    def wait_exit(self, seconds: float = SURE_SECONDS) -> int:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -137,9 +138,7 @@ class Cloud:
         listed = gcs_objects.list_metadata(self.launch_paths.reports)
         return {name: AgentReport.of(metadata) for name, (_, metadata) in listed.items()}
 
-    def wait(
-        self, what: Callable[[], object], *, of: str, seconds: float = PATIENCE_SECONDS
-    ) -> None:
+    def wait(self, what: Callable[[], object], *, of: str, seconds: float = SURE_SECONDS) -> None:
         """Waits for a condition; fails with the output of the launchers."""
         until = time.monotonic() + seconds
         while not what():

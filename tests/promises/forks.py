@@ -18,11 +18,11 @@ from typing import IO
 from jaxres.supervisor import worker_process
 from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
 from tests.promises.fork_server import may_fork
+from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 ROOM = "-" * 8192
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-READY_SECONDS = 400.0
 FRESH = "JAXRES_TEST_FRESH"
 """Environment variable; if set, no process is a fork, as in production."""
 LIBC = ctypes.CDLL(None)
@@ -54,7 +54,7 @@ class TestForkServer:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
-        ours.settimeout(READY_SECONDS)
+        ours.settimeout(SURE_SECONDS)
         assert ours.recv(64) == b"ready", "the fork server has ended"
         self.control = ours
 
@@ -83,7 +83,7 @@ class TestForkServer:
             with theirs:
                 files = [theirs.fileno(), output.fileno()]
                 socket.send_fds(self.control, [json.dumps(order).encode()], files)
-            ours.settimeout(READY_SECONDS)
+            ours.settimeout(SURE_SECONDS)
             pid = ours.recv(64)
             assert pid.isdigit(), "the fork server has forked nothing"
             ours.send(b"go")
@@ -92,7 +92,7 @@ class TestForkServer:
     def close(self) -> None:
         """Ends the process and waits for it."""
         self.control.close()
-        self.process.wait(timeout=READY_SECONDS)
+        self.process.wait(timeout=SURE_SECONDS)
 
 
 @contextmanager

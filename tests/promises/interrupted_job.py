@@ -23,7 +23,8 @@ from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises.cloud import SPOT, Cloud, Launcher
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, run_history
+from tests.promises.trainer import ROOT, run_history
+from tests.waiting import SURE_SECONDS
 
 HELD_AFTER, HELD_STEPS = 15, 12
 """Steps after which each attempt is held, and those of which it has then written the metrics."""
@@ -85,7 +86,7 @@ def found(verb: str, *words: str, **env: str) -> dict[str, Any]:
         [sys.executable, "-m", "jaxres", verb, *words, "--json"],
         cwd=ROOT,
         capture_output=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
         env={**os.environ, **env},
     )
     assert done.returncode == 0, done.stderr

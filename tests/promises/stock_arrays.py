@@ -25,8 +25,8 @@ from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog
-from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 DTYPES = (
     *("bfloat16", "float8_e4m3fn", "float8_e5m2", "float16", "float32"),
@@ -120,7 +120,7 @@ def save(
     claim = dataclasses.replace(CLAIM, num_hosts=member.num_hosts, attempt=1)
     if member.leads:
         RunLog.claim(run_dir.log, claim, after=(), clock=clock)
-    peers.barrier("claimed", seconds=PATIENCE_SECONDS)
+    peers.barrier("claimed", seconds=SURE_SECONDS)
     checkpoints = Checkpointer(
         CheckpointSection(timeout_seconds=60, keep_last=5, writer=writer),
         run_dir=run_dir,

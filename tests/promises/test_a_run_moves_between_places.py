@@ -24,13 +24,13 @@ from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import (
-    PATIENCE_SECONDS,
     ROOT,
     assert_bit_exact,
     free_address,
     run_history,
     starts,
 )
+from tests.waiting import SURE_SECONDS
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,7 +78,7 @@ def under_launch_local(cloud: Cloud, config: Path, gate: Path) -> None:
         printed = "SIGTERM: saving after the current step"
         cloud.wait(lambda: printed in output.read_text(), of="stop")
         gate.touch()
-        assert launcher.wait(timeout=PATIENCE_SECONDS) == ExitCode.PREEMPTED, output.read_text()
+        assert launcher.wait(timeout=SURE_SECONDS) == ExitCode.PREEMPTED, output.read_text()
     finally:
         launcher.kill()
         launcher.wait()

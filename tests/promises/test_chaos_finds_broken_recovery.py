@@ -13,7 +13,8 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog import attempt_history, run_log
 from jaxres.runlog.event_log import read_events
 from tests.promises.leftovers import assert_nothing_left
-from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, TINY, Workspace
+from tests.promises.trainer import FAULTY, TINY, Workspace
+from tests.waiting import SURE_SECONDS
 
 pytestmark = pytest.mark.slow
 SMALL = ("model.kind=mlp", "optimizer.schedule.kind=constant", "evaluation.every_steps=0")
@@ -32,7 +33,7 @@ def chaos(
     run_dir = workspace.run_dir("chaos")
     env = {"JAX_NUM_CPU_DEVICES": str(devices)}
     running = workspace.command(run_dir, ["chaos", "run", *command], verb=("jaxres",), env=env)
-    code, printed = running.wait_exit(3 * PATIENCE_SECONDS), running.printed()
+    code, printed = running.wait_exit(3 * SURE_SECONDS), running.printed()
     assert result.exists(), printed
     return code, json.loads(result.read_text()), printed
 

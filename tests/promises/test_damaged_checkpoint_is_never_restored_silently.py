@@ -19,7 +19,6 @@ from tests import damage
 from tests.promises.test_a_replica_is_a_run_elsewhere import replicate
 from tests.promises.trainer import (
     MLP,
-    PATIENCE_SECONDS,
     ROOT,
     Workspace,
     assert_bit_exact,
@@ -30,6 +29,7 @@ from tests.promises.trainer import (
     starts,
     trajectory,
 )
+from tests.waiting import SURE_SECONDS
 
 MANY = (*MLP, "checkpoint.save_every_steps=10", "checkpoint.keep_last=20")
 
@@ -219,7 +219,7 @@ def test_a_damaged_log_record_is_rejected_and_starts_nothing(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
         check=False,
     )
     assert wait_exit.returncode == ExitCode.UNRESTORABLE, wait_exit.stderr

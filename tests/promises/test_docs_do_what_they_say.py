@@ -19,7 +19,8 @@ import pytest
 
 import jaxres
 from tests.promises.images import photos
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
+from tests.promises.trainer import ROOT, TINY
+from tests.waiting import SURE_SECONDS
 
 LEFT_OUT = ("pip ", "gs://", "telemetry.trackers")
 STEPS = 420
@@ -68,7 +69,7 @@ def shell(tmp_path: Path, caches: Path):
             env=env,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=SURE_SECONDS,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         return done.stdout

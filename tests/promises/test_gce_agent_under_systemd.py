@@ -30,7 +30,8 @@ from tests.emulators import docker
 from tests.promises import booted_systemd
 from tests.promises.booted_systemd import Systemd
 from tests.promises.cloud import SPOT
-from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, ROOT, run_history
+from tests.promises.trainer import FAULTY, ROOT, run_history
+from tests.waiting import SURE_SECONDS
 
 NAME, UNIT = "jx-run-0000", "jaxres-agent"
 CONTAINER = f"jaxres-{NAME}"
@@ -84,7 +85,7 @@ class Vm:
         return "\n".join([*(f"{p.name}:\n{p.read_text()[-4000:]}" for p in printed), state])
 
     def wait(self, what: Callable[[], object], *, of: str) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + SURE_SECONDS
         while not what():
             assert time.monotonic() < until, f"no {of}\n{self.describe()}"
             time.sleep(0.05)
@@ -190,12 +191,12 @@ def vm(
         vm = Vm(tmp_path, run, systemd, digest)
         own = {"HOME": str(home), "PATH": path_variable, **gcs_server.env}
         for _ in range(2):  # A VM may run it twice.
-            done = systemd.run("bash", str(script), env=own, seconds=PATIENCE_SECONDS)
+            done = systemd.run("bash", str(script), env=own, seconds=SURE_SECONDS)
             assert done.returncode == 0, done.stdout + vm.describe()
         assert f"the agent of {NAME} runs already" in done.stdout
         yield vm
     for process in vm.others:
-        process.communicate(timeout=PATIENCE_SECONDS)
+        process.communicate(timeout=SURE_SECONDS)
 
 
 @pytest.mark.slow
@@ -234,13 +235,13 @@ def test_a_stop_of_the_unit_ends_the_training_by_a_save(vm: Vm) -> None:
         of="request to save at the supervisor",
     )
     (vm.root / "gate").touch()
-    assert stopping.wait(timeout=PATIENCE_SECONDS) == 0, vm.describe()
+    assert stopping.wait(timeout=SURE_SECONDS) == 0, vm.describe()
     assert vm.systemd.show(UNIT, "ActiveState", "Result") == {
         "ActiveState": "inactive",
         "Result": "success",
     }, vm.describe()
     assert signals.read_text() == "ready\n", "not only the agent has got SIGTERM"
-    assert recorder.wait(timeout=PATIENCE_SECONDS) in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    assert recorder.wait(timeout=SURE_SECONDS) in (-signal.SIGKILL, 128 + signal.SIGKILL)
     record = run_history(run_dir).last_stop
     assert record is not None, vm.describe()
     assert isinstance(record.body, AttemptEnded)

@@ -23,8 +23,9 @@ from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from tests.promises import forks
 from tests.promises.cloud import SPOT, Cloud
-from tests.promises.trainer import ENDLESS, PATIENCE_SECONDS, TINY, run_history
+from tests.promises.trainer import ENDLESS, TINY, run_history
 from tests.tiers import slow_but
+from tests.waiting import SURE_SECONDS
 
 
 @pytest.mark.slow
@@ -110,7 +111,7 @@ class Check:
 
     def await_vm(self) -> None:
         self.gce.wait_for(
-            lambda: list(self.gce.vms().values()) == ["RUNNING"], timeout=PATIENCE_SECONDS
+            lambda: list(self.gce.vms().values()) == ["RUNNING"], timeout=SURE_SECONDS
         )
 
     def printed(self) -> str:
@@ -135,7 +136,7 @@ def test_a_check_that_is_interrupted_deletes_its_vms(check: Check, number: signa
         check.await_vm()
         process.send_signal(number)
         expected = 128 + number if number == signal.SIGINT else ExitCode.PREEMPTED
-        assert process.wait(PATIENCE_SECONDS) == expected, check.printed()
+        assert process.wait(SURE_SECONDS) == expected, check.printed()
         assert check.gce.vms() == {}, "VMs are left after a check that was interrupted"
     assert "the check was ended; its VMs are deleted" in check.printed()
     assert gcs_objects.list_sizes(check.run) == {}, "the check has written into the run"
@@ -162,10 +163,10 @@ def test_a_check_without_capacity_says_so_and_creates_no_vm(check: Check) -> Non
     check.gce.stockout(zone="us-central1-a", model="SPOT")
     with check.running() as process:
         check.gce.wait_for(
-            lambda: "us-central1-a: stockout: " in check.printed(), timeout=PATIENCE_SECONDS
+            lambda: "us-central1-a: stockout: " in check.printed(), timeout=SURE_SECONDS
         )
         assert check.down() == ExitCode.DONE
-        assert process.wait(PATIENCE_SECONDS) == ExitCode.STOPPED, check.printed()
+        assert process.wait(SURE_SECONDS) == ExitCode.STOPPED, check.printed()
     refused, failed, *_ = [n for n in check.printed().splitlines() if n.startswith("create the VM")]
     assert "refused           us-central1-a: stockout: " in refused, check.printed()
     assert "FAILED            taken down by `launch gce down`" in failed, check.printed()

@@ -18,7 +18,8 @@ from jaxres.runlog.paths import RunDir
 from tests.promises import booted_systemd
 from tests.promises.booted_systemd import Systemd
 from tests.promises.cloud import Cloud
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, assert_bit_exact
+from tests.promises.trainer import ROOT, assert_bit_exact
+from tests.waiting import SURE_SECONDS
 
 STAND_IN = r"""
 echo "$ARGUMENT|$1|$PWD" >> "$0.starts"
@@ -44,7 +45,7 @@ def systemd(tmp_path: Path, caches: Path) -> Iterator[Systemd]:
 
 
 def wait(what: Callable[[], object], *, of: Callable[[], str]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while not what():
         assert time.monotonic() < until, of()
         time.sleep(0.05)
@@ -98,9 +99,7 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
 
     def gce(*words: str) -> tuple[int, str]:
         command = ("sh", "-c", 'cd "$0" && exec "$@"', str(ROOT), sys.executable, "-m")
-        done = systemd.run(
-            *command, "jaxres.launch", "gce", *words, env=env, seconds=PATIENCE_SECONDS
-        )
+        done = systemd.run(*command, "jaxres.launch", "gce", *words, env=env, seconds=SURE_SECONDS)
         return done.returncode, done.stdout
 
     def main_pid() -> int:

@@ -9,7 +9,8 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import OPTION, SPOT, Cloud
-from tests.promises.trainer import PATIENCE_SECONDS, assert_bit_exact, run_history
+from tests.promises.trainer import assert_bit_exact, run_history
+from tests.waiting import SURE_SECONDS
 
 CREATED = "instances.bulkInsert"
 QUOTA = "PREEMPTIBLE_NVIDIA_A100_GPUS"
@@ -48,7 +49,7 @@ def test_a_creation_that_completes_after_the_takeover_is_deleted(
     """The second launcher's request failed, and it has used another zone since."""
     other = {"kind": "spot", **OPTION, "zones": ["us-east4-a"]}
     config = cloud.config(capacity_options=[SPOT, other], env={"PACE": "0.02"})
-    stall = cloud.gce.fail("stall", call=CREATED, late_seconds=PATIENCE_SECONDS)
+    stall = cloud.gce.fail("stall", call=CREATED, late_seconds=SURE_SECONDS)
     first = cloud.up(config)
     cloud.wait(lambda: stall.hits == 1, of="creation")
     first.kill(signal.SIGSTOP)

@@ -22,12 +22,12 @@ from jaxres.runlog.paths import RunDir
 from tests.emulators.kubernetes import Cluster
 from tests.promises.trainer import (
     FAULTY,
-    PATIENCE_SECONDS,
     ROOT,
     assert_bit_exact,
     run_history,
     starts,
 )
+from tests.waiting import SURE_SECONDS
 
 pytestmark = pytest.mark.slow
 POINTS = Path(__file__).with_name("points")
@@ -59,7 +59,7 @@ class Job:
         self.cluster.apply(done.stdout)
 
     def wait(self, condition, what: str) -> None:
-        self.cluster.wait(condition, seconds=PATIENCE_SECONDS, what=what)
+        self.cluster.wait(condition, seconds=SURE_SECONDS, what=what)
 
     def wait_commit(self, step: int) -> None:
         self.wait(lambda: run_history(self.run_dir).step >= step, f"commit of step {step}")

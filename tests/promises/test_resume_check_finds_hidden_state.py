@@ -10,7 +10,8 @@ import pytest
 
 from jaxres.config import load
 from jaxres.train import resume_results
-from tests.promises.trainer import FAULTY, PATIENCE_SECONDS, Workspace
+from tests.promises.trainer import FAULTY, Workspace
+from tests.waiting import SURE_SECONDS
 
 pytestmark = pytest.mark.slow
 CODE = "tests.promises.hidden_state"
@@ -22,7 +23,7 @@ def check(workspace: Workspace, *arguments: str) -> tuple[int, dict[str, Any]]:
     command += [f"compilation.cache_dir={workspace.caches / 'xla'}", *arguments, "--json"]
     run_dir = workspace.run_dir("check")
     checking = workspace.command(run_dir, ["resume-check", *command], verb=("jaxres",))
-    code, printed = checking.wait_exit(3 * PATIENCE_SECONDS), checking.printed()
+    code, printed = checking.wait_exit(3 * SURE_SECONDS), checking.printed()
     assert code in (0, 1), printed
     return code, json.loads(printed.splitlines()[-1])
 

@@ -20,13 +20,13 @@ from jaxres.runlog.paths import RunDir
 from tests.emulators.skypilot import AGAIN, DONE, FAILED, ManagedJob
 from tests.promises.trainer import (
     FAULTY,
-    PATIENCE_SECONDS,
     ROOT,
     Workspace,
     assert_bit_exact,
     run_history,
     starts,
 )
+from tests.waiting import SURE_SECONDS
 
 pytestmark = pytest.mark.slow
 HELD = "row:240:gate"
@@ -58,11 +58,11 @@ class Job:
         def is_there() -> bool:
             return run_history(self.run_dir).step >= step
 
-        self.managed.wait(is_there, seconds=PATIENCE_SECONDS, what=f"commit of step {step}")
+        self.managed.wait(is_there, seconds=SURE_SECONDS, what=f"commit of step {step}")
 
     def wait_end(self) -> str:
         ended = lambda: self.managed.state != "RUNNING"  # noqa: E731
-        self.managed.wait(ended, seconds=PATIENCE_SECONDS, what="end of the job")
+        self.managed.wait(ended, seconds=SURE_SECONDS, what="end of the job")
         return self.managed.state
 
     def worker_of(self, node: int) -> int:

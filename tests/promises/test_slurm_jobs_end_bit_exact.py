@@ -28,13 +28,13 @@ from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
 from tests.promises.trainer import (
     FAULTY,
-    PATIENCE_SECONDS,
     ROOT,
     assert_bit_exact,
     free_address,
     run_history,
     starts,
 )
+from tests.waiting import SURE_SECONDS
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,7 +64,7 @@ class Job:
         return done.stdout
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + SURE_SECONDS
         while not condition():
             assert time.monotonic() < until, f"no {what}\n{self.printed()}\n{self.cluster.log()}"
             time.sleep(0.2)

@@ -24,9 +24,10 @@ from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from tests.promises import stock_arrays
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, free_address, run_history
+from tests.promises.trainer import ROOT, free_address, run_history
 from tests.tiers import campaign
 from tests.unit.checkpoint import independent_reader
+from tests.waiting import SURE_SECONDS
 
 READER = Path(__file__).with_name("stock_reader.py")
 NUMS_DEVICES = {"v0": ("1", "2", "8"), "v1": ("1", "2", "8"), "tensorstore": ("1",)}
@@ -47,7 +48,7 @@ def start(reader: str, *run_dirs: RunDir) -> subprocess.Popen[bytes]:
 
 
 def assert_reads_the_bits(process: subprocess.Popen[bytes], reader: str, *runs: RunDir) -> None:
-    printed, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    printed, errors = process.communicate(timeout=SURE_SECONDS)
     assert process.returncode == 0, errors.decode()
     found = json.loads(printed)
     steps = [(step, folder) for run_dir in runs for step, folder in step_dirs(run_dir).items()]
@@ -71,7 +72,7 @@ def written(root: Path, num_hosts: int, *nums_devices: int) -> RunDir:
         )
         for host in range(num_hosts)
     ]
-    outputs = [process.communicate(timeout=PATIENCE_SECONDS)[0].decode() for process in processes]
+    outputs = [process.communicate(timeout=SURE_SECONDS)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(outputs)
     assert sorted(step_dirs(RunDir(root))) == sorted(nums_devices), "\n".join(outputs)
     return RunDir(root)

@@ -13,8 +13,9 @@ import pytest
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import SPOT, Cloud
-from tests.promises.trainer import MLP, PATIENCE_SECONDS, ROOT, Workspace, run_history, starts
+from tests.promises.trainer import MLP, ROOT, Workspace, run_history, starts
 from tests.unit.report.parsed_page import parse
+from tests.waiting import SURE_SECONDS
 
 HELD_AFTER = 25
 """No attempt on a VM makes more steps than these before the gate is open."""
@@ -27,7 +28,7 @@ def report(run_dir: RunDir, *flags: str, **env: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
         env={**os.environ, **env},
     )
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT
+from tests.promises.trainer import ROOT
+from tests.waiting import SURE_SECONDS
 
 SOURCES = ("jaxres", "configs", "pyproject.toml", "README.md", "LICENSE")
 SMALL = (
@@ -32,7 +33,7 @@ def _run(*command: str | Path, cwd: Path, env: dict[str, str]) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout

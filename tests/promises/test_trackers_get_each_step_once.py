@@ -31,7 +31,6 @@ from jaxres.telemetry.trackers import Identity, Row
 from tests.promises import wandb_files
 from tests.promises.trainer import (
     FAULTY,
-    PATIENCE_SECONDS,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
@@ -39,6 +38,7 @@ from tests.promises.trainer import (
     history,
 )
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 SLOW = {"PACE": "0.008"}
 """Environment of a run of 15 s: MLflow's client needs some to start."""
@@ -267,7 +267,7 @@ class Server:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, process_group=0, cwd=self.folder
             )
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + SURE_SECONDS
         while time.monotonic() < until:
             try:
                 with urlopen(f"http://{self.address}/health", timeout=2):

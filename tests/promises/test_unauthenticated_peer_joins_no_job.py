@@ -12,11 +12,11 @@ from jaxres.cluster.messages import VERSION, Goodbye, Hello, JobResult, encode
 from tests.promises.trainer import (
     FAULTY,
     PACED,
-    PATIENCE_SECONDS,
     TrainingProcess,
     Workspace,
     free_address,
 )
+from tests.waiting import SURE_SECONDS
 
 HELLO = Hello(
     host=1,
@@ -43,7 +43,7 @@ def connect(at: str) -> socket.socket:
     host, _, port = at.rpartition(":")
     for _ in range(6000):
         try:
-            return socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
+            return socket.create_connection((host, int(port)), timeout=SURE_SECONDS)
         except ConnectionRefusedError:
             time.sleep(0.01)
     raise AssertionError(at)

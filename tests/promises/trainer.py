@@ -33,12 +33,11 @@ from jaxres.supervisor.forkserver_client import WORKER
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork
+from tests.waiting import SURE_SECONDS
 
 ENDLESS = "train.steps=1000000"
 """Trains on for longer than any test waits."""
 POLL_SECONDS = 0.001
-PATIENCE_SECONDS = 400.0
-"""How long a test waits for what will come, however busy the machine: no test measures speed."""
 BUSY_SECONDS = 20.0
 """What a busy machine may need on top of a limit. How fast something is, benchmarks measure."""
 ROOT = Path(__file__).parents[2]
@@ -83,7 +82,7 @@ class TrainingProcess:
     """The attempt that this process will claim."""
 
     def wait(
-        self, condition: Callable[[], bool], *, what: str, seconds: float = PATIENCE_SECONDS
+        self, condition: Callable[[], bool], *, what: str, seconds: float = SURE_SECONDS
     ) -> None:
         """Waits for a condition; fails if the process ends first."""
         deadline = time.monotonic() + seconds
@@ -158,7 +157,7 @@ class TrainingProcess:
                 pid = self.process.pid
                 self.wait(lambda: is_suspended(pid), what="a suspended supervisor")
 
-    def wait_exit(self, seconds: float = PATIENCE_SECONDS) -> int:
+    def wait_exit(self, seconds: float = SURE_SECONDS) -> int:
         """Waits for the exit; returns the exit code, or the negative signal number."""
         return self.process.wait(timeout=seconds)
 

@@ -172,7 +172,9 @@ def test_a_file_of_results_says_what_need_not_be_run_again(tree, tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["mutant"] for line in lines] == ["0", "1", "1"]
     assert {*lines[0]} == {"mutant", "verdict", "by", "phase", "seconds", "reason", "digest"}
-    dead.patch.write_text(dead.patch.read_text().replace("+    return 0", "+    return number * 0.5"))
+    dead.patch.write_text(
+        dead.patch.read_text().replace("+    return 0", "+    return number * 0.5")
+    )
     (result,) = verdicts(tree, [read(dead.patch)], results=file)
     assert result.verdict == "survived", "the line is of another patch"
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxres.engine import device_use
-from tests.promises.trainer import PATIENCE_SECONDS
+from tests.waiting import SURE_SECONDS
 
 BRIEF_SECONDS = 0.2
 """Time in which a program that does not wait has long begun."""
@@ -26,7 +26,7 @@ class Program:
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.begun.set()
-        assert self.may_end.wait(PATIENCE_SECONDS)
+        assert self.may_end.wait(SURE_SECONDS)
         return self.compiled(x)
 
 
@@ -43,12 +43,12 @@ def test_the_first_execution_waits_for_the_work_of_other_threads_and_later_ones_
     with device_use.background():
         thread = in_thread(lambda: results.append(alone(jnp.zeros(3))))
         assert not program.begun.wait(BRIEF_SECONDS), "it began beside other work"
-    thread.join(PATIENCE_SECONDS)
+    thread.join(SURE_SECONDS)
     assert results
     assert results[0].tolist() == [1, 1, 1]
     with device_use.background():
         later = in_thread(lambda: results.append(alone(results[0])))
-        later.join(PATIENCE_SECONDS)
+        later.join(SURE_SECONDS)
     assert results[1].tolist() == [2, 2, 2], "a later execution has waited"
 
 
@@ -61,12 +61,12 @@ def test_other_threads_wait_for_the_first_execution() -> None:
             worked.set()
 
     first = in_thread(lambda: alone(jnp.zeros(3)))
-    assert program.begun.wait(PATIENCE_SECONDS)
+    assert program.begun.wait(SURE_SECONDS)
     other = in_thread(work)
     assert not worked.wait(BRIEF_SECONDS), "another thread has used the devices meanwhile"
     program.may_end.set()
-    first.join(PATIENCE_SECONDS)
-    other.join(PATIENCE_SECONDS)
+    first.join(SURE_SECONDS)
+    other.join(SURE_SECONDS)
     assert worked.is_set()
 
 

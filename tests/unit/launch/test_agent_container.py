@@ -12,9 +12,9 @@ import pytest
 
 from jaxres.launch import instance_spec
 from tests.emulators import docker
-from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.launch.gce_config import config
 from tests.unit.launch.test_startup_script import agent_script, rendered
+from tests.waiting import SURE_SECONDS
 
 NAME = "jaxres-jx-0000"
 SECRET = "se-cret.1"
@@ -28,7 +28,7 @@ while :; do sleep 0.05; done
 
 
 def wait(what: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while not what():
         assert time.monotonic() < until, "it does not happen"
         time.sleep(0.02)
@@ -107,8 +107,8 @@ def test_a_container_whose_client_was_killed_ends_before_another_one_starts(vm: 
 def test_a_container_that_outlives_docker_stays_alone(vm: Vm) -> None:
     client = vm.start_and_wait()
     (vm.docker / "down").touch()
-    assert client.wait(timeout=PATIENCE_SECONDS) == 125
-    assert vm.start().wait(timeout=PATIENCE_SECONDS) == 125, "it starts without docker"
+    assert client.wait(timeout=SURE_SECONDS) == 125
+    assert vm.start().wait(timeout=SURE_SECONDS) == 125, "it starts without docker"
     assert len(docker.running(vm.docker)) == 1
     (vm.docker / "down").unlink()
     vm.start_and_wait()
@@ -119,7 +119,7 @@ def test_a_container_that_outlives_docker_stays_alone(vm: Vm) -> None:
 def test_a_sigterm_for_the_client_reaches_the_agent_in_the_container(vm: Vm) -> None:
     client = vm.start_and_wait()
     client.terminate()
-    assert client.wait(timeout=PATIENCE_SECONDS) == 0
+    assert client.wait(timeout=SURE_SECONDS) == 0
     assert vm.signals() == "SIGTERM\n"
     assert docker.running(vm.docker) == {}
 
@@ -132,7 +132,7 @@ def test_a_save_in_a_container_may_take_as_long_as_the_config_lets_it(vm: Vm) ->
 
 def test_the_check_of_the_python_leaves_a_running_container_alone(vm: Vm) -> None:
     client = vm.start_and_wait()
-    done = subprocess.run([vm.agent, "check"], env=vm.env, timeout=PATIENCE_SECONDS)
+    done = subprocess.run([vm.agent, "check"], env=vm.env, timeout=SURE_SECONDS)
     assert done.returncode == 0
     assert len(docker.started(vm.docker, NAME)) == 1
     assert client.poll() is None
@@ -149,7 +149,7 @@ def test_a_stopped_unit_leaves_no_container(vm: Vm) -> None:
     subprocess.run(["bash", "-c", text], check=True, timeout=10, env=env)
     for _ in range(2):  # systemd takes the stop for a failure unless it exits with 0.
         stopped = ["bash", str(vm.agent.parent / "stopped")]
-        subprocess.run(stopped, check=True, timeout=PATIENCE_SECONDS, env=vm.env)
+        subprocess.run(stopped, check=True, timeout=SURE_SECONDS, env=vm.env)
         assert docker.running(vm.docker) == {}, "it trains on without its unit"
     assert vm.signals() == "SIGTERM\n"
 

@@ -15,7 +15,7 @@ from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from tests.manual_clock import ManualClock
-from tests.promises.trainer import PATIENCE_SECONDS
+from tests.waiting import SURE_SECONDS
 
 TERM = 60.0
 TAKEOVER_SECONDS = TAKEOVER_TERMS * TERM
@@ -33,7 +33,7 @@ def leases(path: GcsPath, clock: ManualClock, *, term: float = TERM) -> tuple[Le
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while not condition():
         assert time.monotonic() < until, what
         time.sleep(0.01)

@@ -20,8 +20,9 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record, file_name
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
+from tests.promises.trainer import ROOT, TINY
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 KEY = ("code", "config")
 
@@ -43,7 +44,7 @@ def agent(folder: Path, code: str) -> Any:
         output = folder / "output-0001.txt"
 
         def wait_ready():
-            until = time.monotonic() + {PATIENCE_SECONDS}
+            until = time.monotonic() + {SURE_SECONDS}
             while not standby.poll():
                 assert time.monotonic() < until
                 time.sleep(0.01)
@@ -60,7 +61,7 @@ def agent(folder: Path, code: str) -> Any:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)
@@ -124,7 +125,7 @@ def test_a_standby_that_is_not_ready_forks_its_worker_once_the_imports_are_done(
         "optimizer.schedule={kind: constant}",
     ]
     command = [sys.executable, "-m", "jaxres.train", *config, "train.steps=2"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=SURE_SECONDS)
     is_ready, code = agent(
         tmp_path,
         f"""
@@ -160,7 +161,7 @@ def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: P
         pid = standby._process.pid
         children = Path(f"/proc/{{pid}}/task/{{pid}}/children")
 
-        until = time.monotonic() + {PATIENCE_SECONDS}
+        until = time.monotonic() + {SURE_SECONDS}
         while not (folder / f"imports-{{pid}}").exists():
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -173,7 +174,7 @@ def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: P
 
 def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
     pid = agent(tmp_path, "wait_ready(); print(pid, flush=True); os._exit(0)")
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while Path(f"/proc/{pid}/exe").exists():
         assert time.monotonic() < until, "it outlives its agent"
         time.sleep(0.01)

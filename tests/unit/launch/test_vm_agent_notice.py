@@ -21,8 +21,8 @@ from jaxres.launch.vm_agent import Agent
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.testing.metadata import NO_UPCOMING, UPCOMING, MetadataServer
-from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.launch.gce_config import OPTION, config
+from tests.waiting import SURE_SECONDS
 
 RUN = GcsPath("bkt", "runs/first")
 
@@ -95,7 +95,7 @@ def test_an_agent_reports_the_deadline_of_a_notice_until_it_is_called_off(tmp_pa
         """Returns the reported notice once another value of the server has been received."""
         before = watcher.most_urgent()
         server.set(UPCOMING, text)
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = time.monotonic() + SURE_SECONDS
         while watcher.most_urgent() == before:
             assert time.monotonic() < until, "the server's value is not received"
             agent._poll()

@@ -17,8 +17,8 @@ from jaxres.launch.desired_state import DesiredState, HostAddress
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.vm_agent import Agent, LocalAttempt, agent_lock
 from jaxres.storage.path import GcsPath
-from tests.promises.trainer import PATIENCE_SECONDS
 from tests.unit.launch.gce_config import config
+from tests.waiting import SURE_SECONDS
 
 TRAINING = """
 import signal, time
@@ -50,7 +50,7 @@ def training() -> subprocess.Popen[bytes]:
 
 def received(process: subprocess.Popen[bytes]) -> list[int]:
     process.send_signal(signal.SIGRTMIN)
-    printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    printed, _ = process.communicate(timeout=SURE_SECONDS)
     return [int(word) for word in printed.split()]
 
 
@@ -89,7 +89,7 @@ def test_of_two_agents_in_one_folder_the_second_does_not_run(tmp_path: Path) -> 
             [sys.executable, "-m", "jaxres.launch", *arguments],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=SURE_SECONDS,
         )
         assert second.returncode == ExitCode.FENCED, second.stderr
         assert "another agent of this VM runs" in second.stderr

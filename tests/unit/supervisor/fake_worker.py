@@ -8,9 +8,10 @@ SCRIPT is JSON; a key that is absent means that nothing of that kind happens:
   end: [code, after_steps], announced by a message; `silent`: without the message
   saves: [seconds, saving]: how long a save has taken, and whether another one is in flight
   saves_after: number of steps before these saves (default: none)
-  on_stop: [code, seconds]: how it ends, and after how long, when a stop is requested
+  on_stop: [code, seconds]: how it ends, and after how long, when a stop is requested; null: once
+    FOLDER/gate exists
   on_loss: "abort" or "word": how it ends when a peer is gone or stopped
-  lingers: seconds between its exit message and its end
+  lingers: whether it waits for FOLDER/gate between its exit message and its end
   then: number of the signal that ends it after its exit message
 """
 
@@ -59,13 +60,17 @@ class FakeWorker:
             }:
                 code, seconds = self.script["on_stop"]
                 self.send_status("phase_entered", phase="settle")
-                time.sleep(seconds)
+                self.wait_for_gate() if seconds is None else time.sleep(seconds)
                 self.leave(code, f"stop {self.host}")
             if "on_loss" in self.script and self.has_lost_a_peer():
                 time.sleep(0.1)
                 if self.script["on_loss"] == "word":
                     self.leave(79, "a peer is gone")
                 os.abort()
+            time.sleep(0.02)
+
+    def wait_for_gate(self):
+        while not (self.folder / "gate").exists():
             time.sleep(0.02)
 
     def send_saves(self, seconds, saving):
@@ -90,7 +95,8 @@ class FakeWorker:
     def leave(self, code, reason):
         if "silent" not in self.script:
             self.send_status("exit", exit=code, reason=reason, committed=code in (0, 75, 76))
-        time.sleep(self.script.get("lingers", 0))
+        if "lingers" in self.script:
+            self.wait_for_gate()
         if "then" in self.script:
             os.kill(os.getpid(), self.script["then"])
         os._exit(code)

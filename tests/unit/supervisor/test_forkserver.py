@@ -5,16 +5,20 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
+<<<<<<< HEAD
 from tests.tiers import slow_but
 
 SURE_SECONDS = 5.0
 PATIENCE_SECONDS = 60.0
 """Until a silent supervisor is given up, on a busy machine too."""
+=======
+from tests.waiting import SURE_SECONDS, wait_until
+
+>>>>>>> hc
 ROOT = Path(__file__).parents[3]
 
 
@@ -25,9 +29,11 @@ def supervisor(folder, code):
         from pathlib import Path
         from jaxres.clock import SystemClock
         from jaxres.runlog.paths import RunDir
-        from jaxres.supervisor import processes
+        from jaxres.supervisor import forkserver_client, processes
         from jaxres.supervisor.forkserver_client import ForkServer
+        from tests.waiting import SURE_SECONDS, wait_until
 
+        forkserver_client.FORK_SECONDS = SURE_SECONDS
         processes.become_subreaper()
         events = []
         env = dict(os.environ) | {{processes.TAG_VARIABLE: "a.1.2", "OPENBLAS_NUM_THREADS": "1"}}
@@ -45,11 +51,7 @@ def supervisor(folder, code):
             return fork_server.fork(command, env=env, status_fd=beat, may_wait=lambda: True)
 
         def ready():
-            until = time.monotonic() + 100
-            while not events:
-                fork_server.ensure_started(env)
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_until(lambda: (fork_server.ensure_started(env), events)[1], "fork server")
             return events.pop().pid
     """
     found = subprocess.run(
@@ -58,7 +60,7 @@ def supervisor(folder, code):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=SURE_SECONDS,
     )
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)
@@ -71,6 +73,9 @@ def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
     reported = supervisor(
         tmp_path,
         """
+        run_dir.attempt(1).mkdir(parents=True)
+        run_dir.log.mkdir()
+        os.mkfifo(run_dir.log / "00000001.json")  # The worker waits for its writer.
         assert fork() is None, "there is none yet"
         pid = ready()
         name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -88,7 +93,7 @@ def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
             "runs": worker.poll() is None,
         }))
         worker.send_signal(signal.SIGKILL)
-        assert worker.wait(timeout=60) == -signal.SIGKILL
+        assert worker.wait(timeout=SURE_SECONDS) == -signal.SIGKILL
         """,
     )
     assert (reported["threads"], reported["files"]) == (1, 4)
@@ -111,7 +116,7 @@ def test_a_worker_that_cannot_be_forked_is_refused_with_the_reason(tmp_path):
         assert fork([*command, "--unknown"]) is None
         worker = fork()
         assert worker is not None, "none of these is its end"
-        worker.wait(timeout=60)
+        worker.wait(timeout=SURE_SECONDS)
         os.kill(*fork_server.pids, signal.SIGKILL)
         assert fork() is None
         print(json.dumps([event.message for event in events]))
@@ -129,6 +134,7 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
         """
         pid = ready()
         os.kill(pid, signal.SIGSTOP)
+        forkserver_client.FORK_SECONDS = 1.0
         assert fork() is None
         gone = not Path(f"/proc/{pid}").exists()
         time.sleep(0.2)
@@ -140,6 +146,7 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
     assert "not answered for" in reported[2]
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("state", slow_but(["ready", "imports"], "imports"))
 def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
     """Also one whose imports hang, as on storage that is away."""
@@ -163,6 +170,12 @@ def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
     while any(f"{pid}" == entry.name for entry in Path("/proc").iterdir()):
         assert time.monotonic() < until, "it outlives its supervisor"
         time.sleep(0.01)
+=======
+@pytest.mark.slow
+def test_the_fork_server_dies_with_its_supervisor(tmp_path):
+    pid = supervisor(tmp_path, "print(ready(), flush=True); os._exit(0)")
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "end of it with its supervisor")
+>>>>>>> hc
 
 
 @pytest.mark.parametrize("own", [0, 1], ids=["host 0", "host 1"])
@@ -188,10 +201,7 @@ def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(
         links.add(own, "own", Connection(theirs, None))
 
         def receive():
-            until = time.monotonic() + {PATIENCE_SECONDS}
-            while len(heard) < 3 and time.monotonic() < until:
-                heard.extend(message for _, message in links.receive())
-                time.sleep(0.01)
+            wait_until(lambda: (heard.extend(m for _, m in links.receive()), len(heard) >= 3)[1])
             Path({str(tmp_path / "heard")!r}).touch()
 
         (thread := threading.Thread(target=receive)).start()
@@ -216,9 +226,10 @@ def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(
 
 
 def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
-    """The imports would take 20 s, and then fail."""
+    """The imports would take longer than the test may, and then fail."""
     (modules := tmp_path / "modules").mkdir()
-    (modules / "pydantic.py").write_text("import sys, time\ntime.sleep(20)\nsys.exit()")
+    lasting = f"import sys, time\ntime.sleep({2 * SURE_SECONDS})\nsys.exit()"
+    (modules / "pydantic.py").write_text(lasting)
     code, notes = supervisor(
         tmp_path,
         f"""
@@ -233,7 +244,7 @@ def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
         run_dir.attempt(1).mkdir(parents=True)
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         ended = supervise(
-            {{0: [sys.executable, "-c", "import time; time.sleep(600)"]}},
+            {{0: [sys.executable, "-c", "import time; time.sleep(6000)"]}},
             run_dir=run_dir, attempt=1, last_seq=1, limits=DeadlinesSection(), run_lock=None,
             clock=SystemClock(), env=env, num_hosts=1, fork=fork_server.fork_last,
         )

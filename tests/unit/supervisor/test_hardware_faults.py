@@ -47,8 +47,7 @@ def stopped_after_a_warning(supervisor):
     step = int((supervisor.folder / "step-0").read_text())
     supervisor.wait_steps(step + 5)
     supervisor.process.send_signal(signal.SIGTERM)
-    ended, _ = supervisor.ended()
-    return ended
+    return supervisor.ended()
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
@@ -56,7 +55,7 @@ def test_a_fault_that_leaves_a_good_state_saves_and_the_end_is_unhealthy(start, 
     supervisor = start(*[SAVES] * num_hosts)
     watched(supervisor)
     gpus.set(ROW)
-    ended, _ = supervisor.ended()
+    ended = supervisor.ended()
     assert (ended["code"], ended["requested"], ended["committed"]) == (82, 82, True)
     assert ended["culprit"] in range(num_hosts)
     assert (
@@ -71,7 +70,7 @@ def test_a_fault_that_may_have_changed_the_state_kills_the_workers_at_once(start
     supervisor = start(*[SAVES] * num_hosts)
     watched(supervisor)
     gpus.set(LOST)
-    ended, _ = supervisor.ended()
+    ended = supervisor.ended()
     assert (ended["code"], ended["requested"], ended["committed"]) == (82, 82, False)
     asked = [supervisor.signalled(number) for number in (signal.SIGTERM, LEAVE)]
     assert asked == [[], []], "a save was requested"
@@ -82,7 +81,7 @@ def test_a_fault_that_may_have_changed_the_state_kills_the_workers_at_once(start
 def test_a_fault_before_the_first_step_ends_the_attempt_without_a_save(start, gpus):
     gpus.set(ROW)
     supervisor = start({"steps": 0})
-    ended, _ = supervisor.ended()
+    ended = supervisor.ended()
     assert (ended["code"], ended["committed"]) == (82, False)
     assert found(supervisor) == [("row_remap", "leave")]
 
@@ -91,12 +90,12 @@ def test_a_crash_while_the_save_is_requested_counts_as_the_hardwares(start, gpus
     supervisor = start({"on_stop": [70, 0.0]})
     watched(supervisor)
     gpus.set(ROW)
-    ended, _ = supervisor.ended()
+    ended = supervisor.ended()
     assert (ended["code"], "stop 0" in ended["reason"]) == (82, True)
 
 
 def test_a_fault_is_recorded_although_the_supervisor_is_killed_during_the_save(start, gpus):
-    supervisor = start({"on_stop": [75, 60.0]})
+    supervisor = start({"on_stop": [75, None]})
     run_dir = supervisor.run_dir
     (run_dir.log / "00000001.json").write_bytes(Record(1, 1, 0.0, CLAIM).encode())
     watched(supervisor)
@@ -110,10 +109,10 @@ def test_a_fault_is_recorded_although_the_supervisor_is_killed_during_the_save(s
 
 
 def test_a_hang_while_the_save_is_requested_counts_as_the_hardwares(start, gpus):
-    supervisor = start({"on_stop": [75, 60.0]}, limits={"save_seconds": 1.0})
+    supervisor = start({"on_stop": [75, None]}, limits={"save_seconds": 1.0})
     watched(supervisor)
     gpus.set(ROW)
-    ended, _ = supervisor.ended()
+    ended = supervisor.ended()
     assert (ended["code"], "no progress" in ended["reason"]) == (82, True)
     assert supervisor.signalled(signal.SIGTERM) == [0]
 
@@ -140,12 +139,14 @@ def test_a_hung_library_is_a_warning_and_training_continues(start, gpus):
 def test_a_fault_while_a_stop_is_in_progress_ends_a_save_only_if_the_state_may_be_wrong(
     start, gpus
 ):
-    supervisor = start({"on_stop": [75, 2.0]})
+    supervisor = start({"on_stop": [75, None]})
     watched(supervisor)
     supervisor.process.send_signal(signal.SIGTERM)
     supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM), "the order")
     gpus.set(ROW)
-    ended, _ = supervisor.ended()
+    supervisor.wait(lambda: found(supervisor), "a fault")
+    supervisor.open_gate()
+    ended = supervisor.ended()
     assert (ended["code"], ended["requested"], found(supervisor)) == (
         *(75, 75),
         [("row_remap", "save")],

@@ -17,7 +17,8 @@ from jaxres.supervisor.health_messages import KERNEL_LOG, MESSAGES, XidReported
 from jaxres.supervisor.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.host_health import HostReading
 from jaxres.testing.nvml import LIBRARY
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT
+from tests.promises.trainer import ROOT
+from tests.waiting import SURE_SECONDS, wait_until
 
 QUICK = HealthSection(poll_seconds=0.05, slow_minutes=0.001, link_errors_per_minute=1.0)
 
@@ -33,8 +34,9 @@ def xid_line(gpu, xid):
 
 
 @pytest.fixture
-def watch(gpus, tmp_path):
+def watch(gpus, tmp_path, monkeypatch):
     """Starts a watcher of the fake GPUs; all are closed at the end."""
+    monkeypatch.setattr(health_watcher, "START_SECONDS", SURE_SECONDS)
     watchers = []
 
     def start(section=QUICK, **env):
@@ -50,11 +52,7 @@ def watch(gpus, tmp_path):
 
 def next_found(watcher):
     """Returns what the watcher finds next."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not (found := watcher.poll()):
-        assert time.monotonic() < until
-        time.sleep(0.005)
-    return found
+    return wait_until(watcher.poll, "finding")
 
 
 def started(watcher):
@@ -64,11 +62,7 @@ def started(watcher):
 
 
 def wait_for(watcher, condition):
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        watcher.poll()
-        assert time.monotonic() < until, watcher.gpu_values()
-        time.sleep(0.005)
+    wait_until(lambda: (watcher.poll(), condition())[1], watcher.gpu_values)
 
 
 FAULTS = {
@@ -122,7 +116,7 @@ def test_an_xid_error_that_both_sources_report_is_found_once(gpus, watch, tmp_pa
 
 def test_an_xid_error_is_found_while_the_library_hangs(gpus, watch, tmp_path):
     kernel_log(tmp_path)
-    watcher = watch(QUICK.model_copy(update={"answer_seconds": 10 * PATIENCE_SECONDS}))
+    watcher = watch(QUICK.model_copy(update={"answer_seconds": 10 * SURE_SECONDS}))
     started(watcher)
     gpus.set("hang nvmlDeviceGetPowerUsage")
     time.sleep(0.5)  # The next reading, after 0.05 s, does not end.
@@ -175,26 +169,24 @@ def test_a_counter_that_is_not_zero_at_the_start_is_found_when_it_grows(gpus, wa
 @pytest.mark.parametrize("function", ["nvmlDeviceGetPowerUsage", "nvmlEventSetWait"])
 def test_a_library_that_hangs_is_found_and_its_process_killed(gpus, watch, function):
     watcher = watch(QUICK.model_copy(update={"answer_seconds": 0.3}))
-    started(watcher)
     (pid,) = watcher.pids
+    started(watcher)
     gpus.set(f"hang {function}")
     (found,) = next_found(watcher)
     assert (found.kind, found.action) == ("silent", "warn")
     assert "has not answered for 0.3 s" in found.text
-    until = time.monotonic() + PATIENCE_SECONDS
-    while watcher.pids and time.monotonic() < until:
-        time.sleep(0.005)
+    wait_until(lambda: not watcher.pids, "end of the process")
     assert not os.path.exists(f"/proc/{pid}")
 
 
 def test_a_hang_is_found_again_until_the_library_answers(gpus, watch, monkeypatch):
     monkeypatch.setattr(health_watcher, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(health_watcher, "START_SECONDS", 0.5)
-    watcher = watch(QUICK.model_copy(update={"answer_seconds": 0.3}))
     gpus.set("hang nvmlDeviceGetCount")
+    watcher = watch(QUICK.model_copy(update={"answer_seconds": 0.3}))
     assert next_found(watcher)[0].kind == "silent"
     gpus.set()
-    monkeypatch.setattr(health_watcher, "START_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(health_watcher, "START_SECONDS", SURE_SECONDS)
     found = next_found(watcher)
     while not isinstance(found[-1], HealthWatchStarted):
         found = next_found(watcher)
@@ -333,7 +325,7 @@ def test_where_there_is_nothing_to_read_the_reason_is_told_once(gpus, watch, lin
     watcher = watch(**env)
     event = started(watcher)
     assert (event.gpus, reason in event.reason) == ((), True)
-    watcher._threads._threads[-1].join(PATIENCE_SECONDS)
+    watcher._threads._threads[-1].join(SURE_SECONDS)
     assert (watcher.poll(), watcher.pids) == ([], set())
 
 
@@ -405,11 +397,8 @@ def test_a_process_of_the_run_that_leaks_is_told_once(watch, monkeypatch):
         watcher = watch(QUICK.model_copy(update={"leak_minutes": 1e9}), CUDA_VISIBLE_DEVICES="")
         found = [each for each in next_found(watcher) if each.kind == "host_memory"]
         assert len(grown) >= host_health.NUM_READINGS, "too short a time"
-        until = time.monotonic() + PATIENCE_SECONDS
-        while len(grown) < 3 * host_health.NUM_READINGS:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-            found += [each for each in watcher.poll() if each.kind == "host_memory"]
+        wait_until(lambda: len(grown) >= 3 * host_health.NUM_READINGS, "reading")
+        found += [each for each in watcher.poll() if each.kind == "host_memory"]
         leaking.stdin.close()
     assert [(each.device, each.action) for each in found] == [("this host", "warn")]
     assert "the memory of the run's processes grows by" in found[0].text

@@ -8,7 +8,8 @@ import pytest
 
 from jaxres.supervisor import kernel_log
 from jaxres.supervisor.kernel_log import KernelLogUnreadable, open_log, pci_address, xids
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT
+from tests.promises.trainer import ROOT
+from tests.waiting import SURE_SECONDS
 
 LOST = b"4,812,99,-;NVRM: Xid (PCI:0000:65:00): 79, pid=7, name=python, GPU has fallen off the bus"
 OTHER = b"6,813,99,-;usb 1-1: new device; Xid 48"
@@ -102,7 +103,7 @@ with open_log(Path({str(tmp_path / "missing")!r})) as log:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
         check=False,
     )
     assert done.stdout.splitlines() == ["0000:65:00 79", "journalctl has ended"], done.stderr

@@ -13,13 +13,14 @@ import pytest
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import processes
 from tests.unit.runlog import example_records
+from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 NONCE = uuid.uuid4().hex
 """Unique, so that test sessions on one machine kill no process of each other."""
 CLAIM = dataclasses.replace(example_records.CLAIM, nonce=NONCE)
 MARK = f"{CLAIM.nonce}.1.2"
-SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print(flush=True); time.sleep(600)"]
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; print(flush=True); time.sleep(6000)"]
 
 
 @pytest.fixture
@@ -41,6 +42,17 @@ def sleeper():
         process.stdout.close()
 
 
+ZOMBIES = """
+from tests.waiting import SURE_SECONDS, wait_until
+def wait_for_zombies(number):
+    def seen():
+        pids = open(f'/proc/self/task/{os.getpid()}/children').read().split()
+        stats = [open(f'/proc/{pid}/stat').read() for pid in pids]
+        return sum(stat.rpartition(')')[2].split()[0] == 'Z' for stat in stats) == number
+    wait_until(seen, f'{number} zombies')
+"""
+
+
 def supervisor(code, *, shell=None):
     """Runs code in a process of its own: `end` ends whatever descends from it.
 
@@ -49,7 +61,7 @@ def supervisor(code, *, shell=None):
     given = "from jaxres.supervisor import processes; from jaxres.clock import SystemClock; "
     given += "from tests.unit.runlog import example_records; "
     given += "import dataclasses, os, signal, subprocess, sys, time; "
-    given += f"CLAIM = dataclasses.replace(example_records.CLAIM, nonce={NONCE!r}); "
+    given += f"CLAIM = dataclasses.replace(example_records.CLAIM, nonce={NONCE!r})\n{ZOMBIES}"
     command = [sys.executable, "-c", given + code]
     if shell is not None:
         command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
@@ -59,7 +71,7 @@ def supervisor(code, *, shell=None):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SURE_SECONDS,
     )
     assert found.returncode == 0, found.stderr
     return found.stdout.strip()
@@ -74,7 +86,7 @@ def test_exactly_the_processes_with_the_tag_are_killed(sleeper):
         sleeper(None),
     ]
     assert supervisor("print(processes.kill_leftovers('1.2', [CLAIM], clock=SystemClock()))") == "1"
-    assert marked.wait(timeout=60) == -9
+    assert marked.wait(timeout=SURE_SECONDS) == -9
     assert [other.poll() for other in others] == [None] * 4
 
 
@@ -92,7 +104,7 @@ assert libc.mremap(start, end - start, end - start, 3, aside) == aside, ctypes.g
 print(flush=True)
 signal.sigwait([signal.SIGUSR1])
 assert libc.mremap(aside, end - start, end - start, 3, start) == start, ctypes.get_errno()
-time.sleep(600)
+time.sleep(6000)
 """
 """Moves the pages of its environment away until SIGUSR1: /proc shows it as it is during an exec."""
 
@@ -100,10 +112,7 @@ MID_EXEC_CLOCK = """
 class ExecEnds(SystemClock):
     def sleep(self, seconds):
         os.kill({pid}, signal.SIGUSR1)
-        until = time.monotonic() + 30
-        while not open('/proc/{pid}/environ', 'rb').read():
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(lambda: open('/proc/{pid}/environ', 'rb').read(), 'end of its exec')
 """
 
 
@@ -123,7 +132,7 @@ def test_process_in_the_middle_of_its_exec_is_found_when_the_exec_has_ended():
 
 
 def test_orphans_without_a_tag_are_killed_while_their_supervisor_lives():
-    orphan = "['sh', '-c', 'env -i setsid sleep 600 > /dev/null & echo $!']"
+    orphan = "['sh', '-c', 'env -i setsid sleep 6000 > /dev/null & echo $!']"
     code = (
         "mine = processes.become_subreaper(); "
         f"pid = subprocess.check_output({orphan}).decode().strip(); "
@@ -136,19 +145,19 @@ def test_orphans_without_a_tag_are_killed_while_their_supervisor_lives():
 
 def test_jobs_of_a_shell_that_execs_the_supervisor_are_not_killed():
     mark = f"env=os.environ | {{processes.TAG_VARIABLE: {MARK!r}}}"
-    code = f"mine = processes.become_subreaper(); subprocess.Popen(['sleep', '600'], {mark}); "
+    code = f"mine = processes.become_subreaper(); subprocess.Popen(['sleep', '6000'], {mark}); "
     code += "print(processes.kill_leftovers('1.2', [CLAIM], clock=SystemClock(), adopts=mine))"
-    job, num_killed = supervisor(code, shell="sleep 600 >/dev/null 2>&1 & echo $!").splitlines()
+    job, num_killed = supervisor(code, shell="sleep 6000 >/dev/null 2>&1 & echo $!").splitlines()
     os.kill(int(job), signal.SIGKILL)  # Raises if it was killed before.
     assert num_killed == "1"
 
 
 def test_a_supervisor_that_a_shell_has_become_adopts_too_so_that_workers_can_be_forked():
-    orphan = "['sh', '-c', 'env -i setsid sleep 600 > /dev/null & echo $!']"
+    orphan = "['sh', '-c', 'env -i setsid sleep 6000 > /dev/null & echo $!']"
     code = "from jaxres.supervisor.proc_stat import read_proc_stat; processes.become_subreaper(); "
     code += f"pid = int(subprocess.check_output({orphan})); "
     code += "print(read_proc_stat(pid).parent == os.getpid()); os.kill(pid, signal.SIGKILL)"
-    job, is_adopted = supervisor(code, shell="sleep 600 >/dev/null 2>&1 & echo $!").splitlines()
+    job, is_adopted = supervisor(code, shell="sleep 6000 >/dev/null 2>&1 & echo $!").splitlines()
     os.kill(int(job), signal.SIGKILL)
     assert is_adopted == "True"
 
@@ -156,7 +165,7 @@ def test_a_supervisor_that_a_shell_has_become_adopts_too_so_that_workers_can_be_
 def test_zombie_orphans_are_reaped_and_workers_are_not():
     code = "processes.become_subreaper(); "
     code += "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 & exit 0']); "
-    code += "time.sleep(0.5); worker = subprocess.Popen(['false']); time.sleep(0.3); "
+    code += "wait_for_zombies(2); worker = subprocess.Popen(['false']); wait_for_zombies(3); "
     code += "processes.reap([worker.pid]); print(worker.wait(), "
     code += "open(f'/proc/self/task/{os.getpid()}/children').read())"
     assert supervisor(code) == "1"
@@ -165,7 +174,7 @@ def test_zombie_orphans_are_reaped_and_workers_are_not():
 def test_the_exit_codes_of_sessions_are_left_to_those_that_started_them():
     code = "processes.become_subreaper(); "
     code += "ended = processes.start_session(['sh', '-c', 'exit 83'], env=os.environ); "
-    code += "time.sleep(0.3); subprocess.run(['sh', '-c', 'sleep 0.1 & exit 0']); time.sleep(0.5); "
+    code += "subprocess.run(['sh', '-c', 'sleep 0.1 & exit 0']); wait_for_zombies(2); "
     code += "processes.reap([]); processes.reap([]); print(ended.wait(), "
     code += "open(f'/proc/self/task/{os.getpid()}/children').read())"
     assert supervisor(code) == "83", "the code is lost, or an orphan is left behind the session"

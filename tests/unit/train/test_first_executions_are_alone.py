@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.promises.trainer import PATIENCE_SECONDS, ROOT, TINY
+from tests.promises.trainer import ROOT, TINY
+from tests.waiting import SURE_SECONDS
 
 RUN = """
 import json, sys, threading
@@ -59,7 +60,7 @@ def test_programs_and_batches_take_turns_in_a_run(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=SURE_SECONDS,
     )
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])

@@ -1,0 +1,31 @@
+"""Waits of the tests: an event ends each of them, and their limit only ends a hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+SURE_SECONDS = 600.0
+"""More than any wait takes on any machine, however slow and busy: no test measures speed."""
+POLL_SECONDS = 0.005
+
+
+def wait_until(
+    condition: Callable[[], T], what: object = "end of this wait", *, seconds: float = SURE_SECONDS
+) -> T:
+    """Waits until a condition is true and returns its value.
+
+    Args:
+      condition: what is waited for; it is called again and again.
+      what: its name in the failure; a function is called then, for example one that reads a log.
+      seconds: until the test fails.
+    """
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() >= until:
+            raise AssertionError(f"no {what() if callable(what) else what} in {seconds:g} s")
+        time.sleep(POLL_SECONDS)
+    return value
