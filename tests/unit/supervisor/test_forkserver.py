@@ -9,16 +9,9 @@ from pathlib import Path
 
 import pytest
 
-<<<<<<< HEAD
 from tests.tiers import slow_but
-
-SURE_SECONDS = 5.0
-PATIENCE_SECONDS = 60.0
-"""Until a silent supervisor is given up, on a busy machine too."""
-=======
 from tests.waiting import SURE_SECONDS, wait_until
 
->>>>>>> hc
 ROOT = Path(__file__).parents[3]
 
 
@@ -146,7 +139,6 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
     assert "not answered for" in reported[2]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("state", slow_but(["ready", "imports"], "imports"))
 def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
     """Also one whose imports hang, as on storage that is away."""
@@ -166,16 +158,7 @@ def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
         os._exit(0)
         """,
     )
-    until = time.monotonic() + SURE_SECONDS
-    while any(f"{pid}" == entry.name for entry in Path("/proc").iterdir()):
-        assert time.monotonic() < until, "it outlives its supervisor"
-        time.sleep(0.01)
-=======
-@pytest.mark.slow
-def test_the_fork_server_dies_with_its_supervisor(tmp_path):
-    pid = supervisor(tmp_path, "print(ready(), flush=True); os._exit(0)")
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "end of it with its supervisor")
->>>>>>> hc
 
 
 @pytest.mark.parametrize("own", [0, 1], ids=["host 0", "host 1"])

@@ -60,13 +60,8 @@ def run(tmp_path, monkeypatch):
     run_dir, clock = RunDir(tmp_path), SystemClock()
     run_dir.log.mkdir()
     run_dir.attempt(1).mkdir(parents=True)
-<<<<<<< HEAD
     write(run_dir, our_claim())
-    limits = RestartSection(max_storage_backoff_seconds=1.0)
-=======
-    write(run_dir, OURS)
     limits = RestartSection(max_storage_backoff_seconds=SURE_SECONDS)
->>>>>>> hc
     policy = RestartPolicy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
     wakeup, write_end = os.pipe()
     os.set_blocking(wakeup, False)
@@ -131,13 +126,8 @@ def test_a_restart_delay_ends_in_time(run):
 
 
 def test_a_superseded_supervisor_exits_in_a_restart_delay_and_writes_nothing(run):
-<<<<<<< HEAD
     write(run.run_dir, heirs_claim())
-    ended = restart_loop._wait_backoff(run, 20)
-=======
-    write(run.run_dir, HEIR)
     ended = restart_loop._wait_backoff(run, SURE_SECONDS)
->>>>>>> hc
     assert (ended.code, ended.is_recorded) == (ExitCode.FENCED, False)
 
 
