@@ -107,7 +107,8 @@ def test_only_a_call_that_fails_by_an_assertion_or_the_named_class_is_a_death(tr
             "call",
         ),
         (mutant(tree, "return number // 2 if number < 8 else 0"), "wrong reason", "", "teardown"),
-        (mutant(tree, "", old="def half"), "wrong reason", "", "collect"),
+        (mutant(tree, "raise OSError\ndef half", old="def half"), "wrong reason", "", "collect"),
+        (mutant(tree, "", old="def half"), "does not apply", "", ""),
         (mutant(tree, "is None", old="is not None"), "wrong reason", "AssertionError", "call"),
         (mutant(tree, "return 0", test="test_of_the_word"), "died", "Failed", "call"),
         (mutant(tree, "return number / 3", test="test_halves"), "died", "AssertionError", "call"),
@@ -172,7 +173,9 @@ def test_a_file_of_results_says_what_need_not_be_run_again(tree, tmp_path):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["mutant"] for line in lines] == ["0", "1", "1"]
     assert {*lines[0]} == {"mutant", "verdict", "by", "phase", "seconds", "reason", "digest"}
-    dead.patch.write_text(dead.patch.read_text().replace("+    return 0", "+    return number * 0.5"))
+    dead.patch.write_text(
+        dead.patch.read_text().replace("+    return 0", "+    return number * 0.5")
+    )
     (result,) = verdicts(tree, [read(dead.patch)], results=file)
     assert result.verdict == "survived", "the line is of another patch"
 
