@@ -17,7 +17,8 @@ It dies if a call of the promise ends with an assertion of the test or with pyte
 the class that `raises` names, where the test can only end with another exception. It does not die
 by a failure at the collection, in a fixture or by the limit of its time, nor by an assertion of the
 product. All cases of the promise run: at least one must fail, and none for a wrong reason. Slow
-cases run only where no other one fails. No wording is compared.
+cases run only where no other one fails. No wording is compared. A change with a syntax error or an
+undefined name counts as one that does not apply.
 """
 
 from __future__ import annotations

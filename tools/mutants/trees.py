@@ -6,11 +6,14 @@ version of it is used: Python compares whole seconds and the size.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import shutil
 import stat
 import subprocess
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +40,25 @@ def apply(patch: Path, tree: Path) -> str:
     return f"{tried.stdout}{tried.stderr}".strip() if tried.returncode else ""
 
 
+def errors(paths: Iterable[Path]) -> str:
+    """Returns the first syntax error of Python files, or, if ruff is installed, undefined name.
+
+    A change with one crashes instead of doing something wrong.
+    """
+    paths = [path for path in paths if path.suffix == ".py"]
+    for path in paths:
+        try:
+            compile(path.read_bytes(), path, "exec")
+        except SyntaxError as error:
+            return f"{path}:{error.lineno}: {error.msg}"
+    if not paths or importlib.util.find_spec("ruff") is None:
+        return ""
+    options = ("--isolated", "--no-cache", "--select", "F821", "--output-format", "concise")
+    command = [sys.executable, "-m", "ruff", "check", *options, *map(str, paths)]
+    checked = subprocess.run(command, capture_output=True, text=True)
+    return checked.stdout.partition("\n")[0] if checked.returncode else ""
+
+
 @dataclass
 class Tree:
     """A copy for one mutant at a time.
@@ -57,12 +79,16 @@ class Tree:
         self._known = _facts(self.folder)
 
     def apply(self, patch: Path) -> str:
-        """Applies a patch; returns why it does not apply, or an empty string."""
+        """Applies a patch; returns why it can't be used, or an empty string."""
         why = apply(patch, self.folder)
-        for name, facts in _facts(self.folder).items():
-            if self._known.get(name) != facts and stat.S_ISREG(facts[0]):
-                self._set_time(self.folder / name)
-        return why
+        changed = [
+            self.folder / name
+            for name, facts in _facts(self.folder).items()
+            if self._known.get(name) != facts and stat.S_ISREG(facts[0])
+        ]
+        for path in changed:
+            self._set_time(path)
+        return why or errors(changed)
 
     def restore(self) -> None:
         """Removes what was added and brings back what was changed or removed.
