@@ -125,3 +125,10 @@ def test_every_part_is_a_function_with_a_question():
     for part in check.PARTS:
         source = check.ROOT / f"{part.module.replace('.', '/')}.py"
         assert f"\ndef {part.name}(folder: Path)" in source.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [part.name for part in check.PARTS])
+def test_each_part_passes_in_a_rehearsal_on_cpus(part, tmp_path):
+    code = main(["--rehearse", "--only", part, "--out", str(tmp_path)])
+    assert code == 0, (tmp_path / f"{part}.txt").read_text()[-4000:]

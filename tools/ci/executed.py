@@ -1,7 +1,7 @@
-"""Records which functions of jaxres each test executes, in all of its processes.
+"""Records which functions of jaxres and its tools each test executes, in all of its processes.
 
 While a campaign runs, a `.pth` file of the environment calls `start` in every process of it. Each
-function of jaxres then begins with a look at its flag; the first call for a test writes a line, so
+function then begins with a look at its flag; the first call for a test writes a line, so
 that a SIGKILL loses nothing. A process belongs to the test in `PYTEST_CURRENT_TEST`, or else to the
 test of its nearest ancestor that runs tests.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGE = "jaxres"
+PACKAGES = ("jaxres", "tools")
 HIT, RAN = "__jaxres_hit__", "__jaxres_ran__"
 """What the inserted statement finds in builtins: a function, and the flags of all functions."""
 CURRENT = "PYTEST_CURRENT_TEST"
@@ -79,7 +79,7 @@ class Recorder:
 
 
 class _Finder(MetaPathFinder):
-    """Loads modules of jaxres with the flags in their functions."""
+    """Loads modules with the flags in their functions."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -87,8 +87,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module of jaxres; None for all others."""
-        if fullname.partition(".")[0] != PACKAGE:
+        """Returns the spec of a module of PACKAGES; None for all others."""
+        if fullname.partition(".")[0] not in PACKAGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
@@ -134,7 +134,7 @@ def start(folder: str) -> None:
     setattr(builtins, RAN, recorder.flags)
     sys.meta_path.insert(0, _Finder(recorder))
     os.register_at_fork(after_in_child=recorder.after_fork)
-    sys.modules[f"{PACKAGE}_recorder"] = recorder  # pyright: ignore[reportArgumentType]
+    sys.modules["jaxres_recorder"] = recorder  # pyright: ignore[reportArgumentType]
 
 
 def pth(folder: Path) -> str:

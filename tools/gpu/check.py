@@ -49,7 +49,7 @@ NEEDED = {
 PASSED, FAILED, TIMED_OUT, NO_TIME = "passed", "failed", "timed out", "no time left"
 TAG = "JAXRES_GPU_CHECK"
 """Environment variable of all processes of a part, by which what it leaves is found."""
-REHEARSE_SECONDS = 180.0
+REHEARSE_SECONDS = 1800.0
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA_FLAGS of a rehearsal."""
 BACKEND_SECONDS = 120.0

@@ -141,6 +141,11 @@ def read(patch: Path) -> Mutant:
     )
 
 
+def read_all() -> list[Mutant]:
+    """Reads all mutants."""
+    return [read(path) for path in sorted(HERE.glob("*.patch"))]
+
+
 def main(arguments: list[str]) -> int:
     """Runs the chosen mutants; 0 if every one that was run has died."""
     parser = argparse.ArgumentParser(
@@ -171,7 +176,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _chosen(names: Sequence[str], *, since: str | None) -> list[Mutant]:
-    mutants = [read(path) for path in sorted(HERE.glob("*.patch"))]
+    mutants = read_all()
     mutants.sort(key=lambda mutant: not mutant.promise.startswith("tests/unit/"))
     if since:
         command = ["git", "diff", "--name-only", since]
