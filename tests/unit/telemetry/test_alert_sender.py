@@ -194,14 +194,16 @@ def test_what_resolves_nothing_takes_no_place_in_the_rate_limit_and_ends_no_summ
 def test_a_first_commit_that_resolves_nothing_is_no_undelivered_incident(tmp_path):
     printed = Printed()
     with alerts(tmp_path, "http://127.0.0.1:9/s3cret-token", printed=printed) as sender:
-        sender.send(incident("saves_recovered"))
+        sender.send(incident())
+        sender.send(incident("saves_recovered"))  # It would wait for the one before.
         sender.send(incident("saves_failing"))
         sender.send(incident("saves_recovered", attempt=2))
-    assert "2 incidents were not delivered" in printed[-1]
+    assert "3 incidents were not delivered" in printed[-1]
     with served() as hook, alerts(tmp_path, hook) as sender:
         sender.send(incident("finished", attempt=2))
-        hook.wait(lambda: len(hook.accepted) == 3)
+        hook.wait(lambda: len(hook.accepted) == 4)
     assert [body["kind"] for body in hook.accepted] == [
+        "restarted",
         "saves_failing",
         "saves_recovered",
         "finished",
