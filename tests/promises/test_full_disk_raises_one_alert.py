@@ -21,7 +21,6 @@ from tests.promises.test_memory_tier_restores_after_a_kill import MEMORY, wait_h
 from tests.promises.trainer import MLP, TINY, Workspace, digest, run_history
 from tests.tiers import campaign
 from tests.unit.telemetry.webhook_server import served
-from tests.waiting import SURE_SECONDS
 
 MIB = 2**20
 TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}]"
