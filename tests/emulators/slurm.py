@@ -12,14 +12,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-READY_SECONDS = 60.0
+from tests.waiting import SURE_SECONDS, wait_until
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo")
 CONFIG = """\
 ClusterName=test
@@ -101,7 +101,9 @@ class SlurmCluster:
     def call(self, *command: str) -> str:
         """Returns what a command of Slurm prints."""
         env = {**os.environ, **self.env}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=env, timeout=SURE_SECONDS
+        )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout.strip()
 
@@ -210,14 +212,13 @@ def cluster(root: Path, *, nodes: int = 3) -> Iterator[SlurmCluster]:
 def _sinfo(found: SlurmCluster) -> str:
     command = ["sinfo", "--noheader", "--partition=main", "--format=%D %T"]
     env = {**os.environ, **found.env}
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=SURE_SECONDS
+    ).stdout
 
 
 def _wait(condition, what: str, found: SlurmCluster) -> None:
-    until = time.monotonic() + READY_SECONDS
-    while not condition():
-        assert time.monotonic() < until, f"no {what}: {_outputs(found)}"
-        time.sleep(0.1)
+    wait_until(condition, lambda: f"{what}: {_outputs(found)}")
 
 
 def _outputs(found: SlurmCluster) -> str:
@@ -227,7 +228,7 @@ def _outputs(found: SlurmCluster) -> str:
 def _end(found: SlurmCluster) -> None:
     env = {**os.environ, **found.env}
     cancel = ["scancel", "--full", "--signal=KILL", "--user=root"]
-    subprocess.run(cancel, capture_output=True, env=env, timeout=60)
+    subprocess.run(cancel, capture_output=True, env=env, timeout=SURE_SECONDS)
     for name in found.names:
         _kill(_on_node(found, name))
     for daemon in found.daemons.values():

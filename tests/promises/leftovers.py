@@ -13,6 +13,7 @@ import pytest
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.memory_folder import memory_folder
 from tests.promises.trainer import BUSY_SECONDS, run_history
+from tests.waiting import SURE_SECONDS
 
 STATES = "/jaxres-memory-"
 """Part of the names of the states that runs of other tests keep."""
@@ -46,7 +47,7 @@ def assert_nothing_left(run_dir: RunDir) -> None:
         if claim.coordinator is not None:
             host, _, port = claim.coordinator.partition(":")
             with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((host, int(port)), timeout=5)
+                socket.create_connection((host, int(port)), timeout=SURE_SECONDS)
     assert locks(run_dir) == []
     found = shared_memory(since=run_dir.lock.stat().st_mtime)  # The start of the run.
     own = str(memory_folder(run_dir.root))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import SURE_SECONDS
+
 PAGE_BYTES = 4096
 
 
@@ -80,7 +82,7 @@ class Namespace:
             [*self.through, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=30,
+            timeout=SURE_SECONDS,
         )
 
     def mount(self, folder: Path, *, size_bytes: int) -> None:

@@ -21,7 +21,6 @@ from tests.promises.test_memory_tier_restores_after_a_kill import MEMORY, wait_h
 from tests.promises.trainer import MLP, TINY, Workspace, digest, run_history
 from tests.tiers import campaign
 from tests.unit.telemetry.webhook_server import served
-from tests.waiting import SURE_SECONDS
 
 MIB = 2**20
 TARGETS = "alerts.targets=[{kind: generic, url_env: HOOK}]"
@@ -84,14 +83,14 @@ def test_failing_saves_on_a_full_disk_are_reported_once_and_recover(
         trainer.wait_commit(20)
         hog = Hog(run_dir.root.parent)
         hog.start()
-        hook.wait(lambda: len(hook.accepted) == 1, seconds=SURE_SECONDS)
+        hook.wait(lambda: len(hook.accepted) == 1)
         good, refused_at = run_history(run_dir).step, trainer.steps()[-1]
         trainer.wait(lambda: trainer.printed().count("ALARM: step ") >= 3, what="a third refusal")
         assert run_history(run_dir).step == good, "nothing is committed on a full disk"
         hog.closed = True
         hog.join()
         hog.ballast.unlink()
-        hook.wait(lambda: len(hook.accepted) == 2, seconds=SURE_SECONDS)
+        hook.wait(lambda: len(hook.accepted) == 2)
         trainer.wait_commit(good + 40)
         if tier == "memory":
             wait_held(trainer, good + 40)

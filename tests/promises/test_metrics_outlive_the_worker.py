@@ -26,6 +26,7 @@ import yaml
 
 from jaxres.supervisor.run_metrics import LABELS, METRICS
 from tests.promises.trainer import FAULTY, ROOT, TrainingProcess, Workspace, free_address
+from tests.waiting import SURE_SECONDS
 
 DASHBOARDS = ROOT / "tools" / "dashboards"
 RULES = DASHBOARDS / "alerts.yaml"
@@ -117,7 +118,7 @@ def test_every_alert_uses_exported_metrics_is_tested_and_explained() -> None:
 
 def promtool(*arguments: str) -> str:
     done = subprocess.run(
-        ["promtool", *arguments], capture_output=True, text=True, check=False, timeout=120
+        ["promtool", *arguments], capture_output=True, text=True, check=False, timeout=SURE_SECONDS
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -151,7 +152,7 @@ class Prometheus:
     def get(self, path: str, **query: str) -> Any:
         url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(url, timeout=60) as answer:
+            with urllib.request.urlopen(url, timeout=SURE_SECONDS) as answer:
                 return json.loads(answer.read())["data"]
         except OSError as error:  # It starts, or is not ready.
             assert "level=error" not in (printed := self._output.read_text()), printed
@@ -255,7 +256,7 @@ def test_a_stalled_run_is_an_alert_that_ends_with_the_next_step_and_a_dead_worke
 def scraped(address: str) -> dict[str, float]:
     """Returns each series that an exporter serves, or nothing if none answers."""
     try:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=SURE_SECONDS) as answer:
             lines = answer.read().decode().splitlines()
     except OSError:
         return {}

@@ -22,6 +22,7 @@ from tests.promises.trainer import (
     digest,
     starts,
 )
+from tests.waiting import SURE_SECONDS
 
 SCRIPT = """
 import sys, jaxres
@@ -51,7 +52,7 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     training.wait(lambda: "CALL 1 interrupted" in output.read_text(), what="the interrupt")
     assert "stopped and saved; the same call goes on" in output.read_text()
     saved = training.steps()[-1]
-    assert process.wait(120) == 0, output.read_text()
+    assert process.wait(SURE_SECONDS) == 0, output.read_text()
     assert "CALL 2 returned step 60" in output.read_text()
     assert starts(run_dir) == [0, saved], "the last finished step was not saved"
     assert_bit_exact(run_dir, fault_free)

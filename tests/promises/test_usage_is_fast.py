@@ -10,6 +10,7 @@ import pytest
 from jaxres.config.schema_fields import iter_fields
 from tests.promises.trainer import ROOT
 from tests.tiers import slow_but
+from tests.waiting import SURE_SECONDS
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore")
 COMMANDS = {
@@ -35,7 +36,7 @@ def test_help_is_complete_and_imports_no_jax(name: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SURE_SECONDS,
     )
     assert wait_exit.returncode == 0, wait_exit.stderr
     if "train" in name:

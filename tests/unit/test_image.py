@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from jaxres.launch import k8s_manifest
 from tests.emulators import kubernetes
+from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -32,7 +33,7 @@ def arguments(name: str) -> list[str]:
 
 def test_hadolint_finds_nothing():
     command = [SCRIPTS / "hadolint", ROOT / "Dockerfile"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SURE_SECONDS)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -95,5 +96,5 @@ def test_the_example_for_slurm_is_that_of_its_page_and_valid_shell():
     path = ROOT / "examples/slurm.sbatch"
     assert f"```bash\n{path.read_text()}```" in (ROOT / "docs/slurm.md").read_text()
     command = [SCRIPTS / "shellcheck", path]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SURE_SECONDS)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -20,7 +20,7 @@ MODULES = (
     *("beartype", "jax", "jax.numpy", "jaxtyping", "flax", "flax.nnx", "flax.linen", "optax"),
     *("optax.contrib", "orbax.checkpoint", "tensorstore", "numpy", "ml_dtypes", "xxhash", "yaml"),
     *("pydantic", "rich.console", "rich.progress", "rich.table", "plotext", "PIL.Image"),
-    *("pyarrow.parquet", "tokenizers", "zstandard", "safetensors.numpy", "prometheus_client"),
+    *("tokenizers", "zstandard", "safetensors.numpy", "prometheus_client"),
     *("google.cloud.storage", "google.cloud.compute_v1", "gcsfs", "tensorboardX"),
     *("jax.experimental.compilation_cache.compilation_cache", "jax.experimental.multihost_utils"),
     *("jax.experimental.serialize_executable", "concurrent.futures.process", "http.server"),

@@ -24,6 +24,7 @@ undefined name counts as one that does not apply.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -53,7 +54,7 @@ from tools.mutants.trees import Tree, copy_tree  # noqa: E402
 LIMIT_SECONDS = 900.0
 SLOTS = 2
 """They wait for processes and time limits as much as they compute."""
-PYTEST = ("-p", "no:cacheprovider", "--workers", "0", "--tb=short", "--show-capture=no")
+PYTEST = ("--workers", "0", "--tb=short", "--show-capture=no")
 # The server has imported modules that pytest would have rewritten.
 QUIET = ("-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
 TIERS = ("not campaign and not gpu and not slow", "slow and not campaign and not gpu")
@@ -264,6 +265,7 @@ class Bench:
         self._slots: queue.SimpleQueue[tuple[Tree, Path]] = queue.SimpleQueue()
         try:
             copy_tree(root, self._folder / "original")
+            self._copy_compiled(root)
             for number in range(slots):
                 slot = self._folder / str(number)
                 slot.mkdir()
@@ -279,6 +281,12 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _copy_compiled(self, root: Path) -> None:
+        """Copies what the tests of the working tree have compiled, so that mutants add nothing."""
+        for folder in (root / ".pytest_cache" / "d").glob("xla-*"):
+            with contextlib.suppress(shutil.Error):  # Others may be changing it.
+                shutil.copytree(folder, self._folder / "cache" / "d" / folder.name)
 
     def close(self) -> None:
         """Ends the tests that run, which then have the verdict `not run`."""
@@ -327,6 +335,7 @@ class Bench:
             "JAXRES_TEST_CACHES": str(self._folder / "caches"),
         }
         options = [*PYTEST, *QUIET, f"--basetemp={scratch / 't'}", "-m", tier]
+        options += ["-o", f"cache_dir={self._folder / 'cache'}"]
         return {
             "tree": str(tree.folder),
             "arguments": [*options, mutant.promise],

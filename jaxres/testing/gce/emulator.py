@@ -206,7 +206,7 @@ class GceEmulator:
         """Returns the numbers of calls so far, by call and by permission."""
         return self.api.counts.so_far()
 
-    def wait_for(self, what: Callable[[], object], *, timeout: float = 30.0) -> None:
+    def wait_for(self, what: Callable[[], object], *, timeout: float = 600.0) -> None:
         """Waits for a condition; `timeout` is in real seconds."""
         until = time.monotonic() + timeout
         while not what():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,25 +14,24 @@ from jaxres.chaos import network_faults
 from jaxres.chaos.job_network import JobNetwork
 from jaxres.exit_codes import ExitCode
 from jaxres.testing.proxy import Proxy
-
-WAIT_SECONDS = 60.0
+from tests.waiting import SURE_SECONDS, wait_until
 
 
 @contextlib.contextmanager
 def connected(server: socket.socket, proxy: Proxy) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yields both ends of a connection that passes a proxy."""
     host, _, port = proxy.address.partition(":")
-    with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS) as near:
+    with socket.create_connection((host, int(port)), timeout=SURE_SECONDS) as near:
         far, _ = server.accept()
         with far:
-            far.settimeout(WAIT_SECONDS)
+            far.settimeout(SURE_SECONDS)
             yield near, far
 
 
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as found:
-        found.settimeout(WAIT_SECONDS)
+        found.settimeout(SURE_SECONDS)
         yield found
 
 
@@ -48,12 +46,7 @@ def test_a_cut_proxy_loses_what_comes_and_closes_nothing(server: socket.socket) 
         proxy.cut()
         far.sendall(b"late")
         near.sendall(b"after")
-        wait = threading.Event()
-        for _ in range(int(WAIT_SECONDS / 0.01)):
-            if proxy.lost_bytes == 9:
-                break
-            wait.wait(0.01)
-        assert proxy.lost_bytes == 9, "both directions are cut"
+        wait_until(lambda: proxy.lost_bytes == 9, "cut of both directions")
         near.setblocking(False)
         with pytest.raises(BlockingIOError):
             near.recv(1)

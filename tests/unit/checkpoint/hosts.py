@@ -23,6 +23,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, fold, read_records
 from tests.promises.trainer import ROOT, free_address
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 SHAPES = {
     "wide": ((128, 96), jnp.float32, ("fsdp",)),
@@ -86,7 +87,7 @@ def run(num_hosts: int, root: Path, what: str) -> list[str]:
         )
         for host in range(num_hosts)
     ]
-    outputs = [process.communicate(timeout=120)[0].decode() for process in processes]
+    outputs = [process.communicate(timeout=SURE_SECONDS)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0] * num_hosts, "\n".join(outputs)
     return outputs
 

@@ -29,6 +29,7 @@ from jaxres.storage import files, gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from tests import damage
+from tests.waiting import SURE_SECONDS
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def test_starting_a_save_does_not_wait_for_the_bucket(
     writing = begin(step_dir)
     assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "the call has made a request"
     gcs_server.faults.clear()
-    background_save.wait_save(writing, step_dir, timeout=60)
+    background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state()
     )
@@ -68,7 +69,7 @@ def test_save_refused_by_the_bucket_is_storage_unavailable(
 ) -> None:
     gcs_server.fail("403", times=None)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        background_save.wait_save(begin(step_dir), step_dir, timeout=60)
+        background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
     gc.collect()
 
 
@@ -131,7 +132,7 @@ def test_bucket_errors_of_every_library_are_storage_unavailable(
 ) -> None:
     with pytest.raises(StorageUnavailable, match="could not be saved"):
         background_save.wait_save(
-            background_save.BackgroundSave(lambda: Broken(error)), step_dir, timeout=10
+            background_save.BackgroundSave(lambda: Broken(error)), step_dir, timeout=SURE_SECONDS
         )
 
 
@@ -143,7 +144,9 @@ def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
         json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
     with pytest.raises(StorageUnavailable, match="could not be saved"):
         background_save.wait_save(
-            background_save.BackgroundSave(lambda: Broken(raised.value)), step_dir, timeout=10
+            background_save.BackgroundSave(lambda: Broken(raised.value)),
+            step_dir,
+            timeout=SURE_SECONDS,
         )
 
 
@@ -165,7 +168,7 @@ def test_bug_in_a_save_is_raised_unchanged_on_disk_and_in_a_bucket(
     place = tmp_path if where == "disk" else step_dir
     with pytest.raises(type(error)) as raised:
         background_save.wait_save(
-            background_save.BackgroundSave(lambda: Broken(error)), place, timeout=10
+            background_save.BackgroundSave(lambda: Broken(error)), place, timeout=SURE_SECONDS
         )
     assert raised.value is error
 
@@ -175,14 +178,14 @@ def test_data_damaged_on_upload_is_never_reported_as_written(
 ) -> None:
     """TensorStore sends no checksum with its writes; the digests of the snapshot detect damage."""
     damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
-    background_save.wait_save(begin(step_dir), step_dir, timeout=60)
+    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
     assert damaged.hits == 1
     result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
     assert result.failure
 
 
 def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: GcsServer) -> None:
-    background_save.wait_save(begin(step_dir), step_dir, timeout=60)
+    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
     damaged = gcs_server.fail("damage", method="GET", path="alt=media", times=3)
     result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
     assert damaged.hits == 3
@@ -194,7 +197,7 @@ DATA_FOLDER = "state/ocdbt.process_0/d"
 
 
 def saved(step_dir: GcsPath) -> None:
-    background_save.wait_save(begin(step_dir), step_dir, timeout=60)
+    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
 
 
 @pytest.fixture

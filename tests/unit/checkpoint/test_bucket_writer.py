@@ -23,6 +23,7 @@ from jaxres.storage.gcs_objects import Stat
 from jaxres.storage.object_streams import MemoryFile
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
+from tests.waiting import SURE_SECONDS
 
 DATABASE = "state/ocdbt.process_0.0"
 SHAPES = {
@@ -57,7 +58,7 @@ def save(step_dir: GcsPath, arrays: dict[str, jax.Array]) -> HostReport:
     """Saves a step; returns the report on it, complete if there is no failure."""
     context = orbax_io.save_context(timeout_seconds=60, is_remote=True)
     writing = background_save.start_save(arrays, step_dir, context, writer="tensorstore")
-    background_save.wait_save(writing, step_dir, timeout=60)
+    background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
     assert writing.report is not None
     if not writing.report.failure:
         writing.complete([writing.report])

@@ -27,6 +27,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
 from jaxres.runlog.run_log import Commit, Prune
 from tests.unit.checkpoint.conftest import like, progress, sharding, state
+from tests.waiting import SURE_SECONDS
 
 
 def host(tree):
@@ -118,7 +119,7 @@ def test_a_save_returns_before_the_step_is_committed(attempt):
 
 
 def assert_set(event):
-    assert event.wait(timeout=120), "no call has waited for the save"
+    assert event.wait(timeout=SURE_SECONDS), "no call has waited for the save"
 
 
 def test_a_save_due_while_one_is_in_flight_waits_and_reports_it(attempt):
@@ -171,7 +172,7 @@ def inject():
 
 def wait_settled(checkpoints):
     """Waits until the save in flight has ended; raises none of its errors."""
-    checkpoints._flight._work.exception(timeout=120)
+    checkpoints._flight._work.exception(timeout=SURE_SECONDS)
 
 
 def test_a_failure_before_the_record_is_raised_at_the_next_check_and_commits_nothing(attempt):

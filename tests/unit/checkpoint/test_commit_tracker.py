@@ -5,12 +5,13 @@ import threading
 from jaxres.checkpoint import checkpointer
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.runlog.events import SaveSkipped, SaveStarted
+from tests.waiting import SURE_SECONDS
 
 from .conftest import progress, state
 
 
 def assert_set(event):
-    assert event.wait(timeout=120), "no call has waited for the save"
+    assert event.wait(timeout=SURE_SECONDS), "no call has waited for the save"
 
 
 class FollowerHost(SingleHost):

@@ -25,6 +25,7 @@ from jaxres.faults import ConfigError
 from jaxres.models.param_paths import nested
 from tests.tiers import campaign, slow_but
 from tests.unit.checkpoint import families
+from tests.waiting import SURE_SECONDS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "family_logits.npz"
 BOUND = 2e-5
@@ -183,7 +184,7 @@ def test_sizes_of_a_mixed_model_have_no_family():
 def test_transformers_still_computes_the_recorded_logits(tmp_path):
     script = Path(__file__).with_name("families_by_transformers.py")
     python = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
-    subprocess.run([python, script, tmp_path / "out.npz"], check=True, timeout=600)
+    subprocess.run([python, script, tmp_path / "out.npz"], check=True, timeout=SURE_SECONDS)
     found, recorded = np.load(tmp_path / "out.npz"), np.load(GOLDEN)
     for case in families.CONFIGS:
         assert math.isclose(np.abs(found[case] - recorded[case]).max(), 0, abs_tol=1e-5)

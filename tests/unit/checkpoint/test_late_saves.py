@@ -9,6 +9,7 @@ import pytest
 from jaxres.checkpoint import commit_tracker
 from jaxres.faults import StopRun, StorageUnavailable
 from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, SaveWaited
+from tests.waiting import SURE_SECONDS
 
 from .conftest import progress, state
 
@@ -29,7 +30,7 @@ class BlockedStorage:
         self.opened, self.refuses = threading.Event(), False
 
     def __call__(self):
-        assert self.opened.wait(30), "the gate was not opened"
+        assert self.opened.wait(SURE_SECONDS), "the gate was not opened"
         if self.refuses:
             raise StorageUnavailable("the bucket is unavailable")
 

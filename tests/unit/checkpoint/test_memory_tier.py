@@ -20,6 +20,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.records import Record, Start
 from jaxres.storage import memory_folder
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 BEGUN = Start(step=0, path=None, dataset="d", computation={})
 HISTORY = run_log.fold([Record(1, 1, 0.0, CLAIM), Record(2, 1, 0.0, BEGUN)])
@@ -203,7 +204,7 @@ def test_memory_that_another_host_lacks_is_given_back_but_for_the_states(harness
 
 def test_a_state_that_is_due_while_one_is_being_written_is_left_out(harness):
     gate = threading.Event()
-    tier = harness.begun(flush=lambda: gate.wait(10))
+    tier = harness.begun(flush=lambda: gate.wait(SURE_SECONDS))
     tier.save(state_of(5), Progress(step=5))
     tier.save(state_of(10), Progress(step=10))
     gate.set()

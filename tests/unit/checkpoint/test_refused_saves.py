@@ -29,6 +29,7 @@ from jaxres.storage.path import GcsPath
 from tests.promises.mounts import Namespace
 from tests.unit.checkpoint.conftest import claimed, like, progress, state
 from tests.unit.checkpoint.test_checkpointer import assert_equal, commits, restore
+from tests.waiting import SURE_SECONDS
 
 MIB = 2**20
 
@@ -352,7 +353,7 @@ def test_a_save_that_orbax_itself_has_timed_out_has_ended():
 
     writing = background_save.BackgroundSave(Response)
     with pytest.raises(StorageUnavailable, match="Timeout waiting at barrier"):
-        background_save.wait_save(writing, Path("step"), timeout=10)
+        background_save.wait_save(writing, Path("step"), timeout=SURE_SECONDS)
     assert writing.is_over()
 
 
@@ -452,7 +453,7 @@ def hanging(request, tmp_path, monkeypatch):
     real = getattr(writer, name)
 
     def write(*arguments):
-        assert gate.wait(30), "the gate was not opened"
+        assert gate.wait(SURE_SECONDS), "the gate was not opened"
         return real(*arguments)
 
     monkeypatch.setattr(writer, name, write)

@@ -34,6 +34,7 @@ from tests.unit.checkpoint.test_checkpointer import (
     commits,
     inject,
 )
+from tests.waiting import SURE_SECONDS
 
 
 def state(step):
@@ -282,7 +283,7 @@ def test_a_read_from_hanging_storage_times_out_once_and_quarantines_nothing(save
 
     def load(*_, **__):
         calls.append(1)
-        gate.wait(30)
+        gate.wait(SURE_SECONDS)
 
     monkeypatch.setattr(restoring, "load", load)
     with pytest.raises(StorageUnavailable, match=r"within 0 s .*storage does not answer"):

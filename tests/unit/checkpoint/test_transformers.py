@@ -15,6 +15,7 @@ import pytest
 from jaxres.checkpoint import weights_export
 from tests.unit.checkpoint.llama_run import config, logits, random_params, run_of
 from tests.unit.checkpoint.test_weights_export import TOKENS, json_rows
+from tests.waiting import SURE_SECONDS
 
 READER = Path(__file__).with_name("read_by_transformers.py")
 
@@ -32,7 +33,7 @@ def test_transformers_computes_the_same_logits(tmp_path, capsys, tie_embeddings,
     np.save(tmp_path / "tokens.npy", TOKENS)
     files = [tmp_path / name for name in ("tokens.npy", "logits.npy", "back")]
     python = os.environ.get("TRANSFORMERS_PYTHON", sys.executable)
-    subprocess.run([python, READER, out, *files], check=True, timeout=300)
+    subprocess.run([python, READER, out, *files], check=True, timeout=SURE_SECONDS)
     their_logits = np.load(tmp_path / "logits.npy")
     # Two implementations in float32: measured 1e-6.
     assert np.abs(logits(cfg.model, params, TOKENS) - their_logits).max() < 2e-5

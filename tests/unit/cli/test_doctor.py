@@ -13,6 +13,7 @@ import pytest
 from jaxres.cli import doctor
 from jaxres.cli.checklist import ITEMS
 from jaxres.train import preflight
+from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "promises" / "tiny.yaml"
@@ -204,7 +205,7 @@ def test_a_bad_config_is_rejected_before_jax_is_imported() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=SURE_SECONDS,
     )
     assert ended.returncode == 78, ended.stderr
     assert "did you mean 'steps'?" in ended.stderr

@@ -20,6 +20,7 @@ from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Prune, Start
 from jaxres.storage import files
 from tests.unit.config.conftest import MINIMAL
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 BYTES = 100
 
@@ -218,7 +219,9 @@ def test_files_not_named_by_a_step_are_no_pins(run_dir):
 def test_a_prune_killed_before_any_of_its_file_operations_loses_nothing(run_dir, tmp_path):
     copies = tmp_path / "copies"
     command = [sys.executable, "-m", "tests.unit.cli.prune_killer", run_dir.root, copies]
-    completed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    completed = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=SURE_SECONDS
+    )
     num_operations, histories, num_leftovers = int(completed.stdout), set(), 0
     assert num_operations > 20, "operations: claim, config, record, two deletions, end"
     for number in range(1, num_operations + 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from jaxres.cli.sweep import points_of
 from jaxres.faults import UsageError
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
+from tests.waiting import SURE_SECONDS, wait_until
 
 TINY = Path(__file__).parents[2] / "promises" / "tiny.yaml"
 
@@ -86,14 +86,12 @@ def test_the_runs_of_a_killed_sweep_get_sigterm_so_that_they_save(tmp_path):
     fake, place = tmp_path / "python", tmp_path / "r"
     fake.write_text(
         f"#!/bin/bash\ntrap 'echo saved > {place}; exit' TERM\ntouch {place}\n"
-        "for _ in {1..200}; do sleep 0.05; done\n"
+        "while :; do sleep 0.05; done\n"
     )
     fake.chmod(0o755)
     subprocess.run([sys.executable, "-c", KILLED, str(fake), str(place)])
-    until = time.monotonic() + 5
-    while not (text := place.read_text()) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert text == "saved\n"
+    wait_until(place.read_text, "save")
+    assert place.read_text() == "saved\n"
 
 
 class FakeRun:
@@ -197,14 +195,14 @@ def test_an_interrupted_sweep_saves_and_the_same_command_ends_it(tmp_path):
     command += ["--grid", "optimizer.learning_rate=1e-3,3e-3", "--parallel", "2"]
     command += ["--to", str(tmp_path / "s"), "evaluation.every_steps=0"]
     process = subprocess.Popen(command)
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
+
+    def have_saved():
         rows = jaxres.runs(tmp_path / "s") if (tmp_path / "s").exists() else []
-        if len(rows) == 2 and all((row["step"] or 0) >= 8 for row in rows):
-            break
-        time.sleep(0.2)
+        return len(rows) == 2 and all((row["step"] or 0) >= 8 for row in rows)
+
+    wait_until(have_saved, "step of each run")
     process.send_signal(signal.SIGINT)
-    assert process.wait(120) == 76
+    assert process.wait(SURE_SECONDS) == 76
     stopped = [row["step"] for row in jaxres.runs(tmp_path / "s")]
     assert all(8 <= step < 160 for step in stopped)
     assert subprocess.run(command).returncode == 0

@@ -25,11 +25,17 @@ from jaxres.cluster.messages import (
 )
 from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader, RendezvousSettings
 from jaxres.faults import RunError
+from tests.waiting import SURE_SECONDS, wait_until
 
 CLOCK = SystemClock()
 KEY = b"k" * 32
 SECRET = Secret(KEY, "/runs/a/secret")
-LIMITS = {"join_seconds": 20.0, "heartbeat_seconds": 10.0, "clock": CLOCK, "secret": SECRET}
+LIMITS = {
+    "join_seconds": SURE_SECONDS,
+    "heartbeat_seconds": SURE_SECONDS,
+    "clock": CLOCK,
+    "secret": SECRET,
+}
 ATTEMPT = AttemptAnnounced(attempt=3, nonce="c1a1", coordinator="127.0.0.1:1")
 
 
@@ -55,6 +61,17 @@ def free_address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return Address("127.0.0.1", probe.getsockname()[1])
+
+
+def dial(address):
+    """Connects as an unknown client, as soon as a socket listens."""
+
+    def connected():
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((address.host, address.port))
+        return None
+
+    return wait_until(connected, f"server at {address}")
 
 
 def proof(role, accepting, connecting, *, key=KEY):
@@ -97,8 +114,9 @@ def leader(address, *, num_hosts=2, **limits):
     return RendezvousLeader(settings(address, hello(0, num_hosts=num_hosts), **limits))
 
 
-def follow(address, sent, *, is_visible=True, visible_seconds=0.5, **limits):
+def follow(address, sent, *, is_visible=True, **limits):
     """Joins the rendezvous and leaves; returns the announcement."""
+    visible_seconds = SURE_SECONDS if is_visible else 0.5
     with RendezvousFollower(settings(address, sent, **limits)) as follower:
         announcement = follower.join()
         follower.confirm(
@@ -107,12 +125,55 @@ def follow(address, sent, *, is_visible=True, visible_seconds=0.5, **limits):
         return announcement
 
 
-def begin(address, *, num_hosts=2, visible_seconds=0.5, **limits):
+def begin(address, *, num_hosts=2, lobby=None, **limits):
     """Leads the rendezvous and leaves; returns the hellos."""
     with leader(address, num_hosts=num_hosts, **limits) as running_leader:
+        if lobby is not None:
+            lobby.leader = running_leader
         hellos = running_leader.wait_for_all()
-        running_leader.announce(ATTEMPT, visible_seconds=visible_seconds)
+        running_leader.announce(ATTEMPT, visible_seconds=SURE_SECONDS)
         return hellos
+
+
+class Lobby:
+    """Tells other threads who has joined the rendezvous of a leader."""
+
+    leader = None
+
+    def has(self, *nonces):
+        """Returns whether the hosts with these nonces have joined."""
+        joined = [] if self.leader is None else self.leader._joined()
+        return {each.nonce for each in joined} >= set(nonces)
+
+    def wait_for(self, *nonces):
+        """Waits until the hosts with these nonces have joined."""
+        wait_until(lambda: self.has(*nonces), f"{nonces} in the rendezvous")
+
+
+class PassingClock(SystemClock):
+    """The clock of this machine, on which time passes at once when a condition is true.
+
+    It advances in steps that no process takes for a suspension.
+    """
+
+    passed = 0.0
+
+    def __init__(self, may_pass, *, step):
+        object.__setattr__(self, "_may_pass", may_pass)
+        object.__setattr__(self, "_step", step)
+
+    def monotonic(self):
+        if self._may_pass():
+            object.__setattr__(self, "passed", self.passed + self._step)
+        return super().monotonic() + self.passed
+
+
+class StillClock(PassingClock):
+    """A clock that stands still until time passes at once."""
+
+    def monotonic(self):
+        super().monotonic()
+        return self.passed
 
 
 def together(*calls):
@@ -128,16 +189,18 @@ def together(*calls):
         return list(pool.map(ended, calls))
 
 
-def wait_message(peers, kind, *, seconds=10.0, heartbeat=None):
+def wait_message(peers, kind, *, heartbeat=None):
     """Returns the first message of a kind, with its host."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        for host, received in peers.receive():
-            if isinstance(received, kind):
-                return host, received
-        peers.send_heartbeat(heartbeat or Heartbeat())
-        time.sleep(0.02)
-    raise AssertionError(f"no {kind.__name__} within {seconds} s")
+    while_waiting = heartbeat or Heartbeat()
+
+    def received():
+        for host, message in peers.receive():
+            if isinstance(message, kind):
+                return host, message
+        peers.send_heartbeat(while_waiting)
+        return None
+
+    return wait_until(received, kind.__name__)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,9 @@ from tests.unit.cluster.supervisors import (
     CLOCK,
     KEY,
     SECRET,
+    StillClock,
     begin,
+    dial,
     follow,
     free_address,
     hello,
@@ -52,6 +54,7 @@ from tests.unit.cluster.supervisors import (
     together,
     wait_message,
 )
+from tests.waiting import SURE_SECONDS
 
 OTHER = Secret(b"o" * 32, "/runs/b/secret")
 
@@ -69,7 +72,7 @@ def running(address):
     def follower():
         with RendezvousFollower(settings(address, hello(1))) as joined:
             peers = joined.confirm(joined.join(), lambda *_: True)
-            wait_message(peers, JobResult, seconds=30)
+            wait_message(peers, JobResult)
 
     def host_0():
         with leader(address) as running_leader:
@@ -85,19 +88,19 @@ def running(address):
     threads = [threading.Thread(target=call) for call in (host_0, follower)]
     for thread in threads:
         thread.start()
-    assert started.wait(20)
+    assert started.wait(SURE_SECONDS)
     try:
         yield received
     finally:
         over.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(SURE_SECONDS)
     assert all(message == Heartbeat() for _, message in received), received
 
 
 def read_all(connected):
     """Returns every line that is sent until the connection ends."""
-    connected.settimeout(20)
+    connected.settimeout(SURE_SECONDS)
     lines = []
     with contextlib.suppress(ConnectionError):
         while (got := read_line(connected)) is not None:
@@ -184,11 +187,18 @@ UNKNOWN_CLIENTS = [
 ]
 
 
+@pytest.fixture(params=UNKNOWN_CLIENTS)
+def act(request, monkeypatch):
+    """What an unknown client does; one that says all that it hears is only ended by its time."""
+    if request.param is reflects_every_line:
+        monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 1.0)
+    return request.param
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
 def test_an_unknown_client_of_a_running_job_gets_only_a_challenge(address, act, capsys):
     with running(address), socket.create_connection((address.host, address.port)) as connected:
-        connected.settimeout(20)
+        connected.settimeout(SURE_SECONDS)
         act(connected)
         lines = read_all(connected)
         time.sleep(0.1)
@@ -196,16 +206,10 @@ def test_an_unknown_client_of_a_running_job_gets_only_a_challenge(address, act, 
     assert capsys.readouterr().err.count("was refused") == 1
 
 
-@pytest.mark.parametrize("act", UNKNOWN_CLIENTS)
 def test_an_unknown_client_takes_no_slot_during_the_rendezvous(address, act):
     def unknown_client():
-        for _ in range(500):
-            with contextlib.suppress(ConnectionRefusedError):
-                connected = socket.create_connection((address.host, address.port))
-                break
-            time.sleep(0.01)
-        with connected:
-            connected.settimeout(20)
+        with dial(address) as connected:
+            connected.settimeout(SURE_SECONDS)
             act(connected)
             read_all(connected)
         return follow(address, hello(1))
@@ -237,7 +241,7 @@ def test_a_replayed_handshake_is_refused(address):
 
     with running(address):
         with socket.create_connection((address.host, address.port)) as first:
-            first.settimeout(20)
+            first.settimeout(SURE_SECONDS)
             prove(Recorded(first))
         assert len(sent) == 2
         with socket.create_connection((address.host, address.port)) as again:
@@ -254,13 +258,13 @@ def test_a_follower_sends_nothing_to_a_server_that_reflects_its_proof(address):
         def serve():
             connected, _ = server.accept()
             with connected:
-                connected.settimeout(20)
+                connected.settimeout(SURE_SECONDS)
                 connected.sendall(line(challenge="0" * 64))
                 assert is_challenge(read_line(connected))
                 connected.sendall(line(proof=read_line(connected)["proof"]))
                 received.extend(read_all(connected))
 
-        refused, _ = together(partial(follow, address, hello(1), join_seconds=5.0), serve)
+        refused, _ = together(partial(follow, address, hello(1)), serve)
     assert received == [], "messages were sent to one that holds no secret"
     assert isinstance(refused, ConfigError)
     assert "has a different secret" in str(refused)
@@ -320,10 +324,16 @@ def test_queued_messages_follow_the_handshake():
 
 
 def test_different_secrets_are_reported_on_both_sides(address, capsys):
-    lost, refused = together(
-        partial(begin, address, join_seconds=2.0),
-        partial(follow, address, hello(1), secret=OTHER),
-    )
+    over = threading.Event()
+
+    def other():
+        try:
+            return follow(address, hello(1), secret=OTHER)
+        finally:
+            over.set()
+
+    clock = StillClock(over.is_set, step=0.1)
+    lost, refused = together(partial(begin, address, join_seconds=2.0, clock=clock), other)
     assert isinstance(refused, ConfigError)
     assert f"{address}: host 0 there has a different secret" in str(refused)
     assert OTHER.source in str(refused)

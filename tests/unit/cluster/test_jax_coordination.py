@@ -10,6 +10,7 @@ from jaxres.clock import SystemClock
 from jaxres.cluster import jax_coordination
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import ConfigError, PeerLost
+from tests.waiting import SURE_SECONDS
 
 
 class FakeKeyValueStore:
@@ -47,8 +48,10 @@ def not_called():
 
 def test_host_0_decides_and_all_hosts_receive_its_value():
     leader, *others = hosts(3)
-    assert leader.broadcast("restore", lambda: "step 8", seconds=1) == "step 8"
-    assert [one.broadcast("restore", not_called, seconds=1) for one in others] == ["step 8"] * 2
+    assert leader.broadcast("restore", lambda: "step 8", seconds=SURE_SECONDS) == "step 8"
+    assert [one.broadcast("restore", not_called, seconds=SURE_SECONDS) for one in others] == [
+        "step 8"
+    ] * 2
 
 
 def test_a_missing_value_names_host_0_in_one_line():
@@ -60,11 +63,9 @@ def test_a_missing_value_names_host_0_in_one_line():
 
 def test_a_host_missing_at_a_barrier_is_named():
     leader, one, _ = hosts(3)
-    waiting = threading.Thread(target=lambda: one.kv_set("barrier/built/1", "1"))
-    waiting.start()
+    one.kv_set("barrier/built/1", "1")
     with pytest.raises(PeerLost, match="host 2 did not"):
         leader.barrier("built", seconds=0.2)
-    waiting.join()
 
 
 def test_host_0_exits_last_and_waits_for_a_limited_time(monkeypatch):
@@ -75,7 +76,7 @@ def test_host_0_exits_last_and_waits_for_a_limited_time(monkeypatch):
     leaving.join(0.1)
     assert left == [], "it has gone before the other"
     one.shutdown()
-    leaving.join(5)
+    leaving.join(SURE_SECONDS)
     assert left == ["lead"]
     monkeypatch.setattr(jax_coordination, "EXIT_SECONDS", 0.1)
     hosts(2)[0].shutdown()

@@ -5,11 +5,11 @@ import select
 import signal
 import socket
 import threading
-import time
 
 import pytest
 
 from jaxres.clock import Awake
+from jaxres.cluster import peer_connections
 from jaxres.cluster.authentication import Secret
 from jaxres.cluster.compatibility import MAX_KEYS_BYTES, key_digests, values_of
 from jaxres.cluster.connection import MAX_UNSENT_BYTES, Connection
@@ -35,12 +35,14 @@ from tests.unit.cluster.supervisors import (
     ATTEMPT,
     CLOCK,
     SECRET,
+    PassingClock,
     follower_process,
     free_address,
     hello,
     leader,
     wait_message,
 )
+from tests.waiting import SURE_SECONDS
 
 
 class Hand:
@@ -56,7 +58,7 @@ class Hand:
 @pytest.fixture
 def pair():
     ours, theirs = socket.socketpair()
-    with PeerLinks(clock=CLOCK, silence_seconds=10.0) as peers:
+    with PeerLinks(clock=CLOCK, silence_seconds=SURE_SECONDS) as peers:
         peers.add(1, "node1", Connection(ours, None))
         yield peers, theirs
         theirs.close()
@@ -113,9 +115,10 @@ def test_the_last_messages_are_received_before_the_loss_and_none_after_it(pair):
     peers.send_heartbeat(LeaderHeartbeat((1,)))
 
 
-def test_close_waits_until_a_slow_reader_has_received_the_last_message():
+def test_close_waits_until_a_slow_reader_has_received_the_last_message(monkeypatch):
+    monkeypatch.setattr(peer_connections, "LINGER_SECONDS", SURE_SECONDS)
     ours, theirs = socket.socketpair()
-    peers = PeerLinks(clock=CLOCK, silence_seconds=10.0)
+    peers = PeerLinks(clock=CLOCK, silence_seconds=SURE_SECONDS)
     peers.add(1, "node1", Connection(ours, None))
     for _ in range(10):
         peers.send(StopMessage(75, "x" * 60000))
@@ -150,11 +153,16 @@ def test_a_peer_that_sends_invalid_data_is_lost(pair, data):
 
 def test_a_peer_that_does_not_read_is_lost_and_delays_no_other(pair):
     peers, _theirs = pair
-    started = time.monotonic()
-    for _ in range(10 * MAX_UNSENT_BYTES // 30000):
-        peers.send(StopMessage(75, "x" * 30000))
+
+    def send():
+        for _ in range(10 * MAX_UNSENT_BYTES // 30000):
+            peers.send(StopMessage(75, "x" * 30000))
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    sending.join(SURE_SECONDS)
+    assert not sending.is_alive(), "it waits for a peer that does not read"
     assert isinstance(peers.receive()[-1][1], Disconnected)
-    assert time.monotonic() - started < 5
 
 
 def test_heartbeats_are_omitted_for_a_peer_that_does_not_read(still_pair):
@@ -216,7 +224,7 @@ def test_select_wakes_when_a_message_arrives(pair):
     peers, theirs = pair
     assert select.select([peers], [], [], 0)[0] == []
     theirs.sendall(encode(StartWorkers()))
-    assert select.select([peers], [], [], 5)[0] == [peers]
+    assert select.select([peers], [], [], SURE_SECONDS)[0] == [peers]
     assert peers.receive() == [(1, StartWorkers())]
     assert select.select([peers], [], [], 0)[0] == []
 
@@ -231,20 +239,21 @@ def test_awake_time_excludes_suspension():
     assert awake.now() - started == 4.5
 
 
-def start(address, process_count):
+def start(address, process_count, **limits):
     """Leads the rendezvous of some processes; returns the leader, which the caller closes."""
-    running_leader = leader(address, num_hosts=process_count + 1, heartbeat_seconds=2.0).__enter__()
+    running_leader = leader(address, num_hosts=process_count + 1, **limits).__enter__()
     running_leader.wait_for_all()
     return running_leader, running_leader.announce(ATTEMPT)
 
 
 def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit():
-    address = free_address()
+    address, is_suspended = free_address(), threading.Event()
+    clock = PassingClock(is_suspended.is_set, step=1.5)
     with (
         follower_process(address, hello(1, num_hosts=3)) as first,
-        follower_process(address, hello(2, num_hosts=3), heartbeat_seconds=30.0) as second,
+        follower_process(address, hello(2, num_hosts=3)) as second,
     ):
-        running_leader, peers = start(address, 2)
+        running_leader, peers = start(address, 2, heartbeat_seconds=120.0, clock=clock)
         try:
             assert (
                 wait_message(peers, Heartbeat, heartbeat=LeaderHeartbeat((0, 0, 0)))[1].phase
@@ -256,9 +265,10 @@ def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit
             assert "host 1 (node1) is gone" in lost.reason
             assert "nothing was received" not in lost.reason
             second.send_signal(signal.SIGSTOP)
+            is_suspended.set()
             host, lost = wait_message(peers, Disconnected, heartbeat=LeaderHeartbeat((0, 0, 0)))
             assert host == 2
-            assert "nothing was received from it for 2 s" in lost.reason
+            assert "nothing was received from it for 120 s" in lost.reason
             second.send_signal(signal.SIGCONT)
             assert "closed the connection" in second.stdout.read()
         finally:

@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from jaxres.cluster import connection
+from tests.waiting import SURE_SECONDS
 
 
 def test_a_reserved_port_is_refused_to_others_and_the_service_may_listen_on_it():
@@ -16,7 +17,7 @@ def test_a_reserved_port_is_refused_to_others_and_the_service_may_listen_on_it()
             leader.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             leader.bind((host, int(number)))
             leader.listen()
-            with socket.create_connection((host, int(number)), timeout=5):
+            with socket.create_connection((host, int(number)), timeout=SURE_SECONDS):
                 pass
 
 

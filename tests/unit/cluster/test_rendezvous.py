@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,10 +17,14 @@ from jaxres.cluster.messages import MAX_BYTES, Disconnected, JobResult, encode
 from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, PeerLost, PreemptedError, RunError, StoppedError
+from tests.manual_clock import ManualClock
 from tests.unit.cluster.supervisors import (
     ATTEMPT,
     SECRET,
+    Lobby,
+    StillClock,
     begin,
+    dial,
     follow,
     free_address,
     hello,
@@ -31,21 +36,12 @@ from tests.unit.cluster.supervisors import (
     together,
     wait_message,
 )
+from tests.waiting import SURE_SECONDS
 
 
 @pytest.fixture
 def address():
     return free_address()
-
-
-def dial(address):
-    """Connects as an unknown client, as soon as a socket listens."""
-    for _ in range(500):
-        try:
-            return socket.create_connection((address.host, address.port))
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-    raise AssertionError(address)
 
 
 def assert_all_end(ends, kind, *texts):
@@ -76,8 +72,10 @@ def test_the_leader_may_start_later(address):
 
 
 def test_an_absent_host_is_named_to_all_that_joined(address):
+    lobby = Lobby()
+    clock = StillClock(lambda: lobby.has("nonce1"), step=0.1)
     ends = together(
-        partial(begin, address, num_hosts=4, join_seconds=0.7),
+        partial(begin, address, num_hosts=4, join_seconds=0.7, lobby=lobby, clock=clock),
         partial(follow, address, hello(1, num_hosts=4)),
     )
     assert_all_end(ends, PeerLost, "hosts 2, 3 of 4", str(address), "0.7 s", "host 1 (node1, pid")
@@ -144,16 +142,21 @@ def test_compatible_hosts_also_end_if_one_is_incompatible(address):
 
 
 def test_a_duplicate_id_is_refused_and_the_others_continue(address):
+    lobby, refused = Lobby(), threading.Event()
+
     def double():
-        time.sleep(0.6)
-        return follow(address, hello(1, num_hosts=3, nonce="other", name="elsewhere"))
+        lobby.wait_for("nonce1")
+        try:
+            return follow(address, hello(1, num_hosts=3, nonce="other", name="elsewhere"))
+        finally:
+            refused.set()
 
     def last():
-        time.sleep(1.0)
+        refused.wait(SURE_SECONDS)
         return follow(address, hello(2, num_hosts=3))
 
     hellos, first, doubled, other = together(
-        partial(begin, address, num_hosts=3),
+        partial(begin, address, num_hosts=3, lobby=lobby),
         partial(follow, address, hello(1, num_hosts=3)),
         double,
         last,
@@ -165,21 +168,27 @@ def test_a_duplicate_id_is_refused_and_the_others_continue(address):
 
 
 def test_a_second_host_0_among_followers_is_refused(address):
+    refused = threading.Event()
+
     def wrong():
-        time.sleep(0.2)
-        return follow(address, hello(0, nonce="other"))
+        try:
+            return follow(address, hello(0, nonce="other"))
+        finally:
+            refused.set()
 
     def last():
-        time.sleep(0.5)
+        refused.wait(SURE_SECONDS)
         return follow(address, hello(1))
 
-    _, refused, announced = together(partial(begin, address), wrong, last)
-    assert isinstance(refused, ConfigError)
-    assert "host 0 is already taken by node0" in str(refused)
+    _, rejected, announced = together(partial(begin, address), wrong, last)
+    assert isinstance(rejected, ConfigError)
+    assert "host 0 is already taken by node0" in str(rejected)
     assert announced == ATTEMPT
 
 
 def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
+    lobby = Lobby()
+
     def dies_and_joins_again():
         with dial(address) as gone:
             prove(gone)
@@ -188,10 +197,11 @@ def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
         return follow(address, hello(1, num_hosts=3))
 
     def last():
-        time.sleep(0.6)
+        lobby.wait_for("nonce1")
         return follow(address, hello(2, num_hosts=3))
 
-    hellos, *announced = together(partial(begin, address, num_hosts=3), dies_and_joins_again, last)
+    led = partial(begin, address, num_hosts=3, lobby=lobby)
+    hellos, *announced = together(led, dies_and_joins_again, last)
     assert hellos[1].nonce == "nonce1"
     assert announced == [ATTEMPT, ATTEMPT]
 
@@ -213,7 +223,7 @@ def test_a_host_that_died_during_the_rendezvous_may_join_again(address):
 def test_an_unknown_client_is_disconnected_and_the_rendezvous_continues(address, data):
     def unknown_client():
         with dial(address) as connected:
-            connected.settimeout(5)
+            connected.settimeout(SURE_SECONDS)
             try:
                 connected.sendall(data)
                 connected.shutdown(socket.SHUT_WR)
@@ -236,7 +246,7 @@ def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
         )
         gathering.start()
         with socket.create_connection((address.host, address.port)) as slow:
-            slow.settimeout(5)
+            slow.settimeout(SURE_SECONDS)
             slow.sendall(b"{")
             assert "challenge" in read_line(slow)
             assert slow.recv(10) == b""
@@ -244,10 +254,10 @@ def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
             target=partial(together, partial(follow, address, hello(1)))
         )
         follow_thread.start()
-        gathering.join(5)
+        gathering.join(SURE_SECONDS)
         assert not gathering.is_alive()
         running_leader.announce(ATTEMPT)
-    follow_thread.join(5)
+    follow_thread.join(SURE_SECONDS)
 
 
 def test_the_number_of_unidentified_clients_is_bounded(address, monkeypatch):
@@ -267,7 +277,7 @@ def test_the_number_of_unidentified_clients_is_bounded(address, monkeypatch):
 
 def test_an_absent_leader_is_named(address):
     with pytest.raises(PeerLost) as lost:
-        follow(address, hello(1), join_seconds=0.5)
+        follow(address, hello(1), join_seconds=0.5, clock=ManualClock())
     assert f"host 0 at {address} did not answer within 0.5 s" in str(lost.value)
     assert "refused" in str(lost.value)
 
@@ -283,7 +293,7 @@ def test_a_client_that_connects_to_itself_is_refused(address, monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", itself)
     with pytest.raises(OSError, match="refused"):
-        connect(address, secret=SECRET, seconds=1.0)
+        connect(address, secret=SECRET, seconds=SURE_SECONDS)
     monkeypatch.undo()
     with leader(address):
         pass
@@ -291,7 +301,7 @@ def test_a_client_that_connects_to_itself_is_refused(address, monkeypatch):
 
 def test_a_leader_whose_name_does_not_resolve_is_named():
     with pytest.raises(PeerLost, match=r"no-such-host\.invalid:1 did not answer"):
-        follow(Address("no-such-host.invalid", 1), hello(1), join_seconds=0.5)
+        follow(Address("no-such-host.invalid", 1), hello(1), join_seconds=0.5, clock=ManualClock())
 
 
 @pytest.mark.parametrize("banner", [b"SSH-2.0-OpenSSH_9.6\r\n", b"\x00\x00\x12\x04\x00", b"{}\n"])
@@ -359,9 +369,9 @@ def test_a_claim_may_become_visible_late(address):
 
     def look():
         with RendezvousFollower(settings(address, hello(1))) as follower:
-            follower.confirm(follower.join(), is_visible, visible_seconds=5)
+            follower.confirm(follower.join(), is_visible, visible_seconds=SURE_SECONDS)
 
-    together(partial(begin, address, visible_seconds=5), look)
+    together(partial(begin, address), look)
     assert looks == [(3, "c1a1")] * 3
 
 
@@ -370,13 +380,13 @@ class Signalled:
     """A clock that raises once: it is asked all the time, as a signal may come at any."""
 
     end: RunError | None
-    due: float
+    is_due: Callable[[], bool]
 
     def sleep(self, seconds):
         time.sleep(seconds)
 
     def monotonic(self):
-        if self.end is not None and time.monotonic() > self.due:
+        if self.end is not None and self.is_due():
             end, self.end = self.end, None
             raise end
         return time.monotonic()
@@ -384,9 +394,10 @@ class Signalled:
 
 @pytest.mark.parametrize("end", [StoppedError, PreemptedError, ConfigError])
 def test_an_exit_of_one_host_before_the_start_ends_all(address, end):
-    clock = Signalled(end("SIGx"), time.monotonic() + 0.6)
+    lobby = Lobby()
+    clock = Signalled(end("SIGx"), lambda: lobby.has("nonce1", "nonce2"))
     led, ended, reported = together(
-        partial(begin, address, num_hosts=4),
+        partial(begin, address, num_hosts=4, lobby=lobby),
         partial(follow, address, hello(1, num_hosts=4), clock=clock),
         partial(follow, address, hello(2, num_hosts=4)),
     )
@@ -427,7 +438,7 @@ def test_a_leader_that_dies_after_all_have_joined_is_lost(address):
 
 
 def test_late_and_duplicate_hosts_are_rejected_at_once(address):
-    done = threading.Event()
+    started, done = threading.Event(), threading.Event()
 
     def stays():
         with RendezvousFollower(settings(address, hello(1))) as follower:
@@ -437,6 +448,7 @@ def test_late_and_duplicate_hosts_are_rejected_at_once(address):
         with leader(address) as running_leader:
             running_leader.wait_for_all()
             running = running_leader.announce(ATTEMPT)
+            started.set()
             while not done.wait(0.02):
                 assert not [
                     message for _, message in running.receive() if isinstance(message, Disconnected)
@@ -444,11 +456,11 @@ def test_late_and_duplicate_hosts_are_rejected_at_once(address):
             running.send(JobResult(0, None, "done", 7))
 
     def join_late():
-        time.sleep(0.7)
+        started.wait(SURE_SECONDS)
         ends = together(
-            partial(follow, address, hello(1, nonce="other"), join_seconds=5),
-            partial(follow, address, hello(5, nonce="other"), join_seconds=5),
-            partial(follow, address, hello(0, nonce="other"), join_seconds=5),
+            partial(follow, address, hello(1, nonce="other")),
+            partial(follow, address, hello(5, nonce="other")),
+            partial(follow, address, hello(0, nonce="other")),
             partial(follow, address, hello(1, nonce="o", trajectory="a", key_digests={})),
         )
         done.set()
@@ -487,7 +499,7 @@ def test_a_host_that_joins_for_the_next_attempt_waits_for_it(address):
         return begin(address)
 
     def second():
-        gone.wait(10)
+        gone.wait(SURE_SECONDS)
         return follow(address, hello(1, nonce="second"))
 
     hellos, _, announced = together(leads, first, second)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxres.data import BadRecord, find_bad_rows, find_hung_row, is_record_fault
 from jaxres.faults import StorageUnavailable
+from tests.waiting import SURE_SECONDS
 
 SECONDS = 0.2
 
@@ -26,7 +27,7 @@ class FaultyRows:
     def rows(self, ids):
         for row in ids.tolist():
             if row in self.hang:
-                self.free.wait(60)
+                self.free.wait(SURE_SECONDS)
             if row in self.fail:
                 raise self.fail[row]
         return {"x": ids}

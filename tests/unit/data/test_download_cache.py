@@ -17,6 +17,7 @@ from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, gcs_client
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
+from tests.waiting import SURE_SECONDS
 
 TEXTS = {f"part/{n:02d}.txt": f"text number {n} ".encode() * 200 for n in range(6)}
 
@@ -128,7 +129,7 @@ def test_a_killed_download_is_resumed_and_concurrent_downloads_do_not_conflict(
     recording_server.faults.clear()
     before = len(list(reads(recording_server)))
     several = [starter(corpus, tmp_path) for _ in range(3)]
-    outputs = [process.communicate(timeout=60)[0].split() for process in several]
+    outputs = [process.communicate(timeout=SURE_SECONDS)[0].split() for process in several]
     wanted = open_dataset(local_text(tmp_path)).fingerprint
     assert [output[-1] for output in outputs] == [wanted] * 3
     assert before >= 4
@@ -185,7 +186,7 @@ def test_a_full_disk_is_unavailable_storage(corpus: GcsPath, tmp_path: Path) -> 
         target=_fill, args=(str(corpus), tmp_path), daemon=True
     )
     process.start()
-    process.join(60)
+    process.join(SURE_SECONDS)
     assert process.exitcode == 74
 
 

@@ -1,12 +1,12 @@
 import ctypes
 import mmap
 import os
-import time
 
 import numpy as np
 import pytest
 
 from jaxres.data.read_ahead import ReadAhead
+from tests.waiting import wait_until
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -40,9 +40,7 @@ def test_requested_parts_are_read_together_and_no_others(file):
     spans = [(at, at + 2000) for at in range(0, mapped.nbytes - 2000, 2**20 + 77)]
     ReadAhead(mapped.view(np.ndarray)).request(spans)
     expected = {page for start, stop in spans for page in range(start // PAGE, -(-stop // PAGE))}
-    end = time.monotonic() + 10
-    while not resident(mapped)[sorted(expected)].all() and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: resident(mapped)[sorted(expected)].all(), "page in the page cache")
     assert set(np.flatnonzero(resident(mapped)).tolist()) == expected
 
 

@@ -32,6 +32,7 @@ from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from jaxres.testing.gcs.objects import SparseData
 from tests.damage import flip_bit_at
+from tests.waiting import SURE_SECONDS
 
 BLOCK = 2**16
 VOCAB = 900
@@ -276,7 +277,7 @@ def test_a_full_disk_costs_no_row(here: Path, there: GcsPath, tmp_path: Path) ->
 
 def test_the_blocks_of_a_batch_are_fetched_at_the_same_time() -> None:
     meeting = threading.Barrier(24)
-    assert len(remote_items.ReadPool().run(lambda _: meeting.wait(20), range(24))) == 24
+    assert len(remote_items.ReadPool().run(lambda _: meeting.wait(SURE_SECONDS), range(24))) == 24
 
 
 def test_a_folder_without_digests_is_copied(there: GcsPath, here: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from jaxres.data.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from tests.damage import change_meta, flip_bit_at, remove_digests
+from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -294,7 +295,7 @@ if mode == "slow":  # Blocks inside the build, after the first file.
     def slow(*arguments):
         yield from read(*arguments)
         print("reading", flush=True)
-        time.sleep(60)
+        time.sleep(6000)
     token_stream.read_pieces = slow
 source = TextSource(path=path)
 config = DataSection(source=source, seq_len=8, heldout_fraction=0.2, cache_dir=Path(cache))
@@ -330,7 +331,7 @@ def test_processes_that_build_concurrently_all_get_a_complete_corpus(corpus, tmp
         assert process.stdout.readline() == "ready\n"
     for process in builders:
         release(process)
-    lines = {process.communicate(timeout=120)[0].splitlines()[-1] for process in builders}
+    lines = {process.communicate(timeout=SURE_SECONDS)[0].splitlines()[-1] for process in builders}
     assert [process.returncode for process in builders] == [0, 0]
     (entry,) = (cache / "corpora").iterdir()
     (line,) = lines
@@ -344,7 +345,7 @@ def test_a_killed_build_does_not_affect_the_next_one(corpus, tmp_path):
     while process.stdout.readline() != "reading\n":
         assert process.poll() is None
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=120)
+    process.communicate(timeout=SURE_SECONDS)
     (left,) = (cache / "corpora").iterdir()
     assert left.name.startswith(".building-")
     dataset = open_dataset(config(corpus, cache))

@@ -15,6 +15,7 @@ from google.cloud import compute_v1 as compute
 
 from jaxres.testing.gce import GceEmulator
 from tests.unit.emulators.gce_requests import PROJECT, TERMINATE, ZONE, Clients, bulk, spot
+from tests.waiting import SURE_SECONDS
 
 DONE = compute.Operation.Status.DONE
 STANDARD = compute.Scheduling(provisioning_model="STANDARD", on_host_maintenance=TERMINATE)
@@ -418,8 +419,8 @@ def test_the_emulator_is_controlled_over_http(gce: GceEmulator, clients: Clients
     clients.wait(clients.insert("one"))
     body = json.dumps({"name": "one", "notice": False}).encode()
     asked = urllib.request.Request(f"{gce.url}/emulator/preempt", data=body)
-    assert urllib.request.urlopen(asked, timeout=5).status == 200
-    with urllib.request.urlopen(f"{gce.url}/emulator/state", timeout=5) as answer:
+    assert urllib.request.urlopen(asked, timeout=SURE_SECONDS).status == 200
+    with urllib.request.urlopen(f"{gce.url}/emulator/state", timeout=SURE_SECONDS) as answer:
         state = json.load(answer)
     assert state["vms"] == {}
     assert state["calls"] == {"instances.insert": 1, "zoneOperations.wait": 1}

@@ -12,6 +12,7 @@ import pytest
 
 from jaxres.testing.gce import GceEmulator
 from tests.unit.emulators.gce_requests import IMAGE, PROJECT, ZONE
+from tests.waiting import SURE_SECONDS
 
 GROUPS = f"zones/{ZONE}/instanceGroupManagers"
 SECONDS = {"seconds": "3600"}
@@ -55,7 +56,7 @@ def call(gce: GceEmulator, method: str, path: str, body: Any = None) -> dict[str
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data=data, method=method)
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=SURE_SECONDS) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return json.loads(error.read())["error"]

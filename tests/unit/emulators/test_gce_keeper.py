@@ -6,6 +6,7 @@ import os
 import subprocess
 
 from jaxres.testing.gce import keeper
+from tests.waiting import SURE_SECONDS
 
 MARK = f"KEEPER_TEST_{os.getpid()}=yes"
 BEGINS_SLOWLY = f"sleep 0.3; exec -c /usr/bin/env {MARK} sleep 1000"
@@ -16,7 +17,7 @@ def test_a_process_that_gets_its_environment_late_is_found_and_killed() -> None:
     with subprocess.Popen(["/bin/bash", "-c", BEGINS_SLOWLY], env={}) as process:
         try:
             keeper.kill(MARK)
-            assert process.wait(timeout=60) < 0
+            assert process.wait(timeout=SURE_SECONDS) < 0
             assert keeper.marked(MARK) == []
         finally:
             process.kill()

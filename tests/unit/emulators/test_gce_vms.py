@@ -26,8 +26,11 @@ from jaxres.supervisor.gce_metadata import Response
 from jaxres.testing.gce import GceEmulator, keeper
 from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING
 from tests.unit.emulators.gce_requests import PROJECT, ZONE, Clients, spot
+from tests.waiting import SURE_SECONDS, wait_until
 
 SPEED = 60.0
+STANDS_STILL = 0.001
+"""A speed at which only `skip` makes come what is scheduled."""
 NOTICE = spot(preemption_notice_duration=compute.Duration(seconds=120))
 DAEMON = "setsid nohup sleep 1000 >/dev/null 2>&1 &\n"
 SAYS_TERM = "trap 'echo asked to end; exit' TERM; while true; do sleep 0.02; done\n"
@@ -111,14 +114,17 @@ def test_a_preemption_with_notice_sends_sigterm_and_then_deletes_the_vm(
     gce.wait_for(lambda: len(gce.pids("one")) >= 2)
     seen = asked(gce, "one", PREEMPTED)
     assert seen.text == "FALSE"
-    begun = time.monotonic()
+    gce.scheduler.speed = STANDS_STILL
     gce.preempt("one")
     assert asked(gce, "one", PREEMPTED, after=str(seen.etag)).text == "TRUE"
+    gce.scheduler.skip(119)
     assert clients.get("one").status == "RUNNING"
     assert "asked to end" not in gce.output("one")
+    gce.scheduler.skip(1)
+    gce.wait_for(lambda: "asked to end" in gce.output("one"))
+    gce.scheduler.speed = SPEED
+    gce.scheduler.skip(30 * SPEED / STANDS_STILL)
     gce.wait_for(lambda: gce.vms() == {})
-    assert time.monotonic() - begun >= 120 / SPEED
-    assert "asked to end" in gce.output("one")
     asked_for = compute.ListZoneOperationsRequest(
         project=PROJECT, zone=ZONE, filter='operationType="compute.instances.preempted"'
     )
@@ -187,8 +193,10 @@ def test_a_vm_with_automatic_restart_is_restarted_after_a_host_error(
 def test_a_vm_is_deleted_at_the_end_of_its_maximum_run_duration(
     gce: GceEmulator, clients: Clients
 ) -> None:
-    ends = spot(max_run_duration=compute.Duration(seconds=60))
+    ends = spot(max_run_duration=compute.Duration(seconds=36000))
     clients.wait(clients.insert("one", script=f"{DAEMON}echo up\n", scheduling=ends))
+    gce.wait_for(lambda: gce.output("one") == "up\n")
+    gce.scheduler.skip(36000)
     gce.wait_for(lambda: gce.vms() == {})
     assert gce.output("one") == "up\n"
     assert gce.pids() == []
@@ -255,9 +263,12 @@ def test_maintenance_is_announced_warned_of_and_carried_out(
     clients.wait(clients.insert("one", script="echo boot\n" + DAEMON, scheduling=on_demand))
     quiet = asked(gce, "one", EVENT)
     assert quiet.text == "NONE"
+    gce.scheduler.speed = STANDS_STILL
     gce.announce_maintenance("one", seconds=120)
     assert json.loads(asked(gce, "one", UPCOMING).text)["maintenance_status"] == "PENDING"
     assert clients.get("one").resource_status.upcoming_maintenance.maintenance_status == "PENDING"
+    gce.scheduler.speed = SPEED
+    gce.scheduler.skip(120 * SPEED / STANDS_STILL)
     warned = asked(gce, "one", EVENT, after=str(quiet.etag))
     assert warned.text == "TERMINATE_ON_HOST_MAINTENANCE"
     gce.wait_for(lambda: gce.output("one") == "boot\nboot\n")
@@ -272,11 +283,14 @@ def test_a_maintenance_that_is_called_off_is_announced_no_more_and_stops_nothing
 ) -> None:
     gce.delays.warning = 0.0
     clients.wait(clients.insert("one"))
+    gce.scheduler.speed = STANDS_STILL
     gce.announce_maintenance("one", seconds=20)
     pending = asked(gce, "one", UPCOMING)
     gce.call_off_maintenance("one")
     assert "error" in json.loads(asked(gce, "one", UPCOMING, after=str(pending.etag)).text)
     assert not clients.get("one").resource_status.upcoming_maintenance.maintenance_status
+    gce.scheduler.skip(20)
+    gce.scheduler.speed = SPEED
     gce.announce_maintenance("one", seconds=40)  # It comes after the one that was called off.
     gce.wait_for(lambda: gce.vms() == {})
     assert gce.events() == [("compute.instances.preempted", "one")]
@@ -315,17 +329,11 @@ def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
             while not mark.endswith("\n"):
                 mark = log(project=PROJECT, zone=ZONE, instance="one").contents
         mark = f"GCE_EMULATOR={mark.strip()}"
-        until = time.monotonic() + 20
-        while len(keeper.marked(mark)) != 1:  # The daemon, once its script has ended.
-            assert time.monotonic() < until, keeper.marked(mark)
-            time.sleep(0.02)
+        # The daemon, once its script has ended.
+        wait_until(lambda: len(keeper.marked(mark)) == 1, lambda: keeper.marked(mark))
         process.send_signal(number)
-        process.wait(timeout=120)
-    until = time.monotonic() + 20
-    while (keeper.marked(mark) or folder.exists()) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert keeper.marked(mark) == []
-    assert not folder.exists()
+        process.wait(timeout=SURE_SECONDS)
+    wait_until(lambda: not keeper.marked(mark) and not folder.exists(), "end of all processes")
 
 
 class _RemoteEmulator:

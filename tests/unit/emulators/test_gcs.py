@@ -28,6 +28,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres.testing.gcs import GcsServer
 from jaxres.testing.gcs.server import LATE_SECONDS
+from tests.waiting import SURE_SECONDS
 
 NO_RETRY: dict[str, Any] = {"retry": None}
 
@@ -210,11 +211,11 @@ def test_the_emulator_starts_from_the_command_line_and_accepts_faults() -> None:
         reported = dict(line.removeprefix("export ").rstrip().split("=", 1) for line in lines)
         url = reported["STORAGE_EMULATOR_HOST"]
         fault = json.dumps({"kind": "503"}).encode()
-        urllib.request.urlopen(f"{url}/emulator/faults", data=fault, timeout=10).close()
+        urllib.request.urlopen(f"{url}/emulator/faults", data=fault, timeout=SURE_SECONDS).close()
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{url}/storage/v1/b/bucket", timeout=10)
+            urllib.request.urlopen(f"{url}/storage/v1/b/bucket", timeout=SURE_SECONDS)
         refused.value.close()
-        with urllib.request.urlopen(f"{url}/storage/v1/b/bucket", timeout=10) as answer:
+        with urllib.request.urlopen(f"{url}/storage/v1/b/bucket", timeout=SURE_SECONDS) as answer:
             assert json.load(answer)["name"] == "bucket"
     finally:
         process.kill()

@@ -81,7 +81,9 @@ class Vm:
             client.kill()
             client.wait()
         for name in docker.running(self.docker):
-            done = subprocess.run(["docker", "rm", "--force", name], env=self.env, timeout=60)
+            done = subprocess.run(
+                ["docker", "rm", "--force", name], env=self.env, timeout=SURE_SECONDS
+            )
             assert done.returncode == 0
         assert docker.running(self.docker) == {}
 
@@ -146,7 +148,7 @@ def test_a_stopped_unit_leaves_no_container(vm: Vm) -> None:
     )
     text = begin + rest.partition('chmod +x "$base/stopped"\n')[0]
     env = {**vm.env, "base": str(vm.agent.parent), "name": "jx-0000"}
-    subprocess.run(["bash", "-c", text], check=True, timeout=10, env=env)
+    subprocess.run(["bash", "-c", text], check=True, timeout=SURE_SECONDS, env=env)
     for _ in range(2):  # systemd takes the stop for a failure unless it exits with 0.
         stopped = ["bash", str(vm.agent.parent / "stopped")]
         subprocess.run(stopped, check=True, timeout=SURE_SECONDS, env=vm.env)
@@ -163,9 +165,11 @@ def test_values_of_the_environment_are_on_no_command_line(vm: Vm) -> None:
 
 def test_the_stand_in_refuses_what_docker_does_not_know(vm: Vm) -> None:
     for words in (["run", "--nome=x", "i"], ["start", "x"], ["stop", "absent"], ["rm", "absent"]):
-        done = subprocess.run(["docker", *words], env=vm.env, timeout=60, capture_output=True)
+        done = subprocess.run(
+            ["docker", *words], env=vm.env, timeout=SURE_SECONDS, capture_output=True
+        )
         assert done.returncode != 0, words
     vm.start_and_wait()
     again = ["run", "--rm", f"--name={NAME}", "--entrypoint=true", "-w/", "i"]
-    done = subprocess.run(["docker", *again], env=vm.env, timeout=60, capture_output=True)
+    done = subprocess.run(["docker", *again], env=vm.env, timeout=SURE_SECONDS, capture_output=True)
     assert (done.returncode, b"already in use" in done.stderr) == (125, True), done.stderr

@@ -12,6 +12,7 @@ import pytest
 from jaxres.launch import instance_spec
 from tests.unit.launch.gce_config import config
 from tests.unit.launch.test_startup_script import RUNTIMES, rendered
+from tests.waiting import SURE_SECONDS
 
 SECRET = "se-cret.1"
 ANALYZE = shutil.which("systemd-analyze")
@@ -30,7 +31,7 @@ def unit_of(script: str, base: Path) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=10,
+        timeout=SURE_SECONDS,
     )
     return done.stdout
 
@@ -56,7 +57,7 @@ def test_systemd_accepts_the_unit(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "jaxres-agent.service"
     path.write_text(unit(kind, base))
     done = subprocess.run(
-        [ANALYZE, "verify", "--man=no", path], capture_output=True, text=True, timeout=60
+        [ANALYZE, "verify", "--man=no", path], capture_output=True, text=True, timeout=SURE_SECONDS
     )
     found = [line for line in done.stderr.splitlines() if "jaxres" in line]
     assert (done.returncode, found) == (0, []), done.stderr

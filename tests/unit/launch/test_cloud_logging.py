@@ -10,6 +10,7 @@ import yaml
 
 from jaxres.launch import cloud_logging
 from tests.unit.launch.test_startup_script import RUNTIMES, rendered
+from tests.waiting import SURE_SECONDS
 
 SYSTEMCTL = """#!/bin/bash
 case "$1 $2" in
@@ -50,7 +51,7 @@ class Vm:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=SURE_SECONDS,
         )
         assert done.returncode == 0, f"it ends the startup script: {done.stdout}"
         return done.stdout

@@ -14,6 +14,7 @@ from jaxres.faults import ConfigError
 from jaxres.launch import code_package, instance_spec
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
+from tests.waiting import SURE_SECONDS
 
 
 def fill(folder: Path, *, reverse: bool = False) -> Path:
@@ -163,7 +164,7 @@ def test_files_that_look_like_secrets_are_refused_by_name_with_the_remedy(tmp_pa
 def git(folder: Path, *arguments: str) -> None:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
     command = ["git", "-C", str(folder), *identity, *arguments]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=SURE_SECONDS)
 
 
 def test_of_a_git_work_tree_what_git_ignores_is_not_copied(tmp_path: Path) -> None:

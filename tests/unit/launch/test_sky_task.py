@@ -18,6 +18,7 @@ from jaxres.launch.sky_task import TaskOptions
 from jaxres.storage.path import GcsPath
 from tests.emulators import skypilot
 from tests.emulators.skypilot import AGAIN, DONE, FAILED
+from tests.waiting import SURE_SECONDS
 
 CONFIG = RunConfig.model_validate(
     {"data": {"source": {"kind": "text", "path": "x"}}, "train": {"steps": 9}}
@@ -120,7 +121,7 @@ def node_env(tmp_path: Path, **given: object) -> dict[str, str]:
     env |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8"}
     script = task(python=str(python), **given)["run"]
     done = subprocess.run(
-        ["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=60
+        ["bash", "-euc", script], env=env, capture_output=True, text=True, timeout=SURE_SECONDS
     )
     assert done.returncode == 0, done.stderr
     return dict(line.partition("=")[::2] for line in done.stdout.splitlines())
@@ -147,7 +148,7 @@ def test_the_script_is_clean_shell(tmp_path: Path):
     path = tmp_path / "run.sh"
     path.write_text("#!/bin/bash\n" + task(accelerators=("H100", 8))["run"])
     command = [Path(sysconfig.get_path("scripts")) / "shellcheck", "--severity=warning", path]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SURE_SECONDS)
     assert found.returncode == 0, found.stdout + found.stderr
 
 

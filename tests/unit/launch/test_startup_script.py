@@ -22,6 +22,7 @@ from jaxres.launch import instance_spec
 from jaxres.launch.boot_report import BootReport
 from jaxres.storage.path import GcsPath
 from tests.unit.launch.gce_config import config
+from tests.waiting import SURE_SECONDS
 
 SPECIAL = {
     "PLAIN": "1",
@@ -53,11 +54,13 @@ def rendered(runtime: Any, *, run: GcsPath = RUN, **gce: Any) -> str:
 def test_the_script_is_valid_shell(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "startup.sh"
     script.write_text(rendered(RUNTIMES[kind].model_dump(mode="json"), env=SPECIAL))
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=SURE_SECONDS)
     shellcheck = (
         Path(sysconfig.get_path("scripts")) / "shellcheck"
     )  # The environment may not be activated.
-    found = subprocess.run([shellcheck, script], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [shellcheck, script], capture_output=True, text=True, timeout=SURE_SECONDS
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -69,7 +72,7 @@ def agent_script(script: str, home: Path) -> Path:
     facts = "name=jx-0000\nnotice=120\n"
     command = f'{head}{facts}mkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", command], check=True, timeout=10, env=env, cwd=home)
+    subprocess.run(["bash", "-c", command], check=True, timeout=SURE_SECONDS, env=env, cwd=home)
     return home / ".jaxres-vm" / "agent"
 
 
@@ -86,7 +89,7 @@ def agent_output(tmp_path: Path, kind: str) -> list[str]:
         rendered(fields | ({"python": str(show)} if kind == "bare" else {}), env=SPECIAL), home
     )
     env = {"PATH": f"{show.parent}:/usr/bin:/bin"}
-    found = subprocess.run([agent], check=True, capture_output=True, timeout=10, env=env)
+    found = subprocess.run([agent], check=True, capture_output=True, timeout=SURE_SECONDS, env=env)
     assert not list(tmp_path.rglob("owned")), "a value of the config was executed"
     return found.stdout.decode().split("\0")
 
@@ -119,13 +122,13 @@ def test_a_vm_is_powered_off_only_if_its_agent_has_asked_for_it(tmp_path: Path) 
     program.write_text('#!/bin/sh\necho called >> "$0.calls"\n')
     program.chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "base": str(tmp_path)}
-    subprocess.run(["bash", "-c", f"{begin}{body}{end}"], check=True, timeout=10, env=env)
+    subprocess.run(["bash", "-c", f"{begin}{body}{end}"], check=True, timeout=SURE_SECONDS, env=env)
     calls = tmp_path / "poweroff.calls"
-    subprocess.run([tmp_path / "stopped"], timeout=10, env=env)
+    subprocess.run([tmp_path / "stopped"], timeout=SURE_SECONDS, env=env)
     assert not calls.exists(), "an agent that crashes powers its VM off"
     power_off.touch()
     for _ in range(2):
-        subprocess.run([tmp_path / "stopped"], timeout=10, env=env)
+        subprocess.run([tmp_path / "stopped"], timeout=SURE_SECONDS, env=env)
     assert calls.read_text() == "called\n"
     assert not power_off.exists()
 
@@ -160,7 +163,9 @@ def test_the_token_of_a_vm_is_on_no_command_line(tmp_path: Path) -> None:
     )
     fake.chmod(0o755)
     env = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", f"{head}fetch || true"], check=True, timeout=10, env=env)
+    subprocess.run(
+        ["bash", "-c", f"{head}fetch || true"], check=True, timeout=SURE_SECONDS, env=env
+    )
     assert (tmp_path / "input").read_text() == 'header = "Authorization: Bearer se-cret.1"\n'
     assert "se-cret" not in (tmp_path / "arguments").read_text()
     assert "/storage/v1/b/bkt/o/" in (tmp_path / "arguments").read_text()
@@ -212,7 +217,7 @@ def test_an_image_that_is_denied_is_reported_at_once_and_fails_after_three_tries
 ) -> None:
     docker = "#!/bin/bash\nprintf 'pulling\\ndenied: \"no\" \\\\ \\303\\251 token\\n\\n'; exit 1\n"
     process = start(tmp_path, RUNTIMES["container"], {"docker": docker})
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     assert process.returncode == 1, output
     error = "denied: no   token"
     assert len(reports(tmp_path)) == 5, output[-2000:]
@@ -234,7 +239,7 @@ def test_an_image_that_is_denied_is_reported_at_once_and_fails_after_three_tries
 def test_packages_that_can_not_be_installed_are_reported(tmp_path: Path) -> None:
     python = "#!/bin/bash\necho 'No module named venv' >&2; exit 3\n"
     process = start(tmp_path, PythonRuntime(packages=("jax",)), {"python3": python})
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     assert process.returncode == 3, output
     assert reports(tmp_path)[-1] == BootReport("packages", "failed", "No module named venv")
 
@@ -252,7 +257,7 @@ def test_a_vm_that_is_stopped_does_not_report_a_failure(tmp_path: Path, by: str)
         time.sleep(0.05)
     if by == "signal":
         os.killpg(process.pid, signal.SIGTERM)
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     assert process.returncode != 0, output
     assert [r and r.state for r in reports(tmp_path)] == ["running", "running"], output
 
@@ -260,7 +265,9 @@ def test_a_vm_that_is_stopped_does_not_report_a_failure(tmp_path: Path, by: str)
 def test_a_python_without_the_modules_is_reported_by_their_names(tmp_path: Path) -> None:
     lacking = f"sys.path = [p for p in sys.path if 'site-packages' not in p]\n{instance_spec.CHECK}"
     found = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys\n{lacking}"], capture_output=True, timeout=60
+        [sys.executable, "-I", "-c", f"import sys\n{lacking}"],
+        capture_output=True,
+        timeout=SURE_SECONDS,
     )
     assert found.returncode == 1
     assert b"No module named" in found.stderr or b"lacks the modules: ['jax', " in found.stderr
@@ -278,7 +285,7 @@ BASE_PATH = "/usr/bin:/bin"
 
 def test_the_driver_is_awaited_before_the_agent_starts(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="2", FOUND="2", LATE="20")
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     assert [(r.stage, r.state) for r in reports(tmp_path) if r][:-1] == [
         ("code", "running"),
         ("driver", "running"),
@@ -290,7 +297,7 @@ def test_the_driver_is_awaited_before_the_agent_starts(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_missing_is_reported_and_no_agent_starts(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="8", FOUND="7", LATE="2")
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     error = "nvidia-smi lists 7 GPUs, the machine type has 8"
     assert reports(tmp_path) == [
         BootReport("code", "running"),
@@ -303,7 +310,7 @@ def test_a_gpu_that_is_missing_is_reported_and_no_agent_starts(tmp_path: Path) -
 
 def test_a_driver_that_never_answers_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="1", FOUND="1", LATE="99")
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     error = "NVIDIA's driver does not answer: NVIDIA-SMI has failed"
     assert reports(tmp_path)[-1] == BootReport("driver", "failed", error), output
 
@@ -311,7 +318,7 @@ def test_a_driver_that_never_answers_is_reported(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("nvidia-smi", path=BASE_PATH) is not None, reason="it is present")
 def test_an_image_without_a_driver_is_named_with_one_that_has_it(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {}, NUM_GPUS="1")
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     report = reports(tmp_path)[-1]
     assert report is not None
     assert report.state == "failed", output
@@ -322,7 +329,7 @@ def test_an_image_without_a_driver_is_named_with_one_that_has_it(tmp_path: Path)
 @pytest.mark.skipif(shutil.which("docker", path=BASE_PATH) is not None, reason="it is present")
 def test_an_image_without_docker_is_named_with_one_that_has_it(tmp_path: Path) -> None:
     process = start(tmp_path, RUNTIMES["container"], {})
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     report = reports(tmp_path)[-1]
     assert report is not None
     assert (report.stage, report.state) == ("image", "failed"), output
@@ -354,7 +361,7 @@ esac
 
 def test_python_is_installed_by_uv_where_the_image_has_none(tmp_path: Path) -> None:
     process = start(tmp_path, RUNTIMES["uv"], {"curl": INSTALLER, "uv-stand-in": UV})
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     base = tmp_path / ".jaxres-vm"
     assert (tmp_path / "calls").read_text().splitlines() == [
         f"venv --quiet --managed-python --python 3.12 {base}/venv",
@@ -371,7 +378,7 @@ def test_python_is_installed_by_uv_where_the_image_has_none(tmp_path: Path) -> N
 def test_an_installation_that_fails_is_tried_again_and_named(tmp_path: Path) -> None:
     (tmp_path / "no-packages").touch()
     process = start(tmp_path, RUNTIMES["uv"], {"curl": INSTALLER, "uv-stand-in": UV})
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     found = [report for report in reports(tmp_path) if report and report.stage == "packages"]
     error = "no such package"
     assert [report.state for report in found] == ["running", *["retrying"] * 4, "failed"], output
@@ -403,7 +410,7 @@ def test_docker_is_installed_where_the_image_has_none(tmp_path: Path) -> None:
         "systemctl": '#!/bin/bash\necho "systemctl $*" >> "$HOME/calls"\n',
     }
     process = start(tmp_path, RUNTIMES["docker"], programs)
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     calls = (tmp_path / "calls").read_text().partition("\nrun ")[0].splitlines()
     parts = f"Dir::Etc::sourceparts={tmp_path}/.jaxres-vm/apt"
     assert [call.rpartition("User=root ")[2] for call in calls] == [
@@ -443,7 +450,7 @@ def test_registries_of_google_get_the_token_of_the_vm_and_no_others(
 ) -> None:
     runtime = ContainerRuntime(image=image)
     process = start(tmp_path, runtime, {"docker": DOCKER})
-    output = process.communicate(timeout=60)[0].decode()
+    output = process.communicate(timeout=SURE_SECONDS)[0].decode()
     login = f"login --username oauth2accesstoken --password-stdin https://{registry}"
     calls = (tmp_path / "calls").read_text().partition("\nrun ")[0].splitlines()
     assert calls == [*([] if registry is None else [login]), f"pull {image}"], output

@@ -67,7 +67,7 @@ def test_an_invalid_value_of_the_metadata_server_means_no_notice(
         capture_output=True,
         text=True,
         check=True,
-        timeout=10,
+        timeout=SURE_SECONDS,
     )
     assert found.stdout == f"{seconds}\n"
 

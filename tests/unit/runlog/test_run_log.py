@@ -33,6 +33,7 @@ from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json, encode_checksummed
 from jaxres.storage.local_store import LocalStore
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "plain"
 
@@ -480,7 +481,7 @@ def test_record_that_was_never_written_leaves_no_gap(tmp_path, monkeypatch):
 def race(folder, *, writer, rounds, barrier, won):
     """Claims attempt after attempt together with the other writers; collects its own attempts."""
     for number in range(1, rounds + 1):
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=SURE_SECONDS)
         after = [record(seq, CLAIM) for seq in range(1, number)]
         claim = dataclasses.replace(CLAIM, attempt=number, nonce=str(writer))
         try:
@@ -533,7 +534,7 @@ def test_exactly_one_of_several_processes_wins_each_of_many_races(tmp_path):
     ]
     for process in processes:
         process.start()
-    won = dict(queue.get(timeout=60) for _ in processes)
+    won = dict(queue.get(timeout=SURE_SECONDS) for _ in processes)
     for process in processes:
         process.join()
     assert_linear(tmp_path, won, rounds=rounds)

@@ -11,6 +11,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, line_writer
 from jaxres.storage.line_writer import open_line_writer
+from tests.waiting import SURE_SECONDS
 
 
 def contents(folder):
@@ -278,7 +279,7 @@ class Hanging:
         self.file, self.resumed = file, resumed
 
     def write(self, data):
-        assert self.resumed.wait(30)
+        assert self.resumed.wait(SURE_SECONDS)
         return self.file.write(data)
 
     def close(self):
@@ -286,18 +287,18 @@ class Hanging:
 
 
 def test_hung_storage_delays_append_once_and_gets_all_lines_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_writer, "APPEND_SECONDS", 0.3)
-    appender, resumed = opened(tmp_path / "a", max_waiting=99), threading.Event()
+    monkeypatch.setattr(line_writer, "APPEND_SECONDS", 1.0)
+    appender, resumed = opened(tmp_path / "a", max_waiting=9999), threading.Event()
     appender._sink._file = Hanging(appender._sink._file, resumed)
     began = time.monotonic()
-    for number in range(10):
+    for number in range(2000):
         appender.append(b"%d" % number)
-    assert 0.3 <= time.monotonic() - began < 8 * 0.3, "each line has waited"
+    assert 1.0 <= time.monotonic() - began < SURE_SECONDS, "each line has waited"
     assert (tmp_path / "a").read_bytes() == b""
     resumed.set()
-    appender.append(b"10")
+    appender.append(b"2000")
     assert appender.close() == 0
-    assert (tmp_path / "a").read_text().split() == [str(number) for number in range(11)]
+    assert (tmp_path / "a").read_text().split() == [str(number) for number in range(2001)]
 
 
 def test_close_does_not_wait_for_hung_storage(tmp_path, monkeypatch):

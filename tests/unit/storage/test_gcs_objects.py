@@ -195,7 +195,8 @@ def test_append_to_an_unreachable_bucket_does_not_wait_and_is_bounded(
     for number in range(20):
         refusing.append(line(number))
         dropping.append(line(number))
-    assert time.monotonic() - began < 1.0, "append has waited for the bucket"
+    longest = 2 * 20 * gcs_client.RETRY_SECONDS  # So long if each has waited; it takes 0.01 s.
+    assert time.monotonic() - began < longest, "append has waited for the bucket"
     with pytest.raises(StorageUnavailable):
         refusing.sync()
     with pytest.raises(StorageUnavailable):

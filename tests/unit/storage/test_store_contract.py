@@ -17,6 +17,7 @@ import pytest
 
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, parse_path
+from tests.waiting import SURE_SECONDS
 
 STORAGES: dict[str, Callable[[pytest.FixtureRequest], RunPath]] = {
     "local": lambda request: request.getfixturevalue("tmp_path") / "run",
@@ -84,7 +85,7 @@ def test_written_file_reads_back_and_create_does_not_overwrite_it(folder: RunPat
 def test_exactly_one_of_many_processes_creates_each_name(folder: RunPath) -> None:
     rounds, begin = 20, time.time() + (1.0 if isinstance(folder, Path) else 4.0)
     racers = [started(CREATE, folder, name, begin, 1000, rounds) for name in "abcdef"[:WRITERS]]
-    won = [racer.communicate(timeout=60)[0].split() for racer in racers]
+    won = [racer.communicate(timeout=SURE_SECONDS)[0].split() for racer in racers]
     winners = {number: racer for racer, numbers in enumerate(won) for number in numbers}
     assert sum(len(numbers) for numbers in won) == len(winners) == rounds, "two have won one name"
     names = files.list_names(folder)

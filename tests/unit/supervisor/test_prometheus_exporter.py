@@ -16,6 +16,7 @@ from jaxres.supervisor import prometheus_exporter
 from jaxres.supervisor.prometheus_exporter import PrometheusExporter
 from jaxres.telemetry.heartbeat import StepFinished
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 SOURCE = {"kind": "text", "path": "x"}
 
@@ -38,7 +39,7 @@ def address():
 
 
 def scraped(address):
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=SURE_SECONDS) as response:
         return response.read().decode()
 
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.waiting import SURE_SECONDS
+
 BODY = """
 import os, signal, sys
 from jaxres.supervisor import attempt_runner, signals
@@ -31,7 +33,7 @@ sys.exit(attempt_runner.run_with_exit_code(globals()[sys.argv[1]]))
 
 def run(name: str) -> tuple[int, str]:
     words = [sys.executable, "-c", BODY, name]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=SURE_SECONDS)
     return ended.returncode, ended.stderr
 
 

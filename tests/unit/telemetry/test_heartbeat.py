@@ -42,6 +42,7 @@ from jaxres.telemetry.heartbeat import (
     decode,
     encode,
 )
+from tests.waiting import SURE_SECONDS
 
 
 def finished(step):
@@ -148,7 +149,7 @@ def test_a_full_pipe_drops_steps_but_no_phase_and_not_the_newest_step(pipe):
         assert len(writer._waiting) <= 81
         received = []
         while not received or received[-1] != PhaseEntered("phase 5000"):
-            assert select.select([pipe[0]], [], [], 10)[0], received[-3:]
+            assert select.select([pipe[0]], [], [], SURE_SECONDS)[0], received[-3:]
             received += drain(pipe[0])
     phases = [message.phase for message in received if isinstance(message, PhaseEntered)]
     assert phases == [f"phase {step}" for step in range(125, 5001, 125)]
@@ -173,7 +174,7 @@ def test_training_does_not_wait_for_a_reader(pipe):
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert done.wait(30)
+    assert done.wait(SURE_SECONDS)
     while thread.is_alive():
         drain(pipe[0])
         thread.join(0.01)
@@ -214,7 +215,7 @@ def test_the_last_message_waits_for_a_supervisor_that_does_not_read(pipe):
     thread.start()
     received = []
     while exit_message not in received:
-        assert select.select([pipe[0]], [], [], 10)[0]
+        assert select.select([pipe[0]], [], [], SURE_SECONDS)[0]
         received += drain(pipe[0])
     thread.join()
 

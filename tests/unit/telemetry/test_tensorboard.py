@@ -20,6 +20,7 @@ from jaxres.telemetry import tensorboard
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train.components import BadRows, DataLoader
 from jaxres.train.data_loader import showing_first_batch
+from tests.waiting import SURE_SECONDS, wait_until
 
 LINE = MetricsLine(
     seq=2,
@@ -39,7 +40,8 @@ BUILT = events.RunBuilt("gpt", 1, "1 x cpu", 9, 9, 20, 10, 1.0, 99)
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(tensorboard, "PERIOD_SECONDS", 0.005)
-    monkeypatch.setattr(tensorboard, "LAG_SECONDS", 0.2)
+    monkeypatch.setattr(tensorboard, "LAG_SECONDS", SURE_SECONDS)
+    monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", SURE_SECONDS)
 
 
 @pytest.fixture
@@ -213,9 +215,7 @@ def test_after_a_kill_each_step_has_one_value_that_of_the_newest_attempt(board, 
         "from jaxres.telemetry import tensorboard as b; b.PERIOD_SECONDS = 0.005;"
         "board = b.TensorBoard(pathlib.Path(sys.argv[1]), attempt=1, emit=print,"
         " clock=t.SystemClock()); board.__enter__(); t.train(board, range(1, 9));"
-        "until = time.monotonic() + 30;"
-        "exec('while len(t.losses(pathlib.Path(sys.argv[1]))) < 8 and time.monotonic() < until:"
-        " time.sleep(0.05)');"
+        "t.wait_until(lambda: len(t.losses(pathlib.Path(sys.argv[1]))) == 8, 'points');"
         "os.kill(os.getpid(), 9)"
     )
     folder = tmp_path / "tensorboard"
@@ -248,13 +248,6 @@ def steps_in_bucket(bucket, tmp_path):
     for name in files.list_names(bucket):
         (folder / name).write_bytes(files.read(bucket / name))
     return [step for step, _ in losses(folder)]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_curves_of_a_run_in_a_bucket_outlive_the_machine(board, tmp_path, gcs_bucket, monkeypatch):
@@ -297,10 +290,7 @@ def test_a_long_attempt_has_several_files(board, tmp_path, monkeypatch):
 def test_a_failing_writer_is_reported_once_and_does_not_delay_training(board, tmp_path, notes):
     (tmp_path / "file").touch()
     with board(folder=tmp_path / "file" / "x") as writer:
-        deadline = time.monotonic() + 20
-        while not notes:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: notes, "note")
         train(writer, range(1, 3 * tensorboard.CAPACITY))
     (note,) = notes
     assert "Not a directory" in note.message
@@ -329,18 +319,19 @@ def test_a_hanging_writer_costs_one_wait_and_the_missing_steps_are_reported(
 ):
     writers = pytest.importorskip("tensorboardX.event_file_writer")
     monkeypatch.setattr(tensorboard, "CAPACITY", 4)
+    monkeypatch.setattr(tensorboard, "LAG_SECONDS", 2.0)
     release = threading.Event()
     write = writers.EventsWriter.write_event
 
     def hang(self, event):
-        release.wait(60)
+        release.wait(2 * SURE_SECONDS)
         write(self, event)
 
     monkeypatch.setattr(writers.EventsWriter, "write_event", hang)
     with board() as writer:
         started = time.monotonic()
         train(writer, range(1, 1000))
-        assert time.monotonic() - started < 20 * tensorboard.LAG_SECONDS
+        assert time.monotonic() - started < SURE_SECONDS, "each step waits"
         (note,) = notes
         assert "writing is too slow; points from step" in note.message
         release.set()
@@ -351,7 +342,7 @@ def test_a_hanging_writer_costs_one_wait_and_the_missing_steps_are_reported(
 def test_a_hanging_writer_is_abandoned_at_exit(board, notes, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(tensorboard, "CLOSE_SECONDS", 0.05)
-    monkeypatch.setattr(TensorBoard, "_write", lambda self: release.wait(60))
+    monkeypatch.setattr(TensorBoard, "_write", lambda self: release.wait(2 * SURE_SECONDS))
     with board() as writer:
         train(writer, range(1, 3))
     assert [note.message.endswith("not written in time") for note in notes] == [True]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.waiting import SURE_SECONDS, wait_until
 
 
 @dataclass
@@ -30,11 +31,8 @@ class Hook:
     url: str = ""
     over: threading.Event = field(default_factory=threading.Event)
 
-    def wait(self, condition: Callable[[], bool], *, seconds: float = 10) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, (self.received, self.accepted)
-            time.sleep(0.01)
+    def wait(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, lambda: f"such alert among {self.received}, {self.accepted}")
 
 
 @contextlib.contextmanager
@@ -49,7 +47,7 @@ def served(*statuses: int, path: str = "/hook/s3cret-token", **headers: str) -> 
             hook.paths.append(self.path)
             hook.received.append(body)
             if status < 0:
-                hook.over.wait(30)
+                hook.over.wait(2 * SURE_SECONDS)
                 return
             if status == 200:
                 hook.accepted.append(body)

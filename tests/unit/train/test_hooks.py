@@ -11,6 +11,7 @@ from jaxres.config.schema_training import HookSection
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.train.hooks import Hooks, load
+from tests.waiting import SURE_SECONDS
 
 SEEN: list = []
 RELEASE = threading.Event()
@@ -34,7 +35,7 @@ def write(context) -> None:
 
 
 def hang(context) -> None:
-    RELEASE.wait(60)
+    RELEASE.wait(SURE_SECONDS)
 
 
 def hooks_of(tmp_path, *sections: HookSection):

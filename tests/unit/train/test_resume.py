@@ -23,6 +23,7 @@ from jaxres.train import completion
 from jaxres.train.completion import Completion
 from jaxres.train.resume import apply_rollback, withdraw_commits
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 
 def quickstart(tmp_path, *overrides):
@@ -145,7 +146,11 @@ def test_a_failed_process_exits_at_once_despite_its_threads(code):
         f"print('done', end=''); hard_exit({code.value})"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", source], timeout=60, capture_output=True, text=True, check=False
+        [sys.executable, "-c", source],
+        timeout=SURE_SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stdout) == (code, "done")
 

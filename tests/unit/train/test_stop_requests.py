@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.waiting import SURE_SECONDS
+
 HEAD = """
 import os, signal, sys, time
 from jaxres.train.stop_requests import InlineSignals, worker_signals
@@ -17,7 +19,11 @@ def wait(condition):
 
 def run(body):
     ended = subprocess.run(
-        [sys.executable, "-c", HEAD + body], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", HEAD + body],
+        capture_output=True,
+        text=True,
+        timeout=SURE_SECONDS,
+        check=False,
     )
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -76,7 +82,7 @@ def test_the_command_exits_at_once_at_a_stop_before_the_first_step():
 with InlineSignals(is_command=True) as received:
     received.on_attempt(sys.stderr, lambda exit: print("recorded", exit.name, flush=True))
     os.kill(me, signal.SIGTERM)
-    time.sleep(60)
+    time.sleep(6000)
 """
     )
     assert (code, out) == (75, "recorded PREEMPTED\n")
@@ -90,7 +96,7 @@ with InlineSignals(is_command=True) as received:
     os.kill(me, signal.SIGINT)
     wait(lambda: received.requests.requested_stop() is not None)
     received.on_attempt(sys.stderr, lambda exit: print("recorded", exit.name, flush=True))
-    time.sleep(60)
+    time.sleep(6000)
 """
     )
     assert (code, out) == (76, "recorded STOPPED\n")
@@ -107,7 +113,7 @@ with InlineSignals(is_command=True) as received:
     wait(lambda: received.requests.requested_stop() is not None)
     os.kill(me, signal.SIGHUP)
     os.kill(me, signal.{number})
-    time.sleep(60)
+    time.sleep(6000)
 """
     )
     assert ended == code
@@ -117,7 +123,7 @@ with InlineSignals(is_command=True) as received:
 
 NOTEBOOK = """
 import threading
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()  # It blocks no signal.
+threading.Thread(target=time.sleep, args=(6000,), daemon=True).start()  # It blocks no signal.
 read_end, write_end = os.pipe()
 os.set_blocking(write_end, False)
 signal.set_wakeup_fd(write_end)
@@ -145,7 +151,7 @@ try:
         wait(lambda: received.requests.requested_stop() is not None)
         print(received.requests.requested_stop().name)
         os.kill(me, signal.SIGINT)
-        time.sleep(60)
+        time.sleep(6000)
 except KeyboardInterrupt:
     print("interrupted")
 assert state() == before, (state(), before)
@@ -170,7 +176,7 @@ with InlineSignals(is_command=False) as received:
     received.allow_interrupts()
     try:
         os.kill(me, signal.SIGINT)
-        time.sleep(60)
+        time.sleep(6000)
     except KeyboardInterrupt:
         print("interrupted")
 """
