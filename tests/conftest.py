@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,10 @@ for number in (signal.SIGHUP, signal.SIGINT):  # Ignored under nohup and behind 
         signal.signal(number, signal.SIG_DFL)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+if sys.version_info < (3, 11, 8):
+    # CPython 106905: `ast.parse` fails if a finalizer that runs within it raises an error, whose
+    # traceback is printed with `ast.parse` to place its carets.
+    traceback._extract_caret_anchors_from_line_segment = lambda segment: None
 # Every shape annotation of the models is checked in every test; imports of jaxres come after this.
 install_import_hook("jaxres.models", "beartype.beartype")
 
@@ -36,7 +41,7 @@ pytest_plugins = ["tests.failures", "tests.parallel"]
 
 
 def pytest_tests_begin(config: pytest.Config) -> None:
-    """In the five-minute tier XLA compiles for this process fast, not fast code.
+    """In the fast tier XLA compiles for this process fast, not fast code.
 
     The training processes that a test starts, and the slow tests, are compiled as in production.
     """

@@ -1,4 +1,4 @@
-"""The five-minute tier, and what only CI or only a campaign runs."""
+"""The tiers: what the test command, CI (a share of it) and only a campaign run."""
 
 from __future__ import annotations
 

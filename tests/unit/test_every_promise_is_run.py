@@ -1,4 +1,4 @@
-"""The five-minute command runs tests of every promise, but for a few that only CI runs."""
+"""The test command runs tests of every promise, but for a few whose tests are all slow."""
 
 from __future__ import annotations
 

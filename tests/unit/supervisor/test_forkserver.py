@@ -154,7 +154,7 @@ def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
         fork_server.ensure_started(env)
         while not os.path.exists({str(tmp_path / "hangs")!r}):
             time.sleep(0.01)
-        print(*fork_server.pids(), flush=True)
+        print(*fork_server.pids, flush=True)
         os._exit(0)
         """,
     )

@@ -117,6 +117,7 @@ def supervisors(folder):
         if supervisor.process.poll() is None:
             supervisor.process.kill()
         supervisor.process.wait()
+        supervisor.open_gate()  # Workers whose supervisor was killed.
 
 
 @pytest.fixture
