@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -18,10 +19,14 @@ OPTION = {
 IMAGE = "projects/debian-cloud/global/images/family/debian-12"
 
 
+@functools.cache
+def _tiny() -> str:
+    return configs.load(TINY).config.model_dump_json()
+
+
 def config(*, launch: dict[str, Any] | None = None, **gce: Any) -> RunConfig:
     """Returns the config of TINY on two VMs; `gce` and `launch` are further fields."""
     section = {"project": "p", "num_hosts": 2, "capacity_options": [OPTION], "image": IMAGE, **gce}
-    loaded = configs.load(TINY).config
-    fields = loaded.model_dump(mode="json")
+    fields = json.loads(_tiny())
     fields["launch"] |= {**(launch or {}), "gce": section}
     return RunConfig.model_validate_json(json.dumps(fields))
