@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,10 @@ OVERRIDES = (
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
+def unbroken(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> Callable[[], RunDir]:
+    """Returns the unbroken run; the first call, within a test, trains it."""
     workspace = Workspace(tmp_path_factory.mktemp("float16"), caches)
-    return workspace.finish("unbroken", *OVERRIDES, config=FAULTY).run_dir
+    return functools.cache(lambda: workspace.finish("unbroken", *OVERRIDES, config=FAULTY).run_dir)
 
 
 def newest(run_dir: RunDir) -> dict[str, Any]:
@@ -51,15 +54,17 @@ def assert_found(run_dir: RunDir) -> None:
 
 
 @pytest.mark.slow
-def test_the_scale_is_found_and_training_ends_finite(unbroken: RunDir) -> None:
-    assert_found(unbroken)
-    arrays = newest(unbroken)
+def test_the_scale_is_found_and_training_ends_finite(unbroken: Callable[[], RunDir]) -> None:
+    assert_found(unbroken())
+    arrays = newest(unbroken())
     assert all(np.isfinite(array).all() for array in arrays.values())
-    assert arrays["loss_scale/factor"] == history(unbroken)[-1]["loss_scale"]
+    assert arrays["loss_scale/factor"] == history(unbroken())[-1]["loss_scale"]
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_with_its_loss_scale(workspace: Workspace, unbroken: RunDir) -> None:
+def test_a_killed_run_resumes_with_its_loss_scale(
+    workspace: Workspace, unbroken: Callable[[], RunDir]
+) -> None:
     trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env={"PACE": "0.0005"})
     trainer.wait_commit(20)
     trainer.kill()
@@ -69,7 +74,7 @@ def test_a_killed_run_resumes_with_its_loss_scale(workspace: Workspace, unbroken
     assert arrays["loss_scale/factor"] < 2**24
     assert arrays["loss_scale/good_steps"] > 0, "in the middle of a row of good steps"
     workspace.finish("run", *OVERRIDES, config=FAULTY)
-    assert_bit_exact(trainer.run_dir, unbroken)
+    assert_bit_exact(trainer.run_dir, unbroken())
 
 
 @pytest.mark.campaign
@@ -90,8 +95,8 @@ def test_two_hosts_halve_the_scale_at_the_same_steps(workspace: Workspace) -> No
 
 
 @pytest.mark.campaign
-def test_replay_of_an_overflowed_step_names_the_parameters(unbroken: RunDir) -> None:
-    command = ["replay", str(unbroken.root), "--step", "1", "--explain"]
+def test_replay_of_an_overflowed_step_names_the_parameters(unbroken: Callable[[], RunDir]) -> None:
+    command = ["replay", str(unbroken().root), "--step", "1", "--explain"]
     done = subprocess.run(
         [sys.executable, "-m", "jaxres", *command], cwd=ROOT, capture_output=True, text=True
     )
