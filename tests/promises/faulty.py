@@ -130,7 +130,7 @@ WHATS = {
     "spawn": spawn,
     "eat": eat,
     "sleep": lambda: time.sleep(MANY_SECONDS),
-    "nap": lambda: time.sleep(5),
+    "nap": lambda: time.sleep(12),
     "gate": wait_at_gate,
     "spin": spin,
     "hold": hold,

@@ -29,8 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.waiting import SURE_SECONDS
+
 ORDER_BYTES = 1 << 18
-ADOPTED_SECONDS = 10.0
 CLONE_NEWNS = 0x00020000
 IMPORTED = (
     "jaxres.train.__main__",
@@ -112,7 +113,7 @@ def _import_clients() -> None:
 
 def _command(order: dict[str, Any], answer: int, output: int) -> NoReturn:
     """Runs the command once the test process is the parent."""
-    until = time.monotonic() + ADOPTED_SECONDS
+    until = time.monotonic() + SURE_SECONDS
     while os.getppid() != order["parent"]:
         if time.monotonic() > until:
             os._exit(1)

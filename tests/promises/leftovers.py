@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.memory_folder import memory_folder
-from tests.promises.trainer import BUSY_SECONDS, run_history
-from tests.waiting import SURE_SECONDS
+from tests.promises.trainer import run_history
+from tests.waiting import SURE_SECONDS, wait_until
 
 STATES = "/jaxres-memory-"
 """Part of the names of the states that runs of other tests keep."""
@@ -34,10 +33,7 @@ def members(run_dir: RunDir) -> list[int]:
 
 
 def wait_until_gone(run_dir: RunDir) -> None:
-    deadline = time.monotonic() + BUSY_SECONDS
-    while left := members(run_dir):
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.01)
+    wait_until(lambda: not members(run_dir), lambda: f"end of {members(run_dir)}")
 
 
 def assert_nothing_left(run_dir: RunDir) -> None:

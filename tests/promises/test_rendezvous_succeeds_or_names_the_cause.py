@@ -6,7 +6,6 @@ JAX is imported only after the rendezvous, so these exits are reliable and fast.
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -22,18 +21,17 @@ from tests.promises.trainer import (
 )
 
 SOON = "hosts.join_seconds=4"
-JOIN_SECONDS = 4
+LATER = "hosts.join_seconds=30"
+"""For hosts that must meet before: a slow machine starts them in that time."""
+PATIENT = "hosts.join_seconds=1200"
+"""No test waits for so long: an error ends the wait."""
 SECRET = {"JAXRES_SECRET": "0123456789abcdef0123456789abcdef"}
-SPARE_SECONDS = 10
-"""Time of a start on a busy machine, and of a failed host's wait for the others."""
 
 
 def assert_all_exit(trainers: list[TrainingProcess], exit: ExitCode, *texts: str) -> None:
     """Asserts that every host exits with this code and one message with these texts."""
-    since = time.monotonic()
     for trainer in trainers:
         trainer.assert_fails(exit, *texts)
-    assert time.monotonic() - since < 3 * (JOIN_SECONDS + SPARE_SECONDS)
 
 
 @pytest.mark.campaign
@@ -56,7 +54,9 @@ def test_a_missing_host_0_is_named(workspace: Workspace) -> None:
 @pytest.mark.slow
 def test_a_missing_follower_is_named(workspace: Workspace) -> None:
     at = free_address()
-    two = [workspace.start_host("run", SOON, host=h, hosts=3, at=at, config=FAULTY) for h in (0, 1)]
+    two = [
+        workspace.start_host("run", LATER, host=h, hosts=3, at=at, config=FAULTY) for h in (0, 1)
+    ]
     assert_all_exit(two, ExitCode.PEER_LOST, "host 2 of 3 did not connect")
     assert run_history(workspace.run_dir("run")).attempt == 0, "nothing was claimed"
 
@@ -65,7 +65,7 @@ def test_a_different_number_of_hosts_is_named(workspace: Workspace) -> None:
     at = free_address()
     counts = {0: 2, 1: 3}
     two = [
-        workspace.start_host("run", SOON, host=h, hosts=n, at=at, config=FAULTY)
+        workspace.start_host("run", PATIENT, host=h, hosts=n, at=at, config=FAULTY)
         for h, n in counts.items()
     ]
     assert_all_exit(two, ExitCode.CONFIG, "host 1", "3")
@@ -76,7 +76,7 @@ def test_another_trajectory_on_one_host_is_named(workspace: Workspace) -> None:
     at = free_address()
     two = [
         workspace.start_host(
-            "run", SOON, f"run.seed={7 * h}", host=h, hosts=2, at=at, config=FAULTY
+            "run", PATIENT, f"run.seed={7 * h}", host=h, hosts=2, at=at, config=FAULTY
         )
         for h in (0, 1)
     ]
@@ -91,7 +91,7 @@ def test_other_library_versions_on_one_host_are_named(workspace: Workspace, tmp_
     at = free_address()
     envs: list[dict[str, str]] = [{}, {"PYTHONPATH": str(info.parent)}]
     two = [
-        workspace.start_host("run", SOON, host=h, hosts=2, at=at, config=FAULTY, env=env)
+        workspace.start_host("run", PATIENT, host=h, hosts=2, at=at, config=FAULTY, env=env)
         for h, env in enumerate(envs)
     ]
     assert_all_exit(two, ExitCode.CONFIG, "host 1", "optax", "0.0.1")
@@ -101,7 +101,7 @@ def test_other_library_versions_on_one_host_are_named(workspace: Workspace, tmp_
 def test_an_unshared_run_directory_is_named(workspace: Workspace) -> None:
     at = free_address()
     lead, follower = [
-        workspace.start_host(name, SOON, host=h, hosts=2, at=at, config=FAULTY)
+        workspace.start_host(name, LATER, host=h, hosts=2, at=at, config=FAULTY)
         for h, name in enumerate(("here", "there"))
     ]
     secrets = [str(workspace.run_dir(name).secret) for name in ("here", "there")]
@@ -118,7 +118,7 @@ def test_an_unshared_run_directory_is_named(workspace: Workspace) -> None:
 def test_an_unshared_run_directory_is_named_if_the_secret_is_given(workspace: Workspace) -> None:
     at = free_address()
     two = [
-        workspace.start_host(name, SOON, host=h, hosts=2, at=at, config=FAULTY, env=SECRET)
+        workspace.start_host(name, PATIENT, host=h, hosts=2, at=at, config=FAULTY, env=SECRET)
         for h, name in enumerate(("here", "there"))
     ]
     assert_all_exit(two, ExitCode.CONFIG, "host 1", "not shared by all hosts")
@@ -150,7 +150,7 @@ def test_a_port_in_use_is_named(workspace: Workspace) -> None:
 @pytest.mark.slow
 def test_a_duplicate_host_is_rejected_and_the_job_continues(workspace: Workspace) -> None:
     at = free_address()
-    arguments = ("hosts.join_seconds=60",)
+    arguments = ("hosts.join_seconds=1200",)
     first = workspace.start_host("run", *arguments, host=1, hosts=2, at=at, config=FAULTY)
     lead = workspace.start_host("run", *arguments, host=0, hosts=2, at=at, config=FAULTY)
     lead.attempt = first.attempt = 1
@@ -171,10 +171,8 @@ def test_a_duplicate_host_is_rejected_and_the_job_continues(workspace: Workspace
 def test_an_impossible_mesh_is_one_error_on_every_host(
     workspace: Workspace, overrides: tuple[str, ...], texts: tuple[str, ...]
 ) -> None:
-    two = workspace.start_hosts("run", *overrides, hosts=2, config=FAULTY)
-    since = time.monotonic()
+    two = workspace.start_hosts("run", *overrides, PATIENT, hosts=2, config=FAULTY)
     for trainer in two:
         trainer.assert_fails(ExitCode.CONFIG, *texts)
-    assert time.monotonic() - since < 60
     launched = workspace.launch("launched", *overrides, hosts=2, config=FAULTY)
     launched.assert_fails(ExitCode.CONFIG, *texts)

@@ -21,7 +21,6 @@ from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER
 from tests.promises.test_elastic_hosts_keep_samples import BOUND
 from tests.promises.trainer import (
-    BUSY_SECONDS,
     ENDLESS,
     FAULTY,
     MLP,
@@ -33,9 +32,9 @@ from tests.promises.trainer import (
 )
 from tests.promises.trainer import history as rows_of
 from tests.tiers import campaign_but
+from tests.waiting import SURE_SECONDS, wait_until
 
 QUICK = "restart.backoff_seconds=0.1"
-AT_ONCE_SECONDS = 1.0
 
 
 def start(
@@ -263,7 +262,7 @@ def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
 def test_a_suspended_worker_counts_as_hung_and_is_restarted(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    trainer = start(workspace, "deadlines.step_seconds=2")
+    trainer = start(workspace, "deadlines.step_seconds=10")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -276,7 +275,7 @@ def test_a_suspended_worker_counts_as_hung_and_is_restarted(
 def test_a_suspended_worker_of_two_counts_as_lost_and_is_restarted(
     workspace: Workspace, fault_free_pair: RunDir, host: int
 ) -> None:
-    trainer = start(workspace, "hosts.heartbeat_seconds=5", hosts=2)
+    trainer = start(workspace, "hosts.heartbeat_seconds=15", hosts=2)
     trainer.wait_step(13)
     os.kill(trainer.workers()[host], signal.SIGSTOP)
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -319,9 +318,10 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
     assert len(workers) == 3
     first.kill(target="supervisor")
     assert first.wait_exit() == -signal.SIGKILL
-    deadline = time.monotonic() + BUSY_SECONDS
-    while workers & set(members(first.run_dir)):
-        assert time.monotonic() < deadline, "workers outlive their supervisor"
+    wait_until(
+        lambda: not workers & set(members(first.run_dir)),
+        "end of the workers",
+    )
     left = {pid for pid in members(first.run_dir) if "JAXRES_ATTEMPT" in environment(pid)}
     assert left, "something is left to be ended"
     mark = f"JAXRES_ATTEMPT={run_history(first.run_dir).claims[1].nonce}."
@@ -350,18 +350,16 @@ def environment(pid: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", campaign_but(["SIGTERM", "SIGINT", "stop"], "stop"))
 def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how: str) -> None:
-    trainer = start(workspace, "restart.backoff_seconds=60", FAULT="build:1:fail")
+    delay = 10 * SURE_SECONDS  # No wait for it would end.
+    delays = [f"restart.{name}_seconds={delay}" for name in ("backoff", "max_backoff")]
+    trainer = start(workspace, *delays, FAULT="build:1:fail")
     trainer.wait_printed("restart from step 0 in ")
-    asked_at = time.monotonic()
     if how == "stop":
         trainer.run_dir.request("stop").touch()
     else:
         trainer.kill(signal.Signals[how], target="supervisor")
     code = ExitCode.PREEMPTED if how == "SIGTERM" else ExitCode.STOPPED
     assert trainer.wait_exit() == code, trainer.printed()
-    assert time.monotonic() - asked_at < AT_ONCE_SECONDS + BUSY_SECONDS, (
-        "it has waited for the delay"
-    )
     assert attempts(trainer) == 1
     assert not trainer.run_dir.request("stop").exists()
     assert_nothing_left(trainer.run_dir)
@@ -415,12 +413,13 @@ def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
     """Suspended for longer than each deadline of a training worker."""
-    limits = [f"deadlines.{phase}_seconds=2" for phase in ("step", "data", "evaluate")]
-    limits += ["data.timeout_seconds=1", "checkpoint.timeout_seconds=2", "deadlines.save_seconds=5"]
+    limits = [f"deadlines.{phase}_seconds=10" for phase in ("step", "data", "evaluate")]
+    limits += ["data.timeout_seconds=9", "checkpoint.timeout_seconds=6"]
+    limits += ["deadlines.save_seconds=13"]
     trainer = start(workspace, *limits, PACE="0.01")
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="supervisor")
-    time.sleep(6)
+    time.sleep(15)
     trainer.kill(signal.SIGCONT, target="supervisor")
     second = start(workspace)
     second.assert_fails(ExitCode.FENCED, f"pid {trainer.process.pid}")

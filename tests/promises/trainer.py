@@ -38,8 +38,6 @@ from tests.waiting import SURE_SECONDS
 ENDLESS = "train.steps=1000000"
 """Trains on for longer than any test waits."""
 POLL_SECONDS = 0.001
-BUSY_SECONDS = 20.0
-"""What a busy machine may need on top of a limit. How fast something is, benchmarks measure."""
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")

@@ -21,6 +21,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, read_records
 from tests.unit.checkpoint import hosts
 from tests.unit.runlog.example_records import CLAIM
+from tests.waiting import SURE_SECONDS
 
 
 def nothing():
@@ -42,7 +43,7 @@ class Attempt:
         keep_last=2,
         emit=None,
         log=None,
-        timeout_seconds=60,
+        timeout_seconds=SURE_SECONDS,
         busy="wait",
         peers=None,
         snapshot="auto",

@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> None:
     peers.barrier("claimed", seconds=30)
     log = RunLog(run_dir.log, attempt=claim.attempt, last_seq=len(records) + 1, clock=clock)
     checkpoints = Checkpointer(
-        CheckpointSection(timeout_seconds=30),
+        CheckpointSection(timeout_seconds=SURE_SECONDS),
         run_dir=run_dir,
         log=log,
         claim=claim,

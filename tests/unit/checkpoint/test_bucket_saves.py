@@ -207,7 +207,7 @@ def download(step_dir: GcsPath, tmp_path: Path) -> StepDownload:
 
 def wait_for_copies(step_dir: GcsPath, folder: Path, names: set[str]) -> None:
     """Waits until files of a step are in a local folder, whole."""
-    wanted, until = files.sizes(step_dir), time.monotonic() + 60
+    wanted, until = files.sizes(step_dir), time.monotonic() + SURE_SECONDS
     while any(files.sizes(folder).get(name) != wanted[name] for name in names):
         assert time.monotonic() < until
         time.sleep(0.01)

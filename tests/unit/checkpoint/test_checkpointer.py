@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
 from jaxres.runlog.run_log import Commit, Prune
 from tests.unit.checkpoint.conftest import like, progress, sharding, state
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 
 def host(tree):
@@ -209,10 +208,7 @@ def test_a_step_directory_that_vanishes_during_the_save_is_storage_unavailable(a
         attempt.events.append(event)
         if not isinstance(event, SaveStarted):
             return
-        deadline = time.monotonic() + 30
-        while not (written / "digests" / "process_0.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until((written / "digests" / "process_0.json").exists, "digest")
         written.rename(written.with_name("gone"))
 
     attempt.save(8, emit=vanish)
@@ -232,10 +228,7 @@ def test_an_exception_inside_abandons_the_save_in_flight(attempt):
 
 
 def wait_until_leaving(checkpoints):
-    deadline = time.monotonic() + 30
-    while not checkpoints._leaving:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: checkpoints._leaving, "exit")
 
 
 def test_a_superseded_attempt_neither_commits_nor_prunes(attempt):

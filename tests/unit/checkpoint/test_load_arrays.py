@@ -10,6 +10,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.load_arrays import load
 from tests.unit.checkpoint.test_stored_chunks import items
+from tests.waiting import SURE_SECONDS
 
 SHARDINGS = {
     "one device": ((1,), PartitionSpec()),
@@ -39,7 +40,7 @@ def test_a_step_is_loaded_bit_for_bit_with_any_sharding(tmp_path, source, target
         "step": jnp.int32(7),
     }
     step_dir = tmp_path / "step"
-    with orbax_io.save_context(timeout_seconds=60):
+    with orbax_io.save_context(timeout_seconds=SURE_SECONDS):
         ocp.save(str(step_dir), arrays, checkpointable_name="state")
     wanted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(

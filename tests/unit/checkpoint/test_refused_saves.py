@@ -310,7 +310,8 @@ def test_a_step_with_an_unconfirmed_record_is_kept_while_the_log_is_unavailable(
 
 def test_storage_that_stops_answering_causes_a_stop_and_blocks_no_caller(attempt):
     gate = threading.Event()
-    checkpoints = attempt.checkpoints(before_commit=gate.wait, timeout_seconds=0.5)
+    checkpoints = attempt.checkpoints(before_commit=gate.wait)
+    checkpoints._silence_seconds = 1.0
     with contextlib.ExitStack() as stack:
         stack.callback(gate.set)
         stack.enter_context(checkpoints)

@@ -17,6 +17,7 @@ from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.storage.files import read_whole
 from tests.unit.checkpoint.conftest import sharding
 from tests.unit.checkpoint.test_readback import flip
+from tests.waiting import SURE_SECONDS
 
 ONE_BYTE = ("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "uint32", "int64", *ONE_BYTE)
@@ -32,7 +33,7 @@ def items(dtype, shape=(128, 96)):
 
 def stored(tmp_path, arrays, **settings):
     """Writes arrays by stock Orbax; returns the folder, and their infos."""
-    context = orbax_io.save_context(timeout_seconds=60)
+    context = orbax_io.save_context(timeout_seconds=SURE_SECONDS)
     for name, value in settings.items():
         setattr(context.array.saving, name, value)
     with context:

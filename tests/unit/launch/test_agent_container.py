@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from jaxres.launch import instance_spec
 from tests.emulators import docker
 from tests.unit.launch.gce_config import config
 from tests.unit.launch.test_startup_script import agent_script, rendered
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 NAME = "jaxres-jx-0000"
 SECRET = "se-cret.1"
@@ -25,13 +24,6 @@ echo started >> "$HOME/starts"
 while :; do sleep 0.05; done
 """
 """In the place of the agent: records a SIGTERM and ends."""
-
-
-def wait(what: Callable[[], object]) -> None:
-    until = time.monotonic() + SURE_SECONDS
-    while not what():
-        assert time.monotonic() < until, "it does not happen"
-        time.sleep(0.02)
 
 
 class Vm:
@@ -63,8 +55,8 @@ class Vm:
             assert {*docker.running(self.docker)} <= {NAME}, "it has not the name of its VM"
             return len(docker.started(self.docker, NAME)) > before
 
-        wait(is_started)
-        wait(lambda: self.written("starts").count("started") > before)
+        wait_until(is_started)
+        wait_until(lambda: self.written("starts").count("started") > before)
         return client
 
     def written(self, name: str) -> str:

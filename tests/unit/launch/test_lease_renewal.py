@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 
 from jaxres.config.schema_gce import GceSection
@@ -15,7 +12,7 @@ from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from tests.manual_clock import ManualClock
-from tests.waiting import SURE_SECONDS
+from tests.waiting import wait_until
 
 TERM = 60.0
 TAKEOVER_SECONDS = TAKEOVER_TERMS * TERM
@@ -30,13 +27,6 @@ def path(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> GcsPath:
 def leases(path: GcsPath, clock: ManualClock, *, term: float = TERM) -> tuple[Lease, Lease]:
     first, second = (Lease(path, holder=f"{n}", seconds=term, now=clock) for n in range(2))
     return first, second
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + SURE_SECONDS
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
 
 
 def generation(path: GcsPath) -> int:
@@ -54,8 +44,8 @@ def test_a_lease_is_renewed_while_the_launcher_waits_for_a_call(path: GcsPath) -
             assert not waiter.acquire()
             before = generation(path)
             clock.now += TERM / 2
-            wait(lambda before=before: generation(path) != before, "no renewal")
-            wait(holder.held, "the lease is lost")
+            wait_until(lambda before=before: generation(path) != before, "no renewal")
+            wait_until(holder.held, "the lease is lost")
         assert not waiter.acquire()
         assert holder.epoch == 1
 

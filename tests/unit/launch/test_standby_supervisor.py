@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record, file_name
 from tests.promises.trainer import ROOT, TINY
 from tests.unit.runlog.example_records import CLAIM
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 KEY = ("code", "config")
 
@@ -35,6 +34,7 @@ def agent(folder: Path, code: str) -> Any:
         from jaxres import config as configs
         from jaxres.launch.standby_supervisor import StandbySupervisor
         from jaxres.runlog.paths import RunDir
+        from tests.waiting import wait_until
 
         folder = Path({str(folder)!r})
         standby = StandbySupervisor(folder)
@@ -44,10 +44,7 @@ def agent(folder: Path, code: str) -> Any:
         output = folder / "output-0001.txt"
 
         def wait_ready():
-            until = time.monotonic() + {SURE_SECONDS}
-            while not standby.poll():
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            wait_until(standby.poll, "standby")
 
         def take(key={KEY!r}, arguments=("--no-such-flag",)):
             return standby.take(arguments, env=dict(os.environ), key=key, output=output)
@@ -161,10 +158,7 @@ def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: P
         pid = standby._process.pid
         children = Path(f"/proc/{{pid}}/task/{{pid}}/children")
 
-        until = time.monotonic() + {SURE_SECONDS}
-        while not (folder / f"imports-{{pid}}").exists():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until((folder / f"imports-{{pid}}").exists, "import")
         commands = [Path(f"/proc/{{n}}/cmdline").read_text() for n in children.read_text().split()]
         print(json.dumps(any("jaxres.train.forkserver" in command for command in commands)))
         """,
@@ -174,7 +168,4 @@ def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: P
 
 def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
     pid = agent(tmp_path, "wait_ready(); print(pid, flush=True); os._exit(0)")
-    until = time.monotonic() + SURE_SECONDS
-    while Path(f"/proc/{pid}/exe").exists():
-        assert time.monotonic() < until, "it outlives its agent"
-        time.sleep(0.01)
+    wait_until(lambda: not Path(f"/proc/{pid}/exe").exists(), "end of it with its agent")

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxres.launch import instance_spec
 from jaxres.launch.boot_report import BootReport
 from jaxres.storage.path import GcsPath
 from tests.unit.launch.gce_config import config
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 SPECIAL = {
     "PLAIN": "1",
@@ -246,15 +245,12 @@ def test_packages_that_can_not_be_installed_are_reported(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("by", ["signal", "preemption"])
 def test_a_vm_that_is_stopped_does_not_report_a_failure(tmp_path: Path, by: str) -> None:
-    waits = '#!/bin/bash\ntouch "$HOME/waits"; exec /bin/sleep 60\n'
+    waits = '#!/bin/bash\ntouch "$HOME/waits"; exec /bin/sleep 6000\n'
     fails = '#!/bin/bash\ntouch "$HOME/waits"; exit 1\n'
     programs = {"python3": waits if by == "signal" else fails}
     env = {} if by == "signal" else {"PREEMPTED": "TRUE"}
     process = start(tmp_path, PythonRuntime(packages=("jax",)), programs, **env)
-    for _ in range(600):
-        if (tmp_path / "waits").exists():
-            break
-        time.sleep(0.05)
+    wait_until((tmp_path / "waits").exists, "start of the script")
     if by == "signal":
         os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=SURE_SECONDS)[0].decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +21,7 @@ from jaxres.storage.path import GcsPath
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.testing.metadata import NO_UPCOMING, UPCOMING, MetadataServer
 from tests.unit.launch.gce_config import OPTION, config
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 RUN = GcsPath("bkt", "runs/first")
 
@@ -95,11 +94,7 @@ def test_an_agent_reports_the_deadline_of_a_notice_until_it_is_called_off(tmp_pa
         """Returns the reported notice once another value of the server has been received."""
         before = watcher.most_urgent()
         server.set(UPCOMING, text)
-        until = time.monotonic() + SURE_SECONDS
-        while watcher.most_urgent() == before:
-            assert time.monotonic() < until, "the server's value is not received"
-            agent._poll()
-            time.sleep(0.01)
+        wait_until(lambda: (agent._poll(), watcher.most_urgent() != before)[1], "other notice")
         return agent._publisher.report.notice, agent._publisher.report.notice_until
 
     start = datetime.fromtimestamp(round(clock.wall()) + 5e6, UTC)
