@@ -255,11 +255,9 @@ def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit
     ):
         running_leader, peers = start(address, 2, heartbeat_seconds=120.0, clock=clock)
         try:
-            phase = ""
+            beat, phase = LeaderHeartbeat((0, 0, 0)), ""
             while phase != "train":  # The first ones may be of before.
-                phase = wait_message(peers, Heartbeat, heartbeat=LeaderHeartbeat((0, 0, 0)))[
-                    1
-                ].phase
+                phase = wait_message(peers, Heartbeat, heartbeat=beat)[1].phase
             first.kill()
             host, lost = wait_message(peers, Disconnected, heartbeat=beat)
             assert host == 1
