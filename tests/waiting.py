@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
-SURE_SECONDS = 600.0
-"""More than any wait takes on any machine, however slow and busy: no test measures speed."""
+SURE_SECONDS = float(os.environ.get("JAXRES_TEST_SURE_SECONDS", 600.0))
+"""More than any wait takes on any machine, however slow and busy: no test measures speed.
+
+The environment makes it shorter where tests are expected to fail, for the mutants.
+"""
 POLL_SECONDS = 0.005
 
 

@@ -69,7 +69,7 @@ class Systemd:
         return ("nsenter", f"--target={self.pid}", *flags)
 
     def run(
-        self, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = 60.0
+        self, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = SURE_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command inside."""
         return subprocess.run(

@@ -122,7 +122,7 @@ def save(
         RunLog.claim(run_dir.log, claim, after=(), clock=clock)
     peers.barrier("claimed", seconds=SURE_SECONDS)
     checkpoints = Checkpointer(
-        CheckpointSection(timeout_seconds=60, keep_last=5, writer=writer),
+        CheckpointSection(timeout_seconds=SURE_SECONDS, keep_last=5, writer=writer),
         run_dir=run_dir,
         log=RunLog(run_dir.log, attempt=1, last_seq=1, clock=clock),
         claim=claim,

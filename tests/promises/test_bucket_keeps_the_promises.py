@@ -73,7 +73,7 @@ def test_run_with_random_storage_faults_ends_bit_exact(
 ) -> None:
     """Requests fail at random in every supported way."""
     storm = gcs_server.fail("storm", probability=share, times=None, late_seconds=0.05, seed=3)
-    arguments = [*MLP, "checkpoint.save_every_steps=50", "checkpoint.timeout_seconds=120"]
+    arguments = [*MLP, "checkpoint.save_every_steps=50", "checkpoint.timeout_seconds=600"]
     codes = [bucket.start("run", *arguments).wait_exit()]
     while codes[-1] != 0 and len(codes) < 6:
         codes.append(bucket.start("run", *arguments).wait_exit())

@@ -86,7 +86,6 @@ def killed_at(workspace: Workspace, step: int, *, committed: int = 0) -> Trainin
     trainer.wait(
         lambda: run_history(trainer.run_dir).step == committed,
         what=f"commit of step {committed}, which is due",
-        seconds=30,
     )
     kill_worker(trainer)
     assert trainer.wait_exit() == 128 + signal.SIGKILL, trainer.printed()

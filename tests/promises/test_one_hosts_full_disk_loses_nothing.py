@@ -15,7 +15,7 @@ from jaxres.runlog.paths import RunDir
 from tests.promises.mounts import Namespace
 from tests.promises.trainer import MLP, Workspace, digest, run_history
 
-TIMEOUT_SECONDS = 3
+TIMEOUT_SECONDS = 15
 SMALL = 2**20
 
 

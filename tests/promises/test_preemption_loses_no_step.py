@@ -137,7 +137,7 @@ def test_training_continues_until_a_distant_maintenance_and_stops_in_time_for_a_
     assert metadata.warn(), "the key was not asked for from the start"
     trainer.wait(lambda: any(e.get("key") == EVENT for e in reported(trainer)), what="the event")
     trainer.wait_step(trainer.steps()[-1] + 3)
-    metadata.announce(seconds=8)
+    metadata.announce(seconds=100)
     reason = assert_preempted(trainer, committed=True)
     assert reason.startswith("scheduled maintenance of this VM's host begins at")
     assert answers(trainer) == ["continue", "save"]

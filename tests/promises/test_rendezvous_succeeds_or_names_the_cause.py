@@ -21,7 +21,7 @@ from tests.promises.trainer import (
 )
 
 SOON = "hosts.join_seconds=4"
-LATER = "hosts.join_seconds=30"
+LATER = "hosts.join_seconds=20"
 """For hosts that must meet before: a slow machine starts them in that time."""
 PATIENT = "hosts.join_seconds=1200"
 """No test waits for so long: an error ends the wait."""
@@ -118,7 +118,7 @@ def test_an_unshared_run_directory_is_named(workspace: Workspace) -> None:
 def test_an_unshared_run_directory_is_named_if_the_secret_is_given(workspace: Workspace) -> None:
     at = free_address()
     two = [
-        workspace.start_host(name, PATIENT, host=h, hosts=2, at=at, config=FAULTY, env=SECRET)
+        workspace.start_host(name, LATER, host=h, hosts=2, at=at, config=FAULTY, env=SECRET)
         for h, name in enumerate(("here", "there"))
     ]
     assert_all_exit(two, ExitCode.CONFIG, "host 1", "not shared by all hosts")

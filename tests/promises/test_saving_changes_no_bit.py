@@ -57,7 +57,7 @@ def test_a_run_with_time_based_saves_is_bit_exact_after_kills(
 @pytest.mark.slow
 def test_hosts_skip_and_start_the_same_saves(workspace: Workspace) -> None:
     """The parts of a save end at different times on each host; host 0 decides for all."""
-    common = (*BARE, "train.steps=40", "checkpoint.timeout_seconds=20")
+    common = (*BARE, "train.steps=40", "checkpoint.timeout_seconds=600")
     skipping = (*common, "checkpoint.save_every_steps=1", "checkpoint.busy=skip")
     first = workspace.launched("run", *skipping, hosts=2)
     skipped = [event["step"] for event in events(first, "save_skipped")]

@@ -13,7 +13,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import DENIED, Workspace, assert_bit_exact, run_history, starts
 
-HANG_SECONDS = 8
+HANG_SECONDS = 20
 
 
 def hangs(step_dir: Path) -> None:

@@ -320,7 +320,7 @@ def test_the_successor_of_a_killed_supervisor_cleans_up_and_resumes(
     assert first.wait_exit() == -signal.SIGKILL
     wait_until(
         lambda: not workers & set(members(first.run_dir)),
-        "end of the workers",
+        "end: workers outlive their supervisor",
     )
     left = {pid for pid in members(first.run_dir) if "JAXRES_ATTEMPT" in environment(pid)}
     assert left, "something is left to be ended"

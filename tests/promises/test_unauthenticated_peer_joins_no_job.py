@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
-import time
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.promises.trainer import (
     Workspace,
     free_address,
 )
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 HELLO = Hello(
     host=1,
@@ -41,12 +41,15 @@ ATTACKS = [
 def connect(at: str) -> socket.socket:
     """Returns a connection, made as soon as the job listens."""
     host, _, port = at.rpartition(":")
-    for _ in range(6000):
-        try:
+
+    def connected() -> socket.socket | None:
+        with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection((host, int(port)), timeout=SURE_SECONDS)
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-    raise AssertionError(at)
+        return None
+
+    found = wait_until(connected, f"job that listens at {at}")
+    assert found is not None
+    return found
 
 
 def answer(connected: socket.socket) -> list[set[str]]:
@@ -79,7 +82,7 @@ def train_on(trainers: list[TrainingProcess]) -> None:
 @pytest.mark.slow
 def test_an_unauthenticated_client_cannot_join_or_end_a_job(workspace: Workspace) -> None:
     at = free_address()
-    join = ("hosts.join_seconds=60",)
+    join = ("hosts.join_seconds=1200",)
     lead = workspace.start_host("run", *join, host=0, hosts=2, at=at, config=FAULTY, env=PACED)
     silent = connect(at)
     attack(at)

@@ -49,10 +49,8 @@ class Scheduler:
         the seconds are those of the present speed.
         """
         with self._wake:
-            earlier = seconds / self.speed
-            self._later = [
-                (due - earlier, *action) for due, *action in self._later
-            ]  # Still a heap.
+            early, later = seconds / self.speed, self._later  # It is still a heap afterwards.
+            self._later = [(due - early, n, action, given) for due, n, action, given in later]
             self._wake.notify()
 
     def _run(self) -> None:

@@ -25,6 +25,7 @@ from jaxres.storage import files
 from tests.unit.checkpoint.conftest import progress
 from tests.unit.checkpoint.test_checkpointer import commits
 from tests.unit.checkpoint.test_restore import largest, save, state
+from tests.waiting import SURE_SECONDS
 
 
 def spoil_before_read_back(monkeypatch, harm, writer):
@@ -310,7 +311,7 @@ def of_two(checkpoints, collect):
 
 
 def lost(message):
-    raise PeerLost("host 1 did not publish it within 60 s")
+    raise PeerLost("host 1 did not publish it in time")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +323,7 @@ def lost(message):
         ),
         (
             lost,
-            "not every host has reported its part as written within 60 s",
+            f"not every host has reported its part as written within {SURE_SECONDS:g} s",
         ),
     ],
     ids=["one host's failure", "one host's silence"],

@@ -309,8 +309,7 @@ def test_a_step_with_an_unconfirmed_record_is_kept_while_the_log_is_unavailable(
 
 
 def test_storage_that_stops_answering_causes_a_stop_and_blocks_no_caller(attempt):
-    gate = threading.Event()
-    checkpoints = attempt.checkpoints(before_commit=gate.wait)
+    checkpoints = attempt.checkpoints(before_commit=(gate := threading.Event()).wait)
     checkpoints._silence_seconds = 1.0
     with contextlib.ExitStack() as stack:
         stack.callback(gate.set)
@@ -322,7 +321,6 @@ def test_storage_that_stops_answering_causes_a_stop_and_blocks_no_caller(attempt
         assert "not durable within 1 s" in checkpoints.last_error
         try_save(checkpoints, 16)
         assert [type(event) for event in attempt.events] == [SaveStarted]
-    gate.set()
 
 
 def test_no_second_snapshot_is_taken_while_orbax_is_still_writing(attempt, monkeypatch):

@@ -44,8 +44,8 @@ def test_a_lease_is_renewed_while_the_launcher_waits_for_a_call(path: GcsPath) -
             assert not waiter.acquire()
             before = generation(path)
             clock.now += TERM / 2
-            wait_until(lambda before=before: generation(path) != before, "no renewal")
-            wait_until(holder.held, "the lease is lost")
+            wait_until(lambda before=before: generation(path) != before, "renewal")
+            wait_until(holder.held, "lease")
         assert not waiter.acquire()
         assert holder.epoch == 1
 

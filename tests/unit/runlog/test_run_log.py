@@ -532,8 +532,7 @@ def test_exactly_one_of_several_processes_wins_each_of_many_races(tmp_path):
         context.Process(target=race_in_process, args=(tmp_path, writer, rounds, barrier, queue))
         for writer in range(2)
     ]
-    for process in processes:
-        process.start()
+    [process.start() for process in processes]
     won = dict(queue.get(timeout=SURE_SECONDS) for _ in processes)
     for process in processes:
         process.join()
