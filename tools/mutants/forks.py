@@ -103,6 +103,13 @@ class ForkServer:
         self._process.wait()
 
 
+SURE_SECONDS = "120"
+
+
 def environment() -> dict[str, str]:
-    """Returns the environment of this process without what says how Python and pytest run in it."""
-    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    """Returns the environment of this process without what says how Python and pytest run in it.
+
+    Many mutants show only as a wait without an end, so the waits of tests are shorter.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return kept | {"JAXRES_TEST_SURE_SECONDS": SURE_SECONDS}

@@ -359,7 +359,6 @@ def _judged(code: int | None, reports: Sequence[dict[str, Any]], *, limit: float
       reports: what the plugin of the fork server has written.
       limit: seconds.
     """
-<<<<<<< HEAD
     failed = [each for each in reports if each["outcome"] == "failed"]
     wrong = [each for each in failed if not each["is_right"]]
     if decisive := (wrong or failed)[:1]:
@@ -377,11 +376,6 @@ def _judged(code: int | None, reports: Sequence[dict[str, Any]], *, limit: float
     if "passed" not in outcomes:
         return {"verdict": "no verdict", "reason": f"no test was run, {len(outcomes)} were skipped"}
     return {"verdict": "survived", "reason": f"{outcomes.count('passed')} tests have passed"}
-=======
-    kept = {key: value for key, value in os.environ.items() if key not in ("CI", "BUILD_NUMBER")}
-    kept |= {"JAXRES_TEST_SURE_SECONDS": "120"}  # Many mutants only show as a wait without an end.
-    return kept | {"PYTHONPATH": str(tree), "JAXRES_TEST_CACHES": caches}
->>>>>>> hc
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
