@@ -56,8 +56,9 @@ class Ledger:
         Every supervisor reports its first commit as `saves_recovered`; the target then gets no
         message, so that nothing has to be delivered either.
         """
-        waiting = (waiting.incident.kind for waiting in self.waiting.values())
-        return kind == "saves_recovered" and "saves_failing" not in {*waiting, *self.is_open.values()}
+        kinds = {waiting.incident.kind for waiting in self.waiting.values()}
+        kinds |= {incident.kind for incident in self.unresolved.values()}
+        return kind == "saves_recovered" and "saves_failing" not in kinds
 
     def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
         """Returns whether the rate limit allows a message of this kind."""

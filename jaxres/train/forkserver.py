@@ -1,9 +1,9 @@
 """Fork server: a process that has imported what a worker needs, and forks workers from itself.
 
 The supervisor starts it as `python -m jaxres.train.forkserver RUN_DIR --parent PID --control FD`;
-the kernel kills it with the supervisor. Threads and devices do not survive a fork, so it has
-neither. Its imports come after that, since they may hang. A forked worker is a child of the supervisor and starts work only after the supervisor has
-received its pid.
+the kernel kills it with the supervisor, which it asks for before it imports what takes long, since
+imports may hang. Threads and devices do not survive a fork, so it has neither. A forked worker is a
+child of the supervisor and starts work only after the supervisor has received its pid.
 
 The kernel shows the command line and the environment of the fork server for its forks. So a forked
 worker sets its own process name (`ps -o comm`). Its environment has the tag of the attempt that
