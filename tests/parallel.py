@@ -33,7 +33,7 @@ WITH_PROCESSES = ("tests/promises/",)
 """Folders whose tests need a fork server, which each worker starts for itself."""
 WAITING = ("tests/unit/supervisor/", "tests/unit/cluster/", "tests/unit/emulators/")
 """Folders whose tests wait for processes and sockets more than they compute."""
-LANES = ("processes", "computes", "waits", "processes", "computes", "processes")
+LANES = ("processes", "computes", "waits", "processes", "computes")
 """What each worker prefers. Two compute, one a core; files with processes go to no other worker."""
 
 

@@ -262,6 +262,7 @@ def test_a_step_that_is_pruned_while_it_is_copied_is_not_in_the_replica(
     assert assert_valid(to, source) == [commit.step for commit in others]
 
 
+@pytest.mark.slow
 def test_half_a_copy_of_a_step_that_was_judged_damaged_is_deleted(
     later: tuple[RunDir, RunDir],
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_check_that_is_interrupted_deletes_its_vms(check: Check, number: signa
     assert gcs_objects.list_sizes(check.run) == {}, "the check has written into the run"
 
 
+@pytest.mark.slow
 def test_down_ends_a_check_whose_launcher_was_killed(
     check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +160,7 @@ def test_down_ends_a_check_whose_launcher_was_killed(
     assert desired.phase == "ended"
 
 
+@pytest.mark.slow
 def test_a_check_without_capacity_says_so_and_creates_no_vm(check: Check) -> None:
     check.gce.stockout(zone="us-central1-a", model="SPOT")
     with check.running() as process:

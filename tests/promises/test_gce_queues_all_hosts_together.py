@@ -119,6 +119,7 @@ def test_a_queue_that_no_desired_state_has_is_ended_by_down(cloud: Cloud) -> Non
     assert cloud.gce.vms_so_far() == [], "its VMs were created after the end"
 
 
+@pytest.mark.slow
 def test_a_lost_vm_of_a_group_leaves_it_and_the_others_are_kept(cloud: Cloud) -> None:
     launcher = cloud.up(config(cloud, QUEUE))
     cloud.wait(lambda: "created: " in launcher.printed(), of="creation")

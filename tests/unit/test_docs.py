@@ -340,6 +340,7 @@ def _message_texts() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_no_page_or_message_installs_a_package_that_is_not_registered():
     texts = [*(page.read_text() for page in PAGES), *_message_texts()]
     assert [text for text in texts if re.search(r"pip install[^`\n&]*[ '\"]jaxres\b", text)] == []

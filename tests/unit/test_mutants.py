@@ -95,6 +95,7 @@ def verdicts(tree: Path, mutants: list[Mutant], **options: object) -> list[Resul
     return run(mutants, **given)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 def test_only_a_call_that_fails_by_an_assertion_or_the_named_class_is_a_death(tree, capsys):
     rows = [
         (mutant(tree, "return number / 3"), "died", "AssertionError", "call"),

@@ -319,6 +319,7 @@ def sections():
         )
 
 
+@pytest.mark.slow
 def test_no_rollback_begins_before_known_good():
     """Random usual, high and masked steps, until the run would end."""
     farthest, over_masked = {}, 0

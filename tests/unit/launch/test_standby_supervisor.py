@@ -78,6 +78,7 @@ def test_the_standby_becomes_the_training_of_one_attempt(tmp_path: Path) -> None
     assert "--no-such-flag: unknown flag" in (tmp_path / "output-0001.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_standby_for_other_code_or_another_config_is_killed(tmp_path: Path) -> None:
     for key in (("other", "config"), ("code", "other")):
         is_unused, gone = agent(
@@ -91,6 +92,7 @@ def test_a_standby_for_other_code_or_another_config_is_killed(tmp_path: Path) ->
         assert gone
 
 
+@pytest.mark.slow
 def test_a_standby_that_is_not_ready_goes_on_as_the_training(tmp_path: Path) -> None:
     is_ready, is_same, code = agent(
         tmp_path,

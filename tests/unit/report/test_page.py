@@ -201,6 +201,7 @@ def test_an_extended_run_has_its_vms_where_it_trains_and_all_attempts_in_the_tab
     assert not any("The newest" in text for texts in page.texts for text in texts)
 
 
+@pytest.mark.slow
 def test_the_size_is_bounded_by_pixels_not_by_steps_or_attempts():
     more_steps = len(run_page(contents(many_steps(20_000, attempts=20))))
     many = many_steps(16_000, attempts=400)
