@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxres.faults import RunError
 from jaxres.launch import gce
 from jaxres.launch.desired_state import DesiredState, StateObject
 from jaxres.launch.observed_state import AgentReport
@@ -38,6 +39,10 @@ class Launcher:
 
     process: forks.Process
     output: Path
+
+    @property
+    def has_exited(self) -> bool:
+        return self.process.poll() is not None
 
     def printed(self) -> str:
         return self.output.read_text()
@@ -160,7 +165,11 @@ class Cloud:
         vms = "\n".join(f"{n} ({s}):\n{self.gce.output(n)}" for n, s in self.gce.vms().items())
         parts = sorted(self.gce.root.rglob("output-*.txt"))
         logs = "\n".join(f"{p.name}:\n{p.read_text()[-3000:]}" for p in parts)
-        return f"{printed}\n{vms}\n{logs}\n{json.dumps(repr(self.desired_state()))}"
+        try:
+            desired: object = self.desired_state()
+        except RunError as error:
+            desired = error
+        return f"{printed}\n{vms}\n{logs}\n{json.dumps(repr(desired))}"
 
     def assert_nothing_is_left(self) -> None:
         """Asserts that no VM and no process of a VM exists."""

@@ -14,6 +14,7 @@ import pytest
 
 from jaxres.checkpoint import verify
 from jaxres.exit_codes import ExitCode
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from tests import damage
@@ -21,7 +22,6 @@ from tests.promises.test_save_survives_every_phase import POINTS, killed
 from tests.promises.trainer import (
     MLP,
     ROOT,
-    TrainingProcess,
     Workspace,
     assert_bit_exact,
     digest,
@@ -46,9 +46,10 @@ def dirs(run_dir: RunDir) -> dict[int, Path]:
     return {commit.step: run_dir.root / commit.path for commit in run_history(run_dir).committed}
 
 
-def linked_bytes(trainer: TrainingProcess) -> list[int]:
+def linked_bytes(run_dir: RunDir, *, attempt: int = 1) -> list[int]:
     """Returns the bytes that each save of an attempt has linked."""
-    return [event["linked_bytes"] for event in trainer.events_of("save_committed")]
+    events = read_events(run_dir.events(attempt, 0))
+    return [event["linked_bytes"] for event in events if event["event"] == "save_committed"]
 
 
 def copied(run_dir: RunDir, to: Path) -> RunDir:
@@ -73,11 +74,7 @@ def assert_valid(run_dir: RunDir) -> None:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """A finished run with steps 10 to 60; copy it, do not change it."""
-    trainer = Workspace(tmp_path_factory.mktemp("shared"), caches).finish("shared", *LORA)
-    linked = linked_bytes(trainer)
-    assert linked[:2] == [0, 0], "two copies are written"
-    assert all(linked[2:]), "the later saves did not link"
-    return trainer.run_dir
+    return Workspace(tmp_path_factory.mktemp("shared"), caches).finish("shared", *LORA).run_dir
 
 
 @pytest.mark.slow
@@ -85,8 +82,11 @@ def test_linked_steps_are_those_of_a_run_that_links_nothing(
     shared: RunDir, workspace: Workspace
 ) -> None:
     """A run with one save writes what is in memory."""
+    linked = linked_bytes(shared)
+    assert linked[:2] == [0, 0], "two copies are written"
+    assert all(linked[2:]), "the later saves did not link"
     written = workspace.finish("written", *LORA, "checkpoint.save_every_steps=60")
-    assert linked_bytes(written) == [0]
+    assert linked_bytes(written.run_dir) == [0]
     assert_bit_exact(shared, written.run_dir)
 
 
@@ -203,7 +203,9 @@ def test_a_run_killed_at_every_boundary_of_a_save_resumes_and_links_on(
         assert_valid(workspace.run_dir("run"))
     last = workspace.finish("run", *LORA)
     assert_bit_exact(last.run_dir, shared)
-    assert linked_bytes(last)[0] == 0, "an attempt has verified one copy before its first save"
+    assert linked_bytes(last.run_dir, attempt=last.attempt)[0] == 0, (
+        "an attempt has verified one copy before its first save"
+    )
     assert_valid(last.run_dir)
 
 
@@ -215,7 +217,8 @@ def test_in_a_bucket_every_step_has_its_own_copy(shared: RunDir, any_workspace: 
     trainer.kill()
     assert trainer.wait_exit() == -9
     last = any_workspace.finish("run", *LORA)
-    assert set(linked_bytes(trainer) + linked_bytes(last)) == {0}
+    for each in (trainer, last):
+        assert set(linked_bytes(each.run_dir, attempt=each.attempt)) == {0}
     assert starts(last.run_dir)[1] > 0
     assert_bit_exact(last.run_dir, shared)
     assert_valid(last.run_dir)
@@ -224,7 +227,7 @@ def test_in_a_bucket_every_step_has_its_own_copy(shared: RunDir, any_workspace: 
 @pytest.mark.campaign
 def test_two_hosts_link_the_same_steps_and_resume_bit_exact(workspace: Workspace) -> None:
     unbroken = workspace.launched("unbroken", *LORA, hosts=2)
-    linked = linked_bytes(unbroken)
+    linked = linked_bytes(unbroken.run_dir, attempt=unbroken.attempt)
     assert linked[:2] == [0, 0]
     assert all(linked[2:])
     first = workspace.launch("run", *LORA, hosts=2)

@@ -46,7 +46,10 @@ def test_access_to_the_control_plane_and_the_bucket_denied_for_a_while_ends_noth
     cloud.wait_commit(10)
     bucket = cloud.gcs.fail("403", times=None)
     denied = "the bucket does not answer"
-    cloud.wait(lambda: bucket.hits > 5 and denied in launcher.printed(), of="denials")
+    cloud.wait(
+        lambda: launcher.has_exited or (bucket.hits > 5 and denied in launcher.printed()),
+        of="denials",
+    )
     control_plane = cloud.gce.fail("403", times=5)  # While the bucket denies, none is asked.
     cloud.gcs.faults.clear()
     assert launcher.wait_exit() == 0, cloud.describe()
