@@ -92,9 +92,10 @@ def table(found: list[Family], everything: list[Family]) -> list[str]:
             continue
         spent += family.processor
         others = [other for other in everything if other.name != family.name]
+        alone = own_lines(family, others) if family.functions else "not recorded"
         rows.append(
             f"| {family.name} | {family.num_tests} | {family.processor:.0f} | {family.wall:.0f} "
-            f"| {named.get(family.name, 0)} | {own_lines(family, others)} |"
+            f"| {named.get(family.name, 0)} | {alone} |"
         )
     rows.append(f"| {rest.name} | {rest.num_tests} | {rest.processor:.0f} | {rest.wall:.0f} | | |")
     return rows
@@ -104,12 +105,15 @@ def main(arguments: list[str]) -> int:
     """Prints the page."""
     folder = Path(arguments[0])
     tests = lines(folder / TESTS)
-    functions = executed.read(folder / "executed", root=ROOT)
+    recorded = folder / "executed"
+    functions = executed.read(recorded, root=ROOT) if recorded.exists() else {}
     tiers = {tier: families(tests, functions, tier=tier) for tier in ("fast", "slow")}
     everything = [family for found in tiers.values() for family in found]
     print("# What the tests cost\n")
     print(f"By `python -m tools.ci.table`, of the campaign on {folder.name[:12]}, on two cores.")
     for tier, found in tiers.items():
+        if not found:
+            continue
         total = sum(family.processor for family in found)
         print(f"\n## {tier}: {total:.0f} processor seconds\n")
         print("\n".join(table(found, everything)))
