@@ -115,11 +115,12 @@ def mutants_of(known: Mapping[str, mutants.Mutant], *, results: Results) -> list
         names = frozenset({*mutant.files, mutant.promise.partition("::")[0]})
         entry = results.mutants.get(name)
         if entry is None:
-            found.append(Case(name, names, seconds=MUTANT_SECONDS))
+            is_unit = mutant.promise.startswith("tests/unit/")
+            found.append(Case(name, names, seconds=UNIT_SECONDS if is_unit else PROMISE_SECONDS))
         else:
             found.append(Case(name, names, frozenset(), entry.wall / 2, entry.landing))
     return found
 
 
-MUTANT_SECONDS = 5.0
+UNIT_SECONDS, PROMISE_SECONDS = 5.0, 30.0
 """What a mutant is taken to need that no result file has: two run at a time."""
