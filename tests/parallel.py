@@ -33,8 +33,10 @@ WITH_PROCESSES = ("tests/promises/",)
 """Folders whose tests need a fork server, which each worker starts for itself."""
 WAITING = ("tests/unit/supervisor/", "tests/unit/cluster/", "tests/unit/emulators/")
 """Folders whose tests wait for processes and sockets more than they compute."""
-LANES = ("processes", "computes", "waits", "processes", "computes")
+LANES = ("processes", "computes", "waits", "processes", "computes", "processes", "processes")
 """What each worker prefers. Two compute, one a core; files with processes go to no other worker."""
+NUM_WORKERS = 5
+"""More use up more processor time for the same tests; the slow ones wait more, and have all lanes."""
 
 
 @dataclass
@@ -122,7 +124,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers",
         type=int,
-        default=len(LANES),
+        default=NUM_WORKERS,
         metavar="N",
         help="processes that run tests; 0: this process runs them",
     )

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tests.parallel import LANES
 from tools.ci import executed, measure
 from tools.ci.results import MUTANTS, ROOT, TESTS, Entry, Results, lines, read, write
 
@@ -73,6 +74,7 @@ def _run(part: str, folder: Path) -> int | None:
         return subprocess.run(command, cwd=ROOT).returncode
     env = os.environ | {measure.LINES: str(folder / TESTS), measure.RESUME: "1"}
     command = [sys.executable, "-m", "pytest", "-p", "tools.ci.measure", "-m", TIERS[part]]
+    command += [] if part == "fast" else ["--workers", str(len(LANES))]
     with recorded(folder / "executed"):
         code = subprocess.run(command, cwd=ROOT, env=env).returncode
     return 0 if code == 5 else code  # 5: all of them had passed before.
