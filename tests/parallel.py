@@ -36,7 +36,7 @@ WAITING = ("tests/unit/supervisor/", "tests/unit/cluster/", "tests/unit/emulator
 LANES = ("processes", "computes", "waits", "processes", "computes", "processes", "processes")
 """What each worker prefers. Two compute, one a core; files with processes go to no other worker."""
 NUM_WORKERS = 5
-"""More use up more processor time for the same tests; the slow ones wait more, and have all lanes."""
+"""More use more processor time for the same tests; the slow ones wait more and have all lanes."""
 
 
 @dataclass
