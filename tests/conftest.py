@@ -24,9 +24,10 @@ os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # Images of containers set it; without bytecode every process of a test compiles all of jaxres.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-for number in (signal.SIGHUP, signal.SIGINT):  # Ignored under nohup and behind a shell's `&`.
+# Ignored under nohup and behind a shell's `&`.
+for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, usual)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 if sys.version_info < (3, 11, 8):
