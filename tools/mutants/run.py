@@ -315,8 +315,7 @@ class Bench:
         for tier in TIERS:
             if tier == CAMPAIGN and reports:
                 break
-            scratch = slot / "s"
-            scratch.mkdir()
+            scratch = Path(tempfile.mkdtemp(prefix="", dir=slot))
             try:
                 code = self._server.run(self._order(mutant, tree, scratch, tier=tier))
                 reports += _lines(scratch / "reports")
