@@ -110,7 +110,8 @@ def main(arguments: list[str]) -> int:
     tiers = {tier: families(tests, functions, tier=tier) for tier in ("fast", "slow")}
     everything = [family for found in tiers.values() for family in found]
     print("# What the tests cost\n")
-    print(f"By `python -m tools.ci.table`, of the campaign on {folder.name[:12]}, on two cores.")
+    commit = folder.name[:12]
+    print(f"By `python -m tools.ci.table`, of the tests that were run on {commit}, on two cores.")
     for tier, found in tiers.items():
         if not found:
             continue

@@ -49,6 +49,7 @@ ROOT = HERE.parent.parent
 if str(ROOT) not in sys.path:  # As a script.
     sys.path.insert(0, str(ROOT))
 
+from tools.ci.results import lines  # noqa: E402
 from tools.mutants.forks import MODULES, ForkServer, environment  # noqa: E402
 from tools.mutants.trees import Tree, copy_tree  # noqa: E402
 
@@ -244,10 +245,9 @@ def run(
 
 def _read_results(path: Path | None) -> dict[tuple[str, str], Result]:
     """Returns those that have died, by name and digest."""
-    if path is None or not path.exists():
+    if path is None:
         return {}
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    results = [Result(**line) for line in lines if line["verdict"] == "died"]
+    results = [Result(**line) for line in lines(path) if line["verdict"] == "died"]
     return {(result.mutant, result.digest): result for result in results}
 
 
@@ -318,7 +318,7 @@ class Bench:
             scratch = Path(tempfile.mkdtemp(prefix="", dir=slot))
             try:
                 code = self._server.run(self._order(mutant, tree, scratch, tier=tier))
-                reports += _lines(scratch / "reports")
+                reports += lines(scratch / "reports")
                 if code != NONE_COLLECTED or not log:
                     log = _end_of(scratch / "log")
             finally:
@@ -375,12 +375,6 @@ def _judged(code: int | None, reports: Sequence[dict[str, Any]], *, limit: float
     if "passed" not in outcomes:
         return {"verdict": "no verdict", "reason": f"no test was run, {len(outcomes)} were skipped"}
     return {"verdict": "survived", "reason": f"{outcomes.count('passed')} tests have passed"}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 def _end_of(path: Path) -> str:
