@@ -7,6 +7,7 @@ reads a column of this table, so that a new code is one new row.
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -347,6 +348,7 @@ def exit_row(code: int) -> ExitRow:
     )
 
 
+@functools.cache
 def _signal_row(code: int) -> ExitRow:
     number = code - SIGNAL_BASE
     known = {known.value: known.name for known in signal.Signals}

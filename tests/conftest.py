@@ -38,7 +38,7 @@ if sys.version_info < (3, 11, 8):
 install_import_hook("jaxres.models", "beartype.beartype")
 
 
-pytest_plugins = ["tests.failures", "tests.parallel"]
+pytest_plugins = ["tests.bytecode", "tests.failures", "tests.parallel"]
 
 
 def pytest_tests_begin(config: pytest.Config) -> None:

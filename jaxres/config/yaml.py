@@ -26,6 +26,7 @@ _FLOAT = re.compile(
 )
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_YAML_1_1 = yaml.resolver.Resolver()
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def is_plain_text(text: str) -> bool:
     if text in ("y", "Y", "n", "N"):
         return False
     ours = any(p.match(text) for p in (_INT, _FLOAT, _BOOL, _NULL))
-    theirs = yaml.SafeLoader("").resolve(yaml.ScalarNode, text, (True, False))
+    theirs = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False))
     return not ours and theirs == _TAG + "str"
 
 

@@ -44,6 +44,8 @@ MAX_KEY_BYTES = 2**20
 """Larger files are not searched for keys."""
 MAX_BYTES = 100 * 2**20
 MAX_NAMED = 20
+COMPRESSION = 6
+"""Of gzip: a third of the time of its highest level, for one percent more bytes."""
 """Most refused files that a message names."""
 GIT = (
     *("env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "-u", "GIT_INDEX_FILE", "LC_ALL=C"),
@@ -101,7 +103,7 @@ def pack(package: Path | None) -> bytes:
             info.size = len(data)
             info.mode = 0o755 if file.path.stat().st_mode & 0o100 else 0o644
             tar.addfile(info, io.BytesIO(data))
-    return gzip.compress(raw.getvalue(), mtime=0)
+    return gzip.compress(raw.getvalue(), COMPRESSION, mtime=0)
 
 
 def digest_of(data: bytes) -> str:

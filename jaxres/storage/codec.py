@@ -164,18 +164,19 @@ def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
     if type(value) in _SCALARS.get(hint, ()):  # Most fields, also those of each step's message.
         return value
 
+    if hint is Any:
+        return value
+
     def item(item_hint: Any, element: Any) -> Any:
         return _value(item_hint, element, name=name, ignore_unknown=ignore_unknown)
 
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
+    origin, args, is_dataclass = _parts(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
         (only,) = (arg for arg in args if arg is not type(None))
         return item(only, value)
-    if dataclasses.is_dataclass(origin or hint):
+    if is_dataclass:
         return decode(cast(type[Any], hint), value, ignore_unknown=ignore_unknown)
     if origin in (tuple, Sequence) and isinstance(value, list | tuple):
         items = cast(Sequence[Any], value)
@@ -190,6 +191,13 @@ def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
     elif _is_scalar(hint, value):
         return value
     raise ValueError(f"field {name!r} has the value {value!r:.60}")
+
+
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Returns the origin and the arguments of a type, and whether it is a dataclass."""
+    origin = get_origin(hint)
+    return origin, get_args(hint), dataclasses.is_dataclass(origin or hint)
 
 
 def _is_scalar(hint: Any, value: Any) -> bool:

@@ -1,8 +1,6 @@
 """Fixtures: a folder for each test's runs, and shared caches of corpora and compiled steps."""
 
-import fcntl
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Workspace
+from tests.sharing import made_once
 from tests.tiers import campaign_but
 
 
@@ -64,19 +63,10 @@ def shared_run(
     tmp_path_factory: pytest.TempPathFactory, caches: Path
 ) -> Callable[[str, Make], RunDir]:
     """Returns a run that all test processes share; the first test that uses it creates it."""
-    folder = tmp_path_factory.getbasetemp() / "shared"
-    folder.mkdir(exist_ok=True)
 
     def run_dir(name: str, make: Make) -> RunDir:
-        workspace = Workspace(folder / name, caches)
-        with (folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (workspace.root / "whole").exists():
-                shutil.rmtree(workspace.root, ignore_errors=True)
-                workspace.root.mkdir()
-                make(workspace, name)
-                (workspace.root / "whole").touch()
-        return workspace.run_dir(name)
+        root = made_once(tmp_path_factory, name, lambda root: make(Workspace(root, caches), name))
+        return Workspace(root, caches).run_dir(name)
 
     return run_dir
 

@@ -165,6 +165,7 @@ def test_what_is_restored_is_as_it_was_but_for_the_time_of_what_was_changed(tree
     assert (copy.folder / "jaxres" / "__init__.py").stat().st_mode & 0o777 != 0o700
 
 
+@pytest.mark.slow
 def test_a_file_of_results_says_what_need_not_be_run_again(tree, tmp_path):
     file = tmp_path / "results"
     dead, alive = mutant(tree, "return 0"), mutant(tree, "return number / 2 ")

@@ -19,6 +19,7 @@ from jaxres.engine.state import Progress
 from jaxres.engine.trainable import ALL
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, read_records
+from tests.sharing import made_once
 from tests.unit.checkpoint import hosts
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
@@ -106,9 +107,10 @@ def written_by(tmp_path_factory):
 
     @functools.cache
     def written(num_hosts):
-        root = tmp_path_factory.mktemp("written") / "run"
-        hosts.run(num_hosts, root, "save")
-        return RunDir(root)
+        def make(folder):
+            hosts.run(num_hosts, folder / "run", "save")
+
+        return RunDir(made_once(tmp_path_factory, f"written-by-{num_hosts}", make) / "run")
 
     return written
 

@@ -16,6 +16,8 @@ from jaxres.storage import files
 from tests import damage
 from tests.unit.checkpoint import hosts
 
+pytestmark = pytest.mark.slow  # Two hosts are two processes that import JAX.
+
 
 @pytest.fixture
 def run_dir(written_by, tmp_path):

@@ -22,6 +22,7 @@ from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
 from jaxres.runlog.events import SaveFailed
 from jaxres.storage import files
+from tests.tiers import slow_but
 from tests.unit.checkpoint.conftest import progress
 from tests.unit.checkpoint.test_checkpointer import commits
 from tests.unit.checkpoint.test_restore import largest, save, state
@@ -116,7 +117,7 @@ def test_each_part_of_a_chunk_is_compared_with_its_own_digests(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("writer", ["tensorstore", "orbax"])
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("harm", slow_but(HARM, "a value of cut blocks", "the index"))
 def test_a_save_that_reads_back_differently_fails_and_the_older_step_stays(
     attempt, monkeypatch, harm, writer
 ):

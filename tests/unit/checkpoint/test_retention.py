@@ -9,6 +9,7 @@ from jaxres.config.schema_operations import KeepSection
 from jaxres.runlog import step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, fold
+from tests.tiers import slow_but
 from tests.unit.runlog.example_records import CLAIM
 
 HOUR = 3600.0
@@ -110,7 +111,7 @@ def test_a_step_is_kept_by_any_policy_and_the_reasons_list_all():
     assert found.dead == (10,)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(range(3), 0))
 def test_over_120_days_of_commits_the_set_stays_small_and_the_newest_stay(seed):
     """Simulates commits with pauses and clock jumps, and prunes after each."""
     chance = random.Random(seed)

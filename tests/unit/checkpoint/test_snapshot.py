@@ -61,6 +61,7 @@ def test_a_device_copy_has_the_sharding_of_the_state_and_shares_no_buffer():
     )
 
 
+@pytest.mark.slow
 def test_orbax_and_we_may_read_the_arrays_of_a_copy_at_the_same_time():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
     split = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -161,6 +162,7 @@ def test_thousands_of_arrays_are_copied_by_a_few_programs():
     assert len(snapshot.copy_groups(distinct)) == 12
 
 
+@pytest.mark.slow
 def test_thousands_of_arrays_are_copied_into_the_memory_of_an_earlier_copy():
     memory, state = SnapshotMemory(), many_arrays(400)
     first = memory.copy(state)

@@ -115,7 +115,11 @@ class Before:
                 path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", damages.DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    slow_but(damages.DAMAGES, damages.flip_bit, damages.truncate, damages.delete),
+    ids=lambda damage: damage.__name__,
+)
 def test_every_damage_to_every_file_is_found_and_the_right_array_named(run_dir, damage):
     step_dir, commit = commit_at(run_dir, 16)
     before, chance = Before(step_dir, commit), random.Random(damage.__name__)

@@ -19,6 +19,7 @@ from jaxres.config.schema_training import LoraSection
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.runlog.run_log import Prune, RunLog
 from tests import damage as damages
+from tests.tiers import slow_but
 from tests.unit.checkpoint.llama_run import (
     ROWS,
     T,
@@ -63,7 +64,7 @@ def read_by_package(folder):
     return found
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize("tie_embeddings", slow_but([False, True], True))
 def test_an_independent_llama_computes_the_same_logits_from_an_export(
     tmp_path, capsys, tie_embeddings
 ):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import parallel
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +78,7 @@ def test_leaves():
 """
 
 
+@pytest.mark.slow
 def test_a_failure_explains_itself_and_nothing_is_left(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"test_cases_{number}.py").write_text(CASES)

@@ -57,6 +57,7 @@ def test_flags_are_used_as_given_and_only_the_rest_is_assumed(capsys):
     assert {"--boot-seconds", "--host-share"} <= assumed
 
 
+@pytest.mark.slow
 def test_waits_outages_racks_and_mixed_fleets_are_part_of_the_plan(capsys):
     base = planned(capsys, *SMALL)["goodput"]
     spot = ("--spot-rate", "1", "--stockout-share", "0.3")
@@ -167,6 +168,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path, capsys):
     assert "no run here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_extreme_jobs_have_a_plan(capsys):
     for words in (
         ["--gpus", "1", "--state-gib", "0.001", "--mtbf-hours", "1e12"],

@@ -19,6 +19,7 @@ from jaxres.data.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from tests.damage import change_meta, flip_bit_at, remove_digests
+from tests.tiers import slow_but
 from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -319,7 +320,7 @@ def release(process):
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", slow_but([False, True], True))
 def test_processes_that_build_concurrently_all_get_a_complete_corpus(corpus, tmp_path, damaged):
     cache = tmp_path / "cache"
     if damaged:

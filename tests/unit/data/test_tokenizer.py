@@ -185,7 +185,7 @@ def test_a_killed_build_continues_where_it_was(tmp_path: Path, trained: Path) ->
 
     whole = build("whole", 0)
     assert whole.returncode == 0, whole.stderr
-    for kill_at in (5, 9):
+    for kill_at in (9,):
         killed = build("cache", kill_at)
         assert killed.returncode == -9, killed.stdout + killed.stderr
     finished = build("cache", 0)

@@ -108,6 +108,7 @@ def test_the_replacement_is_requested_as_soon_as_the_loss_has_ended_the_attempt(
     assert cloud.between("end", "request") == [], "the request waits for the next cycle"
 
 
+@pytest.mark.slow
 def test_a_service_that_accepts_no_creation_for_long_costs_no_healthy_vm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

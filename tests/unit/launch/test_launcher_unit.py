@@ -22,6 +22,7 @@ from jaxres.launch.lease import Lease
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
+from tests.tiers import slow_but
 from tests.unit.launch.gce_config import config
 
 RUN = GcsPath("bkt", "runs/it's $HOME")
@@ -229,7 +230,10 @@ def record(shell: Shell, **changes: object) -> StateObject:
 ENDED = {"phase": "ended", "end": JobEnd(ExitCode.STOPPED, "stopped by an operator", 1.0)}
 
 
-@pytest.mark.parametrize("flags", [["--resume-only"], ["--resume-only", "--detach"]])
+@pytest.mark.parametrize(
+    "flags",
+    slow_but([["--resume-only"], ["--resume-only", "--detach"]], ["--resume-only", "--detach"]),
+)
 def test_a_launcher_that_comes_back_after_the_end_of_its_job_begins_no_other_one(
     shell: Shell, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, sharding_report
 from jaxres.train import assemble, jitted_steps
 from jaxres.train.components import Components
+from tests.tiers import slow_but
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CASES = {  # Devices, hosts, parameters (arXiv 2407.21783; 1B: its model card).
@@ -50,7 +51,12 @@ def parts(request: pytest.FixtureRequest, tokens: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("parts", "name"), [(name, name) for name in CASES], indirect=["parts"], ids=list(CASES)
+    ("parts", "name"),
+    slow_but(
+        [(name, name) for name in CASES], ("llama-1b", "llama-1b"), ("llama-70b", "llama-70b")
+    ),
+    indirect=["parts"],
+    ids=list(CASES),
 )
 def test_the_step_lowers_for_its_devices_and_the_state_is_split_over_all(
     parts: Components, name: str

@@ -13,9 +13,12 @@ from tests.tiers import campaign, slow_but
 from tools.experiments import plans
 
 ROOT = Path(__file__).parents[3]
-SLOW = ("interruptions_of_16384_gpus", "spare_hosts")
+SLOW = (
+    *("interruptions_of_16384_gpus", "spare_hosts"),
+    *("failure_arithmetic", "insurance", "notice_budget"),
+)
 SLOWEST = ("goodput_without_each_measure",)
-CHEAP = ("failure_arithmetic", "insurance", "notice_budget", "retention_bill")
+CHEAP = ("retention_bill",)
 
 
 @pytest.mark.parametrize("name", [*slow_but([*CHEAP, *SLOW], *CHEAP), *campaign(SLOWEST)])

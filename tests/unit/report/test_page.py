@@ -19,6 +19,7 @@ from jaxres.runlog.events import EVENTS, RunBuilt, SaveCommitted, SaveStarted
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import of_lines
 from jaxres.runlog.records import AttemptEnded, Rollback
+from tests.tiers import slow_but
 from tests.unit.goodput.simulated_run import SimulatedRun, finished_run, random_run
 from tests.unit.goodput.test_run_timeline import fold
 from tests.unit.report.parsed_page import Page, parse
@@ -74,7 +75,7 @@ def crashed_run() -> SimulatedRun:
     return run
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", slow_but(range(30), *range(10)))
 def test_any_run_is_a_page_that_is_well_formed_loads_nothing_and_has_finite_numbers(seed: int):
     run = random_run(seed, jumps=True)
     rng = random.Random(seed)

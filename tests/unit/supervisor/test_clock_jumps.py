@@ -141,7 +141,7 @@ JUMPS = [{at: by * HOUR} for at in (0.0, 1.5, 7.0, 9.0, 11.0, 13.0, 99.0) for by
 JUMPS.append({1.0: HOUR, 2.0: -2 * HOUR, 50.0: HOUR})
 
 
-@pytest.mark.parametrize("seed", slow_but(range(20), *range(4)))
+@pytest.mark.parametrize("seed", slow_but(range(20), 0, 1))
 def test_clock_jumps_change_no_decision_on_crashes_hangs_or_restarts(seed: int) -> None:
     calm = supervised(seed, {})
     kinds = {type(one) for one in calm}

@@ -161,6 +161,7 @@ def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "end of it with its supervisor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", slow_but([0, 1], 1), ids=["host 0", "host 1"])
 def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(tmp_path, own):
     """The imports last until the other host has received three heartbeats, and then fail."""

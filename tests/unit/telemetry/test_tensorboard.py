@@ -209,6 +209,7 @@ def test_images_are_shown_once_an_attempt_and_again_where_a_rollback_has_discard
     assert steps() == [5, 6]
 
 
+@pytest.mark.slow
 def test_after_a_kill_each_step_has_one_value_that_of_the_newest_attempt(board, tmp_path):
     source = (
         "import os, sys, time, pathlib; from tests.unit.telemetry import test_tensorboard as t;"

@@ -30,6 +30,7 @@ from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import train
 from jaxres.train.replica_check import ReplicaCheck
 from jaxres.train.stop_requests import StopRequests
+from tests.tiers import slow_but
 from tests.unit.train.test_loop import fake_run
 
 STEPS, ROWS = 60, 4
@@ -242,7 +243,7 @@ class SimulatedRun:
         return history
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", slow_but(range(6), 0, 1))
 def test_no_committed_state_is_bad_under_random_faults(block):
     met, ends = Counter(), Counter()
     for seed in range(50 * block, 50 * block + 50):

@@ -14,6 +14,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import replica_fingerprint
 from jaxres.faults import Continue, StopRun, Warn
 from jaxres.train.replay_check import Replay, ReplayCheck, RotatedStep
+from tests.tiers import slow_but
 from tests.unit.engine.test_replica_fingerprint import flip, mesh_of, placed, with_copy
 from tests.unit.train.test_no_bad_state_is_committed import Device
 
@@ -116,13 +117,13 @@ def judged(name: str, *, device: int | None, where: str = "update", rotates: boo
     return check.judge(replay, step=8, last_good_step=4, was_equal=True)
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(MESHES, "data=4", "data=2 fsdp=2"))
 def test_without_a_fault_both_results_have_the_same_bits(name: str) -> None:
     assert isinstance(judged(name, device=None), Continue)
 
 
 @pytest.mark.parametrize("where", ["rows", "update"])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(MESHES, "data=4", "data=2 fsdp=2"))
 def test_a_device_that_always_computes_the_same_wrong_number_is_found(
     name: str, where: str
 ) -> None:
