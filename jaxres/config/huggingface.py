@@ -7,6 +7,7 @@ defaults are those of the family's class in transformers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ FIXED: Mapping[str, Any] = {
     "use_bidirectional_attention": False,
 }
 """Settings of config.json that the decoder has no key for, with the values that it computes."""
+_TOKENIZER_FILE = re.compile(r"token|tekken|vocab|merges|spiece|sentencepiece|\.bpe|\.model$")
 WITH_TOKENIZER = ("text", "jsonl", "parquet", "huggingface", "mixture")
 """Kinds of data.source that a tokenizer reads."""
 FACTS = (
@@ -370,8 +372,11 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
     own = {key: node for key, node in given.items() if key not in ("kind", "path")}
     top = {**config.value, "model": Node({**sizes, **own}, section.where if section else "")}
     problems = list[Problem]()
-    if "init_from" not in top:
-        top["init_from"] = _node({"kind": "safetensors", "path": str(folder)}, at.where)
+    weights = top.get("init_from", Node({}, at.where))
+    is_own = isinstance(weights.value, dict) and not {"kind", "path"} & weights.value.keys()
+    if is_own:
+        own_path = _node({"kind": "safetensors", "path": str(folder)}, at.where)
+        top["init_from"] = Node({**own_path.value, **weights.value}, weights.where)
         if not _holds(folder, "model.safetensors", "model.safetensors.index.json"):
             text = (
                 f"{folder}: no model.safetensors or model.safetensors.index.json here. Other "
@@ -383,10 +388,38 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
     if data is not None and isinstance(data.value, dict) and "tokenizer" not in data.value:
         source = data.value.get("source")
         kind = source.value.get("kind") if source and isinstance(source.value, dict) else None
-        if (kind is None or kind.value in WITH_TOKENIZER) and _holds(folder, "tokenizer.json"):
-            tokenizer = _node({"kind": "huggingface", "path": str(folder)}, at.where)
-            top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
+        if kind is None or kind.value in WITH_TOKENIZER:
+            if _holds(folder, "tokenizer.json"):
+                tokenizer = _node({"kind": "huggingface", "path": str(folder)}, at.where)
+                top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
+            elif is_own and not _accepts_tokenizer(weights) and not _is(kind, "mixture"):
+                # A mixture may be of token folders alone; the start compares its tokenizer.
+                problems.append(Problem("data.tokenizer", unknown_tokenizer(folder), at.where))
     return Node(top, config.where), problems
+
+
+def unknown_tokenizer(folder: RunPath) -> str:
+    """Returns why the tokens of a folder's weights are not known, and what to do about it."""
+    names = sorted(name for name in files.list_names(folder) if _TOKENIZER_FILE.search(name))
+    convert = (
+        f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})` of "
+        "Hugging Face's transformers writes one"
+    )
+    return (
+        f"{folder}: its weights are of the tokens of a tokenizer that is not known: there is no "
+        f"tokenizer.json (of a tokenizer there is: {', '.join(names) or 'nothing'}). {convert}; or "
+        "give the model's tokenizer by data.tokenizer. Only if the tokens are bytes: "
+        "init_from.allow_changed=[tokenizer]"
+    )
+
+
+def _accepts_tokenizer(init_from: Node) -> bool:
+    changed = init_from.value.get("allow_changed")
+    return isinstance(changed and changed.value, list) and "tokenizer" in changed.value
+
+
+def _is(node: Node | None, value: str) -> bool:
+    return node is not None and node.value == value
 
 
 def _from_folder(folder: RunPath) -> dict[str, Any]:

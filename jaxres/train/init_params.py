@@ -25,10 +25,11 @@ from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.orbax_weights import from_orbax
 from jaxres.checkpoint.weights_mapping import WeightMapping
 from jaxres.checkpoint.weights_source import ADAPTERS, PARAMS, Weights
+from jaxres.config import huggingface
 from jaxres.config.schema_model import AnyModel
 from jaxres.config.schema_training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
 from jaxres.data import hf_bytes_tokenizer
-from jaxres.data.tokenizer import FILE_NAME, Tokenizer
+from jaxres.data.tokenizer import BYTES, FILE_NAME, Tokenizer
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError, StorageRefused, Unrestorable, UsageError
@@ -168,7 +169,7 @@ def _from_source(section: FromStored, parts: Components, context: AttemptContext
     if isinstance(section, FromRun):
         step = section.at_step or _same_step(section, context.log.history(), context, seconds)
     source = resolve_source(section, parts.config.model, parts.shapes, step=step)
-    _check_tokenizer(section, parts.dataset.tokenizer)
+    check_tokenizer(section, parts.dataset.tokenizer)
     calls = itertools.count()
 
     def init(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
@@ -183,24 +184,39 @@ def _from_source(section: FromStored, parts: Components, context: AttemptContext
     return init
 
 
-def _check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> None:
-    """Raises ConfigError if the weights are known to be of a model with another tokenizer."""
+def check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> None:
+    """Refuses weights of another tokenizer than the data's, and bytes for those of an unknown one.
+
+    A tokenizer that is not bytes was chosen by its path.
+
+    Raises:
+      ConfigError: the weights' tokenizer is another one, or nobody knows and nobody chose it.
+    """
     if tokenizer is None or TOKENIZER in section.allow_changed:
         return
+    is_bytes = tokenizer.name == BYTES
     if isinstance(section, FromRun):
         name = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
-        is_other = name not in (None, tokenizer.name)
+        is_known, is_other = name is not None, name != tokenizer.name
+        unknown = (
+            f"{section.path}: the run has not recorded the tokenizer of its tokens. Give the "
+            "model's tokenizer by data.tokenizer, or, if its tokens are bytes, accept that: "
+            f"init_from.allow_changed=[{TOKENIZER}]"
+        )
     else:
         folder = section.path if files.is_dir(section.path) else section.path.parent
         there = files.read(folder / FILE_NAME)
         own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
-        is_other = there is not None and there != own[FILE_NAME]
-    if is_other:
+        is_known, is_other = there is not None, there != own[FILE_NAME]
+        unknown = huggingface.unknown_tokenizer(folder)
+    if is_known and is_other:
         raise ConfigError(
             f"init_from.path: the model of {section.path} has another tokenizer than the data "
             f"({tokenizer.name}), so its embedding is of other tokens. Set data.tokenizer to its "
             f"tokenizer, or accept that: init_from.allow_changed=[{TOKENIZER}]."
         )
+    if is_bytes and not is_known:
+        raise ConfigError(f"init_from.path: {unknown}.")
 
 
 def _check_moved_weights(

@@ -174,6 +174,38 @@ def test_a_folder_sets_model_weights_and_tokenizer_unless_they_are_given(tmp_pat
     assert (own.init_from.kind, str(own.data.tokenizer.path)) == ("seed", "other")
 
 
+OTHER_TOKENIZERS = {
+    "sentencepiece": ("tokenizer.model", "tokenizer_config.json"),
+    "byte pairs": ("vocab.json", "merges.txt"),
+    "tiktoken": ("qwen.tiktoken",),
+    "tekken": ("tekken.json",),
+    "none": (),
+}
+
+
+@pytest.mark.parametrize("names", OTHER_TOKENIZERS.values(), ids=OTHER_TOKENIZERS)
+def test_weights_without_tokenizer_json_are_not_trained_on_bytes_that_nobody_chose(tmp_path, names):
+    fields = families.CONFIGS["llama"] | {"vocab_size": 300}
+    folder = families.write_folder(tmp_path / "model", fields)
+    for name in names:
+        (folder / name).write_text("{}")
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {{kind: huggingface, path: {folder}}}\n"
+        "data: {source: {kind: text, path: x}}\ntrain: {steps: 1}\n"
+    )
+    found = ", ".join(sorted(names)) or "nothing"
+    with pytest.raises(
+        ConfigError, match=rf"data.tokenizer.* there is: {found}\).*save_pretrained"
+    ):
+        configs.load(config)
+    other = "data.tokenizer={kind: huggingface, path: other}"
+    assert str(configs.load(config, [other]).config.data.tokenizer.path) == "other"
+    loaded = configs.load(config, ["init_from.allow_changed=[tokenizer]"]).config
+    assert (str(loaded.init_from.path), loaded.data.tokenizer.kind) == (str(folder), "bytes")
+    assert configs.load(config, ["init_from.kind=seed"]).config.data.tokenizer.kind == "bytes"
+
+
 def test_sizes_of_a_mixed_model_have_no_family():
     model = huggingface.model_of(families.CONFIGS["gemma"])[0]
     with pytest.raises(ConfigError, match="--names jaxres"):

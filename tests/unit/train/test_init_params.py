@@ -18,7 +18,7 @@ from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.config import RunConfig
 from jaxres.config.schema_data import HuggingfaceTokenizer
-from jaxres.data.tokenizer import open_tokenizer
+from jaxres.data.tokenizer import BYTES, open_tokenizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan
 from jaxres.faults import ConfigError
@@ -59,8 +59,15 @@ def source(tmp_path_factory):
     params = random_params(config.model)
     root = tmp_path_factory.mktemp("source") / "run"
     run_of(root, config, params, steps=(4, 8))
+    record_tokenizer(root, BYTES)
     assert checkpoints_cli.main(["checkpoints", "export", str(root)], usage="") == 0
     return root, flat(params)
+
+
+def record_tokenizer(root, name):
+    log = RunDir(root).log
+    start = Start(step=8, path=None, dataset="d", computation={}, tokenizer=name)
+    RunLog.claim(log, CLAIM, after=run_log.read_records(log), clock=SystemClock()).append(start)
 
 
 def parts_of(corpus, tmp_path, *, mesh=None, **init_from):
@@ -166,6 +173,10 @@ def test_parameters_of_a_checkpoint_of_stock_orbax_are_bit_exact(corpus, tmp_pat
     }
     with pytest.raises(ConfigError, match=r"opt_state/mu/head: float32\[.*\], expected absent"):
         started(parts_of(corpus, tmp_path, **where), context_at(tmp_path)[0])
+    parts = parts_of(corpus, tmp_path, **where, allow_extra=["opt_state/*", "step"])
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json .*allow_changed=\[tokenizer\]"):
+        started(parts, context_at(tmp_path)[0])
+    where["allow_changed"] = ["tokenizer"]
     parts = parts_of(corpus, tmp_path, **where, allow_extra=["opt_state/*", "step"])
     state, origin = started(parts, context_at(tmp_path)[0])
     assert bits(state) == {path: (x.shape, x.tobytes()) for path, x in flat(params).items()}
@@ -344,9 +355,7 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
     (export,) = (root / "exports").iterdir()
     other = open_tokenizer(HuggingfaceTokenizer(path=bpe.train(tmp_path / "tokenizer")))
     copied = shutil.copytree(root, tmp_path / "copy")
-    start = Start(step=8, path=None, dataset="d", computation={}, tokenizer=other.name)
-    records = run_log.read_records(RunDir(copied).log)
-    RunLog.claim(RunDir(copied).log, CLAIM, after=records, clock=SystemClock()).append(start)
+    record_tokenizer(copied, other.name)
     cases = [
         ({"kind": "safetensors", "path": str(export)}, other),
         ({"kind": "run", "path": str(copied)}, None),
@@ -363,3 +372,24 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
                 continue
             with pytest.raises(ConfigError, match="another tokenizer than the data"):
                 started(parts, context)
+
+
+@pytest.mark.parametrize("kind", ["run", "safetensors"])
+def test_weights_of_unknown_tokens_are_not_trained_on_bytes_that_nobody_chose(
+    corpus, tmp_path, source, kind
+):
+    copied = shutil.copytree(source[0], tmp_path / "copy")
+    (export,) = (copied / "exports").iterdir()
+    (export / "tokenizer.json").unlink()
+    (export / "tokenizer.model").write_bytes(b"of sentencepiece")
+    record_tokenizer(copied, None)
+    where = {"kind": kind, "path": str(copied if kind == "run" else export)}
+    said = "has not recorded" if kind == "run" else "there is: tokenizer.model, tokenizer_config"
+    with pytest.raises(ConfigError, match=said):
+        started(parts_of(corpus, tmp_path, **where), context_at(tmp_path)[0])
+    chosen = parts_of(corpus, tmp_path, **where, allow_changed=["tokenizer"])
+    assert bits(started(chosen, context_at(tmp_path)[0])[0])
+    other = open_tokenizer(HuggingfaceTokenizer(path=bpe.train(tmp_path / "tokenizer")))
+    parts = parts_of(corpus, tmp_path, **where)
+    parts = dataclasses.replace(parts, dataset=dataclasses.replace(parts.dataset, tokenizer=other))
+    assert bits(started(parts, context_at(tmp_path)[0])[0]), "a tokenizer with a path was chosen"
