@@ -190,7 +190,7 @@ def check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> None:
     A tokenizer that is not bytes was chosen by its path.
 
     Raises:
-      ConfigError: the weights' tokenizer is another one, or nobody knows and nobody chose it.
+      ConfigError: the weights' tokenizer is another one, or is unknown and bytes were not chosen.
     """
     if tokenizer is None or TOKENIZER in section.allow_changed:
         return

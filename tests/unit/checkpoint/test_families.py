@@ -184,7 +184,7 @@ OTHER_TOKENIZERS = {
 
 
 @pytest.mark.parametrize("names", OTHER_TOKENIZERS.values(), ids=OTHER_TOKENIZERS)
-def test_weights_without_tokenizer_json_are_not_trained_on_bytes_that_nobody_chose(tmp_path, names):
+def test_weights_without_tokenizer_json_are_not_trained_on_unchosen_bytes(tmp_path, names):
     fields = families.CONFIGS["llama"] | {"vocab_size": 300}
     folder = families.write_folder(tmp_path / "model", fields)
     for name in names:

@@ -375,7 +375,7 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
 
 
 @pytest.mark.parametrize("kind", ["run", "safetensors"])
-def test_weights_of_unknown_tokens_are_not_trained_on_bytes_that_nobody_chose(
+def test_weights_of_unknown_tokens_are_not_trained_on_unchosen_bytes(
     corpus, tmp_path, source, kind
 ):
     copied = shutil.copytree(source[0], tmp_path / "copy")
