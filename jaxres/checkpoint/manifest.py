@@ -29,7 +29,7 @@ from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.codec import OtherFormat, require_format
 from jaxres.storage.gcs_client import PermissionDenied
-from jaxres.storage.path import RunPath, is_remote
+from jaxres.storage.path import RunPath, is_remote, require_inside
 
 FORMAT = 3
 FROZEN_FORMAT = 4
@@ -126,7 +126,8 @@ class Manifest:
         require_format(fields, number=FROZEN_FORMAT, older=FORMAT)
         rows = fields.pop("arrays")
         arrays = {path: ArrayInfo(row["dtype"], tuple(row["shape"])) for path, row in rows.items()}
-        files = {name: FileInfo(**row) for name, row in fields.pop("files").items()}
+        rows_of_files = fields.pop("files").items()
+        files = {require_inside(name): FileInfo(**row) for name, row in rows_of_files}
         digests = {path: row["digest"] for path, row in rows.items()}
         frozen = tuple(fields.pop("frozen", ()))
         return Manifest(files=files, arrays=arrays, digests=digests, frozen=frozen, **fields)

@@ -9,7 +9,7 @@ from jaxres.faults import ConfigError, Unrestorable
 from jaxres.storage import codec
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
 from jaxres.storage.codec import OtherFormat, TaggedCodec
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, require_inside, require_one_name
 
 FORMAT = 2
 """Format number of every record."""
@@ -238,6 +238,7 @@ class Record:
             if fields.get("kind") == RECORDS.tag(Claim):
                 fields["attempt"] = attempt
             body = RECORDS.decode(fields)
+            _require_names(body)
             if path.name != file_name(seq):
                 raise ValueError(f"its number is {seq}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -246,6 +247,19 @@ class Record:
                 "Was the run written by a newer version, or the file edited? Nothing was changed."
             ) from error
         return Record(seq=seq, attempt=attempt, time=time, body=body)
+
+
+def _require_names(body: Body) -> None:
+    """Raises ValueError if a name that readers join to a folder would leave it."""
+    match body:
+        case Commit(path=path) | Quarantine(path=path) | Start(path=str(path)):
+            require_inside(path)
+        case Claim(nonce=nonce):
+            require_one_name(nonce)
+        case _:
+            pass
+    if isinstance(body, Start | Branch) and (digest := (body.tokenizer or "").partition(":")[2]):
+        require_one_name(digest)
 
 
 def file_name(seq: int) -> str:

@@ -18,7 +18,7 @@ from jaxres.runlog.run_log import file_name, fold, read_records
 from jaxres.runlog.step_dirs import MANIFEST
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, require_inside
 
 FORMAT = 1
 MARKER = "REPLICA.json"
@@ -149,7 +149,8 @@ def finish_update(run_dir: RunDir) -> bool:
     try:
         fields = decode_checksummed(data, number=FORMAT)
         records = {int(seq): text.encode() for seq, text in fields["records"].items()}
-        manifests = {name: text.encode() for name, text in fields["manifests"].items()}
+        texts = fields["manifests"].items()
+        manifests = {require_inside(name): text.encode() for name, text in texts}
     except (ValueError, KeyError, AttributeError) as error:
         raise Unrestorable(
             f"{path}: can't be read ({error}). It is the newest update of a replica. Delete it, "

@@ -154,3 +154,29 @@ def relative(path: RunPath, root: RunPath) -> str:
         assert path.key.startswith(f"{root.key}/"), (path, root)
         return path.key.removeprefix(f"{root.key}/")
     return path.relative_to(str(root)).as_posix()
+
+
+def require_inside(name: str) -> str:
+    """Returns a name that a file gives, if what is joined with it lies below the folder.
+
+    >>> require_inside("state/d/1"), require_inside("00000008-0001")
+    ('state/d/1', '00000008-0001')
+
+    Raises:
+      ValueError: it is absolute, goes up, or is no name of a file.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise ValueError(f"the name {name!r:.60} is not one of a file below its folder")
+    return name
+
+
+def require_one_name(name: str) -> str:
+    """Returns a name that a file gives, if it is that of a file in the folder itself.
+
+    Raises:
+      ValueError: as `require_inside`, or it is a path.
+    """
+    if "/" in require_inside(name):
+        raise ValueError(f"{name!r:.60} is a path, expected a name")
+    return name

@@ -1,11 +1,20 @@
 """A replica of one run: several replicators in turn, and one that was killed."""
 
+import json
+
+import pytest
+
+from jaxres.checkpoint.manifest import MANIFEST, digest_of
 from jaxres.checkpoint.replica import Replica
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.checkpoint.verify import verify_step
 from jaxres.clock import SystemClock
+from jaxres.faults import ConfigError, Unrestorable
+from jaxres.runlog import replica_files
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import FORMAT, RECORDS, Commit, Start, file_name
 from jaxres.runlog.run_log import fold, read_records
+from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
 
 
 def replicator(source, to):
@@ -47,3 +56,91 @@ def test_lines_whose_copy_was_killed_at_any_byte_are_those_of_the_source(attempt
         copied.write_bytes(whole[:size])
         replicator(attempt.run_dir, to).update()
         assert copied.read_bytes() == whole
+
+
+@pytest.fixture
+def to(tmp_path):
+    """A replica's folder, as its run lock has made it."""
+    (tmp_path / "replica").mkdir()
+    return RunDir(tmp_path / "replica")
+
+
+OUTSIDE = ("../victim", "checkpoints/../../victim", "{tmp}/victim", "checkpoints//victim", "")
+"""Names in the files of a foreign run; joined to a folder they leave it, or are none."""
+
+
+def planted(attempt, tmp_path):
+    """Returns the contents of all files but those of the run and of its replica."""
+    own = (attempt.run_dir.root, tmp_path / "replica")
+    files = (path for path in tmp_path.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if not any(o in path.parents for o in own)}
+
+
+def rewritten(path, change):
+    """Changes the fields of a file with a checksum, and gives it the right checksum."""
+    fields = decode_checksummed(path.read_bytes(), number=FORMAT)
+    change(fields)
+    path.write_bytes(encode_checksummed(fields))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [("commit", "path"), ("start", "path"), ("start", "tokenizer"), ("claim", "nonce")],
+)
+def test_no_name_in_a_record_of_the_log_leads_out_of_a_run(
+    attempt, to, tmp_path, kind, field, name
+):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / MANIFEST).write_text("kept")
+    name = name.format(tmp=tmp_path)
+    attempt.log.append(Start(step=0, path=None, dataset="d", computation={}))
+    attempt.save(8)
+    log = attempt.run_dir.log
+    (record,) = [r for r in read_records(log) if RECORDS.tag(type(r.body)) == kind]
+    value = f"huggingface:{name}" if field == "tokenizer" else name
+    rewritten(log / file_name(record.seq), lambda fields: fields.update({field: value}))
+    if value == "huggingface:":
+        return  # It has no files.
+    before = planted(attempt, tmp_path)
+    with pytest.raises(ConfigError, match=rf"{file_name(record.seq)}: not a record .*the name"):
+        read_records(log)
+    with pytest.raises(ConfigError, match="the name"):
+        replicator(attempt.run_dir, to).update()
+    assert planted(attempt, tmp_path) == before
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_name_in_a_manifest_leads_out_of_its_step(attempt, to, tmp_path, name):
+    """Its digest in the record is right: all files of the run are foreign."""
+    name = name.format(tmp=tmp_path)
+    commit = attempt.save(8)
+    (tmp_path / "victim").write_text("own")
+    manifest = attempt.run_dir.root / commit.path / MANIFEST
+    fields = json.loads(manifest.read_bytes())
+    fields["files"][name] = fields["files"]["progress.json"]
+    manifest.write_bytes(canonical_json(fields))
+    (record,) = [r for r in read_records(attempt.run_dir.log) if isinstance(r.body, Commit)]
+    digest = digest_of(manifest.read_bytes())
+    rewritten(
+        attempt.run_dir.log / file_name(record.seq), lambda fields: fields.update(manifest=digest)
+    )
+    before = planted(attempt, tmp_path)
+    damaged = replicator(attempt.run_dir, to).update().damaged
+    assert "can't be read (the name" in damaged[8]
+    assert planted(attempt, tmp_path) == before
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_name_in_an_update_of_a_replica_leads_out_of_it(attempt, to, tmp_path, name):
+    """A start in the replica finishes what a killed replicator has left."""
+    name = name.format(tmp=tmp_path)
+    (tmp_path / "victim").mkdir()
+    attempt.save(8)
+    replicator(attempt.run_dir, to).update()
+    update = {"format": replica_files.FORMAT, "manifests": {name: "own"}, "records": {}}
+    (to.root / replica_files.UPDATE).write_bytes(encode_checksummed(update))
+    before = planted(attempt, tmp_path)
+    with pytest.raises(Unrestorable, match=r"can't be read \(the name"):
+        replica_files.prepare_start(to)
+    assert planted(attempt, tmp_path) == before
