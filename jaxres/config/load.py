@@ -42,7 +42,7 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
       hint: what may have been meant, if it is absent.
     """
     try:
-        text = _text_of(path)
+        text = _text_of(path, may_be_pipe=not named_by)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
         if not named_by:
@@ -59,8 +59,11 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
     return Node(node.value, str(path)), problems
 
 
-def _text_of(path: RunPath) -> str:
-    return files.read_whole(path).decode("utf-8-sig")
+def _text_of(path: RunPath, *, may_be_pipe: bool) -> str:
+    """Returns the text of a file; that on the command line may be a shell's `<(COMMAND)`."""
+    is_pipe = may_be_pipe and isinstance(path, Path) and path.is_fifo()
+    data = path.read_bytes() if is_pipe else files.read_whole(path)
+    return data.decode("utf-8-sig")
 
 
 def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:

@@ -22,7 +22,7 @@ from jaxres.data.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.files import fault_of
+from jaxres.storage.files import fault_of, read_whole
 from jaxres.storage.path import RunPath
 
 FORMAT_VERSION = 1
@@ -220,7 +220,7 @@ def read_meta(folder: Path) -> Meta:
     """Returns the contents of meta.json; raises TokensDamaged if a field is wrong."""
     path = folder / "meta.json"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_whole(path))
     except ValueError as error:
         raise TokensDamaged(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):

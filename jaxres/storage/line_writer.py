@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from jaxres.clock import SystemClock
 from jaxres.faults import RunError, StorageUnavailable
 from jaxres.storage import files, gcs_objects
-from jaxres.storage.local_store import typed_errors
+from jaxres.storage.local_store import open_file, typed_errors
 from jaxres.storage.path import GcsPath, RunPath, is_remote
 from jaxres.storage.threads import spawn_thread
 
@@ -78,9 +78,9 @@ def read_lines(path: RunPath, *, start: int = 0) -> bytes:
     if not is_remote(path):
         with files.typed_errors(path):
             try:
-                with path.open("rb") as file:
+                with open_file(path) as file:
                     file.seek(start)
-                    return file.read()
+                    return file.readall()
             except FileNotFoundError:
                 return b""
     names = [name for name in gcs_objects.list_names(path) if name.isdecimal()]

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import functools
+import io
 import os
 import re
 import secrets
@@ -25,7 +26,10 @@ from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
-_MISNAMED = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_MISNAMED = {
+    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    errno.ESPIPE,
+}
 _OF_DISKS = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
 _OF_MOUNTS = {
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EPROTO),
@@ -133,13 +137,14 @@ class LocalStore:
         """Returns the bytes of a file; None: it does not exist."""
         with typed_errors(path):
             try:
-                return path.read_bytes()
+                return self.read_whole(path)
             except FileNotFoundError:
                 return None
 
     def read_whole(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises every OSError unchanged."""
-        return path.read_bytes()
+        with open_file(path) as file:
+            return file.readall()
 
     def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
         """Reads many small files one after the other."""
@@ -291,11 +296,8 @@ class LocalStore:
 
     def drop_page_cache(self, path: Path) -> None:
         """Drops the cached pages of a file; no effect on tmpfs, which has no other copy."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with open_file(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def files_below(self, folder: Path) -> dict[str, int]:
         """Returns relative path -> size of every file below `folder`; raises every OSError.
@@ -318,7 +320,7 @@ class LocalStore:
     def iter_chunks(self, path: Path, *, size_bytes: int) -> Iterator[memoryview]:
         """Yields the bytes of a file in parts of one buffer; raises every OSError unchanged."""
         buffer = memoryview(bytearray(size_bytes))
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             while count := file.readinto(buffer):
                 yield buffer[:count]
 
@@ -411,6 +413,19 @@ def _remove_trash(folder: Path) -> None:
             shutil.rmtree(folder)
         else:
             folder.unlink()
+
+
+def open_file(path: Path) -> io.FileIO:
+    """Opens a file for reading; raises OSError also for a pipe, a socket or a device.
+
+    What these give may never end, or never come.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.ESPIPE, "a pipe, a socket or a device, expected a file", str(path))
+    return io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
 
 
 def _fsync(path: Path, flags: int) -> None:

@@ -42,8 +42,7 @@ def make(folder: Path) -> None:
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_own(folder.lstat()):
         raise PermissionError(f"{folder}: not a folder that only this user can write to")
 
 
@@ -83,6 +82,16 @@ def delete_others(root: RunPath, base: Path | None, *, places: Path) -> None:
 
 
 def delete(root: RunPath, base: Path = SHARED_MEMORY) -> None:
-    """Deletes the folder of a run directory in a base, if there is one; ignores errors."""
+    """Deletes the folder of a run directory in a base, if there is one; ignores errors.
+
+    What another user has put in its place is left: to open a pipe there would never end.
+    """
     with contextlib.suppress(RunError, OSError):
-        shutil.rmtree(memory_folder(root, base), ignore_errors=True)
+        folder = memory_folder(root, base)
+        if _is_own(folder.lstat()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Returns whether it is a folder that only this user can write to."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -13,13 +13,10 @@ import argparse
 import fcntl
 import hashlib
 import json
-import os
 import select
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxres.config import RunConfig, load_recorded
@@ -51,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     run_dir = RunDir(parse_path(options.run_dir))
     config = load_recorded(run_dir.attempt(options.attempt) / "config.yaml").config
     section = config.telemetry.trackers[options.number]
-    name, folder = _name(section, options.number), _local_folder(run_dir)
+    name, folder = _name(section, options.number), run_dir.local / FOLDER
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     copy = Copy(run_dir, config, trackers.make(section, folder), name=name)
     with (folder / f"{name}.lock").open("wb") as lock:
@@ -80,14 +77,6 @@ def _read_state(path: RunPath) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return saved if isinstance(saved, dict) else {}
-
-
-def _local_folder(run_dir: RunDir) -> Path:
-    """Returns the folder for files that a tracker's package writes; not in a bucket."""
-    if not run_dir.is_remote:
-        return Path(str(run_dir.root)) / FOLDER
-    name = hashlib.sha256(str(run_dir.root).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"jaxres-trackers-{os.getuid()}" / name
 
 
 def _follow(copy: Copy, section: TrackerSection, *, every_seconds: float) -> int:

@@ -107,7 +107,7 @@ class BucketCopy:
             self._copied = files.sizes(self._to)
         for path in sorted(self._folder.iterdir()):
             if path.stat().st_size != self._copied.get(path.name):
-                data = path.read_bytes()
+                data = files.read_whole(path)
                 files.replace(self._to / path.name, data)
                 self._copied[path.name] = len(data)
 

@@ -85,7 +85,7 @@ def under_launch_local(cloud: Cloud, config: Path, gate: Path) -> None:
 
 
 def in_a_slurm_script(cloud: Cloud, cluster: SlurmCluster, config: Path, gate: Path) -> None:
-    """Trains with one task a node until the time limit of the job, which is a minute."""
+    """Trains with one task a node until the time limit of the job, at first a minute."""
     output, script = cloud.root / "slurm.txt", cloud.root / "job.sh"
     command = [sys.executable, "-m", "jaxres.train", str(config)]
     command += [f"preemption.margin_seconds={MARGIN_SECONDS}"]
@@ -106,7 +106,10 @@ exit $code
         return output.read_text() if output.exists() else ""
 
     def is_held() -> bool:
-        cluster.start_waiting()  # A slow machine may reach its limit before the first step.
+        if cluster.state(job) == "PENDING":  # A slow machine reaches its limit before a step.
+            minutes = 1 + 2 * printed().count("before the first finished step")
+            cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+            cluster.start_waiting()
         return f"{LIMIT} (squeue): saving after the current step" in printed()
 
     try:

@@ -300,6 +300,28 @@ def test_a_run_has_its_own_folder_and_deleting_it_twice_is_no_error(tmp_path):
     assert (one.exists(), two.exists()) == (False, True)
 
 
+@pytest.mark.parametrize("kind", ["a folder that others can write to", "a link", "a pipe"])
+def test_what_is_planted_at_a_runs_place_in_shared_memory_is_neither_used_nor_opened(
+    tmp_path, kind
+):
+    """The name is predictable, and every account of the machine can write there."""
+    folder = memory_folder.memory_folder(tmp_path, tmp_path)
+    own = tmp_path / "own" / "file"
+    own.parent.mkdir()
+    own.write_text("kept")
+    if kind == "a pipe":
+        os.mkfifo(folder)
+    elif kind == "a link":
+        folder.symlink_to(own.parent)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="not a folder that only this user can write to"):
+        memory_folder.make(folder)
+    memory_folder.delete(tmp_path, tmp_path)
+    assert (os.path.lexists(folder), own.read_text()) == (True, "kept")
+
+
 @pytest.fixture
 def two_runs(tmp_path):
     """Run directories with states in two places, of which the second is in use."""

@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,20 @@ def test_bases_are_relative_to_the_file_and_one_level_deep(write: Write):
     assert lines(Path("sub/x.yaml")) == [
         "sub/a.yaml:1: base: a base can't have a base itself; name both files in sub/x.yaml"
     ]
+
+
+def test_a_pipe_is_no_base_and_a_config_on_the_command_line_may_be_one(
+    write: Write, tmp_path: Path
+):
+    """A shell's `<(COMMAND)` is a pipe; a base that is one would never be read."""
+    os.mkfifo(tmp_path / "pipe")
+    assert lines(write(MINIMAL + "base: pipe")) == [
+        "x.yaml:5: can't be read: [Errno 29] a pipe, a socket or a device, expected a file: 'pipe'"
+    ]
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(MINIMAL,))
+    writer.start()
+    assert load(tmp_path / "pipe").config.train.steps == 30
+    writer.join()
 
 
 def test_an_invalid_base_is_reported_with_its_line(write: Write):

@@ -1,6 +1,7 @@
 import errno
 import os
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, line_writer
-from jaxres.storage.line_writer import open_line_writer
+from jaxres.storage.line_writer import open_line_writer, read_lines
 from tests.waiting import SURE_SECONDS
 
 
@@ -430,3 +431,30 @@ def test_creator_whose_temporary_was_deleted_has_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", paused)
     assert not files.create(tmp_path / "a", b"loser")
     assert contents(tmp_path) == {"a": b"winner"}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_never_ends_is_no_file(kind, tmp_path):
+    path = tmp_path / "owner.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+    else:
+        path.symlink_to("/dev/null")
+    with pytest.raises(ConfigError, match=r"owner\.json: can't be used \(a pipe, a socket"):
+        files.read(path)
+    with pytest.raises(OSError, match="a pipe, a socket or a device, expected a file"):
+        files.read_whole(path)
+    with pytest.raises(ConfigError, match="a pipe, a socket or a device, expected a file"):
+        read_lines(path)
+    with pytest.raises(OSError, match="a pipe, a socket or a device, expected a file"):
+        next(files.iter_chunks(path, size_bytes=8))
+
+
+def test_a_folder_read_as_a_file_leaves_no_descriptor_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(IsADirectoryError):
+        files.read_whole(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
