@@ -31,7 +31,8 @@ from jaxres.config.schema_data import (
     TextSource,
 )
 from jaxres.data import images
-from jaxres.data.source_files import SourceFile, unreadable
+from jaxres.data.folder_tree import unreadable
+from jaxres.data.source_files import SourceFile
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20

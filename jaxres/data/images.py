@@ -46,13 +46,14 @@ CENTRE = 7 / 8
 
 
 def with_labels(
-    files: Sequence[SourceFile], classes: Sequence[str]
+    files: Sequence[SourceFile], classes: Sequence[str], *, folders: Sequence[str] = ()
 ) -> tuple[list[SourceFile], tuple[str, ...]]:
     """Returns image files with the label of their class, the first folder of their name.
 
     Args:
       files: the listing; Parquet files have labels of their own.
       classes: names of the classes by label; empty: all names in ascending order.
+      folders: names of all folders; one without an image is refused, or labels would shift.
 
     Returns:
       The files with labels, and the names of the classes; none for Parquet files.
@@ -60,6 +61,13 @@ def with_labels(
     images = [file for file in files if not is_table(file)]
     found = sorted({file.name.partition("/")[0] for file in images if "/" in file.name})
     names = tuple(classes) or tuple(found)
+    empty = [name for name in sorted({*folders} - {*found}) if not name.startswith(".")]
+    if images and empty and not classes:
+        raise ConfigError(
+            f"data.source.path: no file in the folder {empty[0]!r} matches data.source.include, so "
+            "it would have no label, and others another one. Add the ending of its files there, "
+            f"give data.source.classes, or leave it out with data.source.exclude: [{empty[0]}/*]."
+        )
     labels = {name: label for label, name in enumerate(names)}
     unknown = [name for name in found if name not in labels]
     if unknown:
