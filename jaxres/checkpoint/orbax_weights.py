@@ -79,7 +79,8 @@ def from_orbax(place: RunPath) -> Weights:
             return np.asarray(arrays[name].read().result())
 
     tensors = {name: _info(array) for name, array in arrays.items()}
-    return Weights(str(folder), tensors, read, facts=None)
+    filled = "" if has_all_chunks else " (chunks that are missing in it are read as zeros)"
+    return Weights(f"{folder}{filled}", tensors, read, facts=None)
 
 
 @contextlib.contextmanager

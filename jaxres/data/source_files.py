@@ -124,18 +124,23 @@ def _check_case(root: Path, left_out: list[str], patterns: tuple[str, ...]) -> N
 
 
 def shared_files(one: SingleSource, other: Source) -> int:
-    """Returns how many local files of a source another one has too."""
+    """Returns how many local files of a source another one has too, be it through a link."""
     sources = single_sources(other).values()
-    listed = [_local_paths(one), set[Path]().union(*map(_local_paths, sources))]
+    listed = [_local_files(one), set[tuple[int, int]]().union(*map(_local_files, sources))]
     return len(listed[0] & listed[1])
 
 
-def _local_paths(source: SingleSource) -> set[Path]:
+def _local_files(source: SingleSource) -> set[tuple[int, int]]:
+    """Returns device and inode of the files of a source."""
     if not isinstance(source, DocumentSource) or source.path.startswith(SCHEME):
         return set()
     if token_folder_of(source) is not None:
         return set()
-    return {file.path for file in list_files(source)}
+    paths = [file.path for file in list_files(source)]
+    try:
+        return {(status.st_dev, status.st_ino) for status in map(os.stat, paths)}
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from error
 
 
 def _patterns(source: DocumentSource) -> tuple[tuple[str, ...], tuple[str, ...]]:

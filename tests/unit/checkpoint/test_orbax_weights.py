@@ -161,13 +161,15 @@ def test_a_chunk_that_is_missing_in_a_database_is_refused_too(tmp_path):
         from_orbax(saved).read("params/layers_0/kernel")
 
 
-def test_chunks_that_an_older_orbax_left_out_are_zeros_as_in_orbax(tmp_path):
+def test_chunks_that_an_older_orbax_left_out_are_zeros_as_in_orbax_and_the_run_says_so(tmp_path):
     saved = _folders(tmp_path / "saved")
     _without_chunks(saved)
     metadata = json.loads((saved / "_METADATA").read_bytes())
     del metadata["store_array_data_equal_to_fill_value"]
     (saved / "_METADATA").write_text(json.dumps(metadata))
-    assert not from_orbax(saved).read("params/layers_0/kernel").any()
+    weights = from_orbax(saved)
+    assert not weights.read("params/layers_0/kernel").any()
+    assert weights.where == f"{saved} (chunks that are missing in it are read as zeros)"
 
 
 def _change_times(place, *, commit):

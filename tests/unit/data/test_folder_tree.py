@@ -19,7 +19,7 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data import open_dataset
 from jaxres.data.corpus import describe_corpus
-from jaxres.data.source_files import list_corpus, list_files
+from jaxres.data.source_files import list_corpus, list_files, shared_files
 from jaxres.faults import ConfigError, StorageRefused
 
 ENDINGS = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet", "nanogpt": "bin", "images": "png"}
@@ -128,6 +128,12 @@ def test_a_file_that_only_its_case_leaves_out_is_refused(corpus, kind):
     with pytest.raises(ConfigError, match=rf"own/one\.{ending} is left out only"):
         names(kind, corpus / "*" / f"*.{ENDINGS[kind]}")
     assert len(names(kind, corpus, include=(f"**/*.{ENDINGS[kind]}", f"**/*.{ending}"))) == 8
+
+
+def test_validation_files_that_are_trained_on_through_a_link_are_counted(corpus, kind):
+    linked = SOURCES[kind](path=str(corpus))
+    assert shared_files(SOURCES[kind](path=str(corpus.parent / "disk")), linked) == 3
+    assert shared_files(SOURCES[kind](path=str(corpus / "own")), linked) == 3
 
 
 def test_files_that_no_pattern_matches_are_counted_and_reported(tmp_path):
