@@ -16,9 +16,10 @@ import hashlib
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data.images import CLASSES, IMAGES, pillow, with_labels
-from jaxres.data.source_files import SourceFile, list_files
+from jaxres.data.source_files import SourceFile, list_corpus
 from jaxres.data.token_folder import (
     DTYPES,
     FORMAT_VERSION,
@@ -81,6 +82,8 @@ class Corpus:
     """Folder of the tokenised corpus, which may not exist yet."""
     classes: tuple[str, ...] = ()
     """Names of the classes of images, by label."""
+    left_out: tuple[str, ...] = ()
+    """Names of the files that no pattern of the source matches."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -100,19 +103,20 @@ def describe_corpus(
     source: DocumentSource, tokenizer: TokenizerSection, *, cache_dir: Path
 ) -> Corpus:
     """Lists the files of a source, and opens its tokenizer."""
-    files, classes = list_files(source), ()
+    listing = list_corpus(source)
+    files, classes = listing.files, ()
     if isinstance(source, NanogptSource):
         opened, vocab_size = None, source.vocab_size
     elif isinstance(source, ImagesSource):
         pillow("Image")
-        files, classes = with_labels(files, source.classes)
+        files, classes = with_labels(files, source.classes, folders=listing.folders)
         opened, vocab_size = None, NUM_BYTES
     else:
         opened = open_tokenizer(tokenizer)
         vocab_size = opened.vocab_size
     name = "ids" if opened is None else opened.name
     entry = cache_dir.expanduser() / "corpora" / _cache_key(source, files, name)
-    return Corpus(source, files, opened, vocab_size, entry, classes)
+    return Corpus(source, files, opened, vocab_size, entry, classes, tuple(listing.left_out))
 
 
 def _cache_key(source: DocumentSource, files: list[SourceFile], tokenizer: str) -> str:
@@ -227,7 +231,19 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
             building.rmdir()  # Only if it is empty.
         os.close(lock)
     progress(describe(opened.meta))
+    if corpus.left_out:
+        progress(_describe_left_out(corpus))
     return replace(opened, folder=entry)
+
+
+def _describe_left_out(corpus: Corpus) -> str:
+    """Returns how many files the patterns leave out, and their endings, the most frequent first."""
+    endings = Counter(PurePath(name).suffix or "no ending" for name in corpus.left_out)
+    named = ", ".join(f"{count:,} with {ending}" for ending, count in endings.most_common(5))
+    return (
+        f"Left out: {len(corpus.left_out):,} files that no pattern of data.source.include matches "
+        f"({named}), such as {corpus.left_out[0]}"
+    )
 
 
 def _lock(entry: Path, progress: Callable[[str], None], clock: Clock) -> tuple[Path, int]:

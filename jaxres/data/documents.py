@@ -31,7 +31,8 @@ from jaxres.config.schema_data import (
     TextSource,
 )
 from jaxres.data import images
-from jaxres.data.source_files import SourceFile, unreadable
+from jaxres.data.folder_tree import unreadable
+from jaxres.data.source_files import SourceFile
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20
@@ -385,6 +386,13 @@ def _check_image(content: bytes, where: str) -> None:
             f"{where} is no JPEG, PNG, WebP, GIF, BMP or TIFF image: it begins with "
             f"{content[:8]!r}. Replace it, or leave it out with data.source.exclude."
         )
+    try:
+        images.check_depth(content)
+    except images.UnusableDepth as error:
+        raise ConfigError(
+            f"{where}: {error}, so its black and white are not known. Convert it to 8 bits a "
+            "channel, or leave it out."
+        ) from error
 
 
 def _image(label: int, content: bytes) -> TokenPiece:

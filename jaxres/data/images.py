@@ -41,18 +41,26 @@ NUM_TRIES = 10
 """Of a random crop, as in torchvision's RandomResizedCrop."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that Pillow may open: for others, such as EPS, it starts programs."""
+DEEP_PNG, DEEP_BYTE = b"\x89PNG\r\n", 24
+"""How a PNG file begins, and where it has the bits of a value."""
+TIFF = (b"II*\0", b"MM\0*")
+BITS_TAG, PHOTOMETRIC_TAG, WHITE_IS_ZERO = 258, 262, 0
+"""Of TIFF 6.0, section 8."""
+LEAST_WHITE = 16 * 256
+"""Values of 16 bits that are all below are of 8, 10 or 12 bits, and nearly black at 8 bits."""
 CENTRE = 7 / 8
 """Share of the shorter side that an image without augmentation shows: 224 of 256 pixels."""
 
 
 def with_labels(
-    files: Sequence[SourceFile], classes: Sequence[str]
+    files: Sequence[SourceFile], classes: Sequence[str], *, folders: Sequence[str] = ()
 ) -> tuple[list[SourceFile], tuple[str, ...]]:
     """Returns image files with the label of their class, the first folder of their name.
 
     Args:
       files: the listing; Parquet files have labels of their own.
       classes: names of the classes by label; empty: all names in ascending order.
+      folders: names of all folders; one without an image is refused, or labels would shift.
 
     Returns:
       The files with labels, and the names of the classes; none for Parquet files.
@@ -60,6 +68,13 @@ def with_labels(
     images = [file for file in files if not is_table(file)]
     found = sorted({file.name.partition("/")[0] for file in images if "/" in file.name})
     names = tuple(classes) or tuple(found)
+    empty = [name for name in sorted({*folders} - {*found}) if not name.startswith(".")]
+    if images and empty and not classes:
+        raise ConfigError(
+            f"data.source.path: no file in the folder {empty[0]!r} matches data.source.include, so "
+            "it would have no label, and others another one. Add the ending of its files there, "
+            f"give data.source.classes, or leave it out with data.source.exclude: [{empty[0]}/*]."
+        )
     labels = {name: label for label, name in enumerate(names)}
     unknown = [name for name in found if name not in labels]
     if unknown:
@@ -204,16 +219,73 @@ class ImageRows:
         return pixels[:, ::-1] if flip else pixels
 
 
+class UnusableDepth(ValueError):
+    """The values of an image have no known black and white."""
+
+
 def open_picture(content: bytes) -> Any:
-    """Returns a decoded file as an upright Pillow image with three channels."""
+    """Returns a decoded file as an upright Pillow image with three channels of 8 bits.
+
+    16 bits are divided by 256, 12 bits of TIFF by 16. Transparency and color profiles are left out;
+    of several pages or frames the first one is taken.
+
+    Raises:
+      UnusableDepth: the values are of 32 bits, fractions or signed, or have fewer bits than the
+        file says: Pillow would clip them to black or white.
+    """
     library = pillow("Image")
-    opened = library.open(io.BytesIO(content), formats=FORMATS)
+    opened = _opened(content)
+    bits = _bits(opened, content)
+    if opened.mode in ("I", "F") or (bits > 8 and opened.mode == "CMYK"):
+        raise UnusableDepth(f"it has values of {bits} bits (mode {opened.mode} of Pillow)")
+    is_negative = opened.format == "TIFF" and opened.tag_v2.get(PHOTOMETRIC_TAG) == WHITE_IS_ZERO
     picture = pillow("ImageOps").exif_transpose(opened)
-    if picture.mode.startswith("I"):  # 16 bits, which `convert` clips to 8.
-        picture = library.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+    if picture.mode.startswith("I;16"):
+        values = np.asarray(picture)
+        if bits == 16 and values.any():
+            _check_range(int(values.max()))
+        if is_negative:  # Pillow inverts no others than those of 8 bits and less.
+            values = (1 << bits) - 1 - values
+        picture = library.fromarray((values >> (bits - 8)).astype(np.uint8))
     if "transparency" in picture.info:  # Pillow warns of a palette with several transparent colors.
         picture = picture.convert("RGBA")
-    return picture.convert("RGB")
+    picture = picture.convert("RGB")
+    if bits == 16 and opened.mode.startswith("RGB"):
+        _check_range(int(np.asarray(picture).max()) * 256)
+    return picture
+
+
+def check_depth(content: bytes) -> None:
+    """Raises UnusableDepth as `open_picture`; decodes only an image of more than 8 bits."""
+    if not content.startswith(TIFF):
+        bits = content[DEEP_BYTE : DEEP_BYTE + 1]
+        if not (content.startswith(DEEP_PNG) and bits == b"\x10"):
+            return
+    try:
+        if _bits(_opened(content), content) > 8:
+            open_picture(content)
+    except (UnusableDepth, MemoryError, ConfigError):
+        raise
+    except Exception:  # noqa: BLE001 - Decoders fail in many ways: a bad record when it is read.
+        return
+
+
+def _opened(content: bytes) -> Any:
+    return pillow("Image").open(io.BytesIO(content), formats=FORMATS)
+
+
+def _bits(opened: Any, content: bytes) -> int:
+    """Returns how many bits a value has, as the file says."""
+    if opened.format == "TIFF":
+        return max(opened.tag_v2.get(BITS_TAG, (1,)))
+    return content[DEEP_BYTE] if opened.format == "PNG" else 8
+
+
+def _check_range(highest: int) -> None:
+    if highest < LEAST_WHITE:
+        raise UnusableDepth(
+            f"it has values of 16 bits, all below {LEAST_WHITE:,} of 65,535, as if they had fewer"
+        )
 
 
 def _undecodable(number: int, document: NDArray[np.uint8], error: Exception) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -20,8 +20,8 @@ from jaxres.config.schema_data import (
     TokensSource,
     single_sources,
 )
-from jaxres.faults import ConfigError, RunError
-from jaxres.storage.files import fault_of
+from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
+from jaxres.faults import ConfigError
 from jaxres.storage.path import SCHEME, RunPath, parse_path
 
 STDLIB = "{stdlib}"
@@ -56,20 +56,44 @@ def token_folder_of(source: Source) -> RunPath | None:
     return folder if (folder.expanduser() / "meta.json").exists() else None
 
 
+@dataclass(frozen=True)
+class Listing:
+    """The files of a corpus, ordered by a hash of their names: its tail is representative.
+
+    Attributes:
+      folders: names of the folders in the corpus, if it is a folder.
+      left_out: names of the files beside them that no pattern matches, and none excludes.
+    """
+
+    files: list[SourceFile]
+    folders: list[str]
+    left_out: list[str]
+
+
 def list_files(source: DocumentSource) -> list[SourceFile]:
-    """Lists the corpus, ordered by a hash of the names so that its tail is representative."""
+    """Returns the files of a source, in the order of `Listing`. Raises as `list_corpus`."""
+    return list_corpus(source).files
+
+
+def list_corpus(source: DocumentSource) -> Listing:
+    """Lists the files of a source, also in folders that are links.
+
+    Raises:
+      ConfigError: no file matches, all files are empty, or one is left out by its case.
+      StorageRefused, StorageUnavailable: a file or a folder can't be read.
+    """
     include, exclude = _patterns(source)
     root, patterns = _root_and_patterns(source.path, include)
     stdlib = _stdlib() if STDLIB in source.path else None
+    tree = FolderTree(root, exclude, skip=STDLIB_EXCLUDED if stdlib else frozenset())
     files: dict[str, SourceFile] = {}
-    for path in _matches(root, patterns, skip=STDLIB_EXCLUDED if stdlib else frozenset()):
-        if path.name.startswith("._") or (stdlib and _is_foreign(path, stdlib)):
-            continue  # "._x" is what macOS keeps beside the file "x" on other file systems.
+    for path in itertools.chain.from_iterable(map(tree.matches, patterns)):
         name = path.relative_to(root).as_posix()
-        if not any(fnmatchcase(name, pattern) for pattern in exclude):
+        if _is_taken(name, exclude) and not (stdlib and _is_foreign(path, stdlib)):
             _list_file(files, name, path, skip_dangling=stdlib is not None)
-    if any("**" in pattern for pattern in patterns) and not stdlib and patterns == include:
-        _check_folders(root, exclude)
+    others = [name for name in tree.files() if name not in files and _is_taken(name, exclude)]
+    if not stdlib:
+        _check_case(root, others, patterns)
     if not files:
         raise ConfigError(
             f"data.source.path: {source.path} matches no file (looked below {root} for "
@@ -77,22 +101,46 @@ def list_files(source: DocumentSource) -> list[SourceFile]:
         )
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
-    return sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
+    ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
+    return Listing(ordered, tree.folders(), [] if stdlib else others)
+
+
+def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:
+    """Returns whether a file is taken if its name matches."""
+    if PurePath(name).name.startswith("._"):
+        return False  # "._x" is what macOS keeps beside the file "x" on other file systems.
+    return not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _check_case(root: Path, left_out: list[str], patterns: tuple[str, ...]) -> None:
+    """Raises a ConfigError if a file matches no pattern only because of its case."""
+    for name in left_out:
+        if any(is_match(name.lower(), pattern.lower()) for pattern in patterns):
+            raise ConfigError(
+                f"data.source.path: {root / name} is left out only because of upper and lower "
+                f"case in its name. Add '**/*{PurePath(name).suffix}' to data.source.include, "
+                "rename it, or leave it out with data.source.exclude."
+            )
 
 
 def shared_files(one: SingleSource, other: Source) -> int:
-    """Returns how many local files of a source another one has too."""
+    """Returns how many local files of a source another one has too, be it through a link."""
     sources = single_sources(other).values()
-    listed = [_local_paths(one), set[Path]().union(*map(_local_paths, sources))]
+    listed = [_local_files(one), set[tuple[int, int]]().union(*map(_local_files, sources))]
     return len(listed[0] & listed[1])
 
 
-def _local_paths(source: SingleSource) -> set[Path]:
+def _local_files(source: SingleSource) -> set[tuple[int, int]]:
+    """Returns device and inode of the files of a source."""
     if not isinstance(source, DocumentSource) or source.path.startswith(SCHEME):
         return set()
     if token_folder_of(source) is not None:
         return set()
-    return {file.path for file in list_files(source)}
+    paths = [file.path for file in list_files(source)]
+    try:
+        return {(status.st_dev, status.st_ino) for status in map(os.stat, paths)}
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from error
 
 
 def _patterns(source: DocumentSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -139,7 +187,7 @@ def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tupl
         return path.resolve(), include
     if path.exists():
         return path.parent.resolve(), (_escape(path.name),)
-    wild = [i for i, part in enumerate(path.parts) if set(part) & set("*?[")]
+    wild = [i for i, part in enumerate(path.parts) if WILD & set(part)]
     if wild:
         root = Path(*path.parts[: wild[0]])
         if root.is_dir():
@@ -153,28 +201,6 @@ def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tupl
 def _escape(name: str) -> str:
     """Returns the pattern that matches only this name."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in name)
-
-
-def _matches(root: Path, patterns: tuple[str, ...], *, skip: frozenset[str]) -> Iterator[Path]:
-    """Yields the matching files, without descending into the top folders named in `skip`.
-
-    Those may be large, and a restart waits for the listing.
-    """
-    for pattern in patterns:
-        try:
-            if not (skip and pattern.startswith("**/")):
-                yield from root.glob(pattern)
-                continue
-            yield from root.glob(pattern.removeprefix("**/"))
-            for folder in root.iterdir():
-                if folder.name not in skip and folder.is_dir() and not folder.is_symlink():
-                    yield from folder.glob(pattern)
-        except (ValueError, NotImplementedError) as error:
-            raise ConfigError(
-                f"data.source.include: {pattern!r} is not a valid pattern: {error}"
-            ) from error
-        except OSError as error:
-            raise fault_of(error)(f"data.source.path: {root} can't be listed: {error}") from error
 
 
 def _stdlib() -> Path:
@@ -200,27 +226,6 @@ def _list_file(files: dict[str, SourceFile], name: str, path: Path, *, skip_dang
         raise unreadable(path, error) from error
     if dangling and not skip_dangling:
         raise unreadable(path, "it is a dangling link")
-
-
-def _check_folders(root: Path, exclude: tuple[str, ...]) -> None:
-    """Raises a RunError if a folder can't be listed, which pathlib's glob ignores."""
-
-    def raise_unreadable(error: OSError) -> None:
-        path = Path(error.filename)
-        name = path.relative_to(root).as_posix()
-        if not any(fnmatchcase(f"{name}/", pattern) for pattern in exclude):
-            raise unreadable(path, error)
-
-    for _ in os.walk(root, onerror=raise_unreadable):
-        pass
-
-
-def unreadable(path: Path, reason: OSError | str) -> RunError:
-    kind = fault_of(reason) if isinstance(reason, OSError) else ConfigError
-    return kind(
-        f"data.source.path: {path} can't be read: {reason}. "
-        "Fix it, or exclude it with data.source.exclude."
-    )
 
 
 def _name_hash(name: str) -> bytes:

@@ -20,7 +20,8 @@ from jaxres.data.documents import (
     check_unchanged,
     read_pieces,
 )
-from jaxres.data.source_files import SourceFile, unreadable
+from jaxres.data.folder_tree import unreadable
+from jaxres.data.source_files import SourceFile
 from jaxres.data.tokenizer import Tokenizer
 
 BATCH_CHARS = 2**22

@@ -1,16 +1,22 @@
 """Checkpoints of stock Orbax, of every layout that it has written, are read bit for bit."""
 
 import functools
+import json
+import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from flax import nnx
 from orbax.checkpoint import v1
 
 from jaxres.checkpoint.orbax_weights import from_orbax
 from jaxres.faults import ConfigError
+from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 
 
 @functools.cache
@@ -116,3 +122,114 @@ def test_damage_is_told_with_the_name(tmp_path):
     (saved / "_METADATA").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="_METADATA: can't be read"):
         from_orbax(saved)
+
+
+def _chunks(saved, name):
+    """Paths of the chunks of an array that is a folder of its own."""
+    described = (".zarray", "zarr.json")
+    return [path for path in (saved / name).rglob("*") if path.name not in described]
+
+
+def _without_chunks(saved):
+    for path in _chunks(saved, "params.layers_0.kernel"):
+        path.unlink()
+
+
+def _with_short_chunks(saved):
+    for path in _chunks(saved, "params.layers_0.kernel"):
+        path.write_bytes(path.read_bytes()[:-4])
+
+
+def _without_array(saved):
+    shutil.rmtree(saved / "params.layers_0.kernel")
+
+
+@pytest.mark.parametrize("damage", [_without_chunks, _with_short_chunks, _without_array])
+def test_chunks_that_are_missing_or_short_are_refused_and_never_zeros(tmp_path, damage):
+    saved = _folders(tmp_path / "saved")
+    damage(saved)
+    with pytest.raises(ConfigError, match=r"params/layers_0/kernel can't be read .*another step"):
+        from_orbax(saved).read("params/layers_0/kernel")
+
+
+def test_a_chunk_that_is_missing_in_a_database_is_refused_too(tmp_path):
+    saved = _standard(tmp_path / "saved")
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{saved}/"}}
+    store = tensorstore.KvStore.open(spec).result()
+    store[b"params.layers_0.kernel/0.0"] = None
+    with pytest.raises(ConfigError, match="params/layers_0/kernel can't be read"):
+        from_orbax(saved).read("params/layers_0/kernel")
+
+
+def test_chunks_that_an_older_orbax_left_out_are_zeros_as_in_orbax_and_the_run_says_so(tmp_path):
+    saved = _folders(tmp_path / "saved")
+    _without_chunks(saved)
+    metadata = json.loads((saved / "_METADATA").read_bytes())
+    del metadata["store_array_data_equal_to_fill_value"]
+    (saved / "_METADATA").write_text(json.dumps(metadata))
+    weights = from_orbax(saved)
+    assert not weights.read("params/layers_0/kernel").any()
+    assert weights.where == f"{saved} (chunks that are missing in it are read as zeros)"
+
+
+def _change_times(place, *, commit):
+    """Writes the times of a step as Orbax has them before it commits it, or after."""
+    times = {"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": commit}
+    (place / "_CHECKPOINT_METADATA").write_text(json.dumps(times))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_step_that_orbax_has_not_renamed_is_refused(tmp_path, write):
+    saved = write(tmp_path / "saved")
+    for number in ("", "-1700000000"):
+        unfinished = shutil.copytree(saved, tmp_path / f"9.orbax-checkpoint-tmp{number}")
+        (tmp_path / f"link{number}").symlink_to(unfinished)
+        for given in (unfinished, tmp_path / f"link{number}"):
+            with pytest.raises(ConfigError, match=r"Orbax has not finished .*Give a finished step"):
+                from_orbax(given)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_step_without_the_time_of_its_commit_is_refused(tmp_path, write):
+    saved = write(tmp_path / "saved")
+    trees = [path.parent for path in saved.rglob("_METADATA")]
+    _change_times(saved, commit=None)
+    for mark in saved.rglob("commit_success.txt"):
+        mark.unlink()
+    for given in (saved, *trees):
+        with pytest.raises(ConfigError, match="_CHECKPOINT_METADATA has no time of a commit"):
+            from_orbax(given)
+    _change_times(saved, commit=2)
+    assert set(from_orbax(saved).tensors) == NAMES, "on a disk commit_success.txt may be missing"
+    (saved / "_CHECKPOINT_METADATA").write_bytes(b'{"init')
+    with pytest.raises(ConfigError, match=r"_CHECKPOINT_METADATA: can't be read .*another step"):
+        from_orbax(saved)
+
+
+def test_a_tree_that_is_left_over_from_a_killed_save_is_not_taken_for_the_one_of_a_step(tmp_path):
+    saved = _managed(tmp_path / "saved")
+    shutil.copytree(saved / "state", saved / "state.orbax-checkpoint-tmp-1")
+    assert set(from_orbax(saved).tensors) == NAMES
+    shutil.rmtree(saved / "state")
+    with pytest.raises(ConfigError, match="Orbax has not finished"):
+        from_orbax(saved)
+
+
+def _copy_to_bucket(saved: Path, to: GcsPath, *, without: str):
+    for path in saved.rglob("*"):
+        if path.is_file() and path.name != without:
+            files.create(to / path.relative_to(saved).as_posix(), path.read_bytes())
+
+
+@pytest.mark.parametrize("write", [_standard, _managed, _newest])
+def test_a_step_in_a_bucket_without_commit_success_is_refused(tmp_path, gcs_bucket, write):
+    saved = write(tmp_path / "saved")
+    whole, begun = GcsPath(gcs_bucket, "whole/7"), GcsPath(gcs_bucket, "begun/7")
+    _copy_to_bucket(saved, whole, without="")
+    _copy_to_bucket(saved, begun, without="commit_success.txt")
+    weights = from_orbax(whole)
+    assert set(weights.tensors) == NAMES
+    wanted = np.asarray(tree()["params"]["layers_0"]["kernel"])
+    assert weights.read("params/layers_0/kernel").tobytes() == wanted.tobytes()
+    with pytest.raises(ConfigError, match=r"begun/7.* in a bucket has commit_success\.txt"):
+        from_orbax(begun)

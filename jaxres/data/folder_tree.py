@@ -1,0 +1,200 @@
+"""Finds the files below a folder that match patterns, through links to folders.
+
+pathlib's `**` follows no links to folders, and skips folders that it can't list: a corpus would
+lack their files without a message. Here each folder is listed once, and such a folder is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+
+from jaxres.faults import ConfigError, RunError
+from jaxres.storage.files import fault_of
+
+WILD = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name in a folder. `is_dir`: it is a folder, or a link to one."""
+
+    path: Path
+    is_dir: bool
+    is_link: bool
+    is_dangling: bool
+
+
+class FolderTree:
+    """A folder and what is below it. Links to folders are followed, but no folder is there twice.
+
+    Args:
+      root: the folder, without links in its path.
+      exclude: patterns of relative paths, as in fnmatch; `NAME/*` also leaves out the folder.
+      skip: names of folders that are left out. If there are some, so are links to folders,
+        dangling links and folders that can't be listed.
+    """
+
+    def __init__(self, root: Path, exclude: Sequence[str], *, skip: frozenset[str]) -> None:
+        self.root = root
+        self._cut = len(str(root).rstrip("/")) + 1
+        self._exclude = exclude
+        self._skip = skip
+        self._listed: dict[Path, tuple[Entry, ...]] = {}
+        self._first: dict[tuple[int, int], Path] = {}
+        """Device and inode of a folder -> its first path."""
+        self._linked: set[Path] = set()
+        """Folders whose path has a link below the root."""
+
+    def matches(self, pattern: str) -> Iterator[Path]:
+        """Yields the paths that match a pattern; one with `**` may yield a path several times.
+
+        Raises:
+          ConfigError: the pattern is invalid, a link is dangling, or a folder is there twice.
+          StorageRefused, StorageUnavailable: a folder can't be listed.
+        """
+        parts = PurePath(pattern).parts
+        if not parts or parts[0] == "/" or ".." in parts:
+            raise _invalid(pattern, "it must be a relative path without `..`")
+        if any("**" in part and part != "**" for part in parts):
+            raise _invalid(pattern, "`**` must be between slashes")
+        yield from self._matches(self.root, parts)
+
+    def folders(self) -> list[str]:
+        """Returns the names of the folders in the root, if it has been listed."""
+        entries = self._listed.get(self.root, ())
+        return [entry.path.name for entry in entries if entry.is_dir and not self._is_left(entry)]
+
+    def files(self) -> list[str]:
+        """Returns the relative paths of the files in all folders that have been listed."""
+        return [
+            self._name(entry.path)
+            for entries in self._listed.values()
+            for entry in entries
+            if not entry.is_dir and not entry.is_dangling
+        ]
+
+    def _matches(self, folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
+        first, rest = parts[0], parts[1:]
+        if first == "**":
+            for each in self._below(folder) if rest else ():
+                yield from self._matches(each, rest)
+            return
+        for entry in self._named(folder, first):
+            if not rest:
+                yield entry.path
+            elif self._is_open(entry):
+                yield from self._matches(entry.path, rest)
+
+    def _named(self, folder: Path, pattern: str) -> list[Entry]:
+        if not WILD & set(pattern):  # The folder may have many other names.
+            path = folder / pattern
+            return [_entry(path, is_link=path.is_symlink())] if os.path.lexists(path) else []
+        entries = self._entries(folder)
+        return [entry for entry in entries if fnmatchcase(entry.path.name, pattern)]
+
+    def _below(self, folder: Path) -> list[Path]:
+        """Returns a folder and all folders below it."""
+        below, left = list[Path](), [folder]
+        while left:
+            below.append(left.pop())
+            left += [entry.path for entry in self._entries(below[-1]) if self._is_open(entry)]
+        return below
+
+    def _is_open(self, entry: Entry) -> bool:
+        """Returns whether to search below a name. Raises a ConfigError if the link is dangling."""
+        if not (entry.is_dir or entry.is_dangling) or self._is_left(entry):
+            return False
+        if entry.is_dangling and not self._skip:
+            raise unreadable(entry.path, "it is a dangling link")
+        if entry.is_link or entry.path.parent in self._linked:
+            self._linked.add(entry.path)
+        return entry.is_dir
+
+    def _is_left(self, entry: Entry) -> bool:
+        if self._skip and (entry.is_link or entry.path.name in self._skip):
+            return True
+        name = self._name(entry.path)
+        return any(
+            (pattern.endswith("*") and fnmatchcase(f"{name}/", pattern))
+            or (entry.is_link and fnmatchcase(name, pattern))
+            for pattern in self._exclude
+        )
+
+    def _entries(self, folder: Path) -> tuple[Entry, ...]:
+        if folder not in self._listed:
+            try:
+                self._check_once(folder)
+                with os.scandir(folder) as found:
+                    names = sorted(
+                        (each.name, each.is_symlink(), each.is_dir(follow_symlinks=False))
+                        for each in found
+                    )
+            except OSError as error:
+                if not self._skip:
+                    raise unreadable(folder, error) from error
+                names = []
+            self._listed[folder] = tuple(
+                _entry(folder / name, is_link=True)
+                if is_link
+                else Entry(folder / name, is_dir=is_dir, is_link=False, is_dangling=False)
+                for name, is_link, is_dir in names
+            )
+        return self._listed[folder]
+
+    def _check_once(self, folder: Path) -> None:
+        """Raises a ConfigError if a link leads to a folder that is listed under another path."""
+        status = os.stat(folder)
+        first = self._first.setdefault((status.st_dev, status.st_ino), folder)
+        if first == folder or self._linked.isdisjoint((first, folder)):
+            return  # Without a link: the folder is mounted twice.
+        given, other = (folder, first) if folder in self._linked else (first, folder)
+        raise ConfigError(
+            f"data.source.path: {given} is, through a link, the same folder as {other}, so its "
+            "files would be trained on twice. Remove the link, or leave it out with "
+            f"data.source.exclude: [{self._name(given)}/*]."
+        )
+
+    def _name(self, path: Path) -> str:
+        return str(path)[self._cut :]
+
+
+def is_match(name: str, pattern: str) -> bool:
+    """Returns whether a relative path matches a pattern.
+
+    >>> is_match("a.txt", "**/*.txt"), is_match("b/a.txt", "*/*.txt"), is_match("a.txt", "*/*.txt")
+    (True, True, False)
+    """
+    return _is_match(PurePath(name).parts, PurePath(pattern).parts)
+
+
+def _is_match(names: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    if not (names and parts):
+        return not (names or parts)
+    if parts[0] == "**":
+        return any(_is_match(names[start:], parts[1:]) for start in range(len(names)))
+    return fnmatchcase(names[0], parts[0]) and _is_match(names[1:], parts[1:])
+
+
+def unreadable(path: Path, reason: OSError | str) -> RunError:
+    """Returns the error for a file or folder of the corpus that can't be read."""
+    kind = fault_of(reason) if isinstance(reason, OSError) else ConfigError
+    return kind(
+        f"data.source.path: {path} can't be read: {reason}. "
+        "Fix it, or exclude it with data.source.exclude."
+    )
+
+
+def _entry(path: Path, *, is_link: bool) -> Entry:
+    try:
+        is_dir = path.is_dir()
+        return Entry(path, is_dir, is_link, is_dangling=is_link and not path.exists())
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _invalid(pattern: str, why: str) -> ConfigError:
+    return ConfigError(f"data.source.include: {pattern!r} is not a valid pattern: {why}")
