@@ -28,7 +28,7 @@ from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
 from jaxres.faults import UsageError
 from jaxres.storage import files
-from jaxres.storage.path import RunPath
+from jaxres.storage.path import RunPath, is_remote
 
 COMMAND_LINE = "command line"
 
@@ -61,9 +61,9 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
 
 def _text_of(path: RunPath, *, may_be_pipe: bool) -> str:
     """Returns the text of a file; that on the command line may be a shell's `<(COMMAND)`."""
-    is_pipe = may_be_pipe and isinstance(path, Path) and path.is_fifo()
-    data = path.read_bytes() if is_pipe else files.read_whole(path)
-    return data.decode("utf-8-sig")
+    if not is_remote(path) and not may_be_pipe:
+        files.open_file(path).close()
+    return files.read_whole(path).decode("utf-8-sig")
 
 
 def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:

@@ -143,7 +143,7 @@ class LocalStore:
 
     def read_whole(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises every OSError unchanged."""
-        with open_file(path) as file:
+        with open_file(path, may_be_pipe=True) as file:
             return file.readall()
 
     def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
@@ -296,8 +296,11 @@ class LocalStore:
 
     def drop_page_cache(self, path: Path) -> None:
         """Drops the cached pages of a file; no effect on tmpfs, which has no other copy."""
-        with open_file(path) as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
     def files_below(self, folder: Path) -> dict[str, int]:
         """Returns relative path -> size of every file below `folder`; raises every OSError.
@@ -415,12 +418,19 @@ def _remove_trash(folder: Path) -> None:
             folder.unlink()
 
 
-def open_file(path: Path) -> io.FileIO:
+def open_file(path: Path, *, may_be_pipe: bool = False) -> io.FileIO:
     """Opens a file for reading; raises OSError also for a pipe, a socket or a device.
 
     What these give may never end, or never come.
+
+    Args:
+      path: the file.
+      may_be_pipe: a pipe without a writer is then like storage that does not answer, for which
+        every caller that must not wait has a limit.
     """
     mode = path.stat().st_mode
+    if may_be_pipe and stat.S_ISFIFO(mode):
+        return path.open("rb", buffering=0)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
