@@ -1,7 +1,7 @@
 """Fixtures: a folder for each test's runs, and shared caches of corpora and compiled steps."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,20 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
+from tests.promises import forks
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Workspace
 from tests.sharing import made_once
 from tests.tiers import campaign_but
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Generator[None, object, object]:
+    """Ends the fork server of tests that have run in this process, before what is left is sought."""
+    try:
+        return (yield)
+    finally:
+        forks.end()
 
 
 @pytest.fixture(scope="session")

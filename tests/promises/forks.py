@@ -118,6 +118,12 @@ def server() -> TestForkServer:
     return _servers[0]
 
 
+def end() -> None:
+    """Ends the fork server of this test process, if it has one."""
+    while _servers:
+        _servers.pop().close()
+
+
 def start(command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes]) -> Process:
     """Starts a command without workers; forks it if only the start-up time differs."""
     is_module = list(command[:2]) == [sys.executable, "-m"] and FRESH not in os.environ
