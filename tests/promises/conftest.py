@@ -19,7 +19,7 @@ from tests.tiers import campaign_but
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Generator[None, object, object]:
-    """Ends the fork server of tests that have run in this process, before what is left is sought."""
+    """Ends the fork server of tests in this process, before what is left behind is sought."""
     try:
         return (yield)
     finally:
