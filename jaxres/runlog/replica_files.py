@@ -8,13 +8,14 @@ object is deleted. So a kill at any instant leaves the state before or after the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
+from jaxres.faults import Fenced, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import file_name, fold, read_records
+from jaxres.runlog.run_log import Record, file_name, fold, read_records
 from jaxres.runlog.step_dirs import MANIFEST
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
@@ -192,6 +193,37 @@ def _replace_verified(path: RunPath, data: bytes) -> None:
         f"{path}: reads back differently from what was written. The step does not count as copied. "
         "Is the disk, the network or this machine's memory faulty?"
     )
+
+
+def refuse_older_run(run_dir: RunDir, replica: RunPath, records: Sequence[Record]) -> None:
+    """Refuses to train a run whose replica has more of it, as after a restore from a backup.
+
+    A replica that can't be read, or is of another run, is the replicator's to report.
+
+    Args:
+      run_dir: the run.
+      replica: folder of its replica.
+      records: log of the run; empty: it has none, or has lost it.
+
+    Raises:
+      Unrestorable: the replica has records that the run does not have.
+    """
+    marker = None
+    with contextlib.suppress(RunError):
+        marker = read_marker(RunDir(replica))
+    if marker is None or marker.seq <= len(records):
+        return
+    claims = fold(records).claims
+    is_own = marker.run == claims[0].nonce if claims else marker.source == str(run_dir.root)
+    if is_own:
+        raise Unrestorable(
+            f"{run_dir.root}: its replica {replica} is newer: it has step {marker.step} and "
+            f"{marker.seq} records of the log, of which this run directory has {len(records)}. Was "
+            "it restored from a backup, or emptied? Nothing was changed. Go on in the replica, "
+            f"with another place for its own replica: run.dir={replica} "
+            "checkpoint.replica.path=OTHER. To train from here nevertheless, give another "
+            "checkpoint.replica.path."
+        )
 
 
 def prepare_start(run_dir: RunDir) -> None:

@@ -33,7 +33,7 @@ from jaxres.config import RunConfig
 from jaxres.config.schema_data import CustomSource, single_sources
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import ConfigError, RunError
-from jaxres.runlog import run_log, step_dirs
+from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
@@ -184,6 +184,8 @@ def run_attempt(
     targets = attempt_alerts.resolve(config, env, is_inline=threads is not None)
     env = alert_sender.scrub_secrets(config.alerts, env)
     records, clock = run_log.read_records(run_dir.log), SystemClock()
+    if config.checkpoint.replica is not None:
+        replica_files.refuse_older_run(run_dir, config.checkpoint.replica.path, records)
     host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))

@@ -433,6 +433,30 @@ def test_a_supervised_run_is_replicated_and_its_end_is_there(
     assert (progress.step, progress.error) == (STEPS, "")
 
 
+@pytest.mark.slow
+def test_a_run_that_is_restored_from_a_backup_repeats_no_step_that_its_replica_has(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    to = workspace.run_dir("replica")
+    own = (f"checkpoint.replica.path={to.root}",)
+    gate = workspace.root / "gate"
+    held = {"FAULT": f"row:{24 * 15}:gate", "GATE": str(gate)}
+    trainer = workspace.launch("run", *own, config=FAULTY, hosts=1, env=held)
+    trainer.wait_commit(10)
+    backup = workspace.root / "backup"
+    shutil.copytree(str(trainer.run_dir.root), backup)
+    gate.touch()
+    assert trainer.wait_exit() == 0, trainer.printed()
+    assert run_history(to).step == 60
+    shutil.rmtree(str(trainer.run_dir.root))
+    backup.rename(str(trainer.run_dir.root))
+    before = run_history(trainer.run_dir)
+    again = workspace.launch("run", *own, config=FAULTY, hosts=1)
+    again.assert_fails(ExitCode.UNRESTORABLE, "it has step 60", f"run.dir={to.root}")
+    assert run_history(trainer.run_dir).commits == before.commits
+    assert_bit_exact(to, fault_free)
+
+
 @pytest.mark.campaign
 def test_the_place_of_a_supervised_run_is_lost_and_it_goes_on_in_the_replica(
     bucket: Workspace, fault_free: RunDir

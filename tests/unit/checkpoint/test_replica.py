@@ -1,6 +1,7 @@
 """A replica of one run: several replicators in turn, and one that was killed."""
 
 import json
+import shutil
 
 import pytest
 
@@ -63,6 +64,23 @@ def to(tmp_path):
     """A replica's folder, as its run lock has made it."""
     (tmp_path / "replica").mkdir()
     return RunDir(tmp_path / "replica")
+
+
+def test_a_run_that_is_older_than_its_replica_is_not_trained(attempt, to, tmp_path):
+    """As after a restore from a backup: the steps in between would be repeated, and diverge."""
+    attempt.save(8)
+    shutil.copytree(attempt.run_dir.log, tmp_path / "backup")
+    attempt.save(16)
+    records = read_records(attempt.run_dir.log)
+    replica_files.refuse_older_run(attempt.run_dir, to.root, records)  # There is no replica yet.
+    replicator(attempt.run_dir, to).update()
+    replica_files.refuse_older_run(attempt.run_dir, to.root, records)
+    for older in (read_records(tmp_path / "backup"), []):
+        with pytest.raises(Unrestorable, match=rf"newer: it has step 16 .*run\.dir={to.root} "):
+            replica_files.refuse_older_run(attempt.run_dir, to.root, older)
+    replica_files.refuse_older_run(RunDir(tmp_path / "new"), to.root, [])
+    (to.root / replica_files.MARKER).write_text("damaged")
+    replica_files.refuse_older_run(attempt.run_dir, to.root, [])
 
 
 OUTSIDE = ("../victim", "checkpoints/../../victim", "{tmp}/victim", "checkpoints//victim", "")
