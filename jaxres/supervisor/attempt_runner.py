@@ -153,6 +153,13 @@ def _exit_as_bug(
     hard_exit(ExitCode.BUG)
 
 
+def _log_to_go_on_with(run_dir: RunDir, config: RunConfig) -> list[Record]:
+    records = run_log.read_records(run_dir.log)
+    if config.checkpoint.replica is not None:
+        replica_files.refuse_older_run(run_dir, config.checkpoint.replica.path, records)
+    return records
+
+
 def run_attempt(
     target: RunPath,
     overrides: Sequence[str],
@@ -183,9 +190,7 @@ def run_attempt(
         return ExitCode.DONE
     targets = attempt_alerts.resolve(config, env, is_inline=threads is not None)
     env = alert_sender.scrub_secrets(config.alerts, env)
-    records, clock = run_log.read_records(run_dir.log), SystemClock()
-    if config.checkpoint.replica is not None:
-        replica_files.refuse_older_run(run_dir, config.checkpoint.replica.path, records)
+    records, clock = _log_to_go_on_with(run_dir, config), SystemClock()
     host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
