@@ -99,10 +99,11 @@ def open_file(path: Path) -> dict[str, Tensor]:
         header = file.read(length)
     try:
         fields = json.loads(header, object_pairs_hook=_once_each)
-        fields.pop("__metadata__", None)
+        metadata = dict(fields.pop("__metadata__", None) or {})
         tensors = [_tensor(path, name, entry, 8 + length) for name, entry in fields.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(path, f"its header can't be read ({error!r})") from error
+    _refuse_quantized(path, metadata)
     end = 8 + length
     for tensor in sorted(tensors, key=lambda t: (t.start, t.size)):
         if tensor.start != end:
@@ -111,6 +112,17 @@ def open_file(path: Path) -> dict[str, Tensor]:
     if end != size:
         raise broken(path, f"it has {size} bytes, its header describes {end}")
     return {tensor.name: tensor for tensor in tensors}
+
+
+def _refuse_quantized(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a file's metadata say that its numbers are quantized."""
+    for key, value in metadata.items():
+        if "quant" in str(key).lower() and value not in ("", "none", "null", "{}"):
+            raise ConfigError(
+                f"{path}: its __metadata__ has {key}: {str(value)[:200]}: the numbers are "
+                "quantized, which jaxres does not convert. Convert the model to bfloat16 with the "
+                "program that quantized it, or take the original."
+            )
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxres.checkpoint.content_digest import array_row
 from jaxres.checkpoint.hf_tensors import Rule
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights_source import ABOUT, WeightFacts, Weights, checksum
-from jaxres.config import huggingface
+from jaxres.config import huggingface, huggingface_keys
 from jaxres.config.schema_model import GptModel
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
@@ -95,7 +95,7 @@ def _model_of(place: Path) -> GptModel:
     except (ValueError, TypeError, ConfigError) as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     if unsupported:
-        what = f"the decoder can't compute {json.dumps(unsupported)}"
+        what = huggingface_keys.cannot_compute(unsupported)
         raise ConfigError(f"{folder / 'config.json'}: {what}.")
     return model
 

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,18 @@ from jaxres.checkpoint.hf_tensors import Rule
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.weights_source import WeightFacts, Weights
 from jaxres.config.huggingface import FIXED
+from jaxres.config.huggingface_keys import QUANTIZATION, cannot_compute
 from jaxres.config.schema_training import FromWeights
 from jaxres.faults import ConfigError
 
 EXACT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 """Types that convert to float32 without rounding."""
 ROUNDED = ("float64",)
+_SCALE = re.compile(r"scale|absmax|zero_?point|qzeros|quant", re.IGNORECASE)
+"""What the last part of a tensor's name has if the numbers beside it must be computed with it."""
+EMBEDDING, HEAD = "params/embedding", "params/head"
+TIED = ". Of a tied model: model.tie_embeddings=true"
+UNTIED = ", or equal to the embedding, since the model is tied: model.tie_embeddings=false"
 MAX_ROWS = 40
 """Number of mismatches that a message lists."""
 
@@ -69,8 +76,10 @@ def map_weights(
       section: differences that are allowed, and names to replace.
 
     Raises:
-      ConfigError: there are differences that are not allowed; the message lists all of them.
+      ConfigError: there are differences that are not allowed; the message lists all of them. Or
+        the tensors are quantized, which nothing allows.
     """
+    _refuse_quantized(weights)
     names = _renamed(weights, section.rename)
     rules = hf_tensors.rules_for(names)
     rows = _changed_facts(weights.facts, facts, section.allow_changed)
@@ -90,12 +99,17 @@ def map_weights(
             continue
         fresh.append(path)
         if not _matches(path, section.allow_missing):
-            rows.append(f"{_names_of(path, rule)}: {problem}, expected {info}")
+            hint = TIED if path == HEAD and problem == "absent" else ""
+            rows.append(f"{_names_of(path, rule)}: {problem}, expected {info}{hint}")
             listed.update(source.names if source else part)
     used = {name for each in taken.values() for name in each.names}
     left_out = tuple(name for name in weights.tensors if name not in used)
+    _refuse_scales(weights, taken, left_out)
+    if _is_copy(weights, names, rules, taken):
+        listed.add(names[rules[HEAD].name])
     rows += [
         f"{name}: {weights.tensors[name]}, expected absent"
+        + (UNTIED if HEAD in rules and names.get(rules[HEAD].name) == name else "")
         for name in left_out
         if name not in listed
         and not _matches(name, (*section.allow_extra, *hf_tensors.NOT_PARAMETERS))
@@ -105,6 +119,57 @@ def map_weights(
     if not taken:
         raise ConfigError(f"{weights.where}: none of its tensors matches an array of the model.")
     return WeightMapping(taken, tuple(fresh), left_out)
+
+
+def _refuse_quantized(weights: Weights) -> None:
+    """Raises ConfigError if the config.json beside the tensors says that they are quantized."""
+    quantized = {key: value for key, value in (weights.facts or {}).items() if key in QUANTIZATION}
+    if quantized:
+        raise ConfigError(f"{weights.where}: config.json: {cannot_compute(quantized)}.")
+
+
+def _refuse_scales(
+    weights: Weights, taken: Mapping[str, TensorSource], left_out: Sequence[str]
+) -> None:
+    """Raises ConfigError if a tensor that is taken has scales beside it.
+
+    allow_extra does not allow that: without its scale a tensor has other numbers.
+    """
+    beside: dict[str, str] = {}
+    for source in taken.values():
+        for name in source.names:
+            if source.rule is not None or weights.tensors[name].dtype.startswith("float8"):
+                beside |= {_module(name): name, name: name}
+    for name in left_out:
+        last = re.split(r"[./]", name)[-1]
+        scaled = beside.get(_module(name))
+        if scaled is not None and _SCALE.search(last):
+            raise ConfigError(
+                f"{weights.where}: {name}: {weights.tensors[name]} is a scale of {scaled}, whose "
+                "numbers mean nothing without it, and jaxres does not apply it "
+                "(init_from.allow_extra can't leave it out). Convert the model to bfloat16 with "
+                "the program that quantized it, or take the original."
+            )
+
+
+def _module(name: str) -> str:
+    """Returns the name of a tensor without its last part."""
+    return name[: max(name.rfind("."), name.rfind("/"), 0)]
+
+
+def _is_copy(
+    weights: Weights,
+    names: Mapping[str, str],
+    rules: Mapping[str, Rule],
+    taken: Mapping[str, TensorSource],
+) -> bool:
+    """Returns whether the source stores a tied embedding a second time, as its head."""
+    if HEAD in taken or EMBEDDING not in taken or HEAD not in rules:
+        return False
+    head, embedding = names.get(rules[HEAD].name), taken[EMBEDDING].names[0]
+    if head is None or weights.tensors[head] != weights.tensors[embedding]:
+        return False
+    return weights.read(head).tobytes() == weights.read(embedding).tobytes()
 
 
 def _renamed(weights: Weights, rename: Mapping[str, str]) -> dict[str, str]:

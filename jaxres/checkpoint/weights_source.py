@@ -17,6 +17,7 @@ from jaxres.checkpoint import safetensors
 from jaxres.checkpoint.content_digest import array_digest
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.config import huggingface
+from jaxres.config.huggingface_keys import QUANTIZATION
 from jaxres.config.schema import RunConfig
 from jaxres.config.schema_model import AnyModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_training import FromRun
@@ -167,7 +168,8 @@ def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts |
     try:
         model, unsupported = huggingface.model_of(huggingface.of_text(fields))
     except ConfigError as error:
-        return {"model_type": str(error).removeprefix("config.json: ")}
+        quantized = {key: fields[key] for key in QUANTIZATION if fields.get(key)}
+        return {"model_type": str(error).removeprefix("config.json: "), **quantized}
     return {**facts_of(model), **unsupported}
 
 

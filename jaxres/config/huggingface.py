@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxres.config import huggingface_keys
 from jaxres.config.errors import Problem
 from jaxres.config.schema_model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.config.yaml import Node, plain
@@ -53,6 +54,11 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
+"""Values of hidden_act of a Gemma, all of which mean the same there."""
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+WINDOWS = {"mistral": 4096, "gemma3_text": 4096}
+"""Default of sliding_window; of the others there is none."""
 HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma3_text": 256}
 """Default of head_dim; of the others it is hidden_size / num_attention_heads."""
 FIXED: Mapping[str, Any] = {
@@ -64,6 +70,13 @@ FIXED: Mapping[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
     "use_bidirectional_attention": False,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "pruned_heads": {},
+    "is_encoder_decoder": False,
+    "cross_attention_hidden_size": None,
+    **dict.fromkeys(huggingface_keys.QUANTIZATION),
 }
 """Settings of config.json that the decoder has no key for, with the values that it computes."""
 _TOKENIZER_FILE = re.compile(r"token|tekken|vocab|merges|spiece|sentencepiece|\.bpe|\.model$")
@@ -85,7 +98,10 @@ FACTS = (
 def of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the part of a config.json that is about text, of a model that has others too."""
     below = fields.get("text_config")
-    return below if isinstance(below, Mapping) and "hidden_size" not in fields else fields
+    if not isinstance(below, Mapping) or "hidden_size" in fields:
+        return fields
+    outer = {k: v for k, v in fields.items() if k not in huggingface_keys.OTHER_PARTS}
+    return {**outer, **below}
 
 
 def model_of(fields: Mapping[str, Any]) -> tuple[GptModel, dict[str, Any]]:
@@ -109,6 +125,7 @@ def model_of(fields: Mapping[str, Any]) -> tuple[GptModel, dict[str, Any]]:
         read = _gpt2 if family == "gpt2" else _rotary
         section, more = read(family, fields)
         model = GptModel.model_validate({**STYLES[family], **section})
+        unsupported |= huggingface_keys.unknown(family, fields, compared=FIXED)
     except ValidationError as error:
         wrong = [f"{row['loc'][-1]}: {row['msg']}" for row in error.errors()]
         raise ConfigError(f"config.json: not a complete config ({'; '.join(wrong)})") from error
@@ -138,6 +155,8 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dic
         "norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
     }
     unsupported = {} if act in ACTIVATIONS else {"hidden_act": act}
+    if is_gemma and fields.get("hidden_act", "gelu") not in (*GELUS, None):
+        unsupported["hidden_act"] = fields["hidden_act"]
     if fields.get("query_pre_attn_scalar", head_width) != head_width:
         unsupported["query_pre_attn_scalar"] = fields["query_pre_attn_scalar"]
     windows = _windows(family, fields, unsupported)
@@ -146,7 +165,8 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]) -> dict[str, Any]:
     """Returns the section's keys about sliding windows; adds what is unsupported."""
-    window, num_layers = fields.get("sliding_window"), fields["num_hidden_layers"]
+    window = fields.get("sliding_window", WINDOWS.get(family))
+    num_layers = fields["num_hidden_layers"]
     is_qwen = family.startswith("qwen")
     if window is None or family in ("llama", "gemma"):
         return {}
@@ -158,6 +178,9 @@ def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]
         return {"sliding_window": window, "full_attention_every": every}
     if kinds is None and is_qwen and fields.get("max_window_layers", 28):
         unsupported["max_window_layers"] = fields.get("max_window_layers", 28)
+        return {}
+    if kinds is not None and (len(kinds) != num_layers or set(kinds) - LAYER_KINDS):
+        unsupported["layer_types"] = kinds
         return {}
     full = [n for n, kind in enumerate(kinds or (), start=1) if kind == "full_attention"]
     if not full:
@@ -198,6 +221,12 @@ def _rope(
         )
     elif scaling is not None:
         unsupported["rope_scaling"] = scaling
+    for part in (fields.get("rope_scaling") or {}, rope, local):
+        known = huggingface_keys.ROPE_READ.get(_kind(part), frozenset[str]())
+        if {key for key, value in part.items() if value is not None} - known:
+            unsupported["rope_scaling"] = part
+    if _kind(local) != "default" or (local and family != "gemma3_text"):
+        unsupported["rope_scaling"] = local
     if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
         unsupported["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if family == "gemma3_text" and windows:
@@ -435,7 +464,7 @@ def _from_folder(folder: RunPath) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'}: can't be read ({error})") from error
     if unsupported:
-        raise ConfigError(f"config.json: jaxres can't compute with {json.dumps(unsupported)}")
+        raise ConfigError(f"config.json: {huggingface_keys.cannot_compute(unsupported)}")
     return shown(model)
 
 

@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
+from typing import Any
 
 from jaxres.config.schema_data import (
     DocumentSource,
@@ -25,6 +27,19 @@ from jaxres.faults import ConfigError
 from jaxres.storage.path import SCHEME, RunPath, parse_path
 
 STDLIB = "{stdlib}"
+SAVED_KEYS = (
+    "_data_files",
+    "_fingerprint",
+    "_format_columns",
+    "_format_kwargs",
+    "_format_type",
+    "_output_all_columns",
+    "_split",
+    "_info",
+)
+"""Keys of the state.json of `datasets` that do not change which rows there are, nor their texts."""
+SAVED_INDICES = ("_indices_data_files", "_indices")
+"""Keys of it that name the files with the numbers of the rows that are left, in their order."""
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are not part of it, or that a running Python changes."""
 
@@ -158,6 +173,7 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
         names = [file["filename"] for file in state["_data_files"]]
         if not names or not all(map(_is_inside, names)):
             raise ValueError(f"the files {names[:3]}, which are not all in the folder")
+        _check_saved_state(state, where)
         return tuple(map(_escape, names))
     except (FileNotFoundError, NotADirectoryError) as error:
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
@@ -167,11 +183,39 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
         ) from error
     except OSError as error:
         raise unreadable(folder / "state.json", error) from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{where}: state.json does not list data files as `datasets` writes them: {error!r}. "
             "Save the split again with save_to_disk."
         ) from error
+
+
+def _check_saved_state(state: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError if the rows are not simply all rows of the data files, in order."""
+    remedy = (
+        "Load it with `datasets`, and save `dataset.flatten_indices()` with save_to_disk into "
+        "another folder"
+    )
+    for key in SAVED_INDICES:
+        if state.get(key):
+            raise ConfigError(
+                f"{where}: state.json names {key}: the data set is a selection of the rows of its "
+                "files, or another order of them (filter, select, shuffle, sort), which jaxres "
+                f"does not read. {remedy}."
+            )
+    others = {k: v for k, v in state.items() if k not in (*SAVED_KEYS, *SAVED_INDICES)}
+    entries = [
+        file for file in state["_data_files"] if any(file[k] for k in file if k != "filename")
+    ]
+    history = [one for one in others.get("_inplace_history") or () if one.get("transforms")]
+    changed = {key: value for key, value in others.items() if value and key != "_inplace_history"}
+    changed |= {"_data_files": entries} if entries else {}
+    changed |= {"_inplace_history": history} if history else {}
+    if changed:
+        raise ConfigError(
+            f"{where}: state.json has {json.dumps(changed)[:300]}, which may change the rows, and "
+            f"jaxres does not read that. {remedy}."
+        )
 
 
 def _is_inside(name: str) -> bool:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
+from jaxres.data import tokenizer_settings
 from jaxres.faults import ConfigError
 from jaxres.storage.files import fault_of
 
@@ -192,12 +193,13 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
             f"data.tokenizer.path: {file} does not exist. Give the file tokenizer.json, or the "
             "folder that has it. If it has moved, give the new path."
         )
-    return parse_tokenizer(
-        data,
-        _settings(folder / SETTINGS),
-        where=f"data.tokenizer.path: {file}",
-        end_of_document=section.end_of_document,
+    where, settings = f"data.tokenizer.path: {file}", _settings(folder / SETTINGS)
+    tokenizer = parse_tokenizer(
+        data, settings, where=where, end_of_document=section.end_of_document
     )
+    ids = tokenizer.library.get_vocab(with_added_tokens=True)
+    tokenizer_settings.check(settings, data, ids, where=where)
+    return tokenizer
 
 
 def of_folder(folder: Path, name: str) -> Tokenizer | None:

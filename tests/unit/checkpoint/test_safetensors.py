@@ -32,6 +32,15 @@ def test_files_of_the_reference_package_are_read(tmp_path):
         assert there.tobytes() == array.tobytes()
 
 
+def test_a_file_whose_metadata_say_that_it_is_quantized_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    package.save_file(ARRAYS, path, metadata={"format": "pt", "quantization": "none"})
+    assert safetensors.open_path(tmp_path).keys() == ARRAYS.keys()
+    package.save_file(ARRAYS, path, metadata={"_quantization_metadata": '{"format": "fp8"}'})
+    with pytest.raises(ConfigError, match=r"_quantization_metadata.*Convert the model to bfloat16"):
+        safetensors.open_path(tmp_path)
+
+
 def test_the_reference_package_reads_our_files(tmp_path):
     infos = {name: ArrayInfo(array.dtype.name, array.shape) for name, array in ARRAYS.items()}
     safetensors.write_file(tmp_path / "x.safetensors", infos, iter(ARRAYS.items()))

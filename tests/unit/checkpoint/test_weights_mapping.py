@@ -189,3 +189,74 @@ def test_a_config_of_another_model_type_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon"}))
     facts = weights_source._facts_there(tmp_path, None)
     assert refused(source(facts=facts))[0].startswith("config.json: model_type 'falcon' is not one")
+
+
+def scaled(scale, dtype="float8_e4m3fn"):
+    tensors = llama_tensors(dtype="bfloat16")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = ArrayInfo(dtype, tensors[name].shape)
+    return source({**tensors, scale: ArrayInfo("float32", (1,))})
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        "model.layers.0.mlp.up_proj.weight_scale",
+        "model.layers.0.mlp.up_proj.weight_scale_inv",
+        "model.layers.0.mlp.up_proj.scale_weight",
+        "model.layers.0.mlp.up_proj.weight.absmax",
+        "model.layers.0.mlp.up_proj.weight_zero_point",
+    ],
+)
+def test_weights_with_scales_are_refused_whatever_is_allowed(scale, dtype):
+    with pytest.raises(ConfigError) as caught:
+        bind(scaled(scale, dtype), allow_extra=["*"], allow_changed=["*"])
+    assert f"{scale}: float32[1] is a scale of model.layers.0.mlp.up_proj.weight" in str(
+        caught.value
+    )
+    assert "Convert the model to bfloat16" in str(caught.value)
+    assert (
+        len(refused(source({**llama_tensors(), "rotary.scale": ArrayInfo("float32", (1,))}))) == 1
+    )
+
+
+def test_weights_whose_config_says_that_they_are_quantized_are_refused_whatever_is_allowed(
+    tmp_path,
+):
+    for family in ("llama", "falcon"):
+        fields = HF | {"model_type": family, "quantization_config": {"quant_method": "fp8"}}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        facts = weights_source._facts_there(tmp_path, None)
+        with pytest.raises(ConfigError, match=r"quantization_config.*are quantized") as caught:
+            bind(source(facts=facts), allow_changed=["*", "config.json", "quantization_config"])
+        assert "allow_changed" not in str(caught.value)
+
+
+def test_plain_float8_numbers_without_scales_are_loaded():
+    found = source(llama_tensors(dtype="float8_e4m3fn"))
+    assert bind(found).taken.keys() == WANTED.keys()
+
+
+def test_a_tied_model_takes_a_head_only_if_it_equals_the_embedding():
+    tensors = llama_tensors()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    found = source(tensors)
+    assert "params/head" not in bind(found).taken
+    arrays = {name: found.read(name) for name in tensors}
+    arrays["lm_head.weight"] = arrays["lm_head.weight"].copy()
+    arrays["lm_head.weight"][-1, -1] += 1
+    other = Weights("there", found.tensors, arrays.__getitem__, FACTS)
+    with pytest.raises(ConfigError, match=r"lm_head.weight: .*model.tie_embeddings=false"):
+        bind(other)
+
+
+def test_an_untied_model_without_a_head_is_refused():
+    head = ArrayInfo("float32", WANTED["params/embedding"].shape[::-1])
+    section = FromSafetensors.model_validate_json('{"path": "x"}')
+    with pytest.raises(ConfigError) as caught:
+        weights_mapping.map_weights(
+            source(llama_tensors()), WANTED | {"params/head": head}, facts=FACTS, section=section
+        )
+    assert "params/head (lm_head.weight): absent" in str(caught.value)
+    assert "Of a tied model: model.tie_embeddings=true" in str(caught.value)

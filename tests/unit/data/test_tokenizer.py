@@ -125,6 +125,48 @@ def test_an_unusable_tokenizer_is_one_error_that_names_it(
     assert "is not a JSON object" in error(alone)
 
 
+HARMLESS = {
+    "add_bos_token": False,
+    "add_prefix_space": False,
+    "added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}},
+    "additional_special_tokens": ["<s>"],
+    "bos_token": "<s>",
+    "clean_up_tokenization_spaces": False,
+    "errors": "replace",
+    "model_max_length": 131072,
+    "pad_token": "<pad>",
+    "split_special_tokens": False,
+    "tokenizer_class": "Qwen2Tokenizer",
+    "unk_token": None,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"add_prefix_space": True},
+        {"added_tokens_decoder": {"399": {"content": "<new>"}}},
+        {"added_tokens_decoder": {"7": {"content": "<s>"}}},
+        {"additional_special_tokens": ["<new>"]},
+        {"do_lower_case": True},
+        {"dropout": 0.1},
+    ],
+    ids=json.dumps,
+)
+def test_a_setting_of_a_tokenizer_that_its_file_does_not_have_is_refused(
+    corpus: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    folder = bpe.train(tmp_path / "tokenizer")
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text()) | HARMLESS
+    path.write_text(json.dumps(given))
+    assert open_dataset(section(corpus, folder)).vocab_size == 400
+    path.write_text(json.dumps(given | change))
+    (key,) = change
+    with pytest.raises(ConfigError, match=f"tokenizer_config.json beside it has .*{key}"):
+        open_dataset(section(corpus, folder))
+
+
 def test_a_long_document_has_the_same_tokens_in_pieces(
     tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
