@@ -252,7 +252,9 @@ def tokenizer_of(run_dir: RunDir) -> Tokenizer | None:
     folder = run_dir.tokenizer(name)
     if is_remote(folder):
         raise ConfigError(f"{run_dir.root}: its tokenizer is read from disks only; copy the run.")
-    return tokenizers.of_folder(folder, name)
+    section = run_config.newest_config(run_dir).data.tokenizer
+    special = section.special_tokens if isinstance(section, HuggingfaceTokenizer) else "text"
+    return tokenizers.of_folder(folder, name, special_tokens=special)
 
 
 def nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:

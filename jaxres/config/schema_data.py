@@ -206,6 +206,12 @@ class HuggingfaceTokenizer(Section):
     """The file tokenizer.json, or a folder that has one."""
     end_of_document: str | None = None
     """Token that ends every document. Default: eos_token of tokenizer_config.json beside it."""
+    special_tokens: Literal["text", "control"] = free("text")
+    """What the spelling of a special token in a text becomes.
+
+    `text`: the tokens of its letters. `control`: the special token, as texts need that a chat
+    template has made. A restart may change it if the data have the same tokens with both.
+    """
 
 
 Tokenizer = Annotated[BytesTokenizer | HuggingfaceTokenizer, Field(discriminator="kind")]

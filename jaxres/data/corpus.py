@@ -114,7 +114,7 @@ def describe_corpus(
     else:
         opened = open_tokenizer(tokenizer)
         vocab_size = opened.vocab_size
-    name = "ids" if opened is None else opened.name
+    name = "ids" if opened is None else f"{opened.name}{opened.encoding}"
     entry = cache_dir.expanduser() / "corpora" / _cache_key(source, files, name)
     return Corpus(source, files, opened, vocab_size, entry, classes, tuple(listing.left_out))
 

@@ -13,7 +13,6 @@ import importlib
 import io
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -33,14 +32,13 @@ from jaxres.config.schema_data import (
 from jaxres.data import images
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
+from jaxres.data.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, Cuts
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20
-"""Longest text that is tokenised as one; a longer document is cut before a line end."""
+"""A longer document is tokenised in parts, if it has places where a cut changes no token."""
 CHUNK_BYTES = 4 * 2**20
 MAX_LINE_BYTES = 2**30
-NEAR_CHARS = 2**16
-_WORD_END = re.compile(r"\w(?=\n)")
 ROWS_PER_READ = 256
 HEADER_BYTES = 1024
 IMAGES_PER_READ = 16
@@ -79,6 +77,7 @@ class Piece:
 
     text: str | bytes
     ends_document: bool
+    begins_document: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,15 +90,15 @@ class TokenPiece:
 
 
 def read_pieces(
-    file: SourceFile, source: DocumentSource, raw: BinaryIO
+    file: SourceFile, source: DocumentSource, raw: BinaryIO, cuts: Cuts = ANYWHERE
 ) -> Iterator[Piece] | Iterator[TokenPiece]:
-    """Yields the pieces of an open file.
+    """Yields the pieces of an open file; a long document is cut where `cuts` allows it.
 
     Raises:
       ConfigError: the file is of another kind, damaged, or lacks the field or column.
     """
     if isinstance(source, TextSource):
-        return _text(file, raw, is_binary=source.encoding == "binary")
+        return _text(file, raw, cuts, is_binary=source.encoding == "binary")
     if isinstance(source, NanogptSource):
         return _token_ids(file, source, raw)
     if isinstance(source, ImagesSource):
@@ -111,7 +110,7 @@ def read_pieces(
     else:
         assert isinstance(source, HuggingfaceSource), source
         texts = _arrow(file, source.column, raw)
-    return (piece for text in texts for piece in _cut([text]))
+    return (piece for text in texts for piece in _cut([text], cuts, file))
 
 
 def check_text_name(file: SourceFile, source: DocumentSource) -> None:
@@ -150,14 +149,14 @@ def _check_start(file: SourceFile, raw: BinaryIO, *, but: str | None = None) -> 
             raise _wrong_kind(file, what, kind)
 
 
-def _text(file: SourceFile, raw: BinaryIO, *, is_binary: bool) -> Iterator[Piece]:
+def _text(file: SourceFile, raw: BinaryIO, cuts: Cuts, *, is_binary: bool) -> Iterator[Piece]:
     if is_binary:
         while chunk := raw.read(CHUNK_BYTES):
             yield Piece(chunk, ends_document=False)
         yield Piece(b"", ends_document=True)
         return
     _check_start(file, raw)
-    yield from _cut(_utf8(file, raw))
+    yield from _cut(_utf8(file, raw), cuts, file)
 
 
 def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
@@ -185,27 +184,28 @@ def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
         at += len(chunk)
 
 
-def _cut(texts: Iterable[str]) -> Iterator[Piece]:
+def _cut(texts: Iterable[str], cuts: Cuts, file: SourceFile) -> Iterator[Piece]:
     """Yields the pieces of one document, whose text comes in parts of any length."""
-    rest = ""
+    rest, begins = "", True
     for text in texts:
         rest += text
         while len(rest) > PIECE_CHARS:
-            end = _piece_end(rest)
-            yield Piece(rest[:end], ends_document=False)
-            rest = rest[end:]
-    yield Piece(rest, ends_document=True)
+            end = cuts.last_before(rest, PIECE_CHARS) or cuts.first_after(rest, PIECE_CHARS)
+            if (end or len(rest)) > MAX_WHOLE_CHARS:
+                raise _too_long(file)
+            if end is None:
+                break
+            yield Piece(rest[:end], ends_document=False, begins_document=begins)
+            rest, begins = rest[end:], False
+    yield Piece(rest, ends_document=True, begins_document=begins)
 
 
-def _piece_end(text: str) -> int:
-    """Returns the index of the last line end, within a piece, that follows a letter or digit.
-
-    The usual pre-tokenizers (of GPT-2 and later) begin a new word there, so that the tokens are
-    those of the uncut text.
-    """
-    begin = max(0, PIECE_CHARS - NEAR_CHARS)
-    ends = [found.end() for found in _WORD_END.finditer(text, begin, PIECE_CHARS)]
-    return ends[-1] if ends else PIECE_CHARS
+def _too_long(file: SourceFile) -> ConfigError:
+    return ConfigError(
+        f"data.source.path: {file.path} has a document with {MAX_WHOLE_CHARS:,} characters without "
+        "a place at which the tokenizer could be used on each part and give the tokens of the "
+        "whole (docs/data.md). Divide it into documents, such as a paragraph a line of JSON Lines."
+    )
 
 
 def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str]:

@@ -22,6 +22,7 @@ from jaxres.data.documents import (
 )
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
+from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.data.tokenizer import Tokenizer
 
 BATCH_CHARS = 2**22
@@ -89,7 +90,8 @@ def token_blocks(
             tokens, ends = _encode(batch.pieces, tokenizer)
         return TokenBlock(tokens, ends, batch.position, batch.num_bytes)
 
-    return _ahead(encode, _batches(files, source, start or Position()))
+    cuts = ANYWHERE if tokenizer is None else tokenizer.cuts
+    return _ahead(encode, _batches(files, source, start or Position(), cuts))
 
 
 def _encode(
@@ -97,7 +99,8 @@ def _encode(
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     parts, ends, count = [np.empty(0, np.uint32)], list[int](), 0
     end = np.array([tokenizer.end_of_document], np.uint32)
-    encoded = tokenizer.encode_all([piece.text for piece in pieces])
+    later = [not piece.begins_document for piece in pieces]
+    encoded = tokenizer.encode_all([piece.text for piece in pieces], later=later)
     for piece, tokens in zip(pieces, encoded, strict=True):
         parts.append(tokens)
         count += len(tokens)
@@ -124,12 +127,12 @@ def _ahead(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
 
 
 def _batches(
-    files: Sequence[SourceFile], source: DocumentSource, start: Position
+    files: Sequence[SourceFile], source: DocumentSource, start: Position, cuts: Cuts
 ) -> Iterator[_Batch]:
     """Groups pieces; a batch ends where its size says, so that its position is well defined."""
     keeps_empty = isinstance(source, TextSource)
     pieces, num_chars, position, num_bytes = list[Piece](), 0, start, 0
-    for piece, index, count, num_bytes in _pieces(files, source, start):
+    for piece, index, count, num_bytes in _pieces(files, source, start, cuts):
         if isinstance(piece, TokenPiece):
             yield _Batch(piece, Position(index, count), num_bytes)
             continue
@@ -147,7 +150,7 @@ def _batches(
 
 
 def _pieces(
-    files: Sequence[SourceFile], source: DocumentSource, start: Position
+    files: Sequence[SourceFile], source: DocumentSource, start: Position, cuts: Cuts
 ) -> Iterator[tuple[Piece | TokenPiece, int, int, int]]:
     """Yields each piece, its file's index, its number in the file from 1, and the bytes read."""
     for file in files:
@@ -157,7 +160,7 @@ def _pieces(
         skipped = start.piece if index == start.file else 0
         try:
             with file.path.open("rb", buffering=0) as raw:
-                pieces = islice(read_pieces(file, source, raw), skipped, None)
+                pieces = islice(read_pieces(file, source, raw, cuts), skipped, None)
                 for count, piece in enumerate(pieces, skipped + 1):
                     yield piece, index, count, before + min(raw.tell(), file.size_bytes)
                 check_unchanged(file, raw)

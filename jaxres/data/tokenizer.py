@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
-from jaxres.data import tokenizer_settings
+from jaxres.data import text_cuts, tokenizer_settings
+from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
 from jaxres.storage.files import fault_of
 
@@ -40,7 +42,17 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in meta.json; equal names mean equal tokens."""
+        """Name in meta.json; equal names mean that each id is the same token."""
+        ...
+
+    @property
+    def encoding(self) -> str:
+        """How a text becomes tokens; changes if it may become others. Empty: as ever."""
+        ...
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where a text may be cut so that its parts have the tokens of the whole."""
         ...
 
     @property
@@ -62,8 +74,13 @@ class Tokenizer(Protocol):
         """Returns the tokens of a text, without the end of a document, as a prompt needs."""
         ...
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
-        """Returns the tokens of several texts, computed on all cores if that is worth it."""
+    def encode_all(
+        self, texts: Sequence[str | bytes], *, later: Sequence[bool] = ()
+    ) -> list[NDArray[Any]]:
+        """Returns the tokens of several texts, computed on all cores if that is worth it.
+
+        `later` says which of them are later parts of a text that was cut; by default none.
+        """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -87,6 +104,8 @@ class BytesTokenizer:
     name: str = BYTES
     vocab_size: int = VOCAB_SIZE
     end_of_document: int = END_OF_DOCUMENT
+    encoding: str = ""
+    cuts: Cuts = ANYWHERE
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -97,7 +116,9 @@ class BytesTokenizer:
         """Returns the text's UTF-8 bytes."""
         return list(text.encode())
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
+    def encode_all(
+        self, texts: Sequence[str | bytes], *, later: Sequence[bool] = ()
+    ) -> list[NDArray[Any]]:
         """Returns the UTF-8 bytes of each text."""
         encoded = (text.encode() if isinstance(text, str) else text for text in texts)
         return [np.frombuffer(data, np.uint8) for data in encoded]
@@ -119,7 +140,8 @@ class LibraryTokenizer:
     """A tokenizer of the library `tokenizers`, without its padding, truncation and template.
 
     The special tokens that its template would add, such as one at the beginning, are not added: a
-    document is its text's tokens and then `end_of_document`.
+    document is its text's tokens and then `end_of_document`. A text that spells a special token has
+    the tokens of its letters, unless `special_tokens` is "control".
     """
 
     name: str
@@ -129,6 +151,28 @@ class LibraryTokenizer:
     """tokenizer.json, and tokenizer_config.json with the end of a document as eos_token."""
     library: Any
     """The `tokenizers.Tokenizer`."""
+    special_tokens: str = "text"
+
+    @property
+    def encoding(self) -> str:
+        """Changes the corpora that are cached: 1 took special tokens in a text for control."""
+        return f" encoding 2 {self.special_tokens}"
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where a text may be cut."""
+        return self._cuts[0]
+
+    @functools.cached_property
+    def _cuts(self) -> tuple[Cuts, Any]:
+        """Where a text may be cut, and the library's tokenizer of later parts."""
+        control = self.special_tokens == "control"
+        cuts, other = text_cuts.cuts_of(self.library.to_str(), control=control)
+        if other is None:
+            return cuts, self.library
+        later = type(self.library).from_str(other)
+        later.encode_special_tokens = not control
+        return cuts, later
 
     @property
     def unknown(self) -> int | None:
@@ -143,16 +187,33 @@ class LibraryTokenizer:
         except ConfigError:
             return False  # It does not encode them at all, which a build tells.
 
+    def has_end(self, text: str) -> bool:
+        """Returns whether a text has the token that ends a document."""
+        try:
+            return self.end_of_document in self.encode(text)
+        except ConfigError:
+            return False  # It does not encode it at all.
+
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text; raises ConfigError if the library can't encode it."""
         with _errors_of_library():
             return self.library.encode(text, add_special_tokens=False).ids
 
-    def encode_all(self, texts: Sequence[str | bytes]) -> list[NDArray[Any]]:
+    def encode_all(
+        self, texts: Sequence[str | bytes], *, later: Sequence[bool] = ()
+    ) -> list[NDArray[Any]]:
         """Returns the tokens of each text; the library uses all cores."""
-        with _errors_of_library():
-            encoded = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(item.ids, np.uint32) for item in encoded]
+        found: list[NDArray[Any]] = [np.empty(0, np.uint32)] * len(texts)
+        flags = np.array(later or [False] * len(texts), bool)
+        for which in (False, True):
+            library = self._cuts[1] if which else self.library
+            numbers = np.flatnonzero(flags == which).tolist()
+            with _errors_of_library():
+                given = [texts[number] for number in numbers]
+                encoded = library.encode_batch_fast(given, add_special_tokens=False)
+            for number, item in zip(numbers, encoded, strict=True):
+                found[number] = np.array(item.ids, np.uint32)
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens; the end of a document is a newline."""
@@ -195,15 +256,42 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
         )
     where, settings = f"data.tokenizer.path: {file}", _settings(folder / SETTINGS)
     tokenizer = parse_tokenizer(
-        data, settings, where=where, end_of_document=section.end_of_document
+        data,
+        settings,
+        where=where,
+        end_of_document=section.end_of_document,
+        special_tokens=section.special_tokens,
     )
+    _check_encoding(tokenizer, where)
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
     tokenizer_settings.check(settings, data, ids, where=where)
     return tokenizer
 
 
-def of_folder(folder: Path, name: str) -> Tokenizer | None:
+def _check_encoding(tokenizer: LibraryTokenizer, where: str) -> None:
+    """Raises ConfigError if a text may have the token that ends a document, or random tokens."""
+    if getattr(tokenizer.library.model, "dropout", None):
+        raise ConfigError(
+            f"{where}: its model has dropout={tokenizer.library.model.dropout}: a text would have "
+            "other tokens each time. Set it to null in a copy of the file."
+        )
+    end = tokenizer.library.id_to_token(tokenizer.end_of_document)
+    if tokenizer.special_tokens == "text" and tokenizer.has_end(end):
+        raise ConfigError(
+            f"{where}: a text that has {end!r} has the token that ends a document, which is no "
+            "special token there. Set data.tokenizer.end_of_document to one that is, make it "
+            'special ("special": true in `added_tokens`) in a copy of the file, or accept it: '
+            "data.tokenizer.special_tokens=control."
+        )
+
+
+def of_folder(folder: Path, name: str, *, special_tokens: str = "text") -> Tokenizer | None:
     """Returns the tokenizer that made a token folder; None: it is not known.
+
+    Args:
+      folder: the folder, with a copy of the tokenizer.
+      name: the tokenizer's name.
+      special_tokens: what the spelling of a special token in a text becomes.
 
     Raises:
       ConfigError: the folder's tokenizer.json is not the one that made its tokens.
@@ -213,7 +301,12 @@ def of_folder(folder: Path, name: str) -> Tokenizer | None:
     data = _read(folder / FILE_NAME)
     if data is None or not name.startswith(LIBRARY):
         return None
-    tokenizer = parse_tokenizer(data, _settings(folder / SETTINGS), where=str(folder / FILE_NAME))
+    tokenizer = parse_tokenizer(
+        data,
+        _settings(folder / SETTINGS),
+        where=str(folder / FILE_NAME),
+        special_tokens=special_tokens,
+    )
     if tokenizer.name != name:
         raise ConfigError(
             f"{folder / FILE_NAME} is {tokenizer.name}, but the tokens beside it were made with "
@@ -229,6 +322,7 @@ def parse_tokenizer(
     *,
     where: str,
     end_of_document: str | None = None,
+    special_tokens: str = "text",
 ) -> LibraryTokenizer:
     """Returns a tokenizer of the library.
 
@@ -237,6 +331,7 @@ def parse_tokenizer(
       settings: fields of tokenizer_config.json.
       where: begin of error messages.
       end_of_document: None: eos_token of the settings.
+      special_tokens: what the spelling of a special token in a text becomes.
 
     Raises:
       ConfigError: it can't be used.
@@ -254,6 +349,7 @@ def parse_tokenizer(
         raise ConfigError(f"{where} is not a tokenizer.json: {error}") from error
     library.no_padding()
     library.no_truncation()
+    library.encode_special_tokens = special_tokens == "text"
     ids = library.get_vocab(with_added_tokens=True)
     if end_of_document is None:
         token = settings.get("eos_token")
@@ -278,6 +374,7 @@ def parse_tokenizer(
         end_of_document=ids[end_of_document],
         files={FILE_NAME: data, SETTINGS: json.dumps(settings, indent=1).encode()},
         library=library,
+        special_tokens=special_tokens,
     )
 
 

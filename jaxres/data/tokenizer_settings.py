@@ -57,12 +57,9 @@ def check(settings: Mapping[str, Any], data: bytes, ids: Mapping[str, int], *, w
       ids: its tokens with their ids.
       where: begin of error messages.
     """
-    parts = list(_parts(json.loads(data)))
-    changes = {
-        key: value
-        for key, value in settings.items()
-        if value is not None and key not in HARMLESS and not _agrees(key, value, parts, ids)
-    }
+    others = {k: v for k, v in settings.items() if v is not None and k not in HARMLESS}
+    parts = list(_parts(json.loads(data))) if others else []
+    changes = {k: v for k, v in others.items() if not _agrees(k, v, parts, ids)}
     if changes:
         text = json.dumps(changes)
         raise ConfigError(

@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 
 import jaxres
-from jaxres import models
+from jaxres import inference, models
 from jaxres.__main__ import main
 from jaxres.checkpoint import weights_export
 from jaxres.cli import evaluate
+from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.config.schema_model import MlpModel
+from jaxres.data.tokenizer import open_tokenizer
 from jaxres.engine import likelihood
 from jaxres.faults import ConfigError
 from jaxres.models.generate import Sampling, generate
+from jaxres.runlog.paths import RunDir
 from tests import bpe
 from tests.unit.checkpoint import families
 
@@ -60,6 +63,30 @@ def test_the_most_probable_tokens_are_those_of_the_whole_row_each_time(loaded, g
         tokens.append(int(logits_of(loaded, tokens)[-1].argmax()))
     drawn = [int(drawn[0]) for drawn in loaded.stream("def ", tokens=6, seed=3, **given)]
     assert drawn == tokens[len(prompt) :]
+
+
+def test_prompts_texts_and_questions_that_spell_special_tokens_are_text(loaded):
+    tokenizer, text = loaded.tokenizer, f"a{bpe.END}b <s>"
+    special = {tokenizer.library.token_to_id(name) for name in (bpe.END, "<s>", "<pad>")}
+    rows = likelihood.text_rows(text, tokenizer, seq_len=200)
+    rows += likelihood.choice_rows(likelihood.Question(text, ("<s>", "<pad>"), 0), tokenizer)
+    assert len(rows) == 3
+    for tokens in (tokenizer.encode(text), *(tokens[1:] for tokens, _ in rows)):
+        assert special.isdisjoint(tokens)
+
+
+@pytest.mark.parametrize("special", ["text", "control"])
+def test_a_prompt_of_a_run_is_encoded_as_its_texts_were(folder, tmp_path, monkeypatch, special):
+    section = HuggingfaceTokenizer(path=folder, special_tokens=special)
+    name = open_tokenizer(section).name
+    run_dir = RunDir(tmp_path)
+    shutil.copytree(folder, run_dir.tokenizer(name))
+    config = SimpleNamespace(data=SimpleNamespace(tokenizer=section))
+    monkeypatch.setattr(inference, "history_of", lambda _: SimpleNamespace(tokenizer=name))
+    monkeypatch.setattr(inference.run_config, "newest_config", lambda _: config)
+    tokenizer = inference.tokenizer_of(run_dir)
+    end = tokenizer.end_of_document
+    assert (end in tokenizer.encode(f"a{bpe.END}b")) == (special == "control")
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from jaxres.config.schema_data import (
     TextSource,
 )
 from jaxres.data import documents, open_dataset
+from jaxres.data.source_files import SourceFile
+from jaxres.data.text_cuts import AFTER_WORD, ANYWHERE, Cuts
 from jaxres.faults import ConfigError
 
 TEXTS = ["a café", "zwei\n\nLines\n", "x" * 3000, "\N{GRINNING FACE}", "end"]
@@ -160,10 +162,18 @@ def test_token_ids_of_nanogpt_and_llm_c_are_read(tmp_path: Path) -> None:
 
 def test_where_a_document_is_cut_depends_on_its_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_CHARS", 10)
+    file = SourceFile("a", Path("a"), 1, 1)
     text = "ab\ncd\n ef\nghijklmnopqrstuvwxyz\n\nend"
-    whole = [piece.text for piece in documents._cut([text])]
+
+    def cut(parts: list[str], cuts: Cuts) -> list[Any]:
+        return [piece.text for piece in documents._cut(parts, cuts, file)]
+
+    whole = cut([text], ANYWHERE)
     assert whole == ["ab\ncd\n ef", "\nghijklmno", "pqrstuvwxy", "z\n\nend"]
-    assert [piece.text for piece in documents._cut(list(text))] == whole
+    assert cut(list(text), ANYWHERE) == whole
+    words = ["ab\ncd\n ef", "\nghijklmnopqrstuvwxyz", "\n\nend"]
+    for parts in ([text], list(text)):
+        assert cut(parts, Cuts(AFTER_WORD)) == words
 
 
 WRONG: list[tuple[str, bytes, str]] = [
