@@ -32,7 +32,7 @@ from jaxres.config.schema_data import (
 from jaxres.data import images
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
-from jaxres.data.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, Cuts
+from jaxres.data.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, NOWHERE, Cuts
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20
@@ -110,7 +110,7 @@ def read_pieces(
     else:
         assert isinstance(source, HuggingfaceSource), source
         texts = _arrow(file, source.column, raw)
-    return (piece for text in texts for piece in _cut([text], cuts, file))
+    return (piece for text in texts for piece in _cut([text], cuts, file.path))
 
 
 def check_text_name(file: SourceFile, source: DocumentSource) -> None:
@@ -156,7 +156,7 @@ def _text(file: SourceFile, raw: BinaryIO, cuts: Cuts, *, is_binary: bool) -> It
         yield Piece(b"", ends_document=True)
         return
     _check_start(file, raw)
-    yield from _cut(_utf8(file, raw), cuts, file)
+    yield from _cut(_utf8(file, raw), cuts, file.path)
 
 
 def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
@@ -184,15 +184,18 @@ def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
         at += len(chunk)
 
 
-def _cut(texts: Iterable[str], cuts: Cuts, file: SourceFile) -> Iterator[Piece]:
-    """Yields the pieces of one document, whose text comes in parts of any length."""
+def _cut(texts: Iterable[str], cuts: Cuts = NOWHERE, where: object = "the text") -> Iterator[Piece]:
+    """Yields the pieces of one document, whose text comes in parts of any length.
+
+    Without places at which a cut is known to change no token it is one piece.
+    """
     rest, begins = "", True
     for text in texts:
         rest += text
         while len(rest) > PIECE_CHARS:
             end = cuts.last_before(rest, PIECE_CHARS) or cuts.first_after(rest, PIECE_CHARS)
             if (end or len(rest)) > MAX_WHOLE_CHARS:
-                raise _too_long(file)
+                raise _too_long(where)
             if end is None:
                 break
             yield Piece(rest[:end], ends_document=False, begins_document=begins)
@@ -200,9 +203,9 @@ def _cut(texts: Iterable[str], cuts: Cuts, file: SourceFile) -> Iterator[Piece]:
     yield Piece(rest, ends_document=True, begins_document=begins)
 
 
-def _too_long(file: SourceFile) -> ConfigError:
+def _too_long(where: object) -> ConfigError:
     return ConfigError(
-        f"data.source.path: {file.path} has a document with {MAX_WHOLE_CHARS:,} characters without "
+        f"data.source.path: {where} has a document with {MAX_WHOLE_CHARS:,} characters without "
         "a place at which the tokenizer could be used on each part and give the tokens of the "
         "whole (docs/data.md). Divide it into documents, such as a paragraph a line of JSON Lines."
     )
