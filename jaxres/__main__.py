@@ -109,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An error of a command that does not train is one message, never a traceback.
     """
     args = list(sys.argv[1:] if arguments is None else arguments)
+    stdio.open_closed()
     if args[:1] == ["train"] or args[:1] == ["launch"]:
         _train_or_launch(args)
     try:

@@ -1,16 +1,19 @@
-"""Standard output and error: write errors are ignored, control characters are escaped.
+"""Standard output and error: they are open, write errors are ignored, characters are escaped.
 
 Every write to a closed terminal, or to a file on a full disk, fails. Such an error must not end a
 run, which may be saving its last step.
 
 Texts of other hosts, of records, logs and file names may hold control characters, which a terminal
 executes: it would show another text, or set its title or clipboard. jaxres prints none itself, so
-all of them are escaped where its texts leave the process.
+all of them are escaped where its texts leave the process. So are characters that the encoding of a
+stream does not have, as in a locale of Latin-1.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
@@ -89,12 +92,37 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
+def open_closed() -> None:
+    """Opens standard streams that are closed, and lets all of them write every character.
+
+    Without it the next file or socket that this process opens would have the number of standard
+    output or error, and get what this process and its children print.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # The lowest number that is free.
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def install_safe_stdio(*, escapes: bool) -> None:
     """Replaces this process's standard output and error by safe streams.
 
     Args:
       escapes: whether control characters are escaped; false where custom code prints as well.
     """
+    open_closed()
     streams = (SafeStream(stream, escapes=escapes) for stream in (sys.stdout, sys.stderr))
     sys.stdout, sys.stderr = streams  # type: ignore[assignment]
 

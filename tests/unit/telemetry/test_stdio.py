@@ -1,12 +1,16 @@
 import dataclasses
 import errno
 import io
+import os
+import subprocess
 import sys
 
+import pytest
 from rich.console import Console as Terminal
 
 from jaxres import __main__
 from jaxres.clock import SystemClock
+from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunLog
 from jaxres.telemetry.console import Console
@@ -94,3 +98,40 @@ def test_the_console_escapes_messages_and_keeps_its_own_live_progress():
     assert "]52;c;aGk=\x07" not in terminal.getvalue()
     assert SHOWN.splitlines()[0] in terminal.getvalue()
     assert "\x1b[" in terminal.getvalue(), "no live progress"
+
+
+PROGRAM = """
+import subprocess, sys
+from jaxres.telemetry import stdio
+stdio.install_safe_stdio(escapes=True)
+with open(sys.argv[1], "w") as file:  # Would have the number of a closed stream.
+    print("größer \\u4e2d")
+    sys.stderr.write("\\u28ff\\n")
+    subprocess.run(["sh", "-c", "echo printed; echo told >&2"], check=True)
+    file.write("own")
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_what_is_printed_to_a_closed_stream_is_dropped_and_reaches_no_file(tmp_path, closed):
+    command = f'exec "{sys.executable}" -c "$0" "$1" {closed}'
+    path = tmp_path / "file"
+    ended = subprocess.run(["sh", "-c", command, PROGRAM, path], capture_output=True)
+    assert (ended.returncode, path.read_text()) == (0, "own")
+    assert (b"printed" in ended.stdout) == (closed.replace("2>", "").find(">") < 0)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_character_that_a_stream_does_not_have_is_escaped_and_ends_nothing(tmp_path, encoding):
+    env = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "file"]
+    ended = subprocess.run(command, capture_output=True, env=env)
+    shown = {"ascii": b"gr\\xf6\\xdfer \\u4e2d", "latin-1": b"gr\xf6\xdfer \\u4e2d"}[encoding]
+    assert ended.returncode == 0
+    assert shown in ended.stdout
+    assert b"\\u28ff" in ended.stderr
+
+
+def test_a_command_with_closed_streams_has_its_exit_code():
+    command = f'exec "{sys.executable}" -m jaxres status /nowhere <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command]).returncode == ExitCode.USAGE
