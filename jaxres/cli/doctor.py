@@ -335,9 +335,11 @@ class Doctor:
         assert not isinstance(section, FromSeed)
         step = section.at_step if isinstance(section, FromRun) else None
         source = init_params.resolve_source(section, self._config.model, self._shapes, step=step)
-        if self._dataset is not None:
-            init_params.check_tokenizer(section, self._dataset.tokenizer)
         yield Check("pass", "init_from", source.summary())
+        if self._dataset is not None:
+            note = init_params.check_tokenizer(section, self._dataset.tokenizer)
+            if note is not None:
+                yield Check("warn", "init_from", note)
 
     def _step(self) -> Checks:
         import jax

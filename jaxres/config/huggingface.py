@@ -390,7 +390,7 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
     section = config.value.get("model") if isinstance(config.value, dict) else None
     given = section.value if section is not None and isinstance(section.value, dict) else {}
     if "kind" not in given or given["kind"].value != "huggingface" or "path" not in given:
-        return config, []
+        return config, _unchosen_tokenizer(config) if isinstance(config.value, dict) else []
     at = given["path"]
     try:
         folder = parse_path(str(plain(at)))
@@ -414,17 +414,41 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
             )
             problems.append(Problem("model.path", text, at.where))
     data = top.get("data")
-    if data is not None and isinstance(data.value, dict) and "tokenizer" not in data.value:
-        source = data.value.get("source")
-        kind = source.value.get("kind") if source and isinstance(source.value, dict) else None
-        if kind is None or kind.value in WITH_TOKENIZER:
-            if _holds(folder, "tokenizer.json"):
-                tokenizer = _node({"kind": "huggingface", "path": str(folder)}, at.where)
-                top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
-            elif is_own and not _accepts_tokenizer(weights) and not _is(kind, "mixture"):
-                # A mixture may be of token folders alone; the start compares its tokenizer.
-                problems.append(Problem("data.tokenizer", unknown_tokenizer(folder), at.where))
-    return Node(top, config.where), problems
+    if data is not None and _reads_text(data) and _holds(folder, "tokenizer.json"):
+        tokenizer = _node({"kind": "huggingface", "path": str(folder)}, at.where)
+        top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
+    resolved = Node(top, config.where)
+    return resolved, problems + _unchosen_tokenizer(resolved)
+
+
+def _reads_text(data: Node) -> bool:
+    """Returns whether a data section has text, and names no tokenizer for it."""
+    if not isinstance(data.value, dict) or "tokenizer" in data.value:
+        return False
+    source = data.value.get("source")
+    kind = source.value.get("kind") if source and isinstance(source.value, dict) else None
+    return kind is None or kind.value in WITH_TOKENIZER
+
+
+def _unchosen_tokenizer(config: Node) -> list[Problem]:
+    """Returns a problem if text would be trained on as bytes, with weights of unknown tokens."""
+    data, weights = config.value.get("data"), config.value.get("init_from")
+    if data is None or not _reads_text(data) or not isinstance(weights and weights.value, dict):
+        return []
+    kind, path = weights.value.get("kind"), weights.value.get("path")
+    source = data.value.get("source")
+    of_source = source.value if source is not None and isinstance(source.value, dict) else {}
+    is_mixture = _is(of_source.get("kind"), "mixture")
+    if not _is(kind, "safetensors") or path is None or _accepts_tokenizer(weights) or is_mixture:
+        return []  # A mixture may be of token folders alone.
+    try:
+        place = parse_path(str(plain(path)))
+        folder = place if files.is_dir(place) else place.parent
+        is_known = _holds(folder, "tokenizer.json") or not files.exists(place)
+    except (ConfigError, ValueError, OSError):
+        return []  # What reads the weights says what is wrong with their path.
+    text = unknown_tokenizer(folder)
+    return [] if is_known else [Problem("data.tokenizer", text, path.where)]
 
 
 def unknown_tokenizer(folder: RunPath) -> str:
@@ -437,8 +461,8 @@ def unknown_tokenizer(folder: RunPath) -> str:
     return (
         f"{folder}: its weights are of the tokens of a tokenizer that is not known: there is no "
         f"tokenizer.json (of a tokenizer there is: {', '.join(names) or 'nothing'}). {convert}; or "
-        "give the model's tokenizer by data.tokenizer. Only if the tokens are bytes: "
-        "init_from.allow_changed=[tokenizer]"
+        "give the model's tokenizer by data.tokenizer; if its tokens are bytes, "
+        "data.tokenizer={kind: bytes}"
     )
 
 

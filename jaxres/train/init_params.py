@@ -25,7 +25,6 @@ from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.checkpoint.orbax_weights import from_orbax
 from jaxres.checkpoint.weights_mapping import WeightMapping
 from jaxres.checkpoint.weights_source import ADAPTERS, PARAMS, Weights
-from jaxres.config import huggingface
 from jaxres.config.schema_model import AnyModel
 from jaxres.config.schema_training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
 from jaxres.data import hf_bytes_tokenizer
@@ -169,7 +168,7 @@ def _from_source(section: FromStored, parts: Components, context: AttemptContext
     if isinstance(section, FromRun):
         step = section.at_step or _same_step(section, context.log.history(), context, seconds)
     source = resolve_source(section, parts.config.model, parts.shapes, step=step)
-    check_tokenizer(section, parts.dataset.tokenizer)
+    note = check_tokenizer(section, parts.dataset.tokenizer)
     calls = itertools.count()
 
     def init(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
@@ -178,45 +177,48 @@ def _from_source(section: FromStored, parts: Components, context: AttemptContext
         _check_same_weights(source, digest, history, context, topic=topic, seconds=seconds)
         if context.peers.member.leads:
             context.emit(Noted(f"parameters: {source.summary()} ({digest})"))
+            if note is not None:
+                context.emit(Noted(f"init_from: {note}"))
         origin = {"params": digest, "path": str(section.path)}
         return state, origin | ({} if step is None else {"step": str(step)})
 
     return init
 
 
-def check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> None:
-    """Refuses weights of another tokenizer than the data's, and bytes for those of an unknown one.
+def check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> str | None:
+    """Refuses weights of another tokenizer than the data's, and a run's of an unknown one.
 
-    A tokenizer that is not bytes was chosen by its path.
+    Returns what is to be told of weights whose tokenizer is not known. A config whose weights have
+    no tokenizer beside them, and that names none, is refused when it is read.
 
     Raises:
-      ConfigError: the weights' tokenizer is another one, or is unknown and bytes were not chosen.
+      ConfigError: the weights' tokenizer is another one, or no run has recorded it.
     """
     if tokenizer is None or TOKENIZER in section.allow_changed:
-        return
-    is_bytes = tokenizer.name == BYTES
+        return None
     if isinstance(section, FromRun):
         name = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
         is_known, is_other = name is not None, name != tokenizer.name
-        unknown = (
-            f"{section.path}: the run has not recorded the tokenizer of its tokens. Give the "
-            "model's tokenizer by data.tokenizer, or, if its tokens are bytes, accept that: "
-            f"init_from.allow_changed=[{TOKENIZER}]"
-        )
     else:
         folder = section.path if files.is_dir(section.path) else section.path.parent
         there = files.read(folder / FILE_NAME)
         own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
         is_known, is_other = there is not None, there != own[FILE_NAME]
-        unknown = huggingface.unknown_tokenizer(folder)
     if is_known and is_other:
         raise ConfigError(
             f"init_from.path: the model of {section.path} has another tokenizer than the data "
             f"({tokenizer.name}), so its embedding is of other tokens. Set data.tokenizer to its "
             f"tokenizer, or accept that: init_from.allow_changed=[{TOKENIZER}]."
         )
-    if is_bytes and not is_known:
-        raise ConfigError(f"init_from.path: {unknown}.")
+    if is_known or tokenizer.name != BYTES:
+        return None
+    if isinstance(section, FromRun):
+        raise ConfigError(
+            f"init_from.path: {section.path}: the run has not recorded the tokenizer of its "
+            "tokens. Give the model's tokenizer by data.tokenizer, or, if its tokens are bytes, "
+            f"accept that: init_from.allow_changed=[{TOKENIZER}]."
+        )
+    return f"{section.path} has no tokenizer beside it: its tokens are taken for bytes"
 
 
 def _check_moved_weights(

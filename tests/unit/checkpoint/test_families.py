@@ -203,7 +203,19 @@ def test_weights_without_tokenizer_json_are_not_trained_on_unchosen_bytes(tmp_pa
     assert str(configs.load(config, [other]).config.data.tokenizer.path) == "other"
     loaded = configs.load(config, ["init_from.allow_changed=[tokenizer]"]).config
     assert (str(loaded.init_from.path), loaded.data.tokenizer.kind) == (str(folder), "bytes")
+    assert configs.load(config, ["data.tokenizer={kind: bytes}"]).config.data.tokenizer.kind
     assert configs.load(config, ["init_from.kind=seed"]).config.data.tokenizer.kind == "bytes"
+    own = "{kind: gpt, num_layers: 1, d_model: 8, num_heads: 1}"
+    given = [f"model={own}", f"init_from={{kind: safetensors, path: {folder}}}"]
+    with pytest.raises(
+        ConfigError, match=rf"data.tokenizer.* there is: {found}\).*save_pretrained"
+    ):
+        configs.load(config, given)
+    assert configs.load(config, [*given, "data.tokenizer={kind: bytes}"])
+    (folder / "tokenizer.json").write_text("{}")
+    assert configs.load(config, given).config.data.tokenizer.kind == "bytes", (
+        "compared at the start"
+    )
 
 
 def test_sizes_of_a_mixed_model_have_no_family():
