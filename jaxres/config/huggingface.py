@@ -444,7 +444,8 @@ def _unchosen_tokenizer(config: Node) -> list[Problem]:
     try:
         place = parse_path(str(plain(path)))
         folder = place if files.is_dir(place) else place.parent
-        is_known = _holds(folder, "tokenizer.json") or not files.exists(place)
+        # An export of jaxres with its own names has no tokenizer; the start says so.
+        is_known = _holds(folder, "tokenizer.json", "jaxres.json") or not files.exists(place)
     except (ConfigError, ValueError, OSError):
         return []  # What reads the weights says what is wrong with their path.
     text = unknown_tokenizer(folder)
