@@ -101,6 +101,7 @@ def test_a_fault_is_recorded_although_the_supervisor_is_killed_during_the_save(s
     watched(supervisor)
     gpus.set(ROW)
     supervisor.wait(lambda: supervisor.signalled(signal.SIGTERM) == [0], "a save")
+    supervisor.wait(lambda: faulty_hosts.read(run_dir), "a record")  # A thread writes it.
     supervisor.process.kill()
     (faulty,) = faulty_hosts.read(run_dir)
     assert (faulty.identity.name, faulty.slot, faulty.attempt) == (os.uname().nodename, None, 1)
