@@ -107,6 +107,8 @@ def explanation(report: pytest.TestReport) -> list[str]:
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     """Ends what the tests have left, each as a failure."""
     result = yield
+    if (forks := sys.modules.get("tests.promises.forks")) is not None:
+        forks.end()  # The fork server of tests that this process has run itself.
     if not session.config.option.collectonly:
         for pid, command in left_behind(os.environ[SESSION]).items():
             reason = f"process {pid} was left behind: {command}"

@@ -10,20 +10,10 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
 from jaxres.testing.gcs import GcsServer
-from tests.promises import forks
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Workspace
 from tests.sharing import made_once
 from tests.tiers import campaign_but
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtestloop() -> Generator[None, object, object]:
-    """Ends the fork server of tests in this process, before what is left behind is sought."""
-    try:
-        return (yield)
-    finally:
-        forks.end()
 
 
 @pytest.fixture(scope="session")
