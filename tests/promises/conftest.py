@@ -1,7 +1,7 @@
 """Fixtures: a folder for each test's runs, and shared caches of corpora and compiled steps."""
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
