@@ -36,7 +36,6 @@ class Recorder:
         self.folder = folder
         self.flags = bytearray(MOST_FUNCTIONS)
         self.functions: list[str] = []
-        self._output: int | None = None
 
     def number(self, function: str) -> int:
         """Returns the number of a function, which is named by its file and lines."""
@@ -44,13 +43,15 @@ class Recorder:
         return len(self.functions) - 1
 
     def hit(self, number: int) -> None:
-        """Records that a function runs."""
+        """Records that a function runs; keeps no file open, since processes count theirs."""
         self.flags[number] = 1
         with suppress(OSError):
-            if self._output is None:
-                path = self.folder / str(os.getpid())
-                self._output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.write(self._output, f"{self._test()}\t{self.functions[number]}\n".encode())
+            path = self.folder / str(os.getpid())
+            output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                os.write(output, f"{self._test()}\t{self.functions[number]}\n".encode())
+            finally:
+                os.close(output)
 
     def begin(self, test: str) -> None:
         """Begins with a test, in the process that runs it."""
@@ -63,7 +64,6 @@ class Recorder:
 
     def after_fork(self) -> None:
         """Begins in a fork: its file is its own."""
-        self._output = None
         self.forget()
 
     def _test(self) -> str:
