@@ -59,12 +59,8 @@ class Recorder:
         self.forget()
 
     def forget(self) -> None:
-        """Forgets what has run: another test begins."""
+        """Forgets what has run: another test, or a fork, begins."""
         self.flags[:] = bytes(MOST_FUNCTIONS)
-
-    def after_fork(self) -> None:
-        """Begins in a fork: its file is its own."""
-        self.forget()
 
     def _test(self) -> str:
         if CURRENT in os.environ:
@@ -133,7 +129,7 @@ def start(folder: str) -> None:
     setattr(builtins, HIT, recorder.hit)
     setattr(builtins, RAN, recorder.flags)
     sys.meta_path.insert(0, _Finder(recorder))
-    os.register_at_fork(after_in_child=recorder.after_fork)
+    os.register_at_fork(after_in_child=recorder.forget)
     sys.modules["jaxres_recorder"] = recorder  # pyright: ignore[reportArgumentType]
 
 
