@@ -205,7 +205,8 @@ def run_attempt(
         alerts = stack.enter_context(opening)
         hold_signals()
         given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
-        log, opened = claim_attempt(config, run_dir, **given, known=len(records), threads=threads)
+        known = run_log.last_seq(records)
+        log, opened = claim_attempt(config, run_dir, **given, known=known, threads=threads)
         opened = opened if threads is not None else _export(exporter, opened, records)
         opened = _with_alerts(dataclasses.replace(opened, **watchers), alerts, records)
         trackers.ensure_started(opened.claim.attempt)

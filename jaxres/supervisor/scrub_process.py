@@ -81,12 +81,11 @@ class ScrubProcess:
         assert self._section is not None
         every = 3600 * self._section.every_hours
         pause = min(WATCH_SECONDS, every / 4)
-        wait, records, shown = pause, list[Record](), ""
+        wait, log, shown = pause, run_log.reader_of(self._run_dir.log), ""
         while not self._closed.wait(wait):
             wait = pause
             try:
-                records += run_log.read_after(self._run_dir.log, len(records))
-                history = run_log.fold(records)
+                history = run_log.fold(log.read())
                 newest = history.claims[-1] if history.claims else None
                 if newest is not None and not worker_group.is_claim_of(newest, pid=os.getpid()):
                     return  # Another supervisor owns the run now.

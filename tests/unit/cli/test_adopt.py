@@ -27,7 +27,7 @@ def log_of(*bodies):
     return {file_name(n): data for n, data in enumerate(encoded(bodies), 1)}
 
 
-COPY = Candidate(step_dirs.parse_name("00000024-0001"), tuple(encoded(BODIES)))
+COPY = Candidate(step_dirs.parse_name("00000024-0001"), dict(enumerate(encoded(BODIES), 1)))
 WHOLE = log_of(*BODIES)
 
 
