@@ -8,6 +8,7 @@ damaged, or whose last record is not the one that the log has, is not used.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ def decode_lines(lines: Sequence[bytes], *, log: RunPath) -> list[Record]:
       ValueError: they are out of order.
     """
     records = [Record.decode(line, path=log / file_name(Record.seq_of(line))) for line in lines]
-    if any(after.seq <= before.seq for before, after in zip(records, records[1:], strict=False)):
+    if any(after.seq <= before.seq for before, after in itertools.pairwise(records)):
         raise ValueError("its records are out of order")
     return records
 

@@ -22,7 +22,7 @@ from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, Event
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.records import Commit, Record
+from jaxres.runlog.records import Commit
 from jaxres.runlog.run_log import RunHistory
 from jaxres.runlog.scrub_progress import RETRY_SECONDS, StepCheck
 from jaxres.runlog.supervisor_events import CheckpointDamageFound

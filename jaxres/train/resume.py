@@ -280,8 +280,8 @@ def _agreed_history(run: Trainer, *, entry: int) -> RunHistory:
         if run.clock.monotonic() > end:
             raise StorageUnavailable(
                 f"{run.log.folder}: host 0 has read {seen} records here, this host finds only "
-                f"{run_log.last_seq(records)} after {MESSAGE_SECONDS:.0f} s. Check that both use the same "
-                "storage."
+                f"{run_log.last_seq(records)} after {MESSAGE_SECONDS:.0f} s. Check that both use "
+                "the same storage."
             )
         run.clock.sleep(POLL_SECONDS)
         records = run.log.records()

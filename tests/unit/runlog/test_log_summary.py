@@ -81,7 +81,7 @@ def random_log(chance, length):
 
 
 def answers(records):
-    """Returns all that a start, a save and `status` derive from a log, but for paths of the past."""
+    """Returns what a start, a save and `status` derive from a log, but for old paths."""
     kept = run_log.in_force(records)
     attempts = attempt_history.fold(kept, events={}, finished={}, is_alive=False)
     return (
