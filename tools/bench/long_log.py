@@ -53,8 +53,8 @@ def lengthen(run_dir: RunDir, records: int, steps: int) -> None:
     seq, step = run_log.last_seq(there), newest.step
     while seq < records:
         step += 1
-        body: Commit | Prune = Commit(step=step, path="checkpoints/gone", manifest="m", bytes=1)
-        for body in (body, Prune(steps=(step,))):
+        commit = Commit(step=step, path="checkpoints/gone", manifest="m", bytes=1)
+        for body in (commit, Prune(steps=(step,))):
             seq += 1
             record = Record(seq, start.attempt, time.time(), body)
             (run_dir.log / file_name(seq)).write_bytes(record.encode())
