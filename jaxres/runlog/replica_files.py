@@ -219,8 +219,8 @@ def refuse_older_run(run_dir: RunDir, replica: RunPath, records: Sequence[Record
         raise Unrestorable(
             f"{run_dir.root}: its replica {replica} is newer: it has step {marker.step} and "
             f"{marker.seq} records of the log, of which this run directory has "
-            f"{last_seq(records)}. Was it restored from a backup, or emptied? Nothing was changed. Go on in the replica, "
-            f"with another place for its own replica: run.dir={replica} "
+            f"{last_seq(records)}. Was it restored from a backup, or emptied? Nothing was changed. "
+            f"Go on in the replica, with another place for its own replica: run.dir={replica} "
             "checkpoint.replica.path=OTHER. To train from here nevertheless, give another "
             "checkpoint.replica.path."
         )
