@@ -1,8 +1,9 @@
 """`jaxres checkpoints adopt`: rebuilds a lost, old or damaged run log from the checkpoints.
 
-Each step directory has a copy of the log up to its save. The longest copy of a valid step gives the
-missing records, byte for byte; the step itself is then committed by a new attempt. Records that
-can't be kept are moved aside; no file is deleted.
+Each step directory has a copy of the log up to its save, of a long log without the records that
+decided nothing any more (runlog/log_summary.py). The longest copy of a valid step gives the missing
+records, byte for byte, and the others' places are taken (`Dropped`); the step itself is then
+committed by a new attempt. Records that can't be kept are moved aside; no file is deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, Unrestorable, UsageError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.records import Record
+from jaxres.runlog.records import DROPPED, Record
 from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Quarantine, RunLog, file_name
 from jaxres.runlog.step_dirs import LOG_COPY, MANIFEST, StepDir
 from jaxres.storage import files
@@ -39,8 +40,13 @@ class Candidate:
     """A complete step directory with a copy of the log."""
 
     found: StepDir
-    records: tuple[bytes, ...]
-    """The encoded records of the copy, in order."""
+    records: Mapping[int, bytes]
+    """The encoded records of the copy, by their number."""
+
+    @property
+    def length(self) -> int:
+        """Number of records that the log had when the step was saved."""
+        return max(self.records, default=0)
 
 
 @dataclass(frozen=True)
@@ -72,25 +78,25 @@ def plan_rebuild(stored: Mapping[str, bytes], candidate: Candidate, commit: Comm
     """
     write: dict[str, bytes] = {}
     aside: list[str] = []
-    records = [_decode(file_name(i), data) for i, data in enumerate(candidate.records, start=1)]
-    for number, data in enumerate(candidate.records, start=1):
-        name = file_name(number)
-        if stored.get(name) == data:
-            continue
-        if name in stored:
-            if _readable(name, stored[name]) is not None:
-                raise ConfigError(
-                    f"log/{name} is not the record that {candidate.found.name}/{LOG_COPY} has: the "
-                    "log and the checkpoints belong to different runs. Move one of them to "
-                    "another folder. Nothing was changed."
-                )
-            aside.append(name)
-        write[name] = data
-    number = len(records) + 1
+    records: list[Record] = []
+    for number in range(1, candidate.length + 1):
+        name, data = file_name(number), candidate.records.get(number)
+        present = None if name not in stored else _readable(name, stored[name])
+        if present is None:
+            write[name] = DROPPED if data is None else data
+            aside += [name] if name in stored else []
+        elif data is not None and stored[name] != data:
+            raise ConfigError(
+                f"log/{name} is not the record that {candidate.found.name}/{LOG_COPY} has: the "
+                "log and the checkpoints belong to different runs. Move one of them to "
+                "another folder. Nothing was changed."
+            )
+        records.append(present or _decode(name, write[name]))
+    number = candidate.length + 1
     while (record := _readable(file_name(number), stored.get(file_name(number), b""))) is not None:
         records.append(record)
         number += 1
-    kept = {file_name(number) for number in range(1, len(records) + 1)}
+    kept = {file_name(record.seq) for record in records}
     aside += sorted(set(stored) - kept)
     is_recorded = commit.path in run_log.fold(records).paths
     return RebuildPlan(
@@ -150,12 +156,12 @@ def _longest_valid(run_dir: RunDir) -> tuple[Candidate, Commit]:
     Of copies of the same length the one of the newest step is used.
     """
     candidates = [
-        Candidate(found, tuple(data.splitlines()))
+        Candidate(found, {Record.seq_of(line): line for line in data.splitlines()})
         for found in step_dirs.listed(run_dir.checkpoints)
         if step_dirs.is_complete(run_dir.checkpoints / found.name)
         and (data := files.read(run_dir.checkpoints / found.name / LOG_COPY)) is not None
     ]
-    candidates.sort(key=lambda c: (len(c.records), c.found.step), reverse=True)
+    candidates.sort(key=lambda c: (c.length, c.found.step), reverse=True)
     evidence: list[str] = []
     for candidate in candidates:
         step_dir = (run_dir.checkpoints / candidate.found.name).absolute()
@@ -193,15 +199,21 @@ def _commit_of(run_dir: RunDir, found: StepDir) -> Commit:
 
 
 def _apply(run_dir: RunDir, plan: RebuildPlan) -> None:
-    """Moves files aside and writes the missing records; a kill leaves a log that is refused."""
+    """Moves files aside and writes the missing records; a kill leaves a log that is refused.
+
+    For the first one comes last, and a log without it has a gap.
+    """
     files.make_dir(run_dir.log)
     if plan.move_aside:
         files.make_dir(run_dir.root / ASIDE)
     for name in plan.move_aside:
         free = _free_name(run_dir, name)
         files.move(run_dir.log / name, run_dir.root / ASIDE / free)
-    for name, data in plan.write.items():
-        files.create(run_dir.log / name, data)
+    places = [run_dir.log / name for name, data in plan.write.items() if data == DROPPED]
+    files.create_copies(places, DROPPED)
+    for name, data in reversed(plan.write.items()):
+        if data != DROPPED:
+            files.create(run_dir.log / name, data)
 
 
 def _free_name(run_dir: RunDir, name: str) -> str:

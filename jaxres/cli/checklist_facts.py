@@ -214,7 +214,7 @@ def _step_seconds(run_dir: RunDir) -> float | None:
         if not files.exists(run_dir.log):
             return None
         for attempt in sorted({r.attempt for r in run_log.read_records(run_dir.log)})[::-1][:3]:
-            lines = metrics.read_attempt(run_dir, attempt)[-RECENT_STEPS:]
+            lines = metrics.read_newest(run_dir, attempt, num=RECENT_STEPS)
             if len(lines) > 2:  # The first steps compile.
                 return median(line.step_seconds for line in lines)
     return None

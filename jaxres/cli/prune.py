@@ -92,7 +92,7 @@ def prune(
             run_lock=lock,
             clock=clock,
             env=env,
-            known=len(records),
+            known=run_log.last_seq(records),
         )
         pruned = pruning.prune(log, keep, run_dir=run_dir)
         pruning.delete_all_but(log.history(), run_dir=run_dir, attempt=log.attempt)

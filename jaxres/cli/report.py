@@ -142,7 +142,7 @@ def _is_alive(run_dir: RunDir) -> bool:
 
 
 def _sources(run_dir: RunDir, *, name: str | None) -> Sources:
-    records = run_log.in_force(run_log.read_records(run_dir.log))
+    records = run_log.in_force(run_log.read_whole(run_dir.log))
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     return Sources(
         root=str(run_dir.root),

@@ -18,8 +18,9 @@ from jaxres.config.errors import show
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.report import number_text
-from jaxres.runlog import evaluations, metrics, run_log
+from jaxres.runlog import evaluations, metrics, metrics_columns, run_log
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.metrics_columns import MetricsColumns
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path
@@ -127,10 +128,10 @@ def _row(run_dir: RunDir, *, clock: Clock) -> RunRow:
         config = run_config.newest_config(run_dir)
         history = run_log.fold(records)
         state = status.read_status(run_dir, history, clock=clock)
-        lines = metrics.read_history(run_dir, history)
+        lines = metrics_columns.read_history(run_dir, history)
     except RunError as error:
         return RunRow(where, None, (), "unreadable", problem=str(error))
-    seconds = sum(line.step_seconds for line in lines)
+    seconds = float(lines.step_seconds.sum())
     losses = {} if state.evaluation is None else state.evaluation["losses"]
     return RunRow(
         run=where,
@@ -147,11 +148,11 @@ def _row(run_dir: RunDir, *, clock: Clock) -> RunRow:
     )
 
 
-def _tokens(lines: Sequence[MetricsLine]) -> float:
+def _tokens(lines: MetricsColumns) -> float:
     """Returns the tokens of these steps; those of the first one are estimated from the rest."""
     if len(lines) < 2:
-        return float(lines[-1].tokens if lines else 0)
-    between = lines[-1].tokens - lines[0].tokens
+        return float(lines.tokens.sum())
+    between = int(lines.tokens[-1] - lines.tokens[0])
     return between * len(lines) / (len(lines) - 1)
 
 
@@ -219,7 +220,7 @@ def compare(run_dirs: Sequence[RunDir]) -> dict[str, Any]:
         "last_step": [lines[-1].step if lines else None for _, lines, _ in read],
         "last_loss": [lines[-1].loss if lines else None for _, lines, _ in read],
         "tokens_per_second": [
-            _tokens(lines) / time if time else None
+            _tokens(metrics_columns.of_lines(lines)) / time if time else None
             for (_, lines, _), time in zip(read, seconds, strict=True)
         ],
         "train_seconds": seconds,

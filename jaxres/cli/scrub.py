@@ -85,7 +85,8 @@ def check_step(
     if commit is None:
         return
     result = scrub.verify(run_dir, commit, limit=limit, clock=clock)
-    records = run_log.read_records(run_dir.log, known=len(records))
+    known = run_log.last_seq(records)
+    records = run_log.read_records(run_dir.log, known=known)
     history = _history(run_dir, records, supervisor=supervisor)
     if _commit(history, path) is None:
         return  # It was pruned or quarantined while it was read.
@@ -98,7 +99,8 @@ def check_step(
     if check.damage is not None and replica is not None:
         copy = scrub.intact_copy(run_dir, commit, replica, limit=limit, clock=clock)
         check = dataclasses.replace(check, damage=dataclasses.replace(check.damage, copy=copy))
-        records = run_log.read_records(run_dir.log, known=len(records))
+        known = run_log.last_seq(records)
+        records = run_log.read_records(run_dir.log, known=known)
         history = _history(run_dir, records, supervisor=supervisor)
     committed = {each.path for each in history.committed}
     checks = {name: each for name, each in {**checks, path: check}.items() if name in committed}

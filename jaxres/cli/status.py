@@ -104,7 +104,6 @@ def read_status(
     """
     liveness = run_lock.liveness(run_dir, clock=clock, watch=watch)
     heartbeat = run_lock.read(run_dir)
-    metric_lines = metrics.read_history(run_dir, history)
     trained = history.starts[-1].attempt if history.starts else history.attempt
     events = read_events(run_dir.events(trained, 0))
     numbers = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
@@ -135,7 +134,7 @@ def read_status(
         watched=watch,
         heartbeat=heartbeat,
         now=clock.wall(),
-        newest=metric_lines[-1] if metric_lines else None,
+        newest=metrics.newest_of(run_dir, history),
         steps=steps,
         evaluation=_evaluation(evaluated[-1]) if evaluated else None,
         hosts=_hosts(run_dir, history, now=clock.wall()),
@@ -177,7 +176,7 @@ def _hosts(run_dir: RunDir, history: RunHistory, *, now: float) -> list[HostSnap
         events = read_events(run_dir.events(history.attempt, host))
         steps = [event["step"] for event in events if isinstance(event.get("step"), int)]
         if host == 0:
-            steps += [line.step for line in metrics.read_attempt(run_dir, history.attempt)[-1:]]
+            steps += [line.step for line in metrics.read_newest(run_dir, history.attempt)]
         if events:
             snapshots.append(_snapshot(host, events, step=max(steps, default=None), now=now))
     return snapshots

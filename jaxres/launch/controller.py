@@ -344,26 +344,27 @@ class Controller:
     def _read_log(self) -> None:
         folder = RunDir(self.paths.run).log
         try:
-            more = run_log.read_after(folder, len(self._records))
+            records = run_log.read_records(folder)
         except Unrestorable as error:  # The hosts decide what follows; VMs must still be ended.
             if not self._log_is_damaged:
                 self.console(f"{error} The launcher continues with what it has read before")
             self._log_is_damaged = True
             return
-        if more:
-            self._records += more
+        known = run_log.last_seq(self._records)
+        if has_news := run_log.last_seq(records) > known:
+            self._records = records
             history = run_log.fold(self._records)
             end = history.last_stop
             self._log = RunLogSummary(
                 history.step,
-                len(self._records),
+                run_log.last_seq(records),
                 end.body if end and isinstance(end.body, run_log.AttemptEnded) else None,
                 end.seq if end else 0,
                 run_speed.longest_wait(run_log.in_force(self._records)),
                 run_speed.measure(self._records),
             )
         now = self.clock.monotonic()
-        if more or now - self._left_out_at >= LIST_SECONDS:  # `jaxres hosts` works at any time.
+        if has_news or now - self._left_out_at >= LIST_SECONDS:  # `jaxres hosts` works at any time.
             self._left_out_at = now
             known = faulty_hosts.read(RunDir(self.paths.run), self._records)
             self._log = replace(self._log, faulty_hosts=known)

@@ -38,11 +38,18 @@ def measure(records: Sequence[run_log.Record]) -> RunSpeed:
 
 
 def longest_wait(records: Sequence[run_log.Record]) -> float | None:
-    """Returns the longest time between two commits of one attempt; None: there were no two."""
-    commits = [record for record in records if isinstance(record.body, run_log.Commit)]
+    """Returns the longest time between two commits of one attempt; None: there were no two.
+
+    Commits between which the log's summary has left records out are not compared.
+    """
+    commits = [
+        (place - record.seq, record)
+        for place, record in enumerate(records)
+        if isinstance(record.body, run_log.Commit)
+    ]
     waits = [
         after.time - before.time
-        for before, after in itertools.pairwise(commits)
-        if after.attempt == before.attempt
+        for (left_out, before), (left_out_after, after) in itertools.pairwise(commits)
+        if after.attempt == before.attempt and left_out == left_out_after
     ]
     return max(waits, default=None)

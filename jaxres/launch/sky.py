@@ -191,10 +191,11 @@ class Node:
             records = self._records(is_restart=known is not None)
             if records is None:
                 return ExitCode.PREEMPTED
-            has_new = known is not None and len(records) > known
+            newest = run_log.last_seq(records)
+            has_new = known is not None and newest > known
             if has_new and isinstance(end := records[-1].body, SupervisorEnded):
                 return end.exit  # Host 0 has decided.
-            idle = idle + 1 if known == len(records) else 0
+            idle = idle + 1 if known == newest else 0
             decision = next_attempt(records, self.config, idle=idle, last=code)
             if isinstance(decision, GiveUp):
                 self._record_end(decision, records)
@@ -204,7 +205,7 @@ class Node:
                 print_message(f"next attempt: {decision.reason}")
                 if self.wait(decision.after_seconds):
                     return ExitCode.PREEMPTED
-            known = len(records)
+            known = newest
             code, is_stopped = self.train(decision is not None)
             if code != ExitCode.DONE:
                 self._wait_for_end()
@@ -246,7 +247,8 @@ class Node:
         if not (self.is_first and records):
             return
         attempt = max(record.attempt for record in records)
-        log = RunLog(self.run_dir.log, attempt=attempt, last_seq=len(records), clock=self.clock)
+        newest = run_log.last_seq(records)
+        log = RunLog(self.run_dir.log, attempt=attempt, last_seq=newest, clock=self.clock)
         end = leave_record(AttemptResult(decision.exit, decision.reason))
         what = "the end of the job could not be recorded"
         write_with_timeout(

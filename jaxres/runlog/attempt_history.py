@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog import launch_events as launcher
-from jaxres.runlog import metrics, run_log
+from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.guarantee import BITWISE_LEVELS, guarantee_level
@@ -225,15 +225,17 @@ def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[AttemptSummary]:
     """Returns the summaries of a run's attempts, or of the `last` newest ones."""
+    from jaxres.runlog import metrics_columns  # numpy is slow to import.
+
     records = run_log.in_force(run_log.read_records(run_dir.log))
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     numbers = numbers if last is None else numbers[-last:]
     shown = set(numbers)  # Besides these, a guarantee needs the starts before them.
-    steps = {n: [line.step for line in metrics.read_attempt(run_dir, n)] for n in numbers}
+    steps = {n: metrics_columns.read_attempt(run_dir, n).step for n in numbers}
     return fold(
         [record for record in records if record.attempt in shown or isinstance(record.body, Start)],
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
-        finished={n: max(finished) for n, finished in steps.items() if finished},
+        finished={n: int(finished.max()) for n, finished in steps.items() if len(finished)},
         is_alive=is_alive,
         launch_events=launcher.read(run_dir),
     )

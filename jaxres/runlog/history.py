@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxres.runlog.records import (
@@ -11,6 +11,7 @@ from jaxres.runlog.records import (
     Branch,
     Claim,
     Commit,
+    Dropped,
     HostFault,
     Prune,
     Quarantine,
@@ -34,7 +35,8 @@ class RunHistory:
     quarantined: tuple[tuple[Record, Quarantine], ...] = ()
     """Commit records of damaged steps, each with its Quarantine, ascending by step."""
     paths: frozenset[str] = frozenset()
-    """Paths of all commit records, ignored ones too; they are never reused."""
+    """Paths of all commit records, ignored ones too; they are never reused. Of a log that was read
+    from its summary, without those of pruned steps whose directories are gone."""
     skips: tuple[tuple[int, int], ...] = ()
     bad_rows: tuple[tuple[int, int], ...] = ()
     """The skips of bad records, which are skipped in every later epoch too."""
@@ -206,8 +208,7 @@ def fold(records: Sequence[Record]) -> RunHistory:
                 origin = record.body
             case Commit(step=step):
                 commits[step] = record
-                if looks_back is not None:
-                    good_through[step] = max(0, step - looks_back)
+                good_through[step] = -1 if looks_back is None else max(0, step - looks_back)
             case Quarantine(step=step, path=path):
                 if step in commits and _commit_of(commits[step]).path == path:
                     quarantined.append((commits.pop(step), record.body))
@@ -224,8 +225,8 @@ def fold(records: Sequence[Record]) -> RunHistory:
                     commits.pop(step, None)
             case AttemptEnded():
                 last_stop = record
-            case SupervisorEnded() | HostFault():
-                pass  # Only supervisor/restart_policy.py and faulty_hosts.py read them.
+            case SupervisorEnded() | HostFault() | Dropped():
+                pass  # Only supervisor/restart_policy.py and faulty_hosts.py read the former.
     return RunHistory(
         claims=tuple(claims),
         starts=tuple(starts),
@@ -238,9 +239,15 @@ def fold(records: Sequence[Record]) -> RunHistory:
         rollbacks=tuple(rollbacks),
         last_stop=last_stop,
         origin=origin,
-        verified_through=max((n for at, n in good_through.items() if at in commits), default=None),
+        verified_through=_verified(good_through[step] for step in commits),
         last_change_seq=_last_change(records),
     )
+
+
+def _verified(good_through: Iterable[int]) -> int | None:
+    """Returns the newest step that is known to be good by one of the commits; None: unknown."""
+    newest = max(good_through, default=-1)
+    return newest if newest >= 0 else None
 
 
 def _last_change(records: Sequence[Record]) -> int:

@@ -16,8 +16,11 @@ from typing import Any
 from jaxres.runlog.event_log import finite_or_none, is_seconds, json_objects, read_json_lines_since
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, start_of
-from jaxres.storage.line_writer import open_line_writer, read_lines
+from jaxres.storage.line_writer import open_line_writer, read_last_lines, read_lines
 from jaxres.storage.path import RunPath
+
+TAIL_BYTES = 1 << 18
+"""What is read of an attempt's file for its newest lines, each of some hundred bytes."""
 
 MAX_WAITING = 100_000
 """Largest number of lines that wait in memory while the disk is full; about 30 MB."""
@@ -120,6 +123,23 @@ def read_history(run_dir: RunDir, history: RunHistory) -> list[MetricsLine]:
 def read_attempt(run_dir: RunDir, attempt: int) -> list[MetricsLine]:
     """Reads the metrics of an attempt; a line that is no metrics line is left out."""
     return parse(read_lines(run_dir.metrics(attempt)))
+
+
+def read_newest(run_dir: RunDir, attempt: int, *, num: int = 1) -> list[MetricsLine]:
+    """Reads the newest lines of an attempt, at most `num`, from the end of its file."""
+    lines = parse(read_last_lines(run_dir.metrics(attempt), size_bytes=TAIL_BYTES))
+    return (lines if len(lines) >= num else read_attempt(run_dir, attempt))[-num:]
+
+
+def newest_of(run_dir: RunDir, history: RunHistory) -> MetricsLine | None:
+    """Returns the newest line of the surviving history; None: there is none."""
+    if history.starts:
+        start = history.starts[-1]
+        newest = read_newest(run_dir, start.attempt)
+        if newest and newest[0].seq == start.seq:
+            return newest[0]
+    lines = read_history(run_dir, history)  # Nothing was trained since the newest start.
+    return lines[-1] if lines else None
 
 
 def parse(data: bytes) -> list[MetricsLine]:

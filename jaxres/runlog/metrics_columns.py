@@ -87,6 +87,12 @@ def read_attempt(run_dir: RunDir, attempt: int) -> MetricsColumns:
     return concatenate([_parsed(chunk) for chunk in chunks])
 
 
+def read_history(run_dir: RunDir, history: RunHistory) -> MetricsColumns:
+    """Reads the metrics of all attempts and returns the lines of the surviving history."""
+    attempts = [read_attempt(run_dir, number) for number in range(1, history.attempt + 1)]
+    return surviving(history, concatenate(attempts))
+
+
 def surviving(run_history: RunHistory, columns: MetricsColumns) -> MetricsColumns:
     """Returns the lines of the surviving history, ascending by step; pure.
 

@@ -45,6 +45,11 @@ class RunDir:
         return self.root / "log"
 
     @property
+    def log_summary(self) -> RunPath:
+        """The summary of the run log, see log_summary.py."""
+        return self.root / "log-summary.json"
+
+    @property
     def lock(self) -> Path:
         """The file that the lock holder locks."""
         return self.local / "owner.lock"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -166,6 +167,18 @@ class SupervisorEnded:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """The place of a record that decided nothing any more when a lost log was rebuilt.
+
+    No process that has owned the run before finds the place free. It has no number of its own: all
+    of them can be one file.
+    """
+
+
+DROPPED = encode_checksummed({codec.FORMAT: FORMAT, "kind": "dropped"})
+"""The file of a Dropped."""
+
 Body = (
     Claim
     | Start
@@ -178,6 +191,7 @@ Body = (
     | HostFault
     | AttemptEnded
     | SupervisorEnded
+    | Dropped
 )
 RECORDS: TaggedCodec[Body] = TaggedCodec(
     "kind",
@@ -195,7 +209,7 @@ RECORDS: TaggedCodec[Body] = TaggedCodec(
         "supervisor_ended": SupervisorEnded,
     },
 )
-"""The name of each record in the log."""
+"""The name of each record in the log; a Dropped has one form (DROPPED)."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +231,18 @@ class Record:
         return encode_checksummed(common | RECORDS.encode(self.body, omit_defaults=True))
 
     @staticmethod
+    def seq_of(data: bytes) -> int:
+        """Returns the number that an encoded record says it has; raises ValueError without one."""
+        fields = json.loads(data)
+        if not isinstance(fields, dict) or not isinstance(number := fields.get("seq"), int):
+            raise ValueError("a record without a number")
+        return number
+
+    @staticmethod
     def decode(data: bytes, *, path: RunPath) -> Record:
         """Returns the record of a file; raises if it can't be read, so that none is skipped."""
+        if data == DROPPED:
+            return Record(int(path.name.partition(".")[0]), 0, 0.0, Dropped())
         try:
             fields = decode_checksummed(data, number=FORMAT)
         except OtherFormat as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxres.faults import Fenced, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Record, file_name, fold, read_records
+from jaxres.runlog.run_log import Record, file_name, fold, last_seq, read_records
 from jaxres.runlog.step_dirs import MANIFEST
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
@@ -211,16 +211,16 @@ def refuse_older_run(run_dir: RunDir, replica: RunPath, records: Sequence[Record
     marker = None
     with contextlib.suppress(RunError):
         marker = read_marker(RunDir(replica))
-    if marker is None or marker.seq <= len(records):
+    if marker is None or marker.seq <= last_seq(records):
         return
     claims = fold(records).claims
     is_own = marker.run == claims[0].nonce if claims else marker.source == str(run_dir.root)
     if is_own:
         raise Unrestorable(
             f"{run_dir.root}: its replica {replica} is newer: it has step {marker.step} and "
-            f"{marker.seq} records of the log, of which this run directory has {len(records)}. Was "
-            "it restored from a backup, or emptied? Nothing was changed. Go on in the replica, "
-            f"with another place for its own replica: run.dir={replica} "
+            f"{marker.seq} records of the log, of which this run directory has "
+            f"{last_seq(records)}. Was it restored from a backup, or emptied? Nothing was changed. "
+            f"Go on in the replica, with another place for its own replica: run.dir={replica} "
             "checkpoint.replica.path=OTHER. To train from here nevertheless, give another "
             "checkpoint.replica.path."
         )
@@ -236,7 +236,7 @@ def prepare_start(run_dir: RunDir) -> None:
         return
     finish_update(run_dir)
     records = read_records(run_dir.log)
-    if not fold(records).commits and len(records) <= marker.seq:
+    if not fold(records).commits and last_seq(records) <= marker.seq:
         raise Unrestorable(
             f"{run_dir.root}: is a replica of {marker.source} without a committed step yet, so a "
             "run here would begin at step 0. Finish the copy: jaxres checkpoints replicate "

@@ -8,17 +8,21 @@ part of the history; if it follows, `fold` ignores it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
+from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.history import RunHistory, fold, in_force, recorded_tokenizer, start_of
+from jaxres.runlog.log_summary import EVERY, LogSummary, summarized
+from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import (
     AttemptEnded,
     Body,
     Claim,
     Commit,
+    Dropped,
     HostFault,
     Prune,
     Quarantine,
@@ -30,7 +34,7 @@ from jaxres.runlog.records import (
     file_name,
 )
 from jaxres.storage import files
-from jaxres.storage.path import GcsPath, RunPath, is_remote
+from jaxres.storage.path import RunPath, is_remote
 
 # Other modules import all names of the run log from here.
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
     "Claim",
     "Commit",
     "HostFault",
+    "LogReader",
     "Prune",
     "Quarantine",
     "Record",
@@ -52,9 +57,11 @@ __all__ = [
     "file_name",
     "fold",
     "in_force",
+    "last_seq",
     "newer_claim",
-    "read_after",
     "read_records",
+    "read_whole",
+    "reader_of",
     "recorded_tokenizer",
     "refuse_lost",
     "start_of",
@@ -63,21 +70,40 @@ __all__ = [
 
 
 def read_records(folder: RunPath, *, known: int = 0) -> list[Record]:
-    """Reads the whole log in order; a gap in the numbers is an error.
+    """Reads the records that decide something, in order; a gap in the files is an error.
+
+    These are all records of a short log, and else those of its summary and all that follow: then
+    numbers are left out.
 
     Args:
       folder: the folder of the log.
-      known: number of records that this process has read or written before.
+      known: number of the newest record that this process has read or written before.
 
     Raises:
       StorageUnavailable: there are fewer records: the folder is being deleted, or unmounted.
     """
-    if is_remote(folder):
-        return list(_known.newest(folder))
+    return reader_of(folder).read(known=known)
+
+
+def read_whole(folder: RunPath) -> list[Record]:
+    """Reads all records in order, also those that decide nothing any more; a gap is an error."""
     names = files.list_names(folder)
-    refuse_lost(folder, len(names), known=known)
     _refuse_gaps(folder, names, first=1)
-    return [_read(folder / name) for name in names]
+    return _listed(folder, names)
+
+
+def last_seq(records: Sequence[Record]) -> int:
+    """Returns the number of the newest record; 0: there are none."""
+    return records[-1].seq if records else 0
+
+
+def _listed(folder: RunPath, names: Sequence[str]) -> list[Record]:
+    """Returns the records of the files that a list has named."""
+    contents: Iterable[bytes | None] = (files.read(folder / name) for name in names)
+    if is_remote(folder):
+        contents = files.read_all([folder / name for name in names])
+    found = (_decoded(folder / name, data) for name, data in zip(names, contents, strict=True))
+    return [record for record in found if not isinstance(record.body, Dropped)]
 
 
 def _refuse_gaps(folder: RunPath, names: Sequence[str], *, first: int) -> None:
@@ -90,49 +116,130 @@ def _refuse_gaps(folder: RunPath, names: Sequence[str], *, first: int) -> None:
             )
 
 
-class _Known:
-    """Cache of records that this process has read from buckets: a record never changes."""
+AHEAD = 64
+"""Number of records whose files must not exist after the newest one, where no list is made."""
 
-    def __init__(self) -> None:
+
+class LogReader:
+    """Reads the log of a run once, from its summary, and then only what the log has got since.
+
+    Several threads may use it.
+    """
+
+    def __init__(self, folder: RunPath) -> None:
+        """Reads nothing yet; `folder` is that of the log."""
+        self._folder = folder
         self._lock = threading.Lock()
-        self._logs: dict[RunPath, list[Record]] = {}
+        self._records: list[Record] = []
+        self._through = 0
+        """Number of the newest record of the summary that the records begin with; 0: none."""
 
-    def forget(self, folder: RunPath) -> None:
-        """Forgets the records of a log that was deleted."""
+    def read(self, *, known: int = 0) -> list[Record]:
+        """Returns the records that decide something, as `read_records`."""
         with self._lock:
-            self._logs.pop(folder, None)
+            self._refuse_lost()
+            if last_seq(self._records) - self._through >= 2 * EVERY:
+                self._begin_again()
+            is_first = not self._records
+            if is_first:
+                self._read_first(known)
+            self._records += _probed(self._folder, last_seq(self._records))
+            if is_first and self._through and not is_remote(self._folder):
+                self._look_ahead()
+            refuse_lost(self._folder, last_seq(self._records), known=known)
+            return list(self._records)
 
-    def newest(self, folder: GcsPath) -> list[Record]:
-        """Returns all records; lists them once, then requests only the next ones.
-
-        A list may be stale, so later records are requested by name.
-        """
+    def read_through(self, seq: int) -> list[Record]:
+        """Returns the records that decided something when the log had `seq` records."""
+        records = self.read()
         with self._lock:
-            records = self._logs.setdefault(folder, [])
-            if not records:
-                names = files.list_names(folder)
-                _refuse_gaps(folder, names, first=1)
-                contents = files.read_all([folder / name for name in names])
-                records += [
-                    _decoded(folder / n, data) for n, data in zip(names, contents, strict=True)
-                ]
-            records += _probed(folder, len(records))
-            return records
+            records = read_whole(self._folder) if self._through > seq else records
+        return [record for record in records if record.seq <= seq]
 
-    def add(self, folder: GcsPath, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """Adds a record that this process has written, if all before it are known."""
         with self._lock:
-            records = self._logs.get(folder, [])
-            if records and record.seq == len(records) + 1:
-                records.append(record)
+            if self._records and record.seq == last_seq(self._records) + 1:
+                self._records.append(record)
+
+    def summarize(self) -> None:
+        """Writes a new summary once many records have followed the last one.
+
+        Raises:
+          RunError: storage has refused it; the log does without.
+        """
+        with self._lock:
+            if last_seq(self._records) - self._through < EVERY:
+                return
+            # Listed after the records were read: no step that they commit can appear any more.
+            run_dir = RunDir(self._folder.parent)
+            present = frozenset(files.list_names(run_dir.checkpoints))
+            summary = LogSummary(tuple(summarized(self._records, present=present)))
+            files.replace(run_dir.log_summary, summary.encode())
+            self._records, self._through = list(summary.records), summary.through
+
+    def _refuse_lost(self) -> None:
+        """Raises StorageUnavailable if the newest record that was read is gone."""
+        if not self._records or is_remote(self._folder):
+            return  # An object that is gone was deleted; a disk may be unmounted.
+        newest = last_seq(self._records)
+        if files.read(self._folder / file_name(newest)) is None:
+            names = files.list_names(self._folder)
+            refuse_lost(self._folder, min(len(names), newest - 1), known=newest)
+
+    def _begin_again(self) -> None:
+        """Continues from a newer summary, so that a process that runs for long stays small."""
+        if (summary := self._stored()) is not None and summary.through > self._through:
+            self._records, self._through = list(summary.records), summary.through
+
+    def _read_first(self, known: int) -> None:
+        """Reads the summary, and what a list has after it."""
+        if (summary := self._stored()) is not None:
+            self._records, self._through = list(summary.records), summary.through
+            if not is_remote(self._folder):
+                return  # To list a folder takes the longer, the more files it has.
+        before = file_name(self._through)
+        names = [name for name in files.list_names(self._folder, after=before) if name > before]
+        refuse_lost(self._folder, self._through + len(names), known=known)
+        _refuse_gaps(self._folder, names, first=self._through + 1)
+        self._records += _listed(self._folder, names)
+
+    def _look_ahead(self) -> None:
+        """Refuses a log of which the next record is missing and one of the following is there."""
+        after = last_seq(self._records) + 1
+        ahead = (file_name(number) for number in range(after + 1, after + 1 + AHEAD))
+        found = next((name for name in ahead if files.exists(self._folder / name)), None)
+        if found is not None:
+            _refuse_gaps(self._folder, [found], first=after)
+
+    def _stored(self) -> LogSummary | None:
+        """Returns the summary in storage if it ends with a record that the log has."""
+        data = files.read(RunDir(self._folder.parent).log_summary)
+        summary = None if data is None else LogSummary.decode(data, log=self._folder)
+        if summary is None:
+            return None
+        newest = summary.records[-1]
+        is_of_log = files.read(self._folder / file_name(newest.seq)) == newest.encode()
+        return summary if is_of_log else None
 
 
-_known = _Known()
+_readers: dict[RunPath, LogReader] = {}
+"""Of logs in buckets: a record never changes, and each read is a request."""
+_readers_lock = threading.Lock()
+
+
+def reader_of(folder: RunPath) -> LogReader:
+    """Returns a reader of a log; of one in a bucket all callers of this process share it."""
+    if not is_remote(folder):
+        return LogReader(folder)
+    with _readers_lock:
+        return _readers.setdefault(folder, LogReader(folder))
 
 
 def forget(folder: RunPath) -> None:
     """Forgets the records that this process has read of a log that is deleted now."""
-    _known.forget(folder)
+    with _readers_lock:
+        _readers.pop(folder, None)
 
 
 def _read(path: RunPath) -> Record:
@@ -199,18 +306,13 @@ def newer_claim(folder: RunPath, *, attempt: int, after: int) -> tuple[Claim | N
     return None, after
 
 
-def read_after(folder: RunPath, after: int) -> list[Record]:
-    """Reads the records after number `after`, in order."""
-    if is_remote(folder):
-        return _known.newest(folder)[after:]
-    return _probed(folder, after)
-
-
 def _probed(folder: RunPath, after: int) -> list[Record]:
+    """Reads the records after number `after`, in order."""
     records: list[Record] = []
-    while (data := files.read(path := folder / file_name(after + len(records) + 1))) is not None:
-        records.append(Record.decode(data, path=path))
-    return records
+    while (data := files.read(path := folder / file_name(after + 1))) is not None:
+        after += 1
+        records.append(_decoded(path, data))
+    return [record for record in records if not isinstance(record.body, Dropped)]
 
 
 class RunLog:
@@ -223,8 +325,7 @@ class RunLog:
         self._lock = threading.Lock()
         self._unconfirmed: bytes | None = None
         """A record whose write storage has not confirmed: the next slot may have it or not."""
-        self._read: tuple[Record, ...] = ()
-        """The records that this process has read from a disk; a record never changes."""
+        self._reader = reader_of(folder)
         self.attempt = attempt
 
     @classmethod
@@ -235,9 +336,13 @@ class RunLog:
 
         Raises:
           Fenced: another process has claimed the run since these records were read.
+          ConfigError: a record is missing, and later ones are there.
         """
         files.make_dir(folder)
-        log = cls(folder, attempt=claim.attempt, last_seq=len(after), clock=clock)
+        newest = file_name(last_seq(after))
+        later = [name for name in files.list_names(folder, after=newest) if name > newest]
+        _refuse_gaps(folder, later, first=last_seq(after) + 1)
+        log = cls(folder, attempt=claim.attempt, last_seq=last_seq(after), clock=clock)
         log.append(claim)
         files.delete_temporaries(folder)
         return log
@@ -275,19 +380,30 @@ class RunLog:
                 self._unconfirmed = record.encode()
                 is_ours = files.create(path, self._unconfirmed)
                 if not is_ours:
-                    self._raise_if_fenced(path, body)
+                    self._raise_if_fences(_read(path), body)
                 self._unconfirmed = None
                 self._last_seq = record.seq
                 if is_ours:
                     if is_remote(self._folder):
-                        _known.add(self._folder, Record.decode(record.encode(), path=path))
+                        self._reader.add(Record.decode(record.encode(), path=path))
                     return record
+                self._skip_written(body)
 
-    def _raise_if_fenced(self, path: RunPath, body: Body) -> None:
-        winner = _read(path)
+    def _skip_written(self, body: Body) -> None:
+        """Goes on after the records that are there: a supervisor's next slot may be far ahead.
+
+        Raises:
+          Fenced: a newer attempt has claimed the run in one of them.
+        """
+        for winner in self._reader.read():
+            if winner.seq > self._last_seq:
+                self._raise_if_fences(winner, body)
+                self._last_seq = winner.seq
+
+    def _raise_if_fences(self, winner: Record, body: Body) -> None:
         is_other_claim = isinstance(body, Claim) and isinstance(winner.body, Claim)
         if is_other_claim or winner.attempt > self.attempt:
-            raise _fenced(path, winner)
+            raise _fenced(self._folder / file_name(winner.seq), winner)
 
     def confirm_pending(self) -> bool:
         """Returns whether the record whose append has failed was written durably after all.
@@ -323,23 +439,21 @@ class RunLog:
         return self._folder
 
     def records(self) -> list[Record]:
-        """Returns the whole log; reads only the records that this process has not read yet.
+        """Returns the records that decide something; reads only those that are new to this process.
 
         Raises:
           StorageUnavailable: records that this process has seen are missing. A committed step must
             not be treated as deleted because storage does not show its record.
         """
-        known = self._last_seq  # Before the list: other threads append.
-        if is_remote(self._folder):
-            records = read_records(self._folder)
-        else:
-            before, names = self._read, files.list_names(self._folder)
-            refuse_lost(self._folder, len(names), known=known)
-            _refuse_gaps(self._folder, names, first=1)
-            records = [*before, *(_read(self._folder / name) for name in names[len(before) :])]
-            self._read = tuple(records)
-        refuse_lost(self._folder, len(records), known=known)
+        known = self._last_seq  # Before the read: other threads append.
+        records = self._reader.read(known=known)
+        with contextlib.suppress(RunError):  # The log does without, and the next call tries again.
+            self._reader.summarize()
         return records
+
+    def records_through(self, seq: int) -> list[Record]:
+        """Returns the records that decided something when the log had `seq` records."""
+        return self._reader.read_through(seq)
 
     def history(self) -> RunHistory:
         """Reads the log and folds it."""

@@ -146,6 +146,26 @@ def create(path: RunPath, data: bytes, *, mode: int = 0o666) -> bool:
     return store_of(path).create(path, data, mode=mode)
 
 
+def create_copies(paths: Sequence[RunPath], data: bytes) -> None:
+    """Creates files with the same content, as `create` each, in any order.
+
+    On a disk they are names of one file if it can be so, in a bucket they are written at the same
+    time.
+    """
+    if paths and is_remote(paths[0]):
+        with ThreadPoolExecutor(gcs_objects.THREADS, "jaxres-bucket") as pool:
+            list(pool.map(lambda path: create(path, data), paths))
+        return
+    first: RunPath | None = None
+    for path in paths:
+        with typed_errors(path):
+            if first is None or not store_of(path).link(first, path):
+                create(first := path, data)
+    if paths:
+        with typed_errors(paths[0]):
+            sync_dir(paths[0].parent)
+
+
 def replace(path: RunPath, data: bytes, *, mode: int = 0o666) -> None:
     """Writes `data` to `path` atomically, whether it exists or not; `mode` as in `create`."""
     store_of(path).replace(path, data, mode=mode)

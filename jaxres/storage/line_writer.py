@@ -88,6 +88,24 @@ def read_lines(path: RunPath, *, start: int = 0) -> bytes:
     return b"".join(data or b"" for data in parts)[start:]
 
 
+def read_last_lines(path: RunPath, *, size_bytes: int) -> bytes:
+    """Returns the whole lines within the last bytes of a file; of one in a bucket, more of them."""
+    if is_remote(path):
+        data, names = b"", [name for name in gcs_objects.list_names(path) if name.isdecimal()]
+        while names and len(data) < size_bytes:
+            data = (gcs_objects.read_all([path / names.pop()])[0] or b"") + data
+        return data
+    with files.typed_errors(path):
+        try:
+            with open_file(path) as file:
+                begin = max(0, file.seek(0, os.SEEK_END) - size_bytes)
+                file.seek(begin)
+                data = file.readall()
+        except FileNotFoundError:
+            return b""
+    return data.partition(b"\n")[2] if begin else data
+
+
 def cut_partial_line(path: RunPath) -> int:
     """Deletes the partial last line that a kill has left in a file; returns the size of the lines.
 

@@ -37,7 +37,7 @@ from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, Record, RunHistory, RunLog
+from jaxres.runlog.run_log import Claim, Record, RunHistory, RunLog, last_seq
 from jaxres.runlog.supervisor_events import (
     CheckpointDamageFound,
     ReplicaBehind,
@@ -204,8 +204,8 @@ def run_attempt(
         opening = attempt_alerts.open_alerts(targets, config, run_dir, job.num_hosts, clock)
         alerts = stack.enter_context(opening)
         hold_signals()
-        given = {"job": job, "run_lock": run_lock, "clock": clock, "env": env}
-        log, opened = claim_attempt(config, run_dir, **given, known=len(records), threads=threads)
+        given = {"run_lock": run_lock, "clock": clock, "env": env, "known": last_seq(records)}
+        log, opened = claim_attempt(config, run_dir, job=job, threads=threads, **given)
         opened = opened if threads is not None else _export(exporter, opened, records)
         opened = _with_alerts(dataclasses.replace(opened, **watchers), alerts, records)
         trackers.ensure_started(opened.claim.attempt)

@@ -82,7 +82,7 @@ def follow(
             {member.host: worker_command(run_dir, claim, member, env=env)},
             run_dir=run_dir,
             attempt=claim.attempt,
-            last_seq=len(records),
+            last_seq=run_log.last_seq(records),
             limits=config.deadlines,
             run_lock=None,
             clock=clock,

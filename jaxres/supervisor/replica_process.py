@@ -137,17 +137,18 @@ class ReplicaProcess:
         every = WATCH_SECONDS if limit is None else min(WATCH_SECONDS, limit / 4)
         awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
         was_behind = step_of_open(self._run_dir, "replica_behind") is not None
-        lag, records = ReplicaLag(limit, is_behind=was_behind), list[Record]()
+        lag = ReplicaLag(limit, is_behind=was_behind)
+        log, records = run_log.reader_of(self._run_dir.log), list[Record]()
         while not self._closed.wait(every):
             self._start()
-            new: list[Record] = []
+            known = run_log.last_seq(records)
             with contextlib.suppress(RunError):  # Unreadable storage shows no commit.
-                new = run_log.read_after(self._run_dir.log, len(records))
-            records += new
+                records = log.read()
             if not records:
                 continue  # Whether a step is missing is not known yet.
             progress = self._progress()
             now = awake.now()
+            new = (record for record in records if record.seq > known)
             commits = [record.seq for record in new if isinstance(record.body, Commit)]
             kind = lag.check(commits, replicated=progress.seq, now=now)
             if kind is not None:
@@ -189,7 +190,7 @@ def copy_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> 
     progress = replica_files.read_progress(run_dir)
     records = run_log.read_records(run_dir.log)
     is_same = progress is not None and progress.path == str(config.checkpoint.replica.path)
-    if progress is not None and is_same and progress.seq >= len(records):
+    if progress is not None and is_same and progress.seq >= run_log.last_seq(records):
         return
     with ReplicaProcess(config, run_dir, env=env, clock=SystemClock()) as process:
         process.ensure_started(lambda event: None)

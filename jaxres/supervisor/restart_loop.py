@@ -170,7 +170,7 @@ def run_restart_loop(
             fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
-            last_seq=len(records),
+            last_seq=run_log.last_seq(records),
             first_step=run_history.step,
             outcomes=list(restarts.outcomes),
         )
@@ -350,8 +350,9 @@ def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
     run_history = run_log.fold(records)
     if run_history.attempt > run.run_history.attempt and not _is_ours(run_history.claims[-1]):
         raise Fenced(_fenced_reason(run, run_history.claims[-1]))
-    run_log.refuse_lost(run.run_dir.log, len(records), known=run.last_seq)
-    run.run_history, run.last_seq = run_history, len(records)
+    newest = run_log.last_seq(records)
+    run_log.refuse_lost(run.run_dir.log, newest, known=run.last_seq)
+    run.run_history, run.last_seq = run_history, newest
 
 
 def _is_ours(claim: Claim) -> bool:

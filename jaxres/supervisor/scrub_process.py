@@ -22,7 +22,7 @@ from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, Event
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.records import Commit, Record
+from jaxres.runlog.records import Commit
 from jaxres.runlog.run_log import RunHistory
 from jaxres.runlog.scrub_progress import RETRY_SECONDS, StepCheck
 from jaxres.runlog.supervisor_events import CheckpointDamageFound
@@ -81,12 +81,11 @@ class ScrubProcess:
         assert self._section is not None
         every = 3600 * self._section.every_hours
         pause = min(WATCH_SECONDS, every / 4)
-        wait, records, shown = pause, list[Record](), ""
+        wait, log, shown = pause, run_log.reader_of(self._run_dir.log), ""
         while not self._closed.wait(wait):
             wait = pause
             try:
-                records += run_log.read_after(self._run_dir.log, len(records))
-                history = run_log.fold(records)
+                history = run_log.fold(log.read())
                 newest = history.claims[-1] if history.claims else None
                 if newest is not None and not worker_group.is_claim_of(newest, pid=os.getpid()):
                     return  # Another supervisor owns the run now.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,17 +54,18 @@ class CommitStall:
 
     limit_seconds: float | None
     """None: never."""
-    num_commits: int
+    newest: int
+    """Number of the newest commit record; 0: there is none."""
     since: float
     """Time at which the newest commit was seen, without time in suspension."""
     num_stalls: int = 0
     """Number of stalls so far, the present one included: the incident's seq."""
     is_stalled: bool = False
 
-    def check(self, num_commits: int, *, now: float) -> Kind | None:
+    def check(self, newest: int, *, now: float) -> Kind | None:
         """Returns the kind of incident to send, once per change; `num_stalls` is its seq."""
-        if num_commits > self.num_commits:
-            self.num_commits, self.since = num_commits, now
+        if newest > self.newest:
+            self.newest, self.since = newest, now
             was_stalled, self.is_stalled = self.is_stalled, False
             return "commits_resumed" if was_stalled else None
         if self.limit_seconds is None or self.is_stalled or now - self.since < self.limit_seconds:
@@ -72,6 +73,12 @@ class CommitStall:
         self.is_stalled = True
         self.num_stalls += 1
         return "commits_stalled"
+
+
+def _newest_commit(records: Sequence[Record]) -> int:
+    """Returns the number of the newest commit record in force; 0: there is none."""
+    commits = (r.seq for r in run_log.in_force(records) if isinstance(r.body, Commit))
+    return max(commits, default=0)
 
 
 class CommitMonitor:
@@ -100,12 +107,12 @@ class CommitMonitor:
         run = self._run_dir.root.absolute().name
         stall: CommitStall | None = None
         awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
-        records: list[Record] = []
+        log, records = run_log.reader_of(self._run_dir.log), list[Record]()
         while not self._closed.is_set():
             with contextlib.suppress(RunError):  # Unreadable storage counts as no commit.
-                records += run_log.read_after(self._run_dir.log, len(records))
+                records = log.read()
             now = awake.now()
-            commits = sum(isinstance(r.body, Commit) for r in run_log.in_force(records))
+            commits = _newest_commit(records)
             if stall is None:
                 stalled = step_of_open(self._run_dir, "commits_stalled")
                 has_resumed = stalled is not None and run_log.fold(records).step > stalled

@@ -272,20 +272,20 @@ def _agreed_history(run: Trainer, *, entry: int) -> RunHistory:
     records = run.log.records()
     seen = int(
         run.peers.broadcast(  # Host 0 may still delete steps that a rollback has discarded.
-            f"records/{entry}", lambda: str(len(records)), seconds=run.barrier_seconds
+            f"records/{entry}", lambda: str(run_log.last_seq(records)), seconds=run.barrier_seconds
         )
     )
     end = run.clock.monotonic() + MESSAGE_SECONDS
-    while len(records) < seen:
+    while run_log.last_seq(records) < seen:
         if run.clock.monotonic() > end:
             raise StorageUnavailable(
                 f"{run.log.folder}: host 0 has read {seen} records here, this host finds only "
-                f"{len(records)} after {MESSAGE_SECONDS:.0f} s. Check that both use the same "
-                "storage."
+                f"{run_log.last_seq(records)} after {MESSAGE_SECONDS:.0f} s. Check that both use "
+                "the same storage."
             )
         run.clock.sleep(POLL_SECONDS)
         records = run.log.records()
-    return fold(records[:seen])
+    return fold(run.log.records_through(seen))
 
 
 def _record_start(run: Trainer, start: Start, *, entry: int) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -26,10 +25,10 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import OutOfMemory, PeerLost, StorageUnavailable
 from jaxres.models import Model, Params
 from jaxres.models.generate import Sampling, by_window
-from jaxres.runlog import metrics
+from jaxres.runlog import metrics_columns
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import PhaseChanged, SampleWritten
-from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.metrics_columns import MetricsColumns
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
@@ -45,14 +44,14 @@ STORAGE_SHARE = 0.9
 """Share of the start deadline: hanging storage is reported before the watchdog's hang."""
 
 
-def loss_curve(history: Sequence[MetricsLine], *, width: int = 76, height: int = 14) -> str:
+def loss_curve(history: MetricsColumns, *, width: int = 76, height: int = 14) -> str:
     """Returns the training loss over the steps as a plot for the terminal."""
     import plotext
 
-    points = [(line.step, line.loss) for line in history if line.loss is not None]
-    if not points:
+    points = np.stack([history.step, history.loss], axis=1)[np.isfinite(history.loss)]
+    if not len(points):
         return "training loss over steps: it is finite at no step"
-    chunks = np.array_split(np.asarray(points), min(len(points), CURVE_POINTS))
+    chunks = np.array_split(points, min(len(points), CURVE_POINTS))
     means = [chunk.mean(axis=0) for chunk in chunks]
     plotext.clear_figure()
     plotext.theme("clear")
@@ -206,7 +205,7 @@ def _summary(
         built.run.emit(SampleWritten(config.telemetry.sample_prompt, text, ended.progress.step))
     if not context.peers.member.leads:
         return ""
-    curve = loss_curve(metrics.read_history(context.run_dir, context.log.history()))
+    curve = loss_curve(metrics_columns.read_history(context.run_dir, context.log.history()))
     return f"{curve}\n{next_steps_text(context.run_dir, step=ended.progress.step)}\n"
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Commit, Prune
+from jaxres.runlog.records import DROPPED
+from jaxres.runlog.run_log import Commit, Prune, Start
 from jaxres.storage import files
 from tests import damage
 from tests.promises.conftest import Make
@@ -68,7 +70,7 @@ def test_a_start_on_a_lost_or_older_log_deletes_nothing_and_adopt_rebuilds_it(
     kept = {"all": 0, "attempts": commits[2].seq, "commits": commits[-3].seq}[lost]
     for name in files.list_names(run_dir.log)[kept:]:
         files.delete(run_dir.log / name)
-    monkeypatch.setattr(run_log, "_known", run_log._Known())  # It caches records of buckets.
+    run_log.forget(run_dir.log)  # Records of buckets are cached.
     left = files.list_names(run_dir.log)
 
     refused = workspace.start("run", *MLP)
@@ -117,6 +119,44 @@ def test_adopt_repairs_a_damaged_record_and_leaves_out_a_damaged_step(
 
     workspace.finish("run", *MLP)
     assert starts(run_dir)[-1] == commits[-2].step
+    assert_bit_exact(run_dir, unbroken)
+
+
+@pytest.mark.slow
+def test_one_step_of_a_long_log_suffices_to_rebuild_it(
+    workspace: Workspace, unbroken: RunDir
+) -> None:
+    """A step has the log's summary; with the log all other steps are lost."""
+    two = "checkpoint.keep.last=2"
+    workspace.finish("run", *MLP, "train.steps=40", two)
+    run_dir, saves = workspace.run_dir("run"), 400
+    log = run_log.RunLog(run_dir.log, attempt=1, last_seq=1, clock=SystemClock())
+    for number in range(saves):
+        step = 1 + number % 39
+        log.append(Commit(step=step, path=f"checkpoints/gone-{number}", manifest="m", bytes=1))
+        log.append(Prune(steps=(step,)))
+    workspace.finish("run", *MLP, "train.steps=80", two)
+    lost, kept = run_history(run_dir).committed
+    copy = files.read(run_dir.root / kept.path / step_dirs.LOG_COPY) or b""
+    assert run_log.last_seq(run_log.read_records(run_dir.log)) > 2 * saves
+    assert len(copy.splitlines()) < 100, "the step has the whole log"
+    before = [record.body for record in run_log.read_records(run_dir.log)]
+
+    shutil.rmtree(Path(str(run_dir.log)))
+    shutil.rmtree(Path(str(run_dir.root), lost.path))
+    Path(str(run_dir.log_summary)).unlink()
+    refused = workspace.start("run", *MLP)
+    refused.assert_fails(ExitCode.UNRESTORABLE, f"checkpoints adopt {run_dir.root}")
+    adopt = ["checkpoints", "adopt", str(run_dir.root), "--yes"]
+    assert checkpoints_cli.main(adopt, usage="", env=os.environ) == 0
+    places = [files.read(run_dir.log / name) for name in files.list_names(run_dir.log)]
+    assert places.count(DROPPED) > saves, "the log was not rebuilt from the summary"
+    assert run_history(run_dir).newest == kept
+    starts_before = [body for body in before if isinstance(body, Start)]
+    assert [record.body for record in run_history(run_dir).starts] == starts_before
+
+    workspace.finish("run", *MLP)
+    assert starts(run_dir)[-1] == kept.step
     assert_bit_exact(run_dir, unbroken)
 
 

@@ -7,6 +7,7 @@ import pytest
 from jaxres.cli.adopt import Candidate, plan_rebuild
 from jaxres.faults import ConfigError
 from jaxres.runlog import step_dirs
+from jaxres.runlog.records import DROPPED
 from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Record, file_name
 from tests.unit.runlog.example_records import CLAIM
 
@@ -27,7 +28,7 @@ def log_of(*bodies):
     return {file_name(n): data for n, data in enumerate(encoded(bodies), 1)}
 
 
-COPY = Candidate(step_dirs.parse_name("00000024-0001"), tuple(encoded(BODIES)))
+COPY = Candidate(step_dirs.parse_name("00000024-0001"), dict(enumerate(encoded(BODIES), 1)))
 WHOLE = log_of(*BODIES)
 
 
@@ -69,3 +70,16 @@ def test_a_log_of_another_run_is_refused():
     other = log_of(dataclasses.replace(CLAIM, nonce="other"))
     with pytest.raises(ConfigError, match="belong to different runs"):
         plan_rebuild(other, COPY, STEP)
+
+
+def test_a_log_is_rebuilt_from_a_copy_without_all_records():
+    """A long log is copied without what decides nothing; each place is taken all the same."""
+    data = encoded(BODIES)
+    copy = Candidate(COPY.found, {1: data[0], 3: data[2]})
+    stored = {file_name(2): b"{damaged"}
+    plan = plan_rebuild(stored, copy, STEP)
+    assert plan.write == {**WHOLE, file_name(2): DROPPED}
+    assert plan.move_aside == (file_name(2),)
+    assert plan.num_records == 3
+    kept = plan_rebuild({file_name(2): data[1]}, copy, STEP)
+    assert file_name(2) not in kept.write, "a record that is there stays"

@@ -115,8 +115,8 @@ def test_log_that_disappears_while_it_is_read_is_storage_unavailable(tmp_path, m
     folder = tmp_path / "log"
     log, lists = claimed(folder), files.list_names
 
-    def list_and_lose(path):
-        return lists(path.rename(tmp_path / "away"))
+    def list_and_lose(path, **after):
+        return lists(path.rename(tmp_path / "away"), **after)
 
     with monkeypatch.context() as losing:
         losing.setattr(files, "list_names", list_and_lose)

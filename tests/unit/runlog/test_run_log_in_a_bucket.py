@@ -101,7 +101,7 @@ def test_each_race_with_lost_responses_has_one_winner(
 
 def _read_uncached(folder: GcsPath) -> list[Record]:
     """Reads the log like a new process, without the cache."""
-    return run_log._Known().newest(folder)
+    return run_log.LogReader(folder).read()
 
 
 def test_newest_record_needs_one_request_and_cached_records_are_not_read_again(

@@ -64,7 +64,7 @@ def supervised(seed: int, jumps: dict[float, float]) -> list[object]:
     chance, clock = random.Random(seed), SimClock(jumps)
     launch = LaunchSection(max_hours=0.5)
     policy = RestartPolicy(RESTARTS, launch, num_hosts=(1, 2), began=clock.monotonic(), seed=seed)
-    awake, commits = Awake(clock), CommitStall(60.0, num_commits=0, since=0.0)
+    awake, commits = Awake(clock), CommitStall(60.0, newest=0, since=0.0)
     watch, history = ProgressTracker(last_progress=clock.monotonic()), list[AttemptOutcome[int]]()
     step = committed = before = 0
     decided: list[object] = []

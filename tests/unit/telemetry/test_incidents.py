@@ -153,7 +153,7 @@ def test_the_rate_limit_counts_the_last_hour_also_after_a_clock_jump():
 
 
 def test_a_commit_stall_is_reported_once_and_so_is_its_end():
-    stall = CommitStall(60.0, num_commits=0, since=100.0)
+    stall = CommitStall(60.0, newest=0, since=100.0)
     observations = [(0, 159.0), (0, 160.0), (0, 500.0), (1, 510.0), (1, 569.0), (1, 570.0)]
     assert [stall.check(commits, now=now) for commits, now in observations] == [
         None,
@@ -164,7 +164,7 @@ def test_a_commit_stall_is_reported_once_and_so_is_its_end():
         "commits_stalled",
     ]
     assert stall.num_stalls == 2
-    assert CommitStall(None, num_commits=0, since=0.0).check(0, now=1e9) is None
+    assert CommitStall(None, newest=0, since=0.0).check(0, now=1e9) is None
 
 
 def test_a_fault_of_the_hardware_after_which_training_continues_is_an_incident():

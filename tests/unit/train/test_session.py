@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from jaxres.exit_codes import ExitCode
 from jaxres.train import session
 
 
 def lines(*losses: float | None) -> Any:
-    return [SimpleNamespace(step=number, loss=loss) for number, loss in enumerate(losses, 1)]
+    loss = np.array([np.nan if each is None else each for each in losses])
+    return SimpleNamespace(step=np.arange(1, len(losses) + 1), loss=loss)
 
 
 def test_the_curve_of_a_run_whose_loss_is_never_finite_is_a_line_of_text() -> None:
