@@ -19,6 +19,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.runlog.paths import RunDir
+from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
 
 Scores = dict[str, float]
@@ -132,7 +133,9 @@ def _task(path: Path, loaded: LoadedModel, limit: int | None) -> Scores:
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        refuse_lfs_pointer(data, path)
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read ({error}).") from error
     for number, line in enumerate(text.split("\n"), start=1):

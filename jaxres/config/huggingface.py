@@ -481,6 +481,7 @@ def _from_folder(folder: RunPath) -> dict[str, Any]:
     data = files.read(folder / "config.json")
     if data is None:
         raise ConfigError(f"{folder}: no config.json here; give the folder of a downloaded model")
+    files.refuse_lfs_pointer(data, folder / "config.json")
     try:
         fields = json.loads(data)
         if not isinstance(fields, dict):

@@ -5,6 +5,7 @@ docs/data.md describes the format. Dims: B rows of a call, T = seq_len, W = T + 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +23,11 @@ from jaxres.data.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.files import fault_of, read_whole
+from jaxres.storage.files import LFS_POINTER, fault_of, read_whole, refuse_lfs_pointer
 from jaxres.storage.path import RunPath
 
 FORMAT_VERSION = 1
+FILES = ("meta.json", "tokens.bin", "offsets.npy", "digests.npy")
 DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
@@ -189,9 +191,13 @@ def file_id(path: Path) -> tuple[int, int]:
 def open_tokens(folder: Path) -> TokenFolder:
     """Opens a token folder in a time that does not depend on its size.
 
-    Raises TokensDamaged if the sizes disagree; values are checked when their row is read.
+    Raises TokensDamaged if the sizes disagree, ConfigError if a file is a pointer of Git LFS;
+    values are checked when their row is read.
     """
     try:
+        for name in FILES:
+            with contextlib.suppress(FileNotFoundError), (folder / name).open("rb") as file:
+                refuse_lfs_pointer(file.read(len(LFS_POINTER)), folder / name)
         meta = read_meta(folder)
         dtype = DTYPES[meta.dtype]
         size_bytes = (folder / "tokens.bin").stat().st_size

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.data.tokenizer import Tokenizer
+from jaxres.faults import ConfigError
+from jaxres.storage.files import LFS_POINTER, refuse_lfs_pointer
 
 BATCH_CHARS = 2**22
 BATCH_PIECES = 4096
@@ -149,6 +151,15 @@ def _batches(
         yield _Batch(pieces, position, num_bytes)
 
 
+def _refuse_pointer(file: SourceFile, raw: BinaryIO) -> None:
+    """Raises ConfigError if a file is a pointer of Git LFS, which as text would be trained on."""
+    try:
+        refuse_lfs_pointer(raw.read(len(LFS_POINTER)), f"data.source.path: {file.path}")
+    except ConfigError as error:
+        raise ConfigError(f"{error} Or leave it out with data.source.exclude.") from error
+    raw.seek(0)
+
+
 def _pieces(
     files: Sequence[SourceFile], source: DocumentSource, start: Position, cuts: Cuts
 ) -> Iterator[tuple[Piece | TokenPiece, int, int, int]]:
@@ -160,6 +171,7 @@ def _pieces(
         skipped = start.piece if index == start.file else 0
         try:
             with file.path.open("rb", buffering=0) as raw:
+                _refuse_pointer(file, raw)
                 pieces = islice(read_pieces(file, source, raw, cuts), skipped, None)
                 for count, piece in enumerate(pieces, skipped + 1):
                     yield piece, index, count, before + min(raw.tell(), file.size_bytes)

@@ -19,7 +19,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
-from jaxres.storage.files import fault_of
+from jaxres.storage.files import fault_of, refuse_lfs_pointer
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -392,8 +392,10 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise fault_of(error)(f"data.tokenizer.path: {path} can't be read: {error}") from error
+    refuse_lfs_pointer(data, f"data.tokenizer.path: {path}")
+    return data
