@@ -226,7 +226,7 @@ class Doctor:
         return "" if self._layout is None else f"\n{self._layout.table()}"
 
     def _data(self) -> Checks:
-        dataset = data.open_dataset(self._config.data)
+        dataset = data.open_dataset(self._config.data, bad_records=self._config.guards.bad_records)
         self._dataset = dataset
         train = self._config.train
         dataset.order(seed=self._config.run.seed, rows_per_step=train.global_batch_size)

@@ -18,10 +18,11 @@ from jaxres.config.schema_data import (
     MixtureSource,
     TokensSource,
 )
+from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
 from jaxres.data.batching import BadRecord, Rows, first_row
-from jaxres.data.corpus import describe_corpus, open_corpus
+from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
 from jaxres.data.custom import (
     CustomRows,
     build_items,
@@ -103,19 +104,25 @@ def silent(message: str) -> None:
     """Discards a progress message."""
 
 
-def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silent) -> Dataset:
+def open_dataset(
+    config: DataSection,
+    *,
+    progress: Callable[[str], None] = silent,
+    bad_records: BadRecordsSection | None = BAD_RECORDS,
+) -> Dataset:
     """Opens the config's sources; the first time, tokenises those that are text.
 
-    Raises ConfigError if a source can't be used.
+    Of text some documents may be left out as bad records. Raises ConfigError if a source can't be
+    used.
     """
-    dataset = _open(config, progress)
+    dataset = _open(config, progress, bad_records)
     sets = dict(dataset.validation)
     if len(dataset.heldout) and not dataset.mixture:
         sets[HELDOUT] = dataset.heldout
     for part in config.validation:
         alone = config.model_copy(update={"source": part.source, "heldout_fraction": 0.0})
         where = f"data.validation[{part.name}]"
-        opened = _open_part(alone, where, progress)
+        opened = _open_part(alone, where, progress, bad_records)
         _check_validation(opened, dataset, where)
         sets[part.name] = _not_augmented(opened.train)
         if opened.fingerprint == dataset.fingerprint:
@@ -158,22 +165,31 @@ def _spec(rows: Rows) -> dict[str, str] | None:
     return None
 
 
-def _open_part(config: DataSection, where: str, progress: Callable[[str], None]) -> Dataset:
+def _open_part(
+    config: DataSection,
+    where: str,
+    progress: Callable[[str], None],
+    bad_records: BadRecordsSection | None,
+) -> Dataset:
     """Opens a source of several; `where` names it in messages."""
     try:
-        return _open(config, lambda what: progress(f"{where}: {what}"))
+        return _open(config, lambda what: progress(f"{where}: {what}"), bad_records)
     except ConfigError as error:
         raise type(error)(f"{where}: {error}") from error
 
 
 def _mixture(
-    source: MixtureSource, config: DataSection, progress: Callable[[str], None]
+    source: MixtureSource,
+    config: DataSection,
+    progress: Callable[[str], None],
+    bad_records: BadRecordsSection | None,
 ) -> Dataset:
     parts = {
         part.name: _open_part(
             config.model_copy(update={"source": part.source}),
             f"data.source.sources[{part.name}]",
             progress,
+            bad_records,
         )
         for part in source.sources
     }
@@ -218,9 +234,13 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
             )
 
 
-def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
+def _open(
+    config: DataSection,
+    progress: Callable[[str], None],
+    bad_records: BadRecordsSection | None,
+) -> Dataset:
     if isinstance(config.source, MixtureSource):
-        return _mixture(config.source, config, progress)
+        return _mixture(config.source, config, progress, bad_records)
     place = token_folder_of(config.source)
     if place is not None and is_remote(place):
         opened = remote_tokens.open_in_bucket(config, place, progress=progress)
@@ -232,7 +252,9 @@ def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
     place = token_folder_of(source)
     if place is None:
         assert not isinstance(source, TokensSource)
-        corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
+        corpus = describe_corpus(
+            source, config.tokenizer, cache_dir=config.cache_dir, bad_records=bad_records
+        )
         opened = open_corpus(corpus, progress=progress)
         return _of_folder(opened, config, progress, tokenizer=corpus.tokenizer)
     assert not is_remote(place), place
