@@ -18,6 +18,7 @@ from jaxres.config.schema_data import (
     MixtureSource,
     TokensSource,
 )
+from jaxres.config.schema_model import AnyModel
 from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
@@ -34,12 +35,18 @@ from jaxres.data.custom import (
 from jaxres.data.images import IMAGES, ImageRows, classes_of, split_images
 from jaxres.data.mixture import SOURCE_KEY, MixedRows, Part, mix, mixture_fingerprint
 from jaxres.data.order import Order
-from jaxres.data.packed_rows import open_packed_rows
+from jaxres.data.packed_rows import PackedRows, open_packed_rows
 from jaxres.data.packing import Packing
 from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import shared_files, token_folder_of
-from jaxres.data.token_folder import TokenFolder, heldout_start, open_tokens, split_tokens
-from jaxres.data.tokenizer import LIBRARY, Tokenizer, open_tokenizer
+from jaxres.data.token_folder import (
+    TokenFolder,
+    TokenRows,
+    heldout_start,
+    open_tokens,
+    split_tokens,
+)
+from jaxres.data.tokenizer import LIBRARY, LibraryTokenizer, Tokenizer, limited, open_tokenizer
 from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import is_remote
@@ -90,6 +97,30 @@ class Dataset:
         changes = [(change.after_step, change.weights) for change in self.mixture.schedule]
         return mix(parts, changes, seed=seed, rows_per_step=rows_per_step)
 
+    def for_model(self, model: AnyModel) -> Dataset:
+        """Returns the data set for a model whose embedding may lack rows for special tokens.
+
+        Published models have a tokenizer with such tokens (Gemma 3's is of images). Rows and texts
+        that have one are refused when they are read; a smaller embedding is refused by the model.
+        """
+        rows, tokenizer = getattr(model, "vocab_size", None), self.tokenizer
+        if rows is None or not isinstance(tokenizer, LibraryTokenizer):
+            return self
+        if tokenizer.vocab_size != self.vocab_size or rows >= tokenizer.vocab_size:
+            return self
+        if rows < tokenizer.text_vocab_size:
+            return self
+        ids = range(rows, tokenizer.vocab_size)
+        tokens = {id_: str(tokenizer.library.id_to_token(id_)) for id_ in ids}
+        return replace(
+            self,
+            vocab_size=rows,
+            tokenizer=limited(tokenizer, rows),
+            train=_without_row(self.train, tokens),
+            heldout=_without_row(self.heldout, tokens),
+            validation={name: _without_row(x, tokens) for name, x in self.validation.items()},
+        )
+
     def tokens_of(self, num_rows: int) -> int:
         """Returns how many tokens some training rows have on average, without padding."""
         return round(num_rows * self.tokens_per_row * (1 - (self.padding or 0.0)))
@@ -98,6 +129,17 @@ class Dataset:
 def _permutation(rows: Rows, seed: int, name: str = "") -> Permutation:
     varies = isinstance(rows, ImageRows | CustomRows) and rows.varies_by_epoch
     return Permutation(len(rows), seed, name, epoch_in_ids=varies)
+
+
+def _without_row(rows: Rows, tokens: Mapping[int, str]) -> Rows:
+    """Returns rows that raise ConfigError where one has a token for which a model has no row."""
+    if isinstance(rows, MixedRows):
+        return replace(
+            rows, parts={name: _without_row(x, tokens) for name, x in rows.parts.items()}
+        )
+    if isinstance(rows, TokenRows | PackedRows):
+        return replace(rows, corpus=replace(rows.corpus, without_row=tokens))
+    return rows
 
 
 def silent(message: str) -> None:
@@ -255,6 +297,8 @@ def _open(
         corpus = describe_corpus(
             source, config.tokenizer, cache_dir=config.cache_dir, bad_records=bad_records
         )
+        if isinstance(corpus.tokenizer, LibraryTokenizer) and corpus.tokenizer.note:
+            progress(corpus.tokenizer.note)
         opened = open_corpus(corpus, progress=progress)
         return _of_folder(opened, config, progress, tokenizer=corpus.tokenizer)
     assert not is_remote(place), place

@@ -128,6 +128,8 @@ class TokenFolder:
     """Device and inode of the open tokens.bin."""
     on_damage: Callable[[TokensDamaged], RunError] = field(default=lambda error: error)
     """Called when a block is damaged; returns the error to raise."""
+    without_row: Mapping[int, str] = field(default_factory=dict)
+    """The last of the ids, for which the model's embedding has no row -> their tokens."""
     source: RunPath | None = None
     """The folder in a bucket whose objects are read where they are; `folder` has its small ones."""
 
@@ -138,6 +140,29 @@ class TokenFolder:
     def path(self, name: str) -> RunPath:
         """Returns the path of a file, for messages."""
         return (self.source or self.folder) / name
+
+    @property
+    def num_ids(self) -> int:
+        """Number of the ids that a row may have."""
+        return min([self.meta.vocab_size, *self.without_row])
+
+    def unusable_id(self, row: int, index: int, token: int) -> ConfigError:
+        """Returns the error for a token of a row that is not below `num_ids`.
+
+        A BadRecord, unless the tokenizer has the token and only the model has no row for it.
+        """
+        where = f"{self.path('tokens.bin')}: row {row}, token {index} of the file is {token}"
+        if token in self.without_row:
+            return ConfigError(
+                f"{where} ({self.without_row[token]!r}), and the model's embedding has "
+                f"{self.num_ids} rows (model.vocab_size). Take that token out of the data (with "
+                "data.tokenizer.special_tokens=text its spelling becomes letters), or train a "
+                "model that has a row for it."
+            )
+        return BadRecord(
+            f"{where}, but vocab_size is {self.meta.vocab_size}. Rewrite the folder, or fix "
+            "vocab_size in meta.json."
+        )
 
     def check_tokens(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
         """Raises if a block of some ranges of tokens differs from its digest.
@@ -371,19 +396,15 @@ class TokenRows:
         }
 
     def _tokens(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Returns the tokens of the windows; raises BadRecord if one is not below vocab_size."""
-        width, vocab_size = self.seq_len + 1, self.corpus.meta.vocab_size
+        """Returns the tokens of the windows; raises as `TokenFolder.unusable_id`."""
+        width, num_ids = self.seq_len + 1, self.corpus.num_ids
         self.corpus.check_tokens(starts_B, starts_B + width)
         tokens_BW = np.empty((len(ids), width), self.corpus.tokens.dtype)
         for window, start in zip(tokens_BW, starts_B.tolist(), strict=True):
             window[:] = self.corpus.tokens[start : start + width]
-        if tokens_BW.size and tokens_BW.max() >= vocab_size:
-            i, index = np.argwhere(tokens_BW >= vocab_size)[0].tolist()
-            raise BadRecord(
-                f"{self.corpus.path('tokens.bin')}: row {ids[i]}, token {starts_B[i] + index} "
-                f"of the file is {tokens_BW[i, index]}, but vocab_size is {vocab_size}. "
-                "Rewrite the folder, or fix vocab_size in meta.json."
-            )
+        if tokens_BW.size and tokens_BW.max() >= num_ids:
+            i, index = np.argwhere(tokens_BW >= num_ids)[0].tolist()
+            raise self.corpus.unusable_id(ids[i], starts_B[i] + index, tokens_BW[i, index])
         return tokens_BW.astype(np.int32)
 
     def _begins(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.bool_]:
