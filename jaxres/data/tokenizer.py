@@ -394,11 +394,7 @@ def parse_tokenizer(
         token = settings.get("eos_token")
         end_of_document = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(end_of_document, str):
-        end_of_document, file = _end_of_model(library, of_model, where)
-        note = (
-            f"{where}: a document ends with {end_of_document!r}, the eos_token_id of {file}: "
-            f"{SETTINGS} has no eos_token"
-        )
+        end_of_document, note = _end_of_model(library, of_model, where)
     if end_of_document not in ids:
         raise ConfigError(
             f"{where} has no token {end_of_document!r}, which data.tokenizer.end_of_document or "
@@ -418,7 +414,7 @@ def parse_tokenizer(
 
 
 def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Returns the token that ends a document of a model, and the file that has its number.
+    """Returns the token that ends a document of a model, and what is to be told about it.
 
     Raises ConfigError if there is none, or several.
     """
@@ -427,7 +423,8 @@ def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tupl
     ids = sorted(id_ for id_ in files if id_ >= 0)
     token = library.id_to_token(ids[0]) if len(ids) == 1 else None
     if token is not None:
-        return token, files[ids[0]]
+        why = f"the eos_token_id of {files[ids[0]]}: {SETTINGS} has no eos_token"
+        return token, f"{where}: a document ends with {token!r}, {why}"
     special = [token.content for token in library.get_added_tokens_decoder().values()]
     raise ConfigError(
         f"{where}: nothing tells which token ends a document (no eos_token in {SETTINGS} beside "
