@@ -414,7 +414,7 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
             )
             problems.append(Problem("model.path", text, at.where))
     data = top.get("data")
-    if _text_source(data) and _holds(folder, "tokenizer.json"):
+    if data is not None and _text_source(data) and _holds(folder, "tokenizer.json"):
         own_path = _node({"kind": "huggingface", "path": str(folder)}, at.where)
         more = data.value.get("tokenizer", Node({}, at.where))
         if isinstance(more.value, dict) and not {"kind", "path"} & more.value.keys():
@@ -424,9 +424,9 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
     return resolved, problems + _unchosen_tokenizer(resolved)
 
 
-def _text_source(data: Node | None) -> str | None:
+def _text_source(data: Node) -> str | None:
     """Returns the kind of a data section's source if a tokenizer reads it; default: text."""
-    if data is None or not isinstance(data.value, dict):
+    if not isinstance(data.value, dict):
         return None
     source = data.value.get("source")
     kind = source.value.get("kind") if source and isinstance(source.value, dict) else None

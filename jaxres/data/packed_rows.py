@@ -90,7 +90,7 @@ class PackedRows:
         num_ids = self.corpus.num_ids
         if tokens.max() >= num_ids:
             index = int(np.flatnonzero(tokens >= num_ids)[0])
-            raise self.corpus.unusable_id(row, start + index, tokens[index])
+            raise self.corpus.unusable_id(row, start + index, int(tokens[index]))
         return tokens
 
 

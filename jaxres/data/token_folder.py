@@ -404,7 +404,8 @@ class TokenRows:
             window[:] = self.corpus.tokens[start : start + width]
         if tokens_BW.size and tokens_BW.max() >= num_ids:
             i, index = np.argwhere(tokens_BW >= num_ids)[0].tolist()
-            raise self.corpus.unusable_id(ids[i], starts_B[i] + index, tokens_BW[i, index])
+            token = int(tokens_BW[i, index])
+            raise self.corpus.unusable_id(int(ids[i]), int(starts_B[i]) + index, token)
         return tokens_BW.astype(np.int32)
 
     def _begins(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.bool_]:
