@@ -19,7 +19,7 @@ from jaxres.checkpoint.verify import verify_step
 from jaxres.checkpoint.weights_source import committed, from_run
 from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.data import tokenizer as tokenizers
-from jaxres.data.tokenizer import FILE_NAME, Tokenizer
+from jaxres.data.tokenizer import FILE_NAME, Tokenizer, limited
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -166,6 +166,7 @@ def _load_run(run_dir: RunDir, step: Step) -> LoadedModel:
 
     commit, tokenizer = commit_of(run_dir, step), tokenizer_of(run_dir)
     config = run_config.newest_config(run_dir)
+    tokenizer = limited(tokenizer, getattr(config.model, "vocab_size", None))
     model = models.build(
         config.model,
         vocab_size=None if tokenizer is None else tokenizer.vocab_size,
@@ -193,6 +194,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     tokenizer = None
     if (folder / FILE_NAME).is_file():
         tokenizer = tokenizers.open_tokenizer(HuggingfaceTokenizer(path=folder))
+        tokenizer = limited(tokenizer, section.vocab_size)
     seq_len = fields.get("max_position_embeddings", fields.get("n_positions", 1024))
     section = section.model_copy(update={"compute_dtype": "float32"})
     model = models.build(section, vocab_size=None, seq_len=seq_len, platform="cpu")

@@ -104,7 +104,7 @@ def samples_without(
     batch, (start, stop) = config.train.global_batch_size, ((first - 1), STEPS)
     left_out = {position for begin, end in skips for position in range(begin, end)}
     positions = [p for p in range(start * batch, stop * batch + len(left_out)) if p not in left_out]
-    dataset = data.open_dataset(config.data)
+    dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
     order = dataset.order(seed=config.run.seed, rows_per_step=batch)
     ids = order.ids(np.array(positions[: (stop - start) * batch], np.int64))
     return {
@@ -119,7 +119,7 @@ def _plant(config: RunConfig, position: int) -> str:
     Returns:
       Why that is impossible; empty: it is done.
     """
-    dataset = data.open_dataset(config.data)
+    dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
     rows = dataset.train
     if not isinstance(rows, TokenRows) or rows.corpus.meta.block_bytes != BLOCK_BYTES:
         return "the rows are no windows of a token folder with digests"

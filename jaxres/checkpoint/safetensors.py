@@ -22,6 +22,7 @@ from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.faults import ConfigError
 from jaxres.storage import files as storage
 from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.path import require_inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -93,6 +94,8 @@ def open_file(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path}: no such file. Give a safetensors file, or a folder of them.")
     with storage.typed_errors(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
+        storage.refuse_lfs_pointer(file.read(len(storage.LFS_POINTER)), path)
+        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise broken(path, f"a header of {length} bytes in a file of {size}")
@@ -165,13 +168,18 @@ def open_path(path: Path) -> dict[str, Tensor]:
 
 
 def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
+    storage.refuse_lfs_pointer(index, folder / INDEX)
     try:
         weight_map: dict[str, str] = json.loads(index)["weight_map"]
         files = sorted(set(weight_map.values()))
-        if any(name != Path(name).name for name in files):
-            raise ValueError("it names a file that is not in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise broken(folder / INDEX, f"it can't be read ({error!r})") from error
+    try:
+        files = [require_inside(str(file)) for file in files]
+    except ValueError as error:
+        raise ConfigError(
+            f"{folder / INDEX}: {error}. Put the files there, and give their names relative to it."
+        ) from error
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in open_file(folder / file).items():

@@ -148,6 +148,7 @@ def read_about(folder: Path) -> dict[str, Any] | None:
     data = files.read(folder / ABOUT)
     if data is None:
         return None
+    files.refuse_lfs_pointer(data, folder / ABOUT)
     try:
         about = json.loads(data)
         if about["format"] != 1:
@@ -161,6 +162,7 @@ def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts |
     data = files.read(folder / "config.json")
     if data is None:
         return about["facts"] if about else None
+    files.refuse_lfs_pointer(data, folder / "config.json")
     try:
         fields = dict(json.loads(data))
     except (ValueError, TypeError) as error:

@@ -15,6 +15,7 @@ from jaxres import data, faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import Rows, download_cache
 from jaxres.data.corpus import describe, describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         options, rest = _parser().parse_known_args(arguments)
         config, history = _load(rest)
         if options.command == "verify":
-            return _verify(config.data, history)
+            return _verify(config, history)
         {"build": _build, "show": _show, "inspect": _inspect}[options.command](config, options)
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)
@@ -96,24 +97,29 @@ def _progress(message: str) -> None:
 
 def _build(config: RunConfig, options: argparse.Namespace) -> None:
     if not isinstance(config.data.source, MixtureSource):
-        _build_one(config.data, options.out)
+        _build_one(config.data, options.out, config.guards.bad_records)
         return
     if options.out is not None:
         raise UsageError("--out: takes one source; build each source of a mixture by itself")
     for part in config.data.source.sources:
         if not isinstance(part.source, CustomSource | TokensSource):
             _progress(f"source {part.name}:")
-            _build_one(config.data.model_copy(update={"source": part.source}), None)
+            one = config.data.model_copy(update={"source": part.source})
+            _build_one(one, None, config.guards.bad_records)
 
 
-def _build_one(section: DataSection, out: RunPath | None) -> None:
+def _build_one(
+    section: DataSection, out: RunPath | None, bad_records: BadRecordsSection | None
+) -> None:
     source = download_cache.localize(section, progress=_progress)
     if isinstance(source, CustomSource | TokensSource):
         raise UsageError(
             f"data.source.kind={source.kind}: there is nothing to tokenise. `data build` takes "
             "text, jsonl, parquet, huggingface and nanogpt."
         )
-    corpus = describe_corpus(source, section.tokenizer, cache_dir=section.cache_dir)
+    corpus = describe_corpus(
+        source, section.tokenizer, cache_dir=section.cache_dir, bad_records=bad_records
+    )
     if isinstance(out, Path):
         if out.exists():
             raise UsageError(f"--out {out}: exists already. Give a new folder, or remove it.")
@@ -144,15 +150,20 @@ def _print_built(built: TokenFolder, place: RunPath) -> None:
     )
 
 
+def _open(config: RunConfig) -> Dataset:
+    bad_records = config.guards.bad_records
+    return data.open_dataset(config.data, progress=_progress, bad_records=bad_records)
+
+
 def _show(config: RunConfig, options: argparse.Namespace) -> None:
-    dataset = data.open_dataset(config.data, progress=_progress)
+    dataset = _open(config)
     order = dataset.order(seed=config.run.seed, rows_per_step=config.train.global_batch_size)
     for text in show_rows(dataset, order, count=options.rows, position=options.at):
         sys.stdout.write(text)
 
 
 def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
-    dataset = data.open_dataset(config.data, progress=_progress)
+    dataset = _open(config)
     if isinstance(dataset.train, MixedRows):
         _inspect_mixture(config, dataset, dataset.train, as_json=options.json)
         return
@@ -228,8 +239,8 @@ def _padding(dataset: Dataset) -> str:
     return "" if dataset.padding is None else f", {dataset.padding:.1%} of the positions padding"
 
 
-def _verify(section: DataSection, history: RunHistory) -> int:
-    problems, text = as_text(verify_data(section), history)
+def _verify(config: RunConfig, history: RunHistory) -> int:
+    problems, text = as_text(verify_data(config.data, config.guards.bad_records), history)
     sys.stdout.write(text)
     return DAMAGED if problems else ExitCode.DONE
 

@@ -27,6 +27,7 @@ from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.schema_training import FromRun, FromSeed
 from jaxres.data import Dataset
+from jaxres.data.tokenizer import LibraryTokenizer
 from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.exit_codes import ExitCode
@@ -226,7 +227,8 @@ class Doctor:
         return "" if self._layout is None else f"\n{self._layout.table()}"
 
     def _data(self) -> Checks:
-        dataset = data.open_dataset(self._config.data)
+        dataset = data.open_dataset(self._config.data, bad_records=self._config.guards.bad_records)
+        dataset = dataset.for_model(self._config.model)
         self._dataset = dataset
         train = self._config.train
         dataset.order(seed=self._config.run.seed, rows_per_step=train.global_batch_size)
@@ -236,6 +238,8 @@ class Doctor:
             f"{len(dataset.train):,} rows of {dataset.tokens_per_row} tokens to train on, "
             f"{len(dataset.heldout):,} held out",
         )
+        if isinstance(dataset.tokenizer, LibraryTokenizer) and dataset.tokenizer.note:
+            yield Check("pass", "tokenizer", dataset.tokenizer.note)
 
     def _devices(self) -> Checks:
         from jaxres.engine import mesh as meshes

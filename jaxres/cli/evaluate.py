@@ -19,6 +19,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.runlog.paths import RunDir
+from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
 
 Scores = dict[str, float]
@@ -61,7 +62,8 @@ def _finite(values: Scores) -> dict[str, float | None]:
 
 def _sets(run_dir: RunDir, loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Scores]:
     config = run_config.newest_config(run_dir)
-    dataset = data.open_dataset(config.data)
+    dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
+    dataset = dataset.for_model(config.model)
     names = options.set or list(dataset.validation)
     if not names:
         raise UsageError(f"{run_dir.root}: the run has no validation sets; give --task")
@@ -132,7 +134,9 @@ def _task(path: Path, loaded: LoadedModel, limit: int | None) -> Scores:
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        refuse_lfs_pointer(data, path)
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read ({error}).") from error
     for number, line in enumerate(text.split("\n"), start=1):

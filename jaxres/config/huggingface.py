@@ -414,33 +414,37 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
             )
             problems.append(Problem("model.path", text, at.where))
     data = top.get("data")
-    if data is not None and _reads_text(data) and _holds(folder, "tokenizer.json"):
-        tokenizer = _node({"kind": "huggingface", "path": str(folder)}, at.where)
-        top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
+    if data is not None and _text_source(data) and _holds(folder, "tokenizer.json"):
+        own_path = _node({"kind": "huggingface", "path": str(folder)}, at.where)
+        more = data.value.get("tokenizer", Node({}, at.where))
+        if isinstance(more.value, dict) and not {"kind", "path"} & more.value.keys():
+            tokenizer = Node({**own_path.value, **more.value}, more.where)
+            top["data"] = Node({**data.value, "tokenizer": tokenizer}, data.where)
     resolved = Node(top, config.where)
     return resolved, problems + _unchosen_tokenizer(resolved)
 
 
-def _reads_text(data: Node) -> bool:
-    """Returns whether a data section has text, and names no tokenizer for it."""
-    if not isinstance(data.value, dict) or "tokenizer" in data.value:
-        return False
+def _text_source(data: Node) -> str | None:
+    """Returns the kind of a data section's source if a tokenizer reads it; default: text."""
+    if not isinstance(data.value, dict):
+        return None
     source = data.value.get("source")
     kind = source.value.get("kind") if source and isinstance(source.value, dict) else None
-    return kind is None or kind.value in WITH_TOKENIZER
+    name = "text" if kind is None else kind.value
+    return name if name in WITH_TOKENIZER else None
 
 
 def _unchosen_tokenizer(config: Node) -> list[Problem]:
     """Returns a problem if text would be trained on as bytes, with weights of unknown tokens."""
     data, weights = config.value.get("data"), config.value.get("init_from")
-    if data is None or not _reads_text(data) or not isinstance(weights and weights.value, dict):
+    source = None if data is None else _text_source(data)
+    if data is None or source is None or not isinstance(weights and weights.value, dict):
         return []
     kind, path = weights.value.get("kind"), weights.value.get("path")
-    source = data.value.get("source")
-    of_source = source.value if source is not None and isinstance(source.value, dict) else {}
-    is_mixture = _is(of_source.get("kind"), "mixture")
-    if not _is(kind, "safetensors") or path is None or _accepts_tokenizer(weights) or is_mixture:
+    if "tokenizer" in data.value or source == "mixture":
         return []  # A mixture may be of token folders alone.
+    if not _is(kind, "safetensors") or path is None or _accepts_tokenizer(weights):
+        return []
     try:
         place = parse_path(str(plain(path)))
         folder = place if files.is_dir(place) else place.parent
@@ -448,11 +452,11 @@ def _unchosen_tokenizer(config: Node) -> list[Problem]:
         is_known = _holds(folder, "tokenizer.json", "jaxres.json") or not files.exists(place)
     except (ConfigError, ValueError, OSError):
         return []  # What reads the weights says what is wrong with their path.
-    text = unknown_tokenizer(folder)
+    text = _unknown_tokenizer(folder)
     return [] if is_known else [Problem("data.tokenizer", text, path.where)]
 
 
-def unknown_tokenizer(folder: RunPath) -> str:
+def _unknown_tokenizer(folder: RunPath) -> str:
     """Returns why the tokens of a folder's weights are not known, and what to do about it."""
     names = sorted(name for name in files.list_names(folder) if _TOKENIZER_FILE.search(name))
     convert = (
@@ -481,6 +485,7 @@ def _from_folder(folder: RunPath) -> dict[str, Any]:
     data = files.read(folder / "config.json")
     if data is None:
         raise ConfigError(f"{folder}: no config.json here; give the folder of a downloaded model")
+    files.refuse_lfs_pointer(data, folder / "config.json")
     try:
         fields = json.loads(data)
         if not isinstance(fields, dict):

@@ -62,7 +62,7 @@ class ParquetSource(FilesSource):
     include: tuple[str, ...] = ("**/*.parquet",)
     """Patterns of files below the folder."""
     column: str = "text"
-    """Column that has the text."""
+    """Column that has the text: of type string, or binary (UTF-8)."""
 
 
 class HuggingfaceSource(Section):
@@ -72,7 +72,7 @@ class HuggingfaceSource(Section):
     path: str = content_path()
     """Folder of one split; also gs://BUCKET/FOLDER, which is copied to data.cache_dir first."""
     column: str = "text"
-    """Column that has the text."""
+    """Column that has the text: of type string, or binary (UTF-8)."""
 
 
 class NanogptSource(FilesSource):
@@ -205,7 +205,9 @@ class HuggingfaceTokenizer(Section):
     path: Path = content_path()
     """The file tokenizer.json, or a folder that has one."""
     end_of_document: str | None = None
-    """Token that ends every document. Default: eos_token of tokenizer_config.json beside it."""
+    """Token that ends every document. Default: eos_token of tokenizer_config.json beside it.
+
+    Else eos_token_id of config.json and generation_config.json beside it, if it is one token."""
     special_tokens: Literal["text", "control"] = free("text")
     """What the spelling of a special token in a text becomes.
 

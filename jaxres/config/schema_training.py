@@ -62,7 +62,9 @@ class BadRecordsSection(Section):
     """Records that raise, hang (data.timeout_seconds) or have token ids out of range."""
 
     max: PositiveInt = free(10)
-    """Most times that a run skips bad records; one more ends it (81)."""
+    """Most times that a run skips bad records; one more ends it (81).
+
+    Also the most documents of a source that are left out as no text; one more ends a start (78)."""
 
 
 class CorruptionSection(Section):

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
+from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data.images import CLASSES, IMAGES, pillow, with_labels
 from jaxres.data.source_files import SourceFile, list_corpus
 from jaxres.data.token_folder import (
@@ -66,6 +67,7 @@ JOURNAL = "build.json"
 NUM_BYTES = 256
 ROW_KEYS = ("size", "augment", "augment_seed")
 """Keys of a source of images that only say how rows are made from them."""
+BAD_RECORDS = BadRecordsSection()
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -84,6 +86,8 @@ class Corpus:
     """Names of the classes of images, by label."""
     left_out: tuple[str, ...] = ()
     """Names of the files that no pattern of the source matches."""
+    max_bad: int = BAD_RECORDS.max
+    """Most documents that are left out as bad records; one more is an error."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -100,7 +104,11 @@ class Corpus:
 
 
 def describe_corpus(
-    source: DocumentSource, tokenizer: TokenizerSection, *, cache_dir: Path
+    source: DocumentSource,
+    tokenizer: TokenizerSection,
+    *,
+    cache_dir: Path,
+    bad_records: BadRecordsSection | None = BAD_RECORDS,
 ) -> Corpus:
     """Lists the files of a source, and opens its tokenizer."""
     listing = list_corpus(source)
@@ -114,9 +122,12 @@ def describe_corpus(
     else:
         opened = open_tokenizer(tokenizer)
         vocab_size = opened.vocab_size
+    max_bad = 0 if bad_records is None else bad_records.max
     name = "ids" if opened is None else f"{opened.name}{opened.encoding}"
+    name += "" if max_bad else " without bad records"
     entry = cache_dir.expanduser() / "corpora" / _cache_key(source, files, name)
-    return Corpus(source, files, opened, vocab_size, entry, classes, tuple(listing.left_out))
+    left_out = tuple(listing.left_out)
+    return Corpus(source, files, opened, vocab_size, entry, classes, left_out, max_bad)
 
 
 def _cache_key(source: DocumentSource, files: list[SourceFile], tokenizer: str) -> str:
@@ -184,7 +195,9 @@ def fingerprint_of(corpus: Corpus) -> str:
     """Returns the fingerprint of the corpus that the files make now; tokenises all of them."""
     dtype = DTYPES[corpus.dtype]
     digest, offsets, num_tokens = xxhash.xxh3_128(), [np.zeros(1, "<i8")], 0
-    for block in token_blocks(corpus.files, corpus.source, corpus.tokenizer):
+    for block in token_blocks(
+        corpus.files, corpus.source, corpus.tokenizer, max_bad=corpus.max_bad
+    ):
         digest.update(block.tokens.astype(dtype).data)
         offsets.append((block.ends + num_tokens + 1).astype("<i8"))
         num_tokens += len(block.tokens)
@@ -291,22 +304,29 @@ def _tokenise(
     )
     writer, at = _open_writer(corpus, building, progress)
     report = _Report(total_bytes, progress, clock)
-    num_empty, synced, unknown = at.num_empty, clock.monotonic(), _Unknown(corpus.tokenizer)
+    synced, unknown, bad = clock.monotonic(), _Unknown(corpus.tokenizer), ""
     with writer:
-        blocks = token_blocks(corpus.files, corpus.source, corpus.tokenizer, start=at)
+        blocks = token_blocks(
+            corpus.files, corpus.source, corpus.tokenizer, start=at, max_bad=corpus.max_bad
+        )
         for block in blocks:
             writer.write_documents(block.tokens, block.ends)
             unknown.count(block.tokens)
-            num_empty = block.position.num_empty
+            at = block.position
+            for bad in block.problems:
+                progress(f"BAD RECORD: {bad} It is left out")
             report.at(block.num_bytes)
             if clock.monotonic() - synced >= SYNC_SECONDS:
                 _write_journal(building, block.position, writer.sync())
                 synced = clock.monotonic()
         if not writer.num_documents:
-            raise ConfigError(f"data.source.path: {corpus.source.path}: every document is empty")
+            what = "every document is empty" + (f" or a bad record: {bad}" if bad else "")
+            raise ConfigError(f"data.source.path: {corpus.source.path}: {what}")
         _write_files(corpus, building)
-    if num_empty:
-        progress(f"Documents without text, which are left out: {num_empty:,}")
+    if at.num_empty:
+        progress(f"Documents without text, which are left out: {at.num_empty:,}")
+    if at.num_bad:
+        progress(f"WARNING: bad records, which are left out: {at.num_bad:,}")
     unknown.report(progress)
     return _remove_progress(building)
 

@@ -18,10 +18,12 @@ from jaxres.config.schema_data import (
     MixtureSource,
     TokensSource,
 )
+from jaxres.config.schema_model import AnyModel
+from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
 from jaxres.data.batching import BadRecord, Rows, first_row
-from jaxres.data.corpus import describe_corpus, open_corpus
+from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
 from jaxres.data.custom import (
     CustomRows,
     build_items,
@@ -33,12 +35,18 @@ from jaxres.data.custom import (
 from jaxres.data.images import IMAGES, ImageRows, classes_of, split_images
 from jaxres.data.mixture import SOURCE_KEY, MixedRows, Part, mix, mixture_fingerprint
 from jaxres.data.order import Order
-from jaxres.data.packed_rows import open_packed_rows
+from jaxres.data.packed_rows import PackedRows, open_packed_rows
 from jaxres.data.packing import Packing
 from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import shared_files, token_folder_of
-from jaxres.data.token_folder import TokenFolder, heldout_start, open_tokens, split_tokens
-from jaxres.data.tokenizer import LIBRARY, Tokenizer, open_tokenizer
+from jaxres.data.token_folder import (
+    TokenFolder,
+    TokenRows,
+    heldout_start,
+    open_tokens,
+    split_tokens,
+)
+from jaxres.data.tokenizer import LIBRARY, LibraryTokenizer, Tokenizer, limited, open_tokenizer
 from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import is_remote
@@ -89,6 +97,30 @@ class Dataset:
         changes = [(change.after_step, change.weights) for change in self.mixture.schedule]
         return mix(parts, changes, seed=seed, rows_per_step=rows_per_step)
 
+    def for_model(self, model: AnyModel) -> Dataset:
+        """Returns the data set for a model whose embedding may lack rows for special tokens.
+
+        Published models have a tokenizer with such tokens (Gemma 3's is of images). Rows and texts
+        that have one are refused when they are read; a smaller embedding is refused by the model.
+        """
+        rows, tokenizer = getattr(model, "vocab_size", None), self.tokenizer
+        if rows is None or not isinstance(tokenizer, LibraryTokenizer):
+            return self
+        if tokenizer.vocab_size != self.vocab_size or rows >= tokenizer.vocab_size:
+            return self
+        if rows < tokenizer.text_vocab_size:
+            return self
+        ids = range(rows, tokenizer.vocab_size)
+        tokens = {id_: str(tokenizer.library.id_to_token(id_)) for id_ in ids}
+        return replace(
+            self,
+            vocab_size=rows,
+            tokenizer=limited(tokenizer, rows),
+            train=_without_row(self.train, tokens),
+            heldout=_without_row(self.heldout, tokens),
+            validation={name: _without_row(x, tokens) for name, x in self.validation.items()},
+        )
+
     def tokens_of(self, num_rows: int) -> int:
         """Returns how many tokens some training rows have on average, without padding."""
         return round(num_rows * self.tokens_per_row * (1 - (self.padding or 0.0)))
@@ -99,23 +131,40 @@ def _permutation(rows: Rows, seed: int, name: str = "") -> Permutation:
     return Permutation(len(rows), seed, name, epoch_in_ids=varies)
 
 
+def _without_row(rows: Rows, tokens: Mapping[int, str]) -> Rows:
+    """Returns rows that raise ConfigError where one has a token for which a model has no row."""
+    if isinstance(rows, MixedRows):
+        return replace(
+            rows, parts={name: _without_row(x, tokens) for name, x in rows.parts.items()}
+        )
+    if isinstance(rows, TokenRows | PackedRows):
+        return replace(rows, corpus=replace(rows.corpus, without_row=tokens))
+    return rows
+
+
 def silent(message: str) -> None:
     """Discards a progress message."""
 
 
-def open_dataset(config: DataSection, *, progress: Callable[[str], None] = silent) -> Dataset:
+def open_dataset(
+    config: DataSection,
+    *,
+    progress: Callable[[str], None] = silent,
+    bad_records: BadRecordsSection | None = BAD_RECORDS,
+) -> Dataset:
     """Opens the config's sources; the first time, tokenises those that are text.
 
-    Raises ConfigError if a source can't be used.
+    Of text some documents may be left out as bad records. Raises ConfigError if a source can't be
+    used.
     """
-    dataset = _open(config, progress)
+    dataset = _open(config, progress, bad_records)
     sets = dict(dataset.validation)
     if len(dataset.heldout) and not dataset.mixture:
         sets[HELDOUT] = dataset.heldout
     for part in config.validation:
         alone = config.model_copy(update={"source": part.source, "heldout_fraction": 0.0})
         where = f"data.validation[{part.name}]"
-        opened = _open_part(alone, where, progress)
+        opened = _open_part(alone, where, progress, bad_records)
         _check_validation(opened, dataset, where)
         sets[part.name] = _not_augmented(opened.train)
         if opened.fingerprint == dataset.fingerprint:
@@ -158,22 +207,31 @@ def _spec(rows: Rows) -> dict[str, str] | None:
     return None
 
 
-def _open_part(config: DataSection, where: str, progress: Callable[[str], None]) -> Dataset:
+def _open_part(
+    config: DataSection,
+    where: str,
+    progress: Callable[[str], None],
+    bad_records: BadRecordsSection | None,
+) -> Dataset:
     """Opens a source of several; `where` names it in messages."""
     try:
-        return _open(config, lambda what: progress(f"{where}: {what}"))
+        return _open(config, lambda what: progress(f"{where}: {what}"), bad_records)
     except ConfigError as error:
         raise type(error)(f"{where}: {error}") from error
 
 
 def _mixture(
-    source: MixtureSource, config: DataSection, progress: Callable[[str], None]
+    source: MixtureSource,
+    config: DataSection,
+    progress: Callable[[str], None],
+    bad_records: BadRecordsSection | None,
 ) -> Dataset:
     parts = {
         part.name: _open_part(
             config.model_copy(update={"source": part.source}),
             f"data.source.sources[{part.name}]",
             progress,
+            bad_records,
         )
         for part in source.sources
     }
@@ -218,9 +276,13 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
             )
 
 
-def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
+def _open(
+    config: DataSection,
+    progress: Callable[[str], None],
+    bad_records: BadRecordsSection | None,
+) -> Dataset:
     if isinstance(config.source, MixtureSource):
-        return _mixture(config.source, config, progress)
+        return _mixture(config.source, config, progress, bad_records)
     place = token_folder_of(config.source)
     if place is not None and is_remote(place):
         opened = remote_tokens.open_in_bucket(config, place, progress=progress)
@@ -232,7 +294,11 @@ def _open(config: DataSection, progress: Callable[[str], None]) -> Dataset:
     place = token_folder_of(source)
     if place is None:
         assert not isinstance(source, TokensSource)
-        corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
+        corpus = describe_corpus(
+            source, config.tokenizer, cache_dir=config.cache_dir, bad_records=bad_records
+        )
+        if isinstance(corpus.tokenizer, LibraryTokenizer) and corpus.tokenizer.note:
+            progress(corpus.tokenizer.note)
         opened = open_corpus(corpus, progress=progress)
         return _of_folder(opened, config, progress, tokenizer=corpus.tokenizer)
     assert not is_remote(place), place

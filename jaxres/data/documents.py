@@ -78,6 +78,8 @@ class Piece:
     text: str | bytes
     ends_document: bool
     begins_document: bool = True
+    problem: str = ""
+    """Why the document is a bad record, which has no text; empty: it is none."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,16 @@ def read_pieces(
     else:
         assert isinstance(source, HuggingfaceSource), source
         texts = _arrow(file, source.column, raw)
-    return (piece for text in texts for piece in _cut([text], cuts, file.path))
+    return (
+        piece
+        for text in texts
+        for piece in ([text] if isinstance(text, Piece) else _cut([text], cuts, file.path))
+    )
+
+
+def _bad_record(problem: str) -> Piece:
+    """Returns the piece of a document that is no text; the bytes around it can still be read."""
+    return Piece("", ends_document=True, problem=problem)
 
 
 def check_text_name(file: SourceFile, source: DocumentSource) -> None:
@@ -211,7 +222,7 @@ def _too_long(where: object) -> ConfigError:
     )
 
 
-def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str]:
+def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str | Piece]:
     name = file.name.lower()
     if not name.endswith((".gz", ".zst")):
         _check_start(file, raw)
@@ -222,18 +233,25 @@ def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str]:
         where = f"data.source.path: {file.path}, line {number}"
         if len(line) == MAX_LINE_BYTES:
             raise ConfigError(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
+        is_whole = line.endswith(b"\n")
         line = line.removeprefix(codecs.BOM_UTF8).strip()
         if line:
-            yield _field(line, field, where)
+            yield _field(line, field, where, is_whole=is_whole)
 
 
-def _field(line: bytes, field: str, where: str) -> str:
-    """Returns the text of a line; an empty one for null."""
+def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piece:
+    """Returns the text of a line, an empty one for null; a bad record if it is no JSON or no text.
+
+    A last line without its end that is no JSON is refused: the file may have been cut off there.
+    """
     fix = "Fix the line, or exclude the file with data.source.exclude."
     try:
-        item = json.loads(line)
+        item = json.loads(line.decode(), parse_int=float)  # int() takes at most 4300 digits.
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}. {fix}") from error
+        problem = f"{where} is not JSON: {error}. {fix}"
+        if is_whole:
+            return _bad_record(problem)
+        raise ConfigError(problem) from error
     if not isinstance(item, dict):
         raise ConfigError(
             f"{where} is a JSON {type(item).__name__}, not an object; a file of JSON Lines has "
@@ -248,11 +266,12 @@ def _field(line: bytes, field: str, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: {field!r} is a {type(text).__name__}, not a string. {fix}")
+        kind = "number" if isinstance(text, float) else type(text).__name__
+        raise ConfigError(f"{where}: {field!r} is a {kind}, not a string. {fix}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: {field!r} is not valid Unicode: {error}. {fix}") from error
+        return _bad_record(f"{where}: {field!r} is not valid Unicode: {error}. {fix}")
     return text
 
 
@@ -325,25 +344,30 @@ class _ZstdFrames:
         return taken
 
 
-def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str]:
+def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece]:
     parquet = _library("pyarrow.parquet", "data.source.kind=parquet")
     _check_start(file, raw, but="parquet")
     with _arrow_errors(file):
         opened = parquet.ParquetFile(raw, pre_buffer=False)
         _check_column(file, opened.schema_arrow, column)
+        row = 0
         for rows in opened.iter_batches(batch_size=ROWS_PER_READ, columns=[column]):
-            yield from _strings(file, rows.column(0), column)
+            # `columns` takes "a.b" for the field b of a struct a, too, and adds that one.
+            yield from _strings(file, rows.column(column), column, row)
+            row += len(rows)
 
 
-def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str]:
+def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece]:
     ipc = _library("pyarrow.ipc", "data.source.kind=huggingface")
     with _arrow_errors(file):
         opened = ipc.open_stream(raw)
         _check_column(file, opened.schema, column)
+        row = 0
         for rows in opened:
             for start in range(0, len(rows), ROWS_PER_READ):
                 part = rows.column(column).slice(start, ROWS_PER_READ)
-                yield from _strings(file, part, column)
+                yield from _strings(file, part, column, row + start)
+            row += len(rows)
 
 
 def _images(file: SourceFile, source: ImagesSource, raw: BinaryIO) -> Iterator[TokenPiece]:
@@ -416,21 +440,25 @@ def _check_column(file: SourceFile, schema: Any, column: str) -> None:
     kind = schema.field(column).type
     if types.is_dictionary(kind):
         kind = kind.value_type
-    checks = (types.is_string, types.is_large_string, types.is_string_view)
-    if not any(check(kind) for check in checks):
-        raise ConfigError(f"{where}: column {column!r} is of type {kind}, not string")
-
-
-def _strings(file: SourceFile, values: Any, column: str) -> Iterator[str]:
-    """Yields the texts of a column; an empty one for null."""
-    try:
-        for text in values.to_pylist():
-            yield text or ""
-    except UnicodeDecodeError as error:
+    names = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+    if not any(getattr(types, f"is_{name}")(kind) for name in names):
         raise ConfigError(
-            f"data.source.path: {file.path}: column {column!r} has a text that is not UTF-8: "
-            f"{error}"
-        ) from error
+            f"{where}: column {column!r} is of type {kind}, not string or binary (UTF-8). Set "
+            "data.source.column to the one that has the text."
+        )
+
+
+def _strings(file: SourceFile, values: Any, column: str, before: int) -> Iterator[str | Piece]:
+    """Yields the texts of a column, an empty one for null; `before` rows of the file are before."""
+    pyarrow = importlib.import_module("pyarrow")
+    if pyarrow.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    for row, data in enumerate(values.cast(pyarrow.large_binary()).to_pylist(), before + 1):
+        try:
+            yield (data or b"").decode()
+        except UnicodeDecodeError as error:
+            where = f"data.source.path: {file.path}, row {row}"
+            yield _bad_record(f"{where}: {column!r} is not UTF-8: {error}. Fix the row.")
 
 
 @contextlib.contextmanager

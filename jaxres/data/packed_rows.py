@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres import __version__
-from jaxres.data.batching import Arrays, BadRecord, check_ids
+from jaxres.data.batching import Arrays, check_ids
 from jaxres.data.packing import Packing, PackingPlan, plan_rows
 from jaxres.data.token_folder import TokenFolder, TokensDamaged
 from jaxres.faults import ConfigError
@@ -85,16 +85,12 @@ class PackedRows:
         }
 
     def _tokens(self, row: int, start: int, length: int) -> NDArray[Any]:
-        """Returns the tokens of a piece; raises BadRecord if one is not below vocab_size."""
+        """Returns the tokens of a piece; raises as `TokenFolder.unusable_id`."""
         tokens = self.corpus.tokens[start : start + length]
-        vocab_size = self.corpus.meta.vocab_size
-        if tokens.max() >= vocab_size:
-            index = int(np.flatnonzero(tokens >= vocab_size)[0])
-            raise BadRecord(
-                f"{self.corpus.path('tokens.bin')}: row {row}, token {start + index} of the "
-                f"file is {tokens[index]}, but vocab_size is {vocab_size}. Rewrite the folder, or "
-                "fix vocab_size in meta.json."
-            )
+        num_ids = self.corpus.num_ids
+        if tokens.max() >= num_ids:
+            index = int(np.flatnonzero(tokens >= num_ids)[0])
+            raise self.corpus.unusable_id(row, start + index, int(tokens[index]))
         return tokens
 
 

@@ -24,7 +24,8 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
 from jaxres.faults import ConfigError
-from jaxres.storage.path import SCHEME, RunPath, parse_path
+from jaxres.storage.files import refuse_lfs_pointer
+from jaxres.storage.path import SCHEME, RunPath, parse_path, require_inside
 
 STDLIB = "{stdlib}"
 SAVED_KEYS = (
@@ -169,10 +170,12 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
     """Returns the names of the data files of a folder that `datasets` has saved."""
     where = f"data.source.path: {folder}"
     try:
-        state = json.loads((folder / "state.json").read_bytes())
-        names = [file["filename"] for file in state["_data_files"]]
-        if not names or not all(map(_is_inside, names)):
-            raise ValueError(f"the files {names[:3]}, which are not all in the folder")
+        data = (folder / "state.json").read_bytes()
+        refuse_lfs_pointer(data, f"{where}/state.json")
+        state = json.loads(data)
+        names = [require_inside(file["filename"]) for file in state["_data_files"]]
+        if not names:
+            raise ValueError("no files")
         _check_saved_state(state, where)
         return tuple(map(_escape, names))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -216,12 +219,6 @@ def _check_saved_state(state: Mapping[str, Any], where: str) -> None:
             f"{where}: state.json has {json.dumps(changed)[:300]}, which may change the rows, and "
             f"jaxres does not read that. {remedy}."
         )
-
-
-def _is_inside(name: str) -> bool:
-    """Returns whether a relative name means a file in the folder."""
-    parts = PurePath(name).parts
-    return bool(parts) and "\0" not in name and not {"/", ".."} & set(parts)
 
 
 def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:

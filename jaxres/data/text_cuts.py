@@ -104,8 +104,8 @@ def cuts_of(data: str, *, control: bool) -> tuple[Cuts, str | None]:
     found = [one for one in fields["added_tokens"] if control or not one["special"]]
     if any(one["rstrip"] or re.search(r"\S\s", one["content"]) for one in found):
         return NOWHERE, None
-    normalizers = list(_sequence(fields["normalizer"], "normalizers"))
-    splits = list(_sequence(fields["pre_tokenizer"], "pretokenizers"))
+    normalizers = list(sequence(fields["normalizer"], "normalizers"))
+    splits = list(sequence(fields["pre_tokenizer"], "pretokenizers"))
     kinds = {part["type"] for part in normalizers}
     if kinds <= CHARWISE and any(map(_ends_words, splits)) and all(map(_is_local, splits)):
         return Cuts(AFTER_WORD), None
@@ -119,7 +119,7 @@ def cuts_of(data: str, *, control: bool) -> tuple[Cuts, str | None]:
     return (NOWHERE, None) if found else (Cuts(places), json.dumps(later))
 
 
-def _sequence(part: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
+def sequence(part: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
     """Yields the parts of a normalizer or pre-tokenizer, in order."""
     if part is None:
         return
@@ -127,7 +127,7 @@ def _sequence(part: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str,
         yield part
         return
     for below in part[key]:
-        yield from _sequence(below, key)
+        yield from sequence(below, key)
 
 
 def _regex(part: Mapping[str, Any]) -> str | None:
@@ -203,10 +203,10 @@ def _without_first_blank(fields: Mapping[str, Any]) -> dict[str, Any]:
     if normalizer is not None and normalizer["type"] == "Prepend":
         changed["normalizer"] = None
     elif normalizer is not None and normalizer["type"] == "Sequence":
-        rest = [part for part in _sequence(normalizer, "normalizers") if part["type"] != "Prepend"]
+        rest = [part for part in sequence(normalizer, "normalizers") if part["type"] != "Prepend"]
         if len(rest) < len(normalizer["normalizers"]):
             changed["normalizer"] = {"type": "Sequence", "normalizers": rest}
-    for part in _sequence(changed["pre_tokenizer"], "pretokenizers"):
+    for part in sequence(changed["pre_tokenizer"], "pretokenizers"):
         if part["type"] == "Metaspace" and part.get("prepend_scheme") != "never":
             assert isinstance(part, dict)
             part["prepend_scheme"] = "never"

@@ -5,6 +5,7 @@ docs/data.md describes the format. Dims: B rows of a call, T = seq_len, W = T + 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,10 +23,11 @@ from jaxres.data.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.files import fault_of, read_whole
+from jaxres.storage.files import LFS_POINTER, fault_of, read_whole, refuse_lfs_pointer
 from jaxres.storage.path import RunPath
 
 FORMAT_VERSION = 1
+FILES = ("meta.json", "tokens.bin", "offsets.npy", "digests.npy")
 DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
@@ -126,6 +128,8 @@ class TokenFolder:
     """Device and inode of the open tokens.bin."""
     on_damage: Callable[[TokensDamaged], RunError] = field(default=lambda error: error)
     """Called when a block is damaged; returns the error to raise."""
+    without_row: Mapping[int, str] = field(default_factory=dict)
+    """The last of the ids, for which the model's embedding has no row -> their tokens."""
     source: RunPath | None = None
     """The folder in a bucket whose objects are read where they are; `folder` has its small ones."""
 
@@ -136,6 +140,29 @@ class TokenFolder:
     def path(self, name: str) -> RunPath:
         """Returns the path of a file, for messages."""
         return (self.source or self.folder) / name
+
+    @property
+    def num_ids(self) -> int:
+        """Number of the ids that a row may have."""
+        return min([self.meta.vocab_size, *self.without_row])
+
+    def unusable_id(self, row: int, index: int, token: int) -> ConfigError:
+        """Returns the error for a token of a row that is not below `num_ids`.
+
+        A BadRecord, unless the tokenizer has the token and only the model has no row for it.
+        """
+        where = f"{self.path('tokens.bin')}: row {row}, token {index} of the file is {token}"
+        if token in self.without_row:
+            return ConfigError(
+                f"{where} ({self.without_row[token]!r}), and the model's embedding has "
+                f"{self.num_ids} rows (model.vocab_size). Take that token out of the data (with "
+                "data.tokenizer.special_tokens=text its spelling becomes letters), or train a "
+                "model that has a row for it."
+            )
+        return BadRecord(
+            f"{where}, but vocab_size is {self.meta.vocab_size}. Rewrite the folder, or fix "
+            "vocab_size in meta.json."
+        )
 
     def check_tokens(self, starts_B: NDArray[np.int64], stops_B: NDArray[np.int64]) -> None:
         """Raises if a block of some ranges of tokens differs from its digest.
@@ -189,9 +216,13 @@ def file_id(path: Path) -> tuple[int, int]:
 def open_tokens(folder: Path) -> TokenFolder:
     """Opens a token folder in a time that does not depend on its size.
 
-    Raises TokensDamaged if the sizes disagree; values are checked when their row is read.
+    Raises TokensDamaged if the sizes disagree, ConfigError if a file is a pointer of Git LFS;
+    values are checked when their row is read.
     """
     try:
+        for name in FILES:
+            with contextlib.suppress(FileNotFoundError), (folder / name).open("rb") as file:
+                refuse_lfs_pointer(file.read(len(LFS_POINTER)), folder / name)
         meta = read_meta(folder)
         dtype = DTYPES[meta.dtype]
         size_bytes = (folder / "tokens.bin").stat().st_size
@@ -365,19 +396,16 @@ class TokenRows:
         }
 
     def _tokens(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Returns the tokens of the windows; raises BadRecord if one is not below vocab_size."""
-        width, vocab_size = self.seq_len + 1, self.corpus.meta.vocab_size
+        """Returns the tokens of the windows; raises as `TokenFolder.unusable_id`."""
+        width, num_ids = self.seq_len + 1, self.corpus.num_ids
         self.corpus.check_tokens(starts_B, starts_B + width)
         tokens_BW = np.empty((len(ids), width), self.corpus.tokens.dtype)
         for window, start in zip(tokens_BW, starts_B.tolist(), strict=True):
             window[:] = self.corpus.tokens[start : start + width]
-        if tokens_BW.size and tokens_BW.max() >= vocab_size:
-            i, index = np.argwhere(tokens_BW >= vocab_size)[0].tolist()
-            raise BadRecord(
-                f"{self.corpus.path('tokens.bin')}: row {ids[i]}, token {starts_B[i] + index} "
-                f"of the file is {tokens_BW[i, index]}, but vocab_size is {vocab_size}. "
-                "Rewrite the folder, or fix vocab_size in meta.json."
-            )
+        if tokens_BW.size and tokens_BW.max() >= num_ids:
+            i, index = np.argwhere(tokens_BW >= num_ids)[0].tolist()
+            token = int(tokens_BW[i, index])
+            raise self.corpus.unusable_id(int(ids[i]), int(starts_B[i]) + index, token)
         return tokens_BW.astype(np.int32)
 
     def _begins(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.bool_]:

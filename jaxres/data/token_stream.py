@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,12 @@ from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.data.tokenizer import Tokenizer
+from jaxres.faults import ConfigError
+from jaxres.storage.files import LFS_POINTER, refuse_lfs_pointer
 
 BATCH_CHARS = 2**22
 BATCH_PIECES = 4096
+NUM_NAMED = 10
 NUM_AHEAD = 2
 """Batches that are tokenised while the next pieces are read."""
 
@@ -44,6 +47,8 @@ class Position:
     """Number of its pieces that are tokenised."""
     num_empty: int = 0
     """Number of documents without text before, which are left out."""
+    num_bad: int = 0
+    """Number of bad records before, which are left out."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class TokenBlock:
     """Position after the block."""
     num_bytes: int
     """Bytes of the files that are read."""
+    problems: tuple[str, ...] = ()
+    """Why some documents are bad records; of the first NUM_NAMED of a source."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,7 @@ class _Batch:
     pieces: Sequence[Piece] | TokenPiece
     position: Position
     num_bytes: int
+    problems: tuple[str, ...] = ()
 
 
 def token_blocks(
@@ -72,6 +80,7 @@ def token_blocks(
     tokenizer: Tokenizer | None,
     *,
     start: Position | None = None,
+    max_bad: int = 0,
 ) -> Iterator[TokenBlock]:
     """Yields the tokens of all documents from a position on.
 
@@ -80,6 +89,7 @@ def token_blocks(
       source: where the documents are in the files.
       tokenizer: None: the files have token ids.
       start: position after a block of an earlier call; None: the first document.
+      max_bad: most documents that are left out as bad records; one more raises ConfigError.
     """
 
     def encode(batch: _Batch) -> TokenBlock:
@@ -88,10 +98,10 @@ def token_blocks(
         else:
             assert tokenizer is not None
             tokens, ends = _encode(batch.pieces, tokenizer)
-        return TokenBlock(tokens, ends, batch.position, batch.num_bytes)
+        return TokenBlock(tokens, ends, batch.position, batch.num_bytes, batch.problems)
 
     cuts = ANYWHERE if tokenizer is None else tokenizer.cuts
-    return _ahead(encode, _batches(files, source, start or Position(), cuts))
+    return _ahead(encode, _batches(files, source, start or Position(), cuts, max_bad))
 
 
 def _encode(
@@ -127,26 +137,55 @@ def _ahead(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
 
 
 def _batches(
-    files: Sequence[SourceFile], source: DocumentSource, start: Position, cuts: Cuts
+    files: Sequence[SourceFile],
+    source: DocumentSource,
+    start: Position,
+    cuts: Cuts,
+    max_bad: int,
 ) -> Iterator[_Batch]:
     """Groups pieces; a batch ends where its size says, so that its position is well defined."""
     keeps_empty = isinstance(source, TextSource)
     pieces, num_chars, position, num_bytes = list[Piece](), 0, start, 0
+    problems: tuple[str, ...] = ()
     for piece, index, count, num_bytes in _pieces(files, source, start, cuts):
         if isinstance(piece, TokenPiece):
             yield _Batch(piece, Position(index, count), num_bytes)
             continue
-        is_empty = not keeps_empty and not piece.text
-        position = Position(index, count, position.num_empty + is_empty)
-        if is_empty:
+        is_bad = bool(piece.problem)
+        is_empty = not keeps_empty and not piece.text and not is_bad
+        num_empty, num_bad = position.num_empty + is_empty, position.num_bad + is_bad
+        position = Position(index, count, num_empty, num_bad)
+        if num_bad > max_bad and is_bad:
+            raise _too_many(piece.problem, max_bad)
+        if is_bad and num_bad <= NUM_NAMED:
+            problems = (*problems, piece.problem)
+        if is_empty or is_bad:
             continue
         pieces.append(piece)
         num_chars += len(piece.text)
         if num_chars >= BATCH_CHARS or len(pieces) >= BATCH_PIECES:
-            yield _Batch(pieces, position, num_bytes)
-            pieces, num_chars = [], 0
-    if pieces or position.num_empty:
-        yield _Batch(pieces, position, num_bytes)
+            yield _Batch(pieces, position, num_bytes, problems)
+            pieces, num_chars, problems = [], 0, ()
+    if pieces or position.num_empty or position.num_bad:
+        yield _Batch(pieces, position, num_bytes, problems)
+
+
+def _too_many(problem: str, max_bad: int) -> ConfigError:
+    if not max_bad:
+        return ConfigError(f"{problem} No bad record is left out: guards.bad_records=null.")
+    return ConfigError(
+        f"{problem} Before it {max_bad:,} documents are left out as bad records already "
+        "(guards.bad_records.max)."
+    )
+
+
+def _refuse_pointer(file: SourceFile, raw: BinaryIO) -> None:
+    """Raises ConfigError if a file is a pointer of Git LFS, which as text would be trained on."""
+    try:
+        refuse_lfs_pointer(raw.read(len(LFS_POINTER)), f"data.source.path: {file.path}")
+    except ConfigError as error:
+        raise ConfigError(f"{error} Or leave it out with data.source.exclude.") from error
+    raw.seek(0)
 
 
 def _pieces(
@@ -160,6 +199,7 @@ def _pieces(
         skipped = start.piece if index == start.file else 0
         try:
             with file.path.open("rb", buffering=0) as raw:
+                _refuse_pointer(file, raw)
                 pieces = islice(read_pieces(file, source, raw, cuts), skipped, None)
                 for count, piece in enumerate(pieces, skipped + 1):
                     yield piece, index, count, before + min(raw.tell(), file.size_bytes)

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
-from jaxres.storage.files import fault_of
+from jaxres.storage.files import fault_of, refuse_lfs_pointer
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -31,6 +32,9 @@ LIBRARY = "huggingface:"
 """Begin of the name of a tokenizer of the library."""
 FILE_NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+OF_MODEL = ("config.json", "generation_config.json")
+"""Files of a model that may have the number of the token that ends a document."""
 DEFAULT_SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
@@ -152,6 +156,8 @@ class LibraryTokenizer:
     library: Any
     """The `tokenizers.Tokenizer`."""
     special_tokens: str = "text"
+    note: str = ""
+    """What is to be told about it; empty: nothing."""
 
     @property
     def encoding(self) -> str:
@@ -180,6 +186,14 @@ class LibraryTokenizer:
         token = getattr(self.library.model, "unk_token", None)
         return None if token is None else self.library.token_to_id(token)
 
+    @functools.cached_property
+    def text_vocab_size(self) -> int:
+        """Token ids of texts and of their ends: one more than the largest that is not special."""
+        added = self.library.get_added_tokens_decoder()
+        special = {id_ for id_, token in added.items() if token.special} - {self.end_of_document}
+        ids = set(self.library.get_vocab(with_added_tokens=True).values())
+        return max(ids - special) + 1
+
     def drops_text(self) -> bool:
         """Returns whether letters that are not in the vocabulary have no token at all."""
         try:
@@ -195,9 +209,19 @@ class LibraryTokenizer:
             return False  # It does not encode it at all.
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text; raises ConfigError if the library can't encode it."""
+        """Returns the tokens of a text.
+
+        Raises ConfigError if the library can't encode it, or the model has no row for a token.
+        """
         with _errors_of_library():
-            return self.library.encode(text, add_special_tokens=False).ids
+            ids = self.library.encode(text, add_special_tokens=False).ids
+        if ids and max(ids) >= self.vocab_size:
+            token = self.library.id_to_token(max(ids))
+            raise ConfigError(
+                f"the text has the token {max(ids)} ({token!r}), and the model's embedding has "
+                f"{self.vocab_size} rows. Leave it out of the text."
+            )
+        return ids
 
     def encode_all(
         self, texts: Sequence[str | bytes], *, later: Sequence[bool] = ()
@@ -255,17 +279,29 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
             "folder that has it. If it has moved, give the new path."
         )
     where, settings = f"data.tokenizer.path: {file}", _settings(folder / SETTINGS)
+    of_model = dict[str, Any]()
+    if section.end_of_document is None and settings.get("eos_token") is None:
+        settings |= {"eos_token": _settings(folder / SPECIAL).get("eos_token")}
+        of_model = {name: _settings(folder / name).get("eos_token_id") for name in OF_MODEL}
     tokenizer = parse_tokenizer(
         data,
         settings,
         where=where,
         end_of_document=section.end_of_document,
         special_tokens=section.special_tokens,
+        of_model=of_model,
     )
     _check_encoding(tokenizer, where)
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
     tokenizer_settings.check(settings, data, ids, where=where)
     return tokenizer
+
+
+def limited(tokenizer: Tokenizer | None, rows: int | None) -> Tokenizer | None:
+    """Returns the tokenizer of a model with so many rows: it encodes no text with other tokens."""
+    if rows is None or not isinstance(tokenizer, LibraryTokenizer):
+        return tokenizer
+    return replace(tokenizer, vocab_size=min(rows, tokenizer.vocab_size))
 
 
 def _check_encoding(tokenizer: LibraryTokenizer, where: str) -> None:
@@ -323,6 +359,7 @@ def parse_tokenizer(
     where: str,
     end_of_document: str | None = None,
     special_tokens: str = "text",
+    of_model: Mapping[str, Any] = MappingProxyType({}),
 ) -> LibraryTokenizer:
     """Returns a tokenizer of the library.
 
@@ -332,6 +369,7 @@ def parse_tokenizer(
       where: begin of error messages.
       end_of_document: None: eos_token of the settings.
       special_tokens: what the spelling of a special token in a text becomes.
+      of_model: files of its model -> their eos_token_id, which counts if the settings say nothing.
 
     Raises:
       ConfigError: it can't be used.
@@ -351,16 +389,12 @@ def parse_tokenizer(
     library.no_truncation()
     library.encode_special_tokens = special_tokens == "text"
     ids = library.get_vocab(with_added_tokens=True)
+    note = ""
     if end_of_document is None:
         token = settings.get("eos_token")
         end_of_document = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(end_of_document, str):
-        special = [token.content for token in library.get_added_tokens_decoder().values()]
-        raise ConfigError(
-            f"{where}: nothing tells which token ends a document (no eos_token in "
-            "tokenizer_config.json beside it). Set data.tokenizer.end_of_document to one of its "
-            f"special tokens: {', '.join(special) or 'it has none; add one'}."
-        )
+        end_of_document, note = _end_of_model(library, of_model, where)
     if end_of_document not in ids:
         raise ConfigError(
             f"{where} has no token {end_of_document!r}, which data.tokenizer.end_of_document or "
@@ -375,6 +409,28 @@ def parse_tokenizer(
         files={FILE_NAME: data, SETTINGS: json.dumps(settings, indent=1).encode()},
         library=library,
         special_tokens=special_tokens,
+        note=note,
+    )
+
+
+def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Returns the token that ends a document of a model, and what is to be told about it.
+
+    Raises ConfigError if there is none, or several.
+    """
+    given = {file: ids if isinstance(ids, list) else [ids] for file, ids in of_model.items()}
+    files = {id_: file for file, ids in given.items() for id_ in ids if type(id_) is int}
+    ids = sorted(id_ for id_ in files if id_ >= 0)
+    token = library.id_to_token(ids[0]) if len(ids) == 1 else None
+    if token is not None:
+        why = f"the eos_token_id of {files[ids[0]]}: {SETTINGS} has no eos_token"
+        return token, f"{where}: a document ends with {token!r}, {why}"
+    special = [token.content for token in library.get_added_tokens_decoder().values()]
+    raise ConfigError(
+        f"{where}: nothing tells which token ends a document (no eos_token in {SETTINGS} beside "
+        f"it; eos_token_id in {' and '.join(OF_MODEL)}: {', '.join(map(str, ids)) or 'none'}). "
+        "Set data.tokenizer.end_of_document, or eos_token in that file, to one of its special "
+        f"tokens: {', '.join(special) or 'it has none; add one'}."
     )
 
 
@@ -392,8 +448,10 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise fault_of(error)(f"data.tokenizer.path: {path} can't be read: {error}") from error
+    refuse_lfs_pointer(data, f"data.tokenizer.path: {path}")
+    return data

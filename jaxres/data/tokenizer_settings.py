@@ -7,9 +7,10 @@ So a setting must agree with it, or be known to change no token, or it is refuse
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from jaxres.data.text_cuts import sequence
 from jaxres.faults import ConfigError
 
 HARMLESS = frozenset(
@@ -58,7 +59,11 @@ def check(settings: Mapping[str, Any], data: bytes, ids: Mapping[str, int], *, w
       where: begin of error messages.
     """
     others = {k: v for k, v in settings.items() if v is not None and k not in HARMLESS}
-    parts = list(_parts(json.loads(data))) if others else []
+    fields = json.loads(data) if others else {}
+    parts = [
+        *sequence(fields.get("normalizer"), "normalizers"),
+        *sequence(fields.get("pre_tokenizer"), "pretokenizers"),
+    ]
     changes = {k: v for k, v in others.items() if not _agrees(k, v, parts, ids)}
     if changes:
         text = json.dumps(changes)
@@ -69,16 +74,6 @@ def check(settings: Mapping[str, Any], data: bytes, ids: Mapping[str, int], *, w
             ".save_pretrained(...)`, which writes a tokenizer.json that has it, or remove the key "
             "from a copy of tokenizer_config.json if it changes nothing."
         )
-
-
-def _parts(fields: Any) -> Iterator[Mapping[str, Any]]:
-    """Yields the normalizers and pre-tokenizers of a tokenizer.json, also those in a sequence."""
-    waiting = [fields.get("normalizer"), fields.get("pre_tokenizer")]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Mapping):
-            yield part
-            waiting += [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
 
 
 def _agrees(key: str, value: Any, parts: list[Mapping[str, Any]], ids: Mapping[str, int]) -> bool:

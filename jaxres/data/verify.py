@@ -20,8 +20,15 @@ from jaxres.config.schema_data import (
     MixtureSource,
     TokensSource,
 )
+from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import download_cache, remote_tokens
-from jaxres.data.corpus import Corpus, describe_corpus, fingerprint_of, open_cached
+from jaxres.data.corpus import (
+    BAD_RECORDS,
+    Corpus,
+    describe_corpus,
+    fingerprint_of,
+    open_cached,
+)
 from jaxres.data.mixture import mixture_fingerprint
 from jaxres.data.remote_items import RemoteItems
 from jaxres.data.source_files import token_folder_of
@@ -48,7 +55,9 @@ class DataReport:
     """The fingerprint that the tokens have; None: there is no token folder."""
 
 
-def verify_data(config: DataSection) -> DataReport:
+def verify_data(
+    config: DataSection, bad_records: BadRecordsSection | None = BAD_RECORDS
+) -> DataReport:
     """Verifies the token folder of a config, its copy of a bucket, and the text it was made from.
 
     Raises:
@@ -57,7 +66,7 @@ def verify_data(config: DataSection) -> DataReport:
       StorageUnavailable: the bucket does not respond.
     """
     if isinstance(config.source, MixtureSource):
-        return _of_mixture(config, config.source)
+        return _of_mixture(config, config.source, bad_records)
     if isinstance(config.source, CustomSource):
         raise UsageError(
             "data.source.kind=custom: jaxres has neither a copy nor digests of this data set, so "
@@ -82,7 +91,9 @@ def verify_data(config: DataSection) -> DataReport:
         assert not is_remote(place), place
         return _of_folder(place.expanduser(), problems)
     assert not isinstance(source, CustomSource | MixtureSource | TokensSource), source
-    corpus = describe_corpus(source, config.tokenizer, cache_dir=config.cache_dir)
+    corpus = describe_corpus(
+        source, config.tokenizer, cache_dir=config.cache_dir, bad_records=bad_records
+    )
     if not corpus.entry.exists():
         problems.append(f"{corpus.entry}: no cached corpus; a run builds it at its start")
         return DataReport(tuple(problems))
@@ -97,14 +108,16 @@ def verify_data(config: DataSection) -> DataReport:
     return replace(report, problems=(*report.problems, problem))
 
 
-def _of_mixture(config: DataSection, mixture: MixtureSource) -> DataReport:
+def _of_mixture(
+    config: DataSection, mixture: MixtureSource, bad_records: BadRecordsSection | None
+) -> DataReport:
     """Verifies each source; custom ones are left out."""
     problems, verified, fingerprints = list[str](), list[str](), dict[str, str]()
     for part in mixture.sources:
         if isinstance(part.source, CustomSource):
             verified.append(f"{part.name}: kind=custom, not verified")
             continue
-        report = verify_data(config.model_copy(update={"source": part.source}))
+        report = verify_data(config.model_copy(update={"source": part.source}), bad_records)
         problems += [f"{part.name}: {text}" for text in report.problems]
         verified.append(f"{part.name}: {report.verified}")
         if report.fingerprint is not None:

@@ -285,7 +285,8 @@ def embedding_rows(configured: int | None, *, vocab_size: int | None) -> int:
     if vocab_size is not None and configured < vocab_size:
         raise ConfigError(
             f"model.vocab_size: {configured} rows for a tokenizer of {vocab_size} tokens. "
-            "Raise it, or leave it out for the tokenizer's, up to a multiple of 64."
+            "Raise it, or leave it out for the tokenizer's, up to a multiple of 64; stored weights "
+            "need the tokenizer that they were trained with."
         )
     return configured
 

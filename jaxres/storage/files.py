@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from jaxres.faults import ConfigError
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_objects import GcsStore
 from jaxres.storage.local_store import LocalStore
@@ -23,6 +24,8 @@ from jaxres.storage.local_store import typed_errors as typed_errors
 from jaxres.storage.path import RunPath, is_remote
 
 TransferCorrupted = gcs_objects.TransferCorrupted
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Begin of the small text file that Git LFS leaves in place of a file that it has not fetched."""
 P_contra = TypeVar("P_contra", contravariant=True)
 
 
@@ -110,6 +113,15 @@ def store_of(path: RunPath) -> Store[Any]:
 def read(path: RunPath) -> bytes | None:
     """Returns the bytes of a file; None: it does not exist."""
     return store_of(path).read(path)
+
+
+def refuse_lfs_pointer(begin: bytes, where: object) -> None:
+    """Raises ConfigError if a file that was given begins as a pointer of Git LFS."""
+    if begin.startswith(LFS_POINTER):
+        raise ConfigError(
+            f"{where} is a pointer of Git LFS: the file itself has not been fetched. Run "
+            "`git lfs pull` in its repository, or download the file."
+        )
 
 
 def read_whole(path: RunPath) -> bytes:

@@ -349,7 +349,11 @@ def _consensus(
 def _parts(config: RunConfig, context: AttemptContext) -> Components:
     emit = context.emit
     emit(PhaseChanged("data", "opening the data set"))
-    dataset = data.open_dataset(config.data, progress=lambda what: emit(PhaseChanged("data", what)))
+    dataset = data.open_dataset(
+        config.data,
+        progress=lambda what: emit(PhaseChanged("data", what)),
+        bad_records=config.guards.bad_records,
+    ).for_model(config.model)
     if config.telemetry.sample_tokens and dataset.tokenizer is None:
         raise ConfigError(
             "telemetry.sample_tokens: the tokenizer of these token ids is not known, so a sample "

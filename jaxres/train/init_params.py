@@ -202,6 +202,7 @@ def check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> str | N
     else:
         folder = section.path if files.is_dir(section.path) else section.path.parent
         there = files.read(folder / FILE_NAME)
+        files.refuse_lfs_pointer(there or b"", f"init_from.path: {folder / FILE_NAME}")
         own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
         is_known, is_other = there is not None, there != own[FILE_NAME]
     if is_known and is_other:

@@ -53,7 +53,8 @@ def replay_step(
 ) -> ReplayResult:
     """Recomputes the steps from a committed one up to `step`; with `explain` traces that step."""
     compile_cache.set_determinism(config.run.determinism)
-    dataset = data.open_dataset(config.data)
+    dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
+    dataset = dataset.for_model(config.model)
     check_dataset(dataset.fingerprint, history)
     plan, mesh, _ = assemble.devices_here(config)
     parts = assemble.components(

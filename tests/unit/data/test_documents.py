@@ -24,9 +24,11 @@ from jaxres.config.schema_data import (
     Source,
     TextSource,
 )
+from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import documents, open_dataset
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import AFTER_WORD, ANYWHERE, Cuts
+from jaxres.data.verify import verify_data
 from jaxres.faults import ConfigError
 
 TEXTS = ["a café", "zwei\n\nLines\n", "x" * 3000, "\N{GRINNING FACE}", "end"]
@@ -221,8 +223,14 @@ BAD: dict[str, tuple[type[Any], dict[str, Any], str, bytes | Callable[[Path], No
     "not JSON": (JsonlSource, {}, "a.jsonl", lines(["x"]) + b'{"text": ', "line 2 is not JSON"),
     "an array": (JsonlSource, {}, "a.jsonl", b'[{"text": "x"}]', "line 1 is a JSON list"),
     "no field": (JsonlSource, {}, "a.jsonl", lines(["x"], "body"), r"no 'text'; .*'n', 'body'"),
-    "a number": (JsonlSource, {}, "a.jsonl", b'{"text": 3}', "'text' is a int, not a string"),
-    "surrogate": (JsonlSource, {}, "a.jsonl", b'{"text": "\\ud800"}', "not valid Unicode"),
+    "a number": (JsonlSource, {}, "a.jsonl", b'{"text": 3}', "'text' is a number, not a string"),
+    "surrogate": (
+        JsonlSource,
+        {},
+        "a.jsonl",
+        b'{"text": "\\ud800"}',
+        "every document is empty or a bad record: .* line 1: 'text' is not valid Unicode",
+    ),
     "deep": (
         JsonlSource,
         {},
@@ -296,3 +304,100 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path: Path, name: str) ->
         opened(kind(path=str(data), **options), tmp_path / "cache")
     assert str(data) in str(caught.value)
     assert list((tmp_path / "cache" / "corpora").iterdir()) == []
+
+
+UNREADABLE = {
+    "half of an emoji": (b'{"text": "half \\ud83d here"}', "'text' is not valid Unicode"),
+    "not UTF-8": (b'{"text": "caf\xe9"}', "is not JSON: 'utf-8' codec"),
+    "two lines in one": (b'{"text": "cut of{"text": "next"}', "is not JSON"),
+}
+
+
+def strict_error(source: Source, cache: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_dataset(DataSection(source=source, seq_len=4, cache_dir=cache), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_line_that_is_no_text_is_left_out_as_the_policy_says(tmp_path: Path, name: str) -> None:
+    bad, problem = UNREADABLE[name]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(TEXTS[:3]) + bad + b"\n" + lines(TEXTS[3:]) + bad + b"\n")
+    source, told = JsonlSource(path=str(path)), list[str]()
+    section = DataSection(source=source, seq_len=4, cache_dir=tmp_path, heldout_fraction=0)
+    dataset = open_dataset(section, progress=told.append)
+    assert texts_of(source, tmp_path) == TEXTS
+    named = [one for one in told if one.startswith("BAD RECORD: ")]
+    assert [f"{path}, line {n}" in one for n, one in zip((4, 7), named, strict=True)] == [True] * 2
+    assert all(problem in one for one in named)
+    assert "WARNING: bad records, which are left out: 2" in told
+    assert verify_data(section).fingerprint == dataset.fingerprint
+    error = strict_error(source, tmp_path, bad_records=None)
+    assert f"{path}, line 4" in error
+    assert "guards.bad_records=null" in error
+    one = BadRecordsSection(max=1)
+    error = strict_error(source, tmp_path / "other", bad_records=one)
+    assert f"{path}, line 7" in error
+    assert "1 documents are left out" in error
+
+
+def test_a_number_of_any_length_in_another_field_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": ' + "9" * 5000 + ', "text": "a text"}\n')
+    assert texts_of(JsonlSource(path=str(tmp_path)), tmp_path / "cache") == ["a text"]
+
+
+def write_table(path: Path, columns: dict[str, Any]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+NAMES = ["page.text", "page", "page.", ".text", "", "a b", "l.list.element", "page..text", "page\n"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_a_column_of_any_name_is_read_beside_a_struct(tmp_path: Path, name: str) -> None:
+    struct = [{"text": "of the struct", "id": 1}] * len(TEXTS)
+    columns: dict[str, Any] = {"page": struct, "l": [["of the list"]] * len(TEXTS), name: TEXTS}
+    path = tmp_path / "a.parquet"
+    write_table(path, columns)
+    assert texts_of(ParquetSource(path=str(path), column=name), tmp_path / "cache") == TEXTS
+
+
+def test_a_field_of_a_struct_is_refused_by_its_name(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", {"page": [{"text": "x"}]})
+    for column, message in (
+        ("page.text", "no column 'page.text'; its columns are page. Set"),
+        ("page", "'page' is of type struct.*Set data.source.column"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(ParquetSource(path=str(tmp_path / "a.parquet"), column=column), tmp_path / "c")
+
+
+TEXT_TYPES: dict[str, Any] = {
+    "binary": pyarrow.binary(),
+    "large_binary": pyarrow.large_binary(),
+    "binary_view": pyarrow.binary_view(),
+    "string": pyarrow.string(),
+    "large_string": pyarrow.large_string(),
+    "string_view": pyarrow.string_view(),
+    "dictionary of binary": pyarrow.dictionary(pyarrow.int32(), pyarrow.binary()),
+    "dictionary of string": pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_TYPES)
+def test_texts_of_every_type_are_read_as_utf_8(tmp_path: Path, name: str) -> None:
+    kind = TEXT_TYPES[name]
+    values = [text.encode() for text in TEXTS]
+    values[1:1] = [None, b"caf\xe9"]
+    is_coded = pyarrow.types.is_dictionary(kind)
+    plain = pyarrow.array(values, pyarrow.binary())
+    array = plain.cast(kind.value_type if is_coded else kind, safe=False)
+    array = array.dictionary_encode() if is_coded else array
+    write_table(tmp_path / "a.parquet", {"body": array})
+    source, told = ParquetSource(path=str(tmp_path), column="body"), list[str]()
+    section = DataSection(source=source, seq_len=4, cache_dir=tmp_path / "c", heldout_fraction=0)
+    open_dataset(section, progress=told.append)
+    assert texts_of(source, tmp_path / "c") == TEXTS
+    (named,) = [one for one in told if one.startswith("BAD RECORD: ")]
+    assert f"{tmp_path / 'a.parquet'}, row 3: 'body' is not UTF-8" in named
