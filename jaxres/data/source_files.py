@@ -24,6 +24,7 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
 from jaxres.faults import ConfigError
+from jaxres.storage.files import read_whole
 from jaxres.storage.path import SCHEME, RunPath, parse_path
 
 STDLIB = "{stdlib}"
@@ -169,7 +170,7 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
     """Returns the names of the data files of a folder that `datasets` has saved."""
     where = f"data.source.path: {folder}"
     try:
-        state = json.loads((folder / "state.json").read_bytes())
+        state = json.loads(read_whole(folder / "state.json"))
         names = [file["filename"] for file in state["_data_files"]]
         if not names or not all(map(_is_inside, names)):
             raise ValueError(f"the files {names[:3]}, which are not all in the folder")

@@ -24,6 +24,7 @@ from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.data.tokenizer import Tokenizer
+from jaxres.storage.files import open_file
 
 BATCH_CHARS = 2**22
 BATCH_PIECES = 4096
@@ -159,7 +160,7 @@ def _pieces(
     for index, file in enumerate(files[start.file :], start.file):
         skipped = start.piece if index == start.file else 0
         try:
-            with file.path.open("rb", buffering=0) as raw:
+            with open_file(file.path) as raw:
                 pieces = islice(read_pieces(file, source, raw, cuts), skipped, None)
                 for count, piece in enumerate(pieces, skipped + 1):
                     yield piece, index, count, before + min(raw.tell(), file.size_bytes)

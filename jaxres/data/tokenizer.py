@@ -19,7 +19,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
-from jaxres.storage.files import fault_of
+from jaxres.storage.files import fault_of, read_whole
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -392,7 +392,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        return read_whole(path)
     except FileNotFoundError:
         return None
     except OSError as error:
