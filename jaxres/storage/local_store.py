@@ -26,10 +26,7 @@ from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
-_MISNAMED = {
-    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    errno.ESPIPE,
-}
+_MISNAMED = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _OF_DISKS = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
 _OF_MOUNTS = {
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EPROTO),
@@ -57,6 +54,11 @@ def typed_errors(path: RunPath) -> Iterator[None]:
             raise StorageUnavailable(
                 f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
                 "Free some space there, or move the run directory, then rerun the same command."
+            ) from error
+        if error.errno == errno.ESPIPE:
+            raise ConfigError(
+                f"{path}: can't be used ({error.strerror}). Remove it, and restore the file that "
+                "was there from a copy."
             ) from error
         if error.errno in _DENIED | _MISNAMED:
             raise fault_of(error)(

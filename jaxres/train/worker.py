@@ -17,6 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, TextIO
 
@@ -105,10 +106,7 @@ def run_worker(
             end = faults.by_phase(error, at_start=at_start)
             if end.exit_code == ExitCode.HUNG:
                 path = run_dir.stacks(claim.attempt, member.host)
-                with (
-                    contextlib.suppress(OSError),
-                    open(path, "a", opener=files.only_files) as stacks,
-                ):
+                with contextlib.suppress(OSError), _to_append(path) as stacks:
                     faulthandler.dump_traceback(stacks, all_threads=True)
             result, session_result = AttemptResult(end.exit_code, str(end)), None
         if status_writer is not None:
@@ -252,12 +250,16 @@ def _dump_stacks_on_signal(stacks: IO[str]) -> None:
         faulthandler.dump_traceback(stacks, all_threads=True)
 
 
+def _to_append(path: Path) -> IO[str]:
+    return open(path, "a", opener=files.only_files)
+
+
 def open_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> IO[str]:
     """Opens the attempt's file of stacks, to which a crash of the interpreter writes too."""
     files.make_dir(run_dir.local_attempt(attempt))
     path = run_dir.stacks(attempt, member.host)
     with files.typed_errors(path):
-        stacks = open(path, "a", opener=files.only_files)  # noqa: SIM115
+        stacks = _to_append(path)
     faulthandler.enable(stacks, all_threads=True)
     return stacks
 
