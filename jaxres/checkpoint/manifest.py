@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -238,7 +239,8 @@ def is_storage_fault(error: Exception) -> bool:
     if isinstance(error, PermissionDenied):
         return True
     if isinstance(error, OSError):
-        return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        is_no_file = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        return not (is_no_file or error.errno == errno.ESPIPE)  # A pipe, a socket or a device.
     if type(error).__module__.partition(".")[0] in _BUCKET_PACKAGES:
         return True
     text = str(error)

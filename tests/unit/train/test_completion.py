@@ -104,7 +104,7 @@ def largest(step_dir):
     return max(sizes, key=lambda name: (name.startswith("state/"), sizes[name]))
 
 
-@pytest.mark.parametrize("harm", [damage.flip_bit, damage.delete])
+@pytest.mark.parametrize("harm", [damage.flip_bit, damage.delete, damage.to_pipe])
 @pytest.mark.parametrize("name", [largest(GOLDEN / PATH), "_CHECKPOINT_METADATA", "MANIFEST.json"])
 def test_damage_of_the_last_step_is_named_and_the_run_is_not_complete(run_dir, capsys, name, harm):
     damage.harm(run_dir.root / PATH, name, harm, random.Random(0))
