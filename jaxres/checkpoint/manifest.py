@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -240,7 +239,7 @@ def is_storage_fault(error: Exception) -> bool:
         return True
     if isinstance(error, OSError):
         is_no_file = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        return not (is_no_file or error.errno == errno.ESPIPE)  # A pipe, a socket or a device.
+        return not (is_no_file or error.errno == storage.NO_FILE)
     if type(error).__module__.partition(".")[0] in _BUCKET_PACKAGES:
         return True
     text = str(error)

@@ -8,7 +8,6 @@ whether a restore falls back to an older step.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,7 +149,7 @@ def _no_files(step_dir: RunPath, manifest: Manifest) -> tuple[Defect, ...]:
         try:
             files.open_file(Path(str(step_dir / name))).close()
         except OSError as error:
-            if error.errno == errno.ESPIPE:
+            if error.errno == files.NO_FILE:
                 defects.append(Defect(f"{name} is {error.strerror}", file=name))
     return tuple(defects)
 

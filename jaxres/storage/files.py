@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_objects import GcsStore
+from jaxres.storage.local_store import NO_FILE as NO_FILE
 from jaxres.storage.local_store import LocalStore
 from jaxres.storage.local_store import fault_of as fault_of
 from jaxres.storage.local_store import is_failure as is_failure

@@ -41,6 +41,10 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 """Names of this module only: other names in the same folder belong to users."""
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 """Errors of a disk without hard links, between two disks, or of a file with too many of them."""
+NO_FILE = errno.ESPIPE
+"""Number of the errors of what stands in the place of a file and may never end to be read."""
+MAX_WHOLE_BYTES = 2**32
+"""Largest file that is read as a whole: the largest of a run, a compiled step, is far smaller."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -55,7 +59,7 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
                 "Free some space there, or move the run directory, then rerun the same command."
             ) from error
-        if error.errno == errno.ESPIPE:
+        if error.errno == NO_FILE:
             raise ConfigError(
                 f"{path}: can't be used ({error.strerror}). Remove it, and restore the file that "
                 "was there from a copy."
@@ -146,6 +150,10 @@ class LocalStore:
     def read_whole(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises every OSError unchanged."""
         with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_WHOLE_BYTES:
+                what = f"a file of {size:,} bytes, expected at most {MAX_WHOLE_BYTES:,}"
+                raise OSError(NO_FILE, what, str(path))
             return file.readall()
 
     def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
@@ -455,7 +463,7 @@ def only_files(path: str, flags: int) -> int:
 
 
 def _no_file(path: str) -> OSError:
-    return OSError(errno.ESPIPE, "a pipe, a socket or a device, expected a file", path)
+    return OSError(NO_FILE, "a pipe, a socket or a device, expected a file", path)
 
 
 def _raise(error: OSError) -> None:

@@ -449,7 +449,7 @@ def test_what_never_ends_is_no_file(kind, tmp_path):
         "drop_page_cache": files.drop_page_cache,
         "sync_file": files.sync_file,
         "read_lines": read_lines,
-        "iter_chunks": lambda path: next(files.iter_chunks(path, size_bytes=8)),
+        "iter_chunks": lambda path: list(files.iter_chunks(path, size_bytes=8)),
         "open_line_writer": opened,
         "to read": lambda path: files.only_files(str(path), os.O_RDONLY),
         "to write": lambda path: files.only_files(str(path), os.O_WRONLY | os.O_APPEND),
@@ -463,6 +463,14 @@ def test_what_never_ends_is_no_file(kind, tmp_path):
             results[name] = str(error)
     told = "a pipe, a socket or a device, expected a file"
     assert {name: text for name, text in results.items() if told not in text} == {}
+
+
+def test_a_file_of_an_absurd_size_is_not_read_as_a_whole(tmp_path):
+    path = tmp_path / "owner.json"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(ConfigError, match=r"1,099,511,627,776 bytes, expected at most 4,294,967,"):
+        files.read(path)
 
 
 def test_a_file_with_a_lease_is_waited_for(tmp_path, monkeypatch):
