@@ -180,7 +180,9 @@ def test_strangers_that_say_nothing_keep_no_copy_away(ring):
 
 @pytest.mark.parametrize("head", NO_TOKEN)
 def test_a_stranger_has_a_short_time_to_show_the_token(tmp_path, monkeypatch, head):
+    """Also one that is never silent for long: each of its bytes comes in time."""
     monkeypatch.setattr(memory_neighbor, "STRANGER_SECONDS", 0.05)
+    monkeypatch.setattr(memory_neighbor._CopyRequest, "timeout", 100 * SURE_SECONDS)
     ring = Ring(tmp_path)
     with contextlib.ExitStack() as stack:
         stack.callback(ring.server.close)
