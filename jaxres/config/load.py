@@ -45,8 +45,10 @@ def read_file(
       is_given: on the command line, where it may be a shell's `<(COMMAND)`: a pipe.
     """
     try:
-        is_pipe = is_given and isinstance(path, Path) and path.is_fifo()
-        text = (path.read_bytes() if is_pipe else files.read_whole(path)).decode("utf-8-sig")
+        if is_given and isinstance(path, Path) and path.is_fifo():
+            text = path.read_text("utf-8-sig")
+        else:
+            text = files.read_whole(path).decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
         if not named_by:
