@@ -24,6 +24,7 @@ from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
+from jaxres.storage.files import read_whole
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 from jaxres.supervisor import run_config
 
@@ -190,7 +191,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     stored, section = weights_export.of_folder(folder)
     if section is None:
         raise ConfigError(f"{folder}: tensors under jaxres's own names; load the run instead.")
-    fields = json.loads((folder / "config.json").read_text())
+    fields = json.loads(read_whole(folder / "config.json"))
     tokenizer = None
     if (folder / FILE_NAME).is_file():
         tokenizer = tokenizers.open_tokenizer(HuggingfaceTokenizer(path=folder))

@@ -65,6 +65,12 @@ def delete(path: Path, chance: random.Random) -> None:
     path.unlink()
 
 
+def to_pipe(path: Path, chance: random.Random) -> None:
+    """Puts a pipe in the file's place: who opens it waits for a writer."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def append(path: Path, chance: random.Random) -> None:
     """Makes the file longer."""
     path.write_bytes(path.read_bytes() + b"\0" * chance.choice((1, 100)))

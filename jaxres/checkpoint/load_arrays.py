@@ -22,6 +22,7 @@ from jaxres.checkpoint.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import box_of
 from jaxres.checkpoint.stored_chunks import Chunk, fill, locate_chunks
 from jaxres.checkpoint.tensorstore_reader import ArrayReader
+from jaxres.storage.files import open_file
 from jaxres.storage.path import RunPath, is_remote
 
 THREADS = 4
@@ -84,7 +85,7 @@ def _read_chunks(step_dir: Path, chunks: Sequence[Chunk], boxes: set[Box]) -> di
             continue
         is_whole = chunk.box in shared and len(shared) == 1
         items = parts[chunk.box] if is_whole else np.empty(chunk.shape, dtype)
-        with (step_dir / chunk.file).open("rb", buffering=0) as file:
+        with open_file(step_dir / chunk.file) as file:
             file.seek(chunk.offset)
             fill(items.reshape(-1).view(np.uint8), file)
         for box, common in shared.items() if not is_whole else ():

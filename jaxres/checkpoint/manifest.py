@@ -238,7 +238,8 @@ def is_storage_fault(error: Exception) -> bool:
     if isinstance(error, PermissionDenied):
         return True
     if isinstance(error, OSError):
-        return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        is_no_file = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        return not (is_no_file or error.errno == storage.NO_FILE)
     if type(error).__module__.partition(".")[0] in _BUCKET_PACKAGES:
         return True
     text = str(error)

@@ -22,7 +22,6 @@ import ipaddress
 import math
 import secrets
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -30,6 +29,7 @@ from typing import Any
 
 from jaxres.checkpoint.memory_slots import CHUNK_BYTES, MemoryDamaged, Slot, StateKey, oldest
 from jaxres.clock import Clock, SystemClock
+from jaxres.cluster.limited_server import LimitedServer
 from jaxres.runlog.events import Emit, MemoryCopied, MemoryCopyFailed
 
 SILENCE_SECONDS = 30.0
@@ -38,8 +38,10 @@ FAILURE_SHARE = 0.1
 """Largest share of the time that copies which fail may take: they delay this host's states too."""
 QUICK_SECONDS = 1.0
 """A failure that takes no longer delays nothing."""
-MAX_CONNECTIONS = 8
-"""The neighbour has one at a time; the others are of clients that have no business here."""
+MAX_STRANGERS = 8
+STRANGER_SECONDS = 10.0
+"""Number and time of the connections that have not sent the token: that of the neighbour, and of
+clients that have no business here."""
 POLL_SECONDS = 0.1
 TOKEN = "X-Jaxres-Token"
 TOKEN_BYTES = 16
@@ -98,6 +100,10 @@ class CopyServer:
         """Returns whether a request carries the token."""
         return hmac.compare_digest((given or "").encode(), self.token.encode())
 
+    def exempt(self, connection: socket.socket) -> None:
+        """Lets a connection last, since its client has the token."""
+        self._server.exempt(connection)
+
     def receive(self, size: int, read: Callable[[int], bytes]) -> None:
         """Keeps a state over the older one; as Slot.receive."""
         with self._lock:
@@ -110,34 +116,14 @@ class CopyServer:
         )
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Server(LimitedServer):
     """http.server's own class asks a name server for this host's name, which may take long."""
 
-    daemon_threads = True
-
     def __init__(self, host: str, copies: CopyServer) -> None:
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, 0), _CopyRequest)
+        super().__init__(
+            (host, 0), _CopyRequest, max_connections=MAX_STRANGERS, seconds=STRANGER_SECONDS
+        )
         self.copies = copies
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, unless there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves a connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: a broken connection is reported by the host that made it."""
 
 
 class _Body:
@@ -157,6 +143,10 @@ class _Body:
 class _CopyRequest(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = SILENCE_SECONDS
+
+    def handle(self) -> None:
+        """Serves one request: the next one would not be limited in time."""
+        self.handle_one_request()
 
     @property
     def copies(self) -> CopyServer:
@@ -192,6 +182,7 @@ class _CopyRequest(http.server.BaseHTTPRequestHandler):
 
     def _is_refused(self) -> bool:
         if self.copies.knows(self.headers[TOKEN]):
+            self.copies.exempt(self.connection)
             return False
         self._refuse(HTTPStatus.FORBIDDEN, "another attempt, or no host of this job")
         return True

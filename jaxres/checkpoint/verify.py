@@ -106,6 +106,8 @@ def _verify_step(
         manifest = manifests.load(step_dir, commit)  # It repeats a failed read itself.
     except CheckpointDamaged as damage:
         return VerificationReport(commit.step, (Defect(damage.what, file=MANIFEST),))
+    if no_files := _no_files(step_dir, manifest):
+        return VerificationReport(commit.step, no_files)
     step_checks = _StepChecks(step_dir, commit, manifest, pace)
     checks: dict[Part, Callable[[], Defect | None]] = {
         **{("file", n): partial(step_checks.check_file, n, i) for n, i in manifest.files.items()},
@@ -138,6 +140,18 @@ def _verify_step(
         size_bytes=commit.bytes,
         digest=None if problems else manifest.digest,
     )
+
+
+def _no_files(step_dir: RunPath, manifest: Manifest) -> tuple[Defect, ...]:
+    """Returns the pipes and devices in the place of files, which TensorStore would wait for."""
+    defects = list[Defect]()
+    for name in () if is_remote(step_dir) else manifest.files:
+        try:
+            files.open_file(Path(str(step_dir / name))).close()
+        except OSError as error:
+            if error.errno == files.NO_FILE:
+                defects.append(Defect(f"{name} is {error.strerror}", file=name))
+    return tuple(defects)
 
 
 def as_text(found: VerificationReport) -> str:

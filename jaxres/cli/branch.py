@@ -41,6 +41,7 @@ from jaxres.supervisor.worker_group import WorkerGroup
 
 KEPT = ("run.seed", "data", "model", "lora", "init_from", "train.loss_scale")
 KEPT_OPTIMIZER = ("kind", "target", "args", "freeze", "ema_decay", "min_dim_size_to_factor")
+COPY_BYTES = 4 * 2**20
 """Trajectory keys that decide the arrays or the rows, which a branch takes as they are."""
 
 
@@ -220,7 +221,10 @@ def _copy_tree(source: RunPath, target: RunPath) -> None:
         there: Any = target / name
         files.make_dir(there.parent)
         if isinstance(there, Path) and isinstance(source, Path):
+            with files.typed_errors(source / name):
+                files.open_file(source / name).close()
             with files.typed_errors(there):
                 shutil.copyfile(source / name, there)
         else:
-            files.replace(there, files.read_whole(source / name))
+            parts = files.iter_chunks(source / name, size_bytes=COPY_BYTES)
+            files.replace(there, b"".join(map(bytes, parts)))

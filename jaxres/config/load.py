@@ -28,21 +28,27 @@ from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
 from jaxres.faults import UsageError
 from jaxres.storage import files
-from jaxres.storage.path import RunPath, is_remote
+from jaxres.storage.path import RunPath
 
 COMMAND_LINE = "command line"
 
 
-def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Node, list[Problem]]:
+def read_file(
+    path: RunPath, *, named_by: str = "", hint: str = "", is_given: bool = False
+) -> tuple[Node, list[Problem]]:
     """Reads one file as a layer; raises UsageError if it is absent and not named as a base.
 
     Args:
       path: the file.
       named_by: the line that names it as a base.
       hint: what may have been meant, if it is absent.
+      is_given: on the command line, where it may be a shell's `<(COMMAND)`: a pipe.
     """
     try:
-        text = _text_of(path, may_be_pipe=not named_by)
+        if is_given and isinstance(path, Path) and path.is_fifo():
+            text = path.read_text("utf-8-sig")
+        else:
+            text = files.read_whole(path).decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder, not a file" if isinstance(error, IsADirectoryError) else "no such file"
         if not named_by:
@@ -59,16 +65,9 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
     return Node(node.value, str(path)), problems
 
 
-def _text_of(path: RunPath, *, may_be_pipe: bool) -> str:
-    """Returns the text of a file; that on the command line may be a shell's `<(COMMAND)`."""
-    if not is_remote(path) and not may_be_pipe:
-        files.open_file(path).close()
-    return files.read_whole(path).decode("utf-8-sig")
-
-
 def file_layers(path: Path) -> tuple[list[Node], list[Problem]]:
     """Returns the layers of a file: its bases in order, then the file itself."""
-    layer, problems = read_file(path)
+    layer, problems = read_file(path, is_given=True)
     base = layer.value.pop("base", None)
     layers = []
     for name in _base_names(base, problems):

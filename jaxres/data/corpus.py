@@ -52,7 +52,7 @@ from jaxres.storage.checksummed_json import (
     decode_checksummed,
     encode_checksummed,
 )
-from jaxres.storage.files import fault_of, sync_dir
+from jaxres.storage.files import fault_of, read_whole, sync_dir
 
 LEFTOVER_SECONDS = 7 * 24 * 3600.0
 """Age at which the folder of a killed build, which another start could continue, is removed."""
@@ -347,7 +347,7 @@ def _open_writer(
         "dtype": corpus.dtype,
     }
     try:
-        fields = decode_checksummed((building / JOURNAL).read_bytes(), number=FORMAT_VERSION)
+        fields = decode_checksummed(read_whole(building / JOURNAL), number=FORMAT_VERSION)
         at, written = Position(**fields["position"]), Written(**fields["written"])
         writer = TokenWriter(building, **new, resume=written)
     except FileNotFoundError:

@@ -38,7 +38,12 @@ from jaxres.faults import ConfigError
 PIECE_CHARS = 2**20
 """A longer document is tokenised in parts, if it has places where a cut changes no token."""
 CHUNK_BYTES = 4 * 2**20
+READ_BYTES = 2**17
 MAX_LINE_BYTES = 2**30
+MAX_WINDOW_BYTES = 2**31
+"""Largest window of a zstd file, which is kept in memory: that of `zstd --long=31`."""
+SKIPPABLE = range(0x184D2A50, 0x184D2A60)
+"""First words of zstd's skippable frames, which have no content (RFC 8878, 3.1.2)."""
 ROWS_PER_READ = 256
 HEADER_BYTES = 1024
 IMAGES_PER_READ = 16
@@ -62,6 +67,8 @@ CONTENTS = {
     b"\xff\xff\xff\xff": ("an Arrow stream", "huggingface"),
     b"\x1f\x8b": ("compressed with gzip", None),
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", None),
+    b"\xfd7zXZ\0": ("compressed with xz", None),
+    b"BZh91AY&SY": ("compressed with bzip2", None),
     b"PK\x03\x04": ("a zip archive", None),
     b"\x93NUMPY": ("a NumPy array", None),
     b"\x89PNG": ("a PNG image", "images"),
@@ -115,7 +122,7 @@ def read_pieces(
     return (
         piece
         for text in texts
-        for piece in ([text] if isinstance(text, Piece) else _cut([text], cuts, file.path))
+        for piece in ([text] if isinstance(text, Piece) else _cut(_parts(text), cuts, file.path))
     )
 
 
@@ -193,6 +200,11 @@ def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
         if not chunk:
             return
         at += len(chunk)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yields a text in parts: cutting pieces off a long one would copy its rest for each."""
+    return (text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES))
 
 
 def _cut(texts: Iterable[str], cuts: Cuts = NOWHERE, where: object = "the text") -> Iterator[Piece]:
@@ -277,19 +289,18 @@ def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piec
 
 def _decompressed(file: SourceFile, raw: BinaryIO) -> io.BufferedReader:
     """Returns the lines of a file, whose name tells whether it is compressed."""
-    name = file.name.lower()
+    read, name = raw.read, file.name.lower()
     if name.endswith(".gz"):
-        return io.BufferedReader(_Checked(file, gzip.GzipFile(fileobj=raw).read))
-    if name.endswith(".zst"):
-        zstandard = _library("zstandard", "a .zst file")
-        return io.BufferedReader(_Checked(file, _ZstdFrames(zstandard, raw).read))
-    return io.BufferedReader(_Checked(file, raw.read))
+        read = gzip.GzipFile(fileobj=raw).read
+    elif name.endswith(".zst"):
+        read = _ZstdFrames(_library("zstandard", "a .zst file"), file, raw).read
+    return io.BufferedReader(_Checked(file, read), READ_BYTES)
 
 
 class _Checked(io.RawIOBase):
     """A stream whose errors of decompression name the file."""
 
-    def __init__(self, file: SourceFile, read: Callable[[int], bytes]) -> None:
+    def __init__(self, file: SourceFile, read: Callable[[int], bytes | memoryview]) -> None:
         self._file = file
         self._read = read
 
@@ -299,6 +310,8 @@ class _Checked(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._read(len(buffer))
+        except ConfigError:
+            raise
         except OSError as error:
             if error.errno is not None:
                 raise unreadable(self._file.path, error) from error
@@ -317,31 +330,77 @@ class _Checked(io.RawIOBase):
 
 
 class _ZstdFrames:
-    """The content of a .zst file; zstandard's own reader takes a truncated frame for its end."""
+    """The content of a .zst file, which is decompressed block by block (RFC 8878).
 
-    def __init__(self, zstandard: Any, raw: BinaryIO) -> None:
+    A block is at most 128 KiB, so a small file with a huge content takes no more memory than any
+    other. zstandard's own reader takes a truncated frame for its end, and its other ways to read
+    give all content of the bytes that they get at once.
+    """
+
+    def __init__(self, zstandard: Any, file: SourceFile, raw: BinaryIO) -> None:
         self._zstandard = zstandard
-        self._raw = raw
-        self._frame: Any = None
-        self._compressed = b""
-        self._content = b""
+        self._path = file.path
+        self._file = io.BufferedReader(_Checked(file, raw.read), READ_BYTES)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        self._contents = self._blocks()
+        self._content = memoryview(b"")
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int) -> memoryview:
         """Returns up to `size` bytes; none: the end."""
         while not self._content:
-            data = self._compressed or self._raw.read(CHUNK_BYTES // 16)
-            self._compressed = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the file ends within a frame")
-                return b""
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            self._content = self._frame.decompress(data)
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
+            content = next(self._contents, None)
+            if content is None:
+                break
+            self._content = memoryview(content)
         taken, self._content = self._content[:size], self._content[size:]
         return taken
+
+    def _blocks(self) -> Iterator[bytes]:
+        """Yields the content of each block of each frame; it may be empty."""
+        while start := self._file.read(4):
+            start += self._exactly(4 - len(start))
+            if int.from_bytes(start, "little") in SKIPPABLE:
+                left = int.from_bytes(self._exactly(4), "little")
+                while left:
+                    left -= len(self._exactly(min(left, READ_BYTES)))
+            else:
+                yield from self._frame(start + self._exactly(1))
+
+    def _frame(self, start: bytes) -> Iterator[bytes]:
+        header = start + self._exactly(self._zstandard.frame_header_size(start) - len(start))
+        if (window := self._window_bytes(header)) > MAX_WINDOW_BYTES:
+            raise ConfigError(
+                f"data.source.path: {self._path} has a frame that needs {window:,} bytes of "
+                f"memory; {MAX_WINDOW_BYTES:,} are the most. Compress it again, with zstd "
+                "--long=31 or less, or exclude it with data.source.exclude."
+            )
+        frame = self._zstandard.get_frame_parameters(header)
+        content = self._decompressor.decompressobj()
+        yield content.decompress(header)
+        is_last = False
+        while not is_last:
+            block = self._exactly(3)
+            word = int.from_bytes(block, "little")
+            is_last, is_one_byte, size = bool(word & 1), word >> 1 & 3 == 1, word >> 3
+            yield content.decompress(block + self._exactly(1 if is_one_byte else size))
+        if frame.has_checksum:
+            yield content.decompress(self._exactly(4))
+
+    def _window_bytes(self, header: bytes) -> int:
+        """Returns how much of a frame's content is kept in memory; the library refuses large ones.
+
+        That is the window of the header, or all of the content (RFC 8878, 3.1.1.1).
+        """
+        if header[4] & 0x20:
+            return self._zstandard.frame_content_size(header)
+        base = 1 << 10 + (header[5] >> 3)
+        return base + base // 8 * (header[5] & 7)
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError("the file ends within a frame")
+        return data
 
 
 def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece]:

@@ -189,7 +189,8 @@ def _read_record(path: Path) -> str | None:
 
 def _read_pieces(path: Path, corpus: TokenFolder) -> NDArray[np.int64]:
     """Reads the whole array, so that what the digest is computed from is what rows are made of."""
-    pieces_3P = np.load(io.BytesIO(files.read_whole(path)), allow_pickle=False)
+    with files.open_file(path) as file:
+        pieces_3P = np.load(file, allow_pickle=False)
     if pieces_3P.dtype != np.dtype("<i8") or pieces_3P.ndim != 2 or len(pieces_3P) != 3:
         raise ValueError(f"it is {pieces_3P.dtype}{list(pieces_3P.shape)}, not int64[3, pieces]")
     if pieces_3P.shape[1] and pieces_3P[1:].sum(axis=0).max() > corpus.meta.num_tokens:

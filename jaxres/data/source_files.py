@@ -24,7 +24,7 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
 from jaxres.faults import ConfigError
-from jaxres.storage.files import refuse_lfs_pointer
+from jaxres.storage.files import read_whole, refuse_lfs_pointer
 from jaxres.storage.path import SCHEME, RunPath, parse_path, require_inside
 
 STDLIB = "{stdlib}"
@@ -170,7 +170,7 @@ def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
     """Returns the names of the data files of a folder that `datasets` has saved."""
     where = f"data.source.path: {folder}"
     try:
-        data = (folder / "state.json").read_bytes()
+        data = read_whole(folder / "state.json")
         refuse_lfs_pointer(data, f"{where}/state.json")
         state = json.loads(data)
         names = [require_inside(file["filename"]) for file in state["_data_files"]]

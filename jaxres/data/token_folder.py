@@ -23,7 +23,7 @@ from jaxres.data.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.files import LFS_POINTER, fault_of, read_whole, refuse_lfs_pointer
+from jaxres.storage.files import LFS_POINTER, fault_of, open_file, read_whole, refuse_lfs_pointer
 from jaxres.storage.path import RunPath
 
 FORMAT_VERSION = 1
@@ -221,7 +221,7 @@ def open_tokens(folder: Path) -> TokenFolder:
     """
     try:
         for name in FILES:
-            with contextlib.suppress(FileNotFoundError), (folder / name).open("rb") as file:
+            with contextlib.suppress(FileNotFoundError), open_file(folder / name) as file:
                 refuse_lfs_pointer(file.read(len(LFS_POINTER)), folder / name)
         meta = read_meta(folder)
         dtype = DTYPES[meta.dtype]
@@ -297,13 +297,19 @@ def checksum_of(fields: Mapping[str, Any]) -> str:
 
 def open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:
     """Returns the memory map of a local offsets.npy; raises TokensDamaged if its ends are wrong."""
-    try:
-        offsets = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-    except (ValueError, EOFError) as error:
-        raise TokensDamaged(f"{path} can't be read: {error}") from error
+    offsets = _mapped(path)
     check_shape(offsets.dtype, offsets.shape, meta, path)
     check_ends(offsets, meta, path)
     return offsets
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """Returns the memory map of a .npy file; raises TokensDamaged if it is none."""
+    open_file(path).close()  # NumPy would wait for a pipe.
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
+    except (ValueError, EOFError) as error:
+        raise TokensDamaged(f"{path} can't be read: {error}") from error
 
 
 def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], meta: Meta, path: RunPath) -> None:
@@ -344,10 +350,7 @@ def open_digests(path: Path, meta: Meta) -> tuple[NDArray[np.uint64], NDArray[np
     """Returns the digests of the blocks of tokens, and of those of offsets."""
     size = meta.block_bytes
     assert size is not None, path
-    try:
-        digests = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-    except (ValueError, EOFError) as error:
-        raise TokensDamaged(f"{path} can't be read: {error}") from error
+    digests = _mapped(path)
     cut = num_blocks(meta.num_tokens * DTYPES[meta.dtype].itemsize, size)
     count = cut + num_blocks((meta.num_documents + 1) * OFFSET_BYTES, size)
     if digests.dtype != np.dtype("<u8") or digests.shape != (count,):

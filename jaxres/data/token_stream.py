@@ -25,7 +25,7 @@ from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.data.tokenizer import Tokenizer
 from jaxres.faults import ConfigError
-from jaxres.storage.files import LFS_POINTER, refuse_lfs_pointer
+from jaxres.storage.files import LFS_POINTER, open_file, refuse_lfs_pointer
 
 BATCH_CHARS = 2**22
 BATCH_PIECES = 4096
@@ -198,7 +198,7 @@ def _pieces(
     for index, file in enumerate(files[start.file :], start.file):
         skipped = start.piece if index == start.file else 0
         try:
-            with file.path.open("rb", buffering=0) as raw:
+            with open_file(file.path) as raw:
                 _refuse_pointer(file, raw)
                 pieces = islice(read_pieces(file, source, raw, cuts), skipped, None)
                 for count, piece in enumerate(pieces, skipped + 1):

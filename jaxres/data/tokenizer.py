@@ -20,7 +20,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
-from jaxres.storage.files import fault_of, refuse_lfs_pointer
+from jaxres.storage.files import fault_of, read_whole, refuse_lfs_pointer
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -448,7 +448,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes | None:
     try:
-        data = path.read_bytes()
+        data = read_whole(path)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -15,10 +15,12 @@ from typing import Any, Protocol, TypeVar
 from jaxres.faults import ConfigError
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_objects import GcsStore
+from jaxres.storage.local_store import NO_FILE as NO_FILE
 from jaxres.storage.local_store import LocalStore
 from jaxres.storage.local_store import fault_of as fault_of
 from jaxres.storage.local_store import is_failure as is_failure
 from jaxres.storage.local_store import make_private_dir as make_private_dir
+from jaxres.storage.local_store import only_files as only_files
 from jaxres.storage.local_store import open_file as open_file
 from jaxres.storage.local_store import typed_errors as typed_errors
 from jaxres.storage.path import RunPath, is_remote

@@ -8,6 +8,7 @@ full, only over the generation that this process has written; readers join the s
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import threading
@@ -18,7 +19,7 @@ from typing import Literal, Protocol
 from jaxres.clock import SystemClock
 from jaxres.faults import RunError, StorageUnavailable
 from jaxres.storage import files, gcs_objects
-from jaxres.storage.local_store import open_file, typed_errors
+from jaxres.storage.local_store import only_files, open_file, typed_errors
 from jaxres.storage.path import GcsPath, RunPath, is_remote
 from jaxres.storage.threads import spawn_thread
 
@@ -289,7 +290,7 @@ class FileLineSink:
         self._rest = self._first = b""
         """Rest of the line that is being written, and prefix of the next line."""
         with typed_errors(path):
-            self._file = path.open("ab+", buffering=0)
+            self._file = io.FileIO(str(path), "ab+", opener=only_files)
             files.sync_dir(path.parent)  # Otherwise its lines may be durable but its name not.
             size = self._file.seek(0, os.SEEK_END)
             if size:

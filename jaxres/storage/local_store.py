@@ -26,10 +26,7 @@ from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EROFS, errno.EACCES, errno.EPERM}
-_MISNAMED = {
-    *(errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    errno.ESPIPE,
-}
+_MISNAMED = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _OF_DISKS = {errno.EIO, errno.ENODEV, errno.ENXIO, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG}
 _OF_MOUNTS = {
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EPROTO),
@@ -44,6 +41,10 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 """Names of this module only: other names in the same folder belong to users."""
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 """Errors of a disk without hard links, between two disks, or of a file with too many of them."""
+NO_FILE = errno.ESPIPE
+"""Number of the errors of what stands in the place of a file and may never end to be read."""
+MAX_WHOLE_BYTES = 2**32
+"""Largest file that is read as a whole: the largest of a run, a compiled step, is far smaller."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -57,6 +58,11 @@ def typed_errors(path: RunPath) -> Iterator[None]:
             raise StorageUnavailable(
                 f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
                 "Free some space there, or move the run directory, then rerun the same command."
+            ) from error
+        if error.errno == NO_FILE:
+            raise ConfigError(
+                f"{path}: can't be used ({error.strerror}). Remove it, and restore the file that "
+                "was there from a copy."
             ) from error
         if error.errno in _DENIED | _MISNAMED:
             raise fault_of(error)(
@@ -143,7 +149,11 @@ class LocalStore:
 
     def read_whole(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises every OSError unchanged."""
-        with open_file(path, may_be_pipe=True) as file:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_WHOLE_BYTES:
+                what = f"a file of {size:,} bytes, expected at most {MAX_WHOLE_BYTES:,}"
+                raise OSError(NO_FILE, what, str(path))
             return file.readall()
 
     def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
@@ -278,29 +288,34 @@ class LocalStore:
 
     def sync_dir(self, folder: Path) -> None:
         """Calls fsync on a folder."""
-        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def sync_tree(self, folder: Path) -> None:
         """Calls fsync on every file and folder below `folder`, and on its parent."""
         with typed_errors(folder):
             for root, _, files in os.walk(folder, topdown=False, onerror=_raise):
                 for name in files:
-                    _fsync(Path(root, name), os.O_RDONLY)
+                    self._sync(Path(root, name))
                 self.sync_dir(Path(root))
             self.sync_dir(folder.parent)
 
     def sync_file(self, path: Path) -> None:
         """Calls fsync on a file."""
         with typed_errors(path):
-            _fsync(path, os.O_RDONLY)
+            self._sync(path)
+
+    def _sync(self, path: Path) -> None:
+        with open_file(path) as file:
+            os.fsync(file.fileno())
 
     def drop_page_cache(self, path: Path) -> None:
         """Drops the cached pages of a file; no effect on tmpfs, which has no other copy."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+        with open_file(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def files_below(self, folder: Path) -> dict[str, int]:
         """Returns relative path -> size of every file below `folder`; raises every OSError.
@@ -418,32 +433,37 @@ def _remove_trash(folder: Path) -> None:
             folder.unlink()
 
 
-def open_file(path: Path, *, may_be_pipe: bool = False) -> io.FileIO:
+def open_file(path: Path) -> io.FileIO:
     """Opens a file for reading; raises OSError also for a pipe, a socket or a device.
 
     What these give may never end, or never come.
-
-    Args:
-      path: the file.
-      may_be_pipe: a pipe without a writer is then like storage that does not answer, for which
-        every caller that must not wait has a limit.
     """
-    mode = path.stat().st_mode
-    if may_be_pipe and stat.S_ISFIFO(mode):
-        return path.open("rb", buffering=0)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
-        raise OSError(errno.ESPIPE, "a pipe, a socket or a device, expected a file", str(path))
-    return io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    return io.FileIO(str(path), opener=only_files)
 
 
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def only_files(path: str, flags: int) -> int:
+    """Opens a file, as `opener` of `open`; raises OSError for anything else, and never waits."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        # Without O_NONBLOCK, opening a pipe waits for its other end.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except BlockingIOError:  # Only files have leases (of an NFS or Samba server): this one ends.
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        # A socket, or a pipe to write to.
+        if error.errno == errno.ENXIO and not stat.S_ISREG(os.stat(path).st_mode):
+            raise _no_file(path) from error
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise _no_file(path)
+
+
+def _no_file(path: str) -> OSError:
+    return OSError(NO_FILE, "a pipe, a socket or a device, expected a file", path)
 
 
 def _raise(error: OSError) -> None:

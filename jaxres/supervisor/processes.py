@@ -51,7 +51,7 @@ def start_command(
       output: file to which its output is appended.
       env: its environment.
     """
-    with output.open("ab") as file:
+    with open(output, "ab", opener=files.only_files) as file:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

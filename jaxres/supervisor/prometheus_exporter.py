@@ -1,8 +1,8 @@
 """Serves the metrics of a supervisor to Prometheus, over HTTP, with prometheus-client.
 
 The server is a thread of the supervisor, so it answers while workers die and between attempts. It
-reads what the supervisor has in memory: a scrape touches no storage and no worker. It answers one
-request at a time, and drops a client that is silent for CLIENT_SECONDS.
+reads what the supervisor has in memory: a scrape touches no storage and no worker. A client that
+takes longer than CLIENT_SECONDS is dropped, and keeps no other one away.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from jaxres.clock import Clock
+from jaxres.cluster.limited_server import LimitedServer
 from jaxres.config import RunConfig
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog.event_log import read_json_lines_since
@@ -30,6 +30,7 @@ from jaxres.supervisor.run_metrics import LABELS, METRICS, RunMetrics, Sample
 
 PACKAGE = "prometheus_client"
 CLIENT_SECONDS = 5.0
+MAX_CLIENTS = 16
 CLOSE_SECONDS = 1.0
 POLL_SECONDS = 0.1
 """Interval at which the server sees that it is to end."""
@@ -52,7 +53,7 @@ class PrometheusExporter:
         """
         self._section = config.telemetry.prometheus
         self._run_dir = run_dir
-        self._server: _Server | None = None
+        self._server: LimitedServer | None = None
         self._is_refused = self._has_history = False
         self.metrics: RunMetrics | None = None
         """What is served; None: the exporter is off."""
@@ -71,7 +72,7 @@ class PrometheusExporter:
     def __exit__(self, *_: object) -> None:
         if self._server is not None:
             closing = spawn_thread("prometheus-end", self._server.shutdown, daemon=True)
-            closing.join(CLOSE_SECONDS)  # It may be serving a slow client.
+            closing.join(CLOSE_SECONDS)
             self._server.server_close()
 
     def on_history(self, records: Sequence[Record]) -> None:
@@ -131,42 +132,20 @@ class _Collector:
             yield family
 
 
-class _ScrapeRequest(WSGIRequestHandler):
-    timeout = CLIENT_SECONDS
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Prints nothing: a scrape is no news."""
-
-
-class _Server(WSGIServer):
-    def server_bind(self) -> None:
-        """Binds without looking up a name, as http.server does, which may take seconds."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Drops a request that has failed: the client is gone, as a rule."""
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
-
-
-def _serve(address: str, collector: _Collector) -> _Server:
+def _serve(address: str, collector: _Collector) -> LimitedServer:
     """Returns a bound server of the metrics; raises OSError or UnicodeError."""
     client = importlib.import_module(PACKAGE)
     registry = client.CollectorRegistry()
     registry.register(collector)
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
-    server_type = _ServerV6 if family == socket.AF_INET6 else _Server
-    server = server_type((host, int(port)), _ScrapeRequest)
-    server.set_app(client.make_wsgi_app(registry))
-    return server
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4]
+    return LimitedServer(
+        (str(found[0]), int(port)),
+        client.MetricsHandler.factory(registry),
+        max_connections=MAX_CLIENTS,
+        seconds=CLIENT_SECONDS,
+    )
 
 
 def _reached(run_dir: RunDir, records: Sequence[Record]) -> int:

@@ -80,7 +80,7 @@ class RunLock:
         files.make_dir(self._run_dir.root)
         path = self._run_dir.lock
         with files.typed_errors(path):
-            self._files = [os.open(path, os.O_RDWR | os.O_CREAT, 0o644)]
+            self._files = [files.only_files(str(path), os.O_RDWR | os.O_CREAT)]
         try:
             self._locked = self._lock()
             if not self._locked or _was_unlocked(read(self._run_dir)):
@@ -165,7 +165,8 @@ class RunLock:
     def _heartbeat_file(self) -> int:
         assert not is_remote(self._run_dir.owner)
         if len(self._files) == 1:
-            self._files.append(os.open(self._run_dir.owner, os.O_RDWR | os.O_CREAT, 0o644))
+            owner = files.only_files(str(self._run_dir.owner), os.O_RDWR | os.O_CREAT)
+            self._files.append(owner)
             if os.fstat(self._files[1]).st_size > HEARTBEAT_BYTES + 1:  # No heartbeat of jaxres.
                 os.ftruncate(self._files[1], HEARTBEAT_BYTES + 1)
         return self._files[1]

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     name, folder = _name(section, options.number), run_dir.local / FOLDER
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     copy = Copy(run_dir, config, trackers.make(section, folder), name=name)
-    with (folder / f"{name}.lock").open("wb") as lock:
+    with open(folder / f"{name}.lock", "wb", opener=files.only_files) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # That of a killed supervisor may still be sending.
         least = LEAST_SECONDS_IN_BUCKET if run_dir.is_remote else 0.0
         return _follow(copy, section, every_seconds=max(section.every_seconds, least))

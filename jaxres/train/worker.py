@@ -17,6 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, TextIO
 
@@ -105,7 +106,7 @@ def run_worker(
             end = faults.by_phase(error, at_start=at_start)
             if end.exit_code == ExitCode.HUNG:
                 path = run_dir.stacks(claim.attempt, member.host)
-                with contextlib.suppress(OSError), path.open("a") as stacks:
+                with contextlib.suppress(OSError), _to_append(path) as stacks:
                     faulthandler.dump_traceback(stacks, all_threads=True)
             result, session_result = AttemptResult(end.exit_code, str(end)), None
         if status_writer is not None:
@@ -236,7 +237,7 @@ def _redirect_output(run_dir: RunDir, attempt: int, member: HostRank) -> TextIO:
     terminal = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     stdio.flush()
     path = run_dir.output(attempt, member.host)
-    with files.typed_errors(path), path.open("ab") as file:
+    with files.typed_errors(path), open(path, "ab", opener=files.only_files) as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     return stdio.SafeStream(terminal, escapes=False)  # type: ignore[return-value]
@@ -249,10 +250,16 @@ def _dump_stacks_on_signal(stacks: IO[str]) -> None:
         faulthandler.dump_traceback(stacks, all_threads=True)
 
 
+def _to_append(path: Path) -> IO[str]:
+    return open(path, "a", opener=files.only_files)
+
+
 def open_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> IO[str]:
     """Opens the attempt's file of stacks, to which a crash of the interpreter writes too."""
     files.make_dir(run_dir.local_attempt(attempt))
-    stacks = run_dir.stacks(attempt, member.host).open("a")
+    path = run_dir.stacks(attempt, member.host)
+    with files.typed_errors(path):
+        stacks = _to_append(path)
     faulthandler.enable(stacks, all_threads=True)
     return stacks
 

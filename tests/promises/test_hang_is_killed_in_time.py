@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +14,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import run_lock
+from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
     FAULTY,
     PACED,
@@ -106,21 +107,21 @@ def test_hang_ends_within_its_limit(workspace: Workspace, fault_free: RunDir, na
 
 
 @pytest.mark.slow
-def test_hang_ends_even_while_storage_hangs(workspace: Workspace, fault_free: RunDir) -> None:
-    """The supervisor's check hangs before the worker does: opening a FIFO waits for its writer."""
+def test_hang_ends_even_while_storage_hangs(
+    workspace: Workspace, fault_free: RunDir, tmp_path: Path
+) -> None:
+    """The supervisor's check hangs before the worker does."""
+    log = Mount.over(workspace.run_dir("run").log, built_in=tmp_path)
     free = ("deadlines.step_seconds=10", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
-    trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *free, config=FAULTY, env=PACED | log.env)
     trainer.wait_step(3)
-    records = list(trainer.run_dir.log.glob("0*.json"))
-    fifo = trainer.run_dir.log / f"{len(records) + 1:08d}.json"
-    os.mkfifo(fifo)
-    time.sleep(1.2 * run_lock.HEARTBEAT_SECONDS)  # The supervisor has checked by then.
-    trainer.kill(signal.SIGSTOP, target="worker")
-    code = trainer.wait_exit()  # Nothing else ends the worker or the storage's silence.
+    with log.hanging():
+        time.sleep(1.2 * run_lock.HEARTBEAT_SECONDS)  # The supervisor has checked by then.
+        trainer.kill(signal.SIGSTOP, target="worker")
+        code = trainer.wait_exit()  # Nothing else ends the worker or the storage's silence.
     printed = trainer.printed()
     assert code == ExitCode.HUNG, printed
     assert "the result could not be recorded" in printed
-    fifo.unlink()
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(trainer.run_dir, fault_free)
 

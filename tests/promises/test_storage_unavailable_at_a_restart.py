@@ -11,29 +11,32 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
+from tests.promises.preloaded import Mount
 from tests.promises.trainer import DENIED, Workspace, assert_bit_exact, run_history, starts
 
 HANG_SECONDS = 20
 
 
-def hangs(step_dir: Path) -> None:
-    """Opening a FIFO waits for its writer."""
-    (step_dir / "MANIFEST.json").unlink()
-    os.mkfifo(step_dir / "MANIFEST.json")
+def hangs(step_dir: Path) -> dict[str, str]:
+    storage = Mount.over(step_dir / "MANIFEST.json", built_in=step_dir.parent)
+    storage.flag.touch()
+    return storage.env
 
 
-def fails(step_dir: Path) -> None:
+def fails(step_dir: Path) -> dict[str, str]:
     """Reading the first page of a process's memory fails with EIO in the kernel."""
     largest = max((step_dir / "state").rglob("*"), key=lambda path: path.stat().st_size)
     largest.unlink()
     largest.symlink_to("/proc/self/mem")
+    return {}
 
 
-def denies(step_dir: Path) -> None:
+def denies(step_dir: Path) -> dict[str, str]:
     (step_dir / "state").chmod(0)
+    return {}
 
 
-OUTAGES: dict[Callable[[Path], None], str] = {
+OUTAGES: dict[Callable[[Path], dict[str, str]], str] = {
     hangs: f"could not be read within {0.9 * HANG_SECONDS:.0f} s",
     fails: "Input/output error",
     denies: "Permission denied",
@@ -51,10 +54,11 @@ def test_unavailable_storage_quarantines_nothing_and_the_run_resumes_afterwards(
         commits = run_history(run_dir).committed
         step_dir = run_dir.root / commits[-1].path
         shutil.copytree(step_dir, run_dir.root / "whole")
-        outage(step_dir)
+        env = outage(step_dir)
         arguments = [str(run_dir.root), f"deadlines.restore_seconds={HANG_SECONDS}"]
         through = DENIED if outage is denies and os.geteuid() == 0 else ()
-        trainers[outage] = workspace.command(run_dir, arguments, through=through), commits, step_dir
+        trainer = workspace.command(run_dir, arguments, through=through, env=env)
+        trainers[outage] = trainer, commits, step_dir
     for outage, (trainer, commits, _) in trainers.items():
         trainer.assert_fails(ExitCode.STORAGE, "udged damaged", OUTAGES[outage])
         assert run_history(trainer.run_dir).committed == commits, (

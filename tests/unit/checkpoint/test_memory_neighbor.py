@@ -4,7 +4,6 @@ import contextlib
 import functools
 import socket
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jaxres.checkpoint import memory_neighbor
 from jaxres.checkpoint.memory_neighbor import CopyServer, Neighbor
 from jaxres.checkpoint.memory_slots import MemoryDamaged, Slot, layout, parts_of
 from jaxres.clock import SystemClock
-from tests.waiting import wait_until
+from tests.waiting import SURE_SECONDS, wait_until
 
 
 @functools.cache
@@ -144,23 +143,69 @@ def test_a_host_that_dies_while_it_sends_leaves_the_copy_before(ring):
     assert ring.copied() == [5]
 
 
-def test_strangers_cannot_take_all_threads_of_a_worker(ring, monkeypatch):
+def connect(stack, ring, head=b""):
+    """Returns a connection to the server that has sent this."""
     host, _, port = ring.server.address.rpartition(":")
-    strangers = [socket.create_connection((host, int(port))) for _ in range(50)]
+    connected = stack.enter_context(socket.create_connection((host, int(port))))
+    connected.settimeout(SURE_SECONDS)
+    connected.sendall(head)
+    return connected
 
-    def is_refused(stranger):
-        stranger.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            return stranger.recv(1, socket.MSG_PEEK) == b""
-        return False
 
-    many = 50 - memory_neighbor.MAX_CONNECTIONS
-    wait_until(lambda: sum(map(is_refused, strangers)) >= many, "refusals")
-    time.sleep(0.2)
-    assert sum(map(is_refused, strangers)) == many
-    for stranger in strangers:
-        stranger.close()
-    wait_until(lambda: (ring.neighbor().send(kept(ring.own, 5)), ring.copied() == [5])[1], "copy")
+def is_cut(connected):
+    """Returns whether a connection ends without another byte."""
+    try:
+        return connected.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+NO_TOKEN = (
+    b"",
+    b"PUT /10-2-0a HTTP/1.1\r\nContent-Le",
+    b"PUT /10-2-0a HTTP/1.1\r\n" + b"X: 1\r\n" * 9,
+)
+
+
+def test_strangers_that_say_nothing_keep_no_copy_away(ring):
+    assert memory_neighbor.STRANGER_SECONDS < memory_neighbor.SILENCE_SECONDS
+    ring.server._server._seconds = 100 * SURE_SECONDS
+    with contextlib.ExitStack() as stack:
+        strangers = [connect(stack, ring, NO_TOKEN[number % 3]) for number in range(50)]
+        ring.neighbor().send(kept(ring.own, 5))
+        assert ring.copied() == [5]
+        assert all(map(is_cut, strangers[: 50 - memory_neighbor.MAX_STRANGERS]))
+        assert len(ring.server._server._limited) <= memory_neighbor.MAX_STRANGERS
+
+
+def test_a_stranger_has_a_short_time_to_show_the_token(tmp_path, monkeypatch):
+    """Also one that is never silent for long: each of its bytes comes in time."""
+    monkeypatch.setattr(memory_neighbor, "STRANGER_SECONDS", 0.05)
+    monkeypatch.setattr(memory_neighbor._CopyRequest, "timeout", 100 * SURE_SECONDS)
+    ring = Ring(tmp_path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ring.server.close)
+        strangers = [connect(stack, ring, head) for head in NO_TOKEN]
+        assert all(map(is_cut, strangers))
+
+
+def test_a_neighbor_with_the_token_may_take_longer_than_strangers_and_is_not_cut_for_them(ring):
+    size, parts = kept(ring.own, 5).sent()
+    head = f"PUT /5-2-0a HTTP/1.1\r\n{memory_neighbor.TOKEN}: {ring.server.token}\r\n"
+    with contextlib.ExitStack() as stack:
+        slow = connect(stack, ring, f"{head}Content-Length: {size}\r\n\r\n".encode())
+        wait_until(ring.server._lock.locked, "a state that is received")
+        ring.server._server._seconds = 0.05
+        strangers = [connect(stack, ring) for _ in range(2 * memory_neighbor.MAX_STRANGERS)]
+        assert all(map(is_cut, strangers)), "the time of strangers has passed"
+        try:
+            for part in parts:
+                slow.sendall(part)
+            answer = slow.recv(12)
+        except ConnectionError as error:
+            answer = error
+        assert answer == b"HTTP/1.1 204"
+    assert ring.copied() == [5]
 
 
 @pytest.mark.parametrize(

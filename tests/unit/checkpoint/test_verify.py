@@ -147,6 +147,19 @@ def test_every_damage_to_every_file_is_found_and_the_right_array_named(run_dir, 
         assert named, "no damage hit the values of any array"
 
 
+def test_a_pipe_in_the_place_of_any_file_is_damage_and_is_not_waited_for(run_dir):
+    step_dir, commit = commit_at(run_dir, 16)
+    before = Before(step_dir, commit)
+    results = {}
+    for path in sorted(before.files):
+        damages.to_pipe(path, random.Random(0))
+        problems = verify.verify_step(step_dir, commit).problems
+        results[path.relative_to(step_dir).as_posix()] = {problem.file for problem in problems}
+        path.unlink()
+        before.restore()
+    assert {name: found for name, found in results.items() if name not in found} == {}
+
+
 def test_a_block_that_two_hosts_share_is_digested_from_what_both_have_written(written):
     step_dir, _ = commit_at(written, 16)
     names = {path.name for path in (step_dir / "digests").iterdir()}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,7 @@ from jaxres.config.schema_data import (
 from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import documents, open_dataset
 from jaxres.data.source_files import SourceFile
-from jaxres.data.text_cuts import AFTER_WORD, ANYWHERE, Cuts
+from jaxres.data.text_cuts import AFTER_WORD, ANYWHERE, NOWHERE, Cuts
 from jaxres.data.verify import verify_data
 from jaxres.faults import ConfigError
 
@@ -60,6 +63,150 @@ def test_json_lines_are_read_plain_and_compressed(tmp_path: Path) -> None:
     (data / "notes.txt").write_text("not read")
     found = texts_of(JsonlSource(path=str(data)), tmp_path / "cache")
     assert found == TEXTS * 3
+
+
+def framed(content: bytes, *, window_log: int | None = None, size: int | None = None) -> bytes:
+    """Returns a zstd frame, whose header may be changed to need more memory than its content."""
+    whole = size is not None
+    made = zstandard.ZstdCompressor(write_content_size=whole, write_checksum=not whole)
+    stream = made.compressobj(size=len(content)) if whole else made.compressobj()
+    frame = bytearray(stream.compress(content) + stream.flush())
+    if window_log is not None:
+        assert not frame[4] & 0x20, "it has no window"
+        frame[5] = window_log - 10 << 3
+    return bytes(frame)
+
+
+def huge_content() -> bytes:
+    """Returns the header of a frame that is decoded in one buffer, which would have 2**60 bytes."""
+    return zstandard.FRAME_HEADER + bytes([0b11100000]) + (2**60).to_bytes(8, "little")
+
+
+def skippable(size: int, content: bytes) -> bytes:
+    return (0x184D2A5C).to_bytes(4, "little") + size.to_bytes(4, "little") + content
+
+
+CONTENT = lines(TEXTS)
+ZST = {
+    "several frames": framed(CONTENT[:40]) + framed(CONTENT[40:]),
+    "an empty frame": framed(b"") + framed(CONTENT),
+    "with a size, without a checksum": framed(CONTENT, size=len(CONTENT)),
+    "--long=31": framed(CONTENT, window_log=31),
+    "--long=28, then another": framed(CONTENT[:40], window_log=28) + framed(CONTENT[40:]),
+    "skippable frames": b"".join(
+        (
+            *(skippable(4, b"1234"), framed(CONTENT[:40]), skippable(0, b"")),
+            *(framed(CONTENT[40:]), skippable(600_000, bytes(600_000))),
+        )
+    ),
+}
+
+
+def test_zst_files_of_every_form_are_read(tmp_path: Path) -> None:
+    wrong = {}
+    for name, data in ZST.items():
+        path = tmp_path / "a.jsonl.zst"
+        path.write_bytes(data)
+        try:
+            found = texts_of(JsonlSource(path=str(path)), tmp_path / "cache" / name)
+        except ConfigError as error:
+            found = [str(error)]
+        if found != TEXTS:
+            wrong[name] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [framed(CONTENT, window_log=32), framed(CONTENT, window_log=41), huge_content()],
+    ids=["4 GiB", "2 TiB", "content of 2**60"],
+)
+def test_a_zst_file_that_needs_more_memory_than_zstd_itself_has_is_refused(
+    tmp_path: Path, frame: bytes
+) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(framed(CONTENT) + frame)
+    with pytest.raises(ConfigError, match="bytes of memory; 2,147,483,648 are the most") as refused:
+        texts_of(JsonlSource(path=str(path)), tmp_path / "cache")
+    assert str(path) in str(refused.value)
+    assert "damaged" not in str(refused.value)
+
+
+class Counted:
+    """The library, which counts what it is given and what it returns."""
+
+    def __init__(self) -> None:
+        self.given, self.returned = list[int](), list[int]()
+        self.frame_header_size = zstandard.frame_header_size
+        self.frame_content_size = zstandard.frame_content_size
+        self.get_frame_parameters = zstandard.get_frame_parameters
+
+    def ZstdDecompressor(self, **settings: Any) -> Any:
+        made = zstandard.ZstdDecompressor(**settings)
+
+        def decompressobj() -> Any:
+            frame = made.decompressobj()
+
+            def decompress(data: bytes) -> bytes:
+                self.given.append(len(data))
+                self.returned.append(len(content := frame.decompress(data)))
+                return content
+
+            return SimpleNamespace(decompress=decompress)
+
+        return SimpleNamespace(decompressobj=decompressobj)
+
+
+def test_a_zst_file_is_decompressed_once_however_many_frames_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted()
+    monkeypatch.setattr(documents, "_library", lambda *_: counted)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(framed(lines([f"text {number}"])) for number in range(3000)))
+    assert len(texts_of(JsonlSource(path=str(path)), tmp_path / "cache")) == 3000
+    assert sum(counted.given) == path.stat().st_size
+
+
+def test_a_line_that_is_a_bomb_is_refused_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 2**20)
+    counted, unzipped = Counted(), list[int]()
+    monkeypatch.setattr(documents, "_library", lambda *_: counted)
+
+    class CountedGzip(gzip.GzipFile):
+        def read(self, size: int | None = -1) -> bytes:
+            content = super().read(size)
+            unzipped.append(len(content))
+            return content
+
+    bomb = lines(["x" * 2**25])
+    for name, compress, returned in (
+        ("a.jsonl.zst", framed, counted.returned),
+        ("a.jsonl.gz", gzip.compress, unzipped),
+    ):
+        (tmp_path / name).write_bytes(compress(bomb))
+        with monkeypatch.context() as patch:
+            patch.setattr(gzip, "GzipFile", CountedGzip)
+            with pytest.raises(ConfigError, match="line 1 is longer than 1,048,576 bytes"):
+                texts_of(JsonlSource(path=str(tmp_path / name)), tmp_path / "cache")
+        assert max(returned) <= 2**17, f"{name}: one read has returned much at once"
+        assert sum(returned) <= 2**20 + 2**18, f"{name}: more than the longest line was read"
+
+
+def test_a_long_text_in_parts_has_the_same_pieces_as_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARS", 10)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 16)
+    chance = random.Random(0)
+    text = "".join(chance.choices("ab \n", (6, 6, 2, 1), k=1000))
+    spaces, lines_only = Cuts(re.compile(r"\w(?= )")), Cuts(re.compile(r"\w(?=\n)"))
+    for cuts in (ANYWHERE, NOWHERE, spaces, lines_only):
+        for size in (0, 1, 10, 16, 17, 999):
+            at_once = list(documents._cut([text[:size]], cuts))
+            assert list(documents._cut(documents._parts(text[:size]), cuts)) == at_once
 
 
 def table(texts: list[str | None]) -> pyarrow.Table:

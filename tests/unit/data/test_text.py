@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema_data import DataSection, TextSource
-from jaxres.data import CacheDamaged, open_dataset
+from jaxres.data import CacheDamaged, open_dataset, token_stream
 from jaxres.data.corpus import LEFTOVER_SECONDS, describe_corpus, fingerprint_of
 from jaxres.data.source_files import list_files
 from jaxres.data.token_folder import open_tokens
@@ -153,15 +153,15 @@ def test_an_unusable_path_is_one_error_that_names_it(corpus, tmp_path):
 
 
 def test_an_unreadable_file_or_folder_is_reported_by_name(corpus, tmp_path, monkeypatch):
-    opened = Path.open
+    opened = token_stream.open_file
 
-    def refuse(self, *args, **kwargs):
-        if self.name == "0.txt":
-            raise PermissionError(13, "Permission denied", str(self))
-        return opened(self, *args, **kwargs)
+    def refuse(path):
+        if path.name == "0.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)  # chmod would not stop root.
+        patch.setattr(token_stream, "open_file", refuse)  # chmod would not stop root.
         refused = error_of("can't be read", corpus, tmp_path, kind=StorageRefused)
         assert "/part0/0.txt" in refused
     listed = os.scandir

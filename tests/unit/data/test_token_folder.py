@@ -1,3 +1,4 @@
+import random
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jaxres.data import (
 from jaxres.data.token_digests import CheckedBlocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
-from tests.damage import change_meta, flip_bit_at, remove_digests
+from tests.damage import change_meta, flip_bit_at, remove_digests, to_pipe
 
 
 def documents(seed, *, count=40, longest=90, vocab_size=1000):
@@ -204,6 +205,21 @@ def test_inconsistent_files_are_rejected_at_open(folder, message):
     with pytest.raises(TokensDamaged, match=message) as caught:
         opened(folder)
     assert caught.value.exit_code == ExitCode.CONFIG
+
+
+def test_a_pipe_in_the_place_of_any_file_is_refused_by_name(folder):
+    results = {}
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        to_pipe(path, random.Random(0))
+        try:
+            results[path.name] = str(opened(folder))
+        except ConfigError as error:
+            results[path.name] = str(error)
+        path.unlink()
+        path.write_bytes(data)
+    assert len(results) == 4
+    assert {name: text for name, text in results.items() if f"{folder}/{name}" not in text} == {}
 
 
 def test_a_terabyte_opens_without_being_read(tmp_path):

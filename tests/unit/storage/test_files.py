@@ -443,15 +443,49 @@ def test_what_never_ends_is_no_file(kind, tmp_path):
             server.bind(str(path))
     else:
         path.symlink_to("/dev/null")
-    if kind != "pipe":  # It is like storage that does not answer.
-        with pytest.raises(ConfigError, match=r"owner\.json: can't be used \(a pipe, a socket"):
-            files.read(path)
-        with pytest.raises(OSError, match="a pipe, a socket or a device, expected a file"):
-            files.read_whole(path)
-    with pytest.raises(ConfigError, match="a pipe, a socket or a device, expected a file"):
-        read_lines(path)
-    with pytest.raises(OSError, match="a pipe, a socket or a device, expected a file"):
-        next(files.iter_chunks(path, size_bytes=8))
+    uses = {
+        "read": files.read,
+        "read_whole": files.read_whole,
+        "drop_page_cache": files.drop_page_cache,
+        "sync_file": files.sync_file,
+        "read_lines": read_lines,
+        "iter_chunks": lambda path: list(files.iter_chunks(path, size_bytes=8)),
+        "open_line_writer": opened,
+        "to read": lambda path: files.only_files(str(path), os.O_RDONLY),
+        "to write": lambda path: files.only_files(str(path), os.O_WRONLY | os.O_APPEND),
+        "to read and write": lambda path: files.only_files(str(path), os.O_RDWR | os.O_CREAT),
+    }
+    results = {}
+    for name, use in uses.items():
+        try:
+            results[name] = str(use(path))
+        except (ConfigError, OSError) as error:
+            results[name] = str(error)
+    told = "a pipe, a socket or a device, expected a file"
+    assert {name: text for name, text in results.items() if told not in text} == {}
+
+
+def test_a_file_of_an_absurd_size_is_not_read_as_a_whole(tmp_path):
+    path = tmp_path / "owner.json"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(ConfigError, match=r"1,099,511,627,776 bytes, expected at most 4,294,967,"):
+        files.read(path)
+
+
+def test_a_file_with_a_lease_is_waited_for(tmp_path, monkeypatch):
+    """A file server lends leases to clients; the kernel then refuses an open that does not wait."""
+    path = tmp_path / "owner.json"
+    path.write_bytes(b"x")
+    opens = os.open
+
+    def refusing(path, flags, *rest):
+        if flags & os.O_NONBLOCK:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
+        return opens(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert files.read_whole(path) == b"x"
 
 
 def test_a_folder_read_as_a_file_leaves_no_descriptor_open(tmp_path):

@@ -3,7 +3,8 @@
 No limit that the test has not set ends anything. A test lets time pass at once (FOLDER/passed),
 as it passes for a process that runs, or for one that was suspended ("suspended" in LIMITS).
 FOLDER/seen-HOST has the step and the phase that the supervisor knows, FOLDER/ticked the time that
-had passed when it last looked for hosts that hang.
+had passed when it last looked for hosts that hang. While FOLDER/silent is there, storage does not
+answer who reads the next record.
 """
 
 import dataclasses
@@ -18,11 +19,13 @@ from jaxres.clock import Awake, SystemClock
 from jaxres.config.schema import DeadlinesSection
 from jaxres.config.schema_operations import HealthSection, PreemptionSection
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import local_store
 from jaxres.supervisor import run_dir_watcher, supervisor, watchdog
 from jaxres.supervisor.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import stdio
+from tests.hanging import waiting_opener
 from tests.waiting import SURE_SECONDS
 
 
@@ -80,6 +83,8 @@ def main() -> None:
     supervisor.SILENT_SECONDS = 0.4
     run_dir_watcher.POLL_SECONDS, run_dir_watcher.CLOSE_SECONDS = 0.2, 0.2
     run_dir = RunDir(folder / "run")
+    record = run_dir.log / "00000002.json"
+    local_store.open_file = waiting_opener(record, while_there=folder / "silent")
     words = json.loads(os.environ.get("PREEMPTION", "{}"))
     section = PreemptionSection(**words)
     health = HealthSection(**json.loads(os.environ["HEALTH"])) if "HEALTH" in os.environ else None

@@ -24,6 +24,7 @@ def supervisor(folder, code):
         from jaxres.runlog.paths import RunDir
         from jaxres.supervisor import forkserver_client, processes
         from jaxres.supervisor.forkserver_client import ForkServer
+        from tests.promises.preloaded import Mount
         from tests.waiting import SURE_SECONDS, wait_until
 
         forkserver_client.FORK_SECONDS = SURE_SECONDS
@@ -40,7 +41,8 @@ def supervisor(folder, code):
         def words(pid):
             return Path(f"/proc/{{pid}}/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")
 
-        def fork(command=command, env=other):
+        def fork(command=command, env=None):
+            env = env or other
             return fork_server.fork(command, env=env, status_fd=beat, may_wait=lambda: True)
 
         def ready():
@@ -68,7 +70,9 @@ def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
         """
         run_dir.attempt(1).mkdir(parents=True)
         run_dir.log.mkdir()
-        os.mkfifo(run_dir.log / "00000001.json")  # The worker waits for its writer.
+        log = Mount.over(run_dir.log, built_in=run_dir.root)
+        log.flag.touch()  # The worker waits for storage.
+        env, other = env | log.env, other | log.env
         assert fork() is None, "there is none yet"
         pid = ready()
         name = Path(f"/proc/{pid}/comm").read_text().strip()

@@ -1,5 +1,6 @@
 """The HTTP server of the metrics: it answers, ends no run, and drops clients that are silent."""
 
+import contextlib
 import json
 import os
 import socket
@@ -84,13 +85,62 @@ def test_a_run_directory_with_any_name_is_a_label(tmp_path, address):
         assert 'run="a\\"b\\nc?"' in scraped(address)
 
 
-def test_a_silent_client_is_dropped_and_the_next_one_is_served(tmp_path, address, monkeypatch):
-    monkeypatch.setattr(prometheus_exporter._ScrapeRequest, "timeout", 0.05)
+REQUESTS = (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: ")
+
+
+def clients(stack, address, number):
+    """Returns clients that send no whole request."""
     host, _, port = address.partition(":")
-    with exporter(tmp_path, address) as served:
+    found = []
+    for index in range(number):
+        client = stack.enter_context(socket.create_connection((host, int(port))))
+        client.settimeout(SURE_SECONDS)
+        client.sendall(REQUESTS[index % len(REQUESTS)])
+        found.append(client)
+    return found
+
+
+def is_cut(client):
+    """Returns whether a connection ends without an answer."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("number", [1, 2 * prometheus_exporter.MAX_CLIENTS])
+def test_clients_that_send_no_whole_request_keep_nobody_away(
+    tmp_path, address, monkeypatch, number
+):
+    monkeypatch.setattr(prometheus_exporter, "CLIENT_SECONDS", 100 * SURE_SECONDS)
+    with exporter(tmp_path, address) as served, contextlib.ExitStack() as stack:
         served.ensure_started(host=0, health=None)
-        with socket.create_connection((host, int(port))):
-            assert "jaxres_run_info" in scraped(address)
+        slow = clients(stack, address, number)
+        assert "jaxres_run_info" in scraped(address)
+        assert all(map(is_cut, slow[: -prometheus_exporter.MAX_CLIENTS]))
+        assert len(served._server._limited) <= prometheus_exporter.MAX_CLIENTS
+
+
+@pytest.mark.parametrize("request_sent", REQUESTS)
+def test_a_client_that_takes_too_long_is_dropped(tmp_path, address, monkeypatch, request_sent):
+    monkeypatch.setattr(prometheus_exporter, "CLIENT_SECONDS", 0.05)
+    with exporter(tmp_path, address) as served, contextlib.ExitStack() as stack:
+        served.ensure_started(host=0, health=None)
+        (client,) = clients(stack, address, 1)
+        with contextlib.suppress(OSError):
+            client.sendall(request_sent)
+        assert is_cut(client)
+
+
+def test_the_end_waits_for_no_client_and_drops_it(tmp_path, address, monkeypatch):
+    monkeypatch.setattr(prometheus_exporter, "CLIENT_SECONDS", 100 * SURE_SECONDS)
+    monkeypatch.setattr(prometheus_exporter, "CLOSE_SECONDS", 100 * SURE_SECONDS)
+    with contextlib.ExitStack() as stack:
+        with exporter(tmp_path, address) as served:
+            served.ensure_started(host=0, health=None)
+            (slow,) = clients(stack, address, 1)
+            assert "jaxres_run_info" in scraped(address)  # The server has accepted both.
+        assert is_cut(slow)
 
 
 def test_without_the_section_there_are_no_metrics_and_no_server(tmp_path):

@@ -20,6 +20,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
+from jaxres.storage import local_store
 from jaxres.supervisor import restart_loop, run_dir_watcher, worker_group
 from jaxres.supervisor import run_lock as owners
 from jaxres.supervisor.health_watcher import HealthWatcher
@@ -29,6 +30,7 @@ from jaxres.supervisor.restart_policy import RestartHistory, RestartPolicy
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.worker_group import boot_id
 from jaxres.testing.metadata import MetadataServer
+from tests.hanging import waiting_opener
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
 
@@ -173,15 +175,18 @@ def test_other_signals_do_not_end_a_restart_delay(run):
     assert restart_loop._wait_backoff(run, 0.1) is None
 
 
-def test_hanging_storage_starts_no_attempt_and_delays_no_signal(run):
+def test_hanging_storage_starts_no_attempt_and_delays_no_signal(run, monkeypatch, tmp_path_factory):
     limits = RestartSection(max_storage_backoff_seconds=1.0)
     run.policy = dataclasses.replace(run.policy, restart=limits)
-    os.mkfifo(run.run_dir.log / "00000002.json")
+    (silent := tmp_path_factory.mktemp("flag") / "silent").touch()
+    waits = waiting_opener(run.run_dir.log / "00000002.json", while_there=silent)
+    monkeypatch.setattr(local_store, "open_file", waits)
     ended = restart_loop._wait_backoff(run, 0.0)
     assert ended.code == ExitCode.STORAGE
     assert "storage has not answered for" in ended.reason
     run.signal(signal.SIGTERM)
     assert restart_loop._wait_backoff(run, 0.0).code == 75
+    silent.unlink()
 
 
 def test_the_time_limit_ends_a_restart_delay(run):

@@ -356,8 +356,7 @@ def test_a_request_to_stop_stays_after_an_exit_that_something_starts_again(tmp_p
 
 
 def hang_storage(supervisor):
-    """A real look that never comes back: opening a FIFO waits for its writer."""
-    os.mkfifo(supervisor.run_dir.log / "00000002.json")
+    (supervisor.folder / "silent").touch()
     supervisor.wait(
         lambda: "storage does not answer" in supervisor.printed(), "word of the silence"
     )
@@ -384,11 +383,9 @@ def test_storage_is_polled_again_once_it_answers(start):
     supervisor = start({"on_stop": [76, 0]})
     supervisor.wait_steps()
     hang_storage(supervisor)
-    fifo = supervisor.run_dir.log / "00000002.json"
     record = Record(2, 1, 0.0, CLAIM).encode()
-    with fifo.open("wb") as file:
-        fifo.unlink()
-        file.write(record)
+    (supervisor.run_dir.log / "00000002.json").write_bytes(record)
+    (supervisor.folder / "silent").unlink()
     supervisor.wait(lambda: "storage answers again" in supervisor.printed(), "word of the answer")
     supervisor.run_dir.request("stop").touch()
     assert supervisor.ended()["code"] == ExitCode.STOPPED

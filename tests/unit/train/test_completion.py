@@ -1,7 +1,6 @@
 """A complete run is done if its last checkpoint is valid; unreadable storage proves nothing."""
 
 import contextlib
-import os
 import random
 import shutil
 import threading
@@ -12,11 +11,12 @@ from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.paths import RunDir
-from jaxres.storage import files
+from jaxres.storage import files, local_store
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.train import completion
 from jaxres.train.completion import Completion
 from tests import damage
+from tests.hanging import waiting_opener
 from tests.promises.trainer import ROOT, TINY
 
 GOLDEN = ROOT / "tests" / "golden" / "checkpoint-3"
@@ -104,7 +104,7 @@ def largest(step_dir):
     return max(sizes, key=lambda name: (name.startswith("state/"), sizes[name]))
 
 
-@pytest.mark.parametrize("harm", [damage.flip_bit, damage.delete])
+@pytest.mark.parametrize("harm", [damage.flip_bit, damage.delete, damage.to_pipe])
 @pytest.mark.parametrize("name", [largest(GOLDEN / PATH), "_CHECKPOINT_METADATA", "MANIFEST.json"])
 def test_damage_of_the_last_step_is_named_and_the_run_is_not_complete(run_dir, capsys, name, harm):
     damage.harm(run_dir.root / PATH, name, harm, random.Random(0))
@@ -115,27 +115,27 @@ def test_damage_of_the_last_step_is_named_and_the_run_is_not_complete(run_dir, c
     assert name in printed.err
 
 
-def fails(step_dir):
+def fails(step_dir, monkeypatch):
     """Reading the first page of a process's memory fails with EIO in the kernel."""
     values = step_dir / largest(step_dir)
     values.unlink()
     values.symlink_to("/proc/self/mem")
 
 
-def hangs(step_dir):
-    """Opening a FIFO waits for its writer."""
-    (step_dir / "MANIFEST.json").unlink()
-    os.mkfifo(step_dir / "MANIFEST.json")
+def hangs(step_dir, monkeypatch):
+    waits = waiting_opener(step_dir / "MANIFEST.json", while_there=step_dir / "MANIFEST.json")
+    monkeypatch.setattr(local_store, "open_file", waits)
 
 
 @pytest.mark.parametrize(
     ("outage", "seconds", "named"), [(fails, 600, "Input/output"), (hangs, 0.1, "does not answer")]
 )
 def test_a_last_step_that_cannot_be_read_is_neither_valid_nor_damaged(
-    run_dir, capsys, outage, seconds, named
+    run_dir, capsys, monkeypatch, outage, seconds, named
 ):
-    outage(run_dir.root / PATH)
+    outage(run_dir.root / PATH, monkeypatch)
     with pytest.raises(StorageUnavailable, match=named) as refused:
         completion.check(run_dir, config(f"deadlines.restore_seconds={seconds}"))
     assert "judged damaged" in str(refused.value)
     assert capsys.readouterr() == ("", "")
+    (run_dir.root / PATH / "MANIFEST.json").unlink()  # Nothing waits any longer.
