@@ -67,7 +67,10 @@ class Tensor:
         """
         if self.info.dtype not in TYPE_CODES:
             raise broken(self.file, f"{self.name} is of an unknown type: {self.info}")
-        with storage.typed_errors(self.file), self.file.open("rb") as file:
+        with (
+            storage.typed_errors(self.file),
+            open(self.file, "rb", opener=storage.only_files) as file,
+        ):
             file.seek(self.start)
             data = bytearray(self.size)
             if file.readinto(data) != self.size:
@@ -92,7 +95,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
     """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give a safetensors file, or a folder of them.")
-    with storage.typed_errors(path), path.open("rb") as file:
+    with storage.typed_errors(path), open(path, "rb", opener=storage.only_files) as file:
         size = os.fstat(file.fileno()).st_size
         storage.refuse_lfs_pointer(file.read(len(storage.LFS_POINTER)), path)
         file.seek(0)

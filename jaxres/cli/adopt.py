@@ -211,7 +211,7 @@ def _apply(run_dir: RunDir, plan: RebuildPlan) -> None:
         files.move(run_dir.log / name, run_dir.root / ASIDE / free)
     places = [run_dir.log / name for name, data in plan.write.items() if data == DROPPED]
     files.create_copies(places, DROPPED)
-    for name, data in reversed(plan.write.items()):
+    for name, data in reversed(list(plan.write.items())):
         if data != DROPPED:
             files.create(run_dir.log / name, data)
 

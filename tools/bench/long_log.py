@@ -57,7 +57,7 @@ def lengthen(run_dir: RunDir, records: int, steps: int) -> None:
         for body in (commit, Prune(steps=(step,))):
             seq += 1
             record = Record(seq, start.attempt, time.time(), body)
-            (run_dir.log / file_name(seq)).write_bytes(record.encode())
+            Path(str(run_dir.log), file_name(seq)).write_bytes(record.encode())
     with Path(str(run_dir.metrics(start.attempt))).open("ab") as file:
         data = json.dumps(line.fields()).encode() + b"\n"
         file.writelines(data for _ in range(steps))
@@ -85,7 +85,7 @@ def measure(run_dir: RunDir, repeats: int) -> list[str]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, nargs="+", default=[10, 10_000, 100_000])
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=3)
