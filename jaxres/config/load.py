@@ -34,12 +34,16 @@ COMMAND_LINE = "command line"
 
 
 def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Node, list[Problem]]:
-    """Reads one file as a layer; raises UsageError if it is absent and not named as a base.
+    """Reads one file as a layer.
 
     Args:
       path: the file.
       named_by: the line that names it as a base.
       hint: what may have been meant, if it is absent.
+
+    Raises:
+      UsageError: it is absent and not named as a base.
+      StorageUnavailable: its storage fails, which is no problem of the config.
     """
     try:
         text = _text_of(path, may_be_pipe=not named_by)
@@ -48,7 +52,9 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
         if not named_by:
             raise UsageError(f"{path}: {kind}") from error
         return Node({}, str(path)), [Problem("base", f"{path}: {kind}{hint}", named_by)]
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            files.raise_failure(error, path)
         return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
     node, problems = parse(text, lambda line: f"{path}:{line + 1}")
     if node is None or not isinstance(node.value, dict):

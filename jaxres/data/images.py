@@ -28,6 +28,7 @@ from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import SourceFile
 from jaxres.data.token_folder import TokenFolder
 from jaxres.faults import ConfigError
+from jaxres.storage.files import read
 
 IMAGES = "images"
 """The field `tokenizer` of meta.json."""
@@ -104,8 +105,8 @@ def with_labels(
 def classes_of(folder: Path) -> tuple[str, ...]:
     """Returns the names of the classes of a folder by label; none: they are not known."""
     try:
-        return tuple(json.loads((folder / CLASSES).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return tuple(json.loads(read(folder / CLASSES) or b"[]"))
+    except (ValueError, TypeError):
         return ()
 
 

@@ -19,7 +19,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
-from jaxres.storage.files import fault_of
+from jaxres.storage.files import fault_of, is_folder
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -247,7 +247,8 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
     if not isinstance(section, HuggingfaceTokenizer):
         return BytesTokenizer()
     path = section.path.expanduser()
-    folder, file = (path, path / FILE_NAME) if path.is_dir() else (path.parent, path)
+    with _reading(path):
+        folder, file = (path, path / FILE_NAME) if is_folder(path) else (path.parent, path)
     data = _read(file)
     if data is None:
         raise ConfigError(
@@ -391,9 +392,16 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes | None:
+    with _reading(path):
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
+        yield
     except OSError as error:
         raise fault_of(error)(f"data.tokenizer.path: {path} can't be read: {error}") from error

@@ -98,7 +98,8 @@ def run_worker(
                 run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
             )
             context = dataclasses.replace(context, min_devices=min_devices, platform=platform)
-            session_result = session.run_session(config, context, stack, member=member)
+            with files.untyped_failures():
+                session_result = session.run_session(config, context, stack, member=member)
             result = session_result.result
         except RunError as error:
             at_start = not (is_restart or requests.has_stepped)
@@ -278,6 +279,7 @@ def describe_crash(
     Returns:
       The result of the attempt, and the error message.
     """
+    error = files.untyped_failure(error) or error
     if isinstance(error, RunError):  # Raised before the run, or after it.
         text = faults.format_exit_message(error.exit_code, str(error))
         return AttemptResult(error.exit_code, str(error)), text
