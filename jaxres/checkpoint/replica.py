@@ -199,11 +199,13 @@ class Replica:
             raise replica_files.diverged(self._target)
         self._num_there = len(there)
         for commit in fold(self._records[: self._num_there]).committed:
+            target = (self._target.root / commit.path).absolute()
             try:
-                manifests.read((self._target.root / commit.path).absolute(), commit)
-                self._whole.add(commit.path)
+                manifest, present = manifests.read(target, commit), files.sizes(target)
             except CheckpointDamaged:
                 continue  # It is copied again.
+            if all(present.get(name) == info.size for name, info in manifest.files.items()):
+                self._whole.add(commit.path)
         self._is_open = True
 
     def _refuse_diverged(self) -> None:

@@ -1,0 +1,142 @@
+"""A read that fails once at a restart: exit 74 or a retry, and the same bits; no verdict on it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import AttemptEnded
+from tests import bpe
+from tests.promises.preloaded import FailingReads, built
+from tests.promises.trainer import (
+    MLP,
+    Workspace,
+    assert_bit_exact,
+    run_history,
+    starts,
+)
+from tests.sharing import made_once
+
+QUICK = ("restart.storage_backoff_seconds=0.05", "restart.backoff_seconds=0.05")
+PARTS = 8
+VARIABLE = re.compile(r"[0-9a-f]{12,}|[0-9]+|(?<=/d/)[^/]+")
+"""Parts of a path that are others in each run: digests, numbers, names of TensorStore's files."""
+RUN, CACHES, INPUTS = "RUN", "CACHES", "INPUTS"
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A killed run, a copy of which is continued; where its tests are."""
+
+    root: Path
+    library: str
+    unbroken: RunDir
+
+    def copy(self, to: Path) -> Workspace:
+        """Returns a workspace with copies of the run and of its caches."""
+        for name, copied in (("killed", "run"), ("caches", "caches")):
+            shutil.copytree(self.root / name, to / copied, copy_function=shutil.copy2)
+        return Workspace(to, to / "caches", preload=self.library, more_spares=3)
+
+
+def arguments(inputs: Path) -> tuple[str, ...]:
+    """Returns the overrides of a run that reads a tokenizer and a folder of texts."""
+    return (
+        *MLP,
+        *QUICK,
+        f"data.source={{kind: text, path: {inputs / 'texts'}, include: ['a*.py', 'sub/*.py']}}",
+        f"data.tokenizer={{kind: huggingface, path: {inputs / 'tokenizer'}}}",
+    )
+
+
+@pytest.fixture(scope="session")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    def make(root: Path) -> None:
+        inputs, library = root / "inputs", built("failing", root)
+        assert library == str(root / "failing.so")
+        bpe.train(inputs / "tokenizer")
+        for number, path in enumerate(bpe.SOURCES[:12]):
+            to = inputs / "texts" / ("sub" if number % 2 else ".") / f"a{path.name}"
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, to)
+        workspace = Workspace(root, root / "caches")
+        workspace.finish("unbroken", *arguments(inputs))
+        trainer = workspace.start("killed", *arguments(inputs))
+        trainer.wait_commit(60)
+        trainer.wait_compiled_steps_stored()
+        trainer.kill()
+        assert trainer.wait_exit() == -9, trainer.printed()
+        workspace.end_all()
+
+    root = made_once(tmp_path_factory, "interrupted-reads", make)
+    return Interrupted(root, str(root / "failing.so"), RunDir(root / "unbroken"))
+
+
+def continue_with_a_failed_read(
+    interrupted: Interrupted, root: Path, call: str = "*", number: int = 0
+) -> list[str]:
+    """Continues the run, of which one read fails; asserts that it ends as an unbroken one.
+
+    Args:
+      interrupted: the run.
+      root: folder of the copy.
+      call: pattern of the call that fails, with RUN, CACHES and INPUTS for the folders.
+      number: which of these; 0: none fails.
+
+    Returns:
+      The calls of the copy's processes that match, with the same names.
+    """
+    workspace = interrupted.copy(root)
+    run_dir, inputs = workspace.run_dir("run"), interrupted.root / "inputs"
+    assert isinstance(run_dir.root, Path)
+    folders = {RUN: run_dir.root, CACHES: workspace.caches, INPUTS: inputs}
+    pattern = re.sub("|".join(folders), lambda match: str(folders[match[0]]), call)
+    library = interrupted.library
+    reads = FailingReads.of(
+        *folders.values(), library=library, root=root, call=pattern, number=number
+    )
+    newest, corpora = run_history(run_dir).step, corpora_of(workspace.caches)
+    own = arguments(inputs)
+    trainer = workspace.launch("run", *own, hosts=1, restart=True, env=reads.env)
+    code, printed = trainer.wait_exit(), trainer.printed()
+    failed = reads.failed()
+    assert len(failed) == (number > 0), f"not injected: {call} {number}\n{printed}"
+    where = f"{failed}\n{printed}"
+    assert code in (ExitCode.DONE, ExitCode.STORAGE), f"exit {code} after {where}"
+    assert "Traceback" not in printed, where
+    assert "damaged" not in printed.replace("Nothing was judged damaged", ""), where
+    if code == ExitCode.STORAGE:  # Before the loop, or too late for it: the same command again.
+        none = {**reads.env, "JAXRES_TEST_FAIL_NUMBER": "0"}
+        trainer = workspace.launch("run", *own, hosts=1, restart=True, env=none)
+        assert trainer.wait_exit() == 0, f"{trainer.printed()} after {where}"
+    ends = [record.body for record in run_log.read_records(run_dir.log)]
+    codes = [int(end.exit) for end in ends if isinstance(end, AttemptEnded)]
+    assert set(codes) <= {ExitCode.DONE, ExitCode.STORAGE}, f"{codes} after {where}"
+    assert run_history(run_dir).quarantined == (), where
+    assert starts(run_dir)[:2] == [0, newest], f"it resumed from another step after {where}"
+    assert corpora_of(workspace.caches) == corpora, f"a cached corpus was given up after {where}"
+    assert_bit_exact(run_dir, interrupted.unbroken)
+    workspace.end_all()
+    names = {str(path): name for name, path in folders.items()}
+    paths = "|".join(map(re.escape, names))
+    return [re.sub(paths, lambda match: names[match[0]], line) for line in reads.seen()]
+
+
+def corpora_of(caches: Path) -> dict[str, int]:
+    """Returns the cached corpora and the inodes of their tokens."""
+    folders = (caches / "corpora").iterdir()
+    return {path.name: (path / "tokens.bin").stat().st_ino for path in folders}
+
+
+def places_of(calls: Sequence[str]) -> Counter[str]:
+    """Returns how often each place is read; a place is a pattern for `continue_with_...`."""
+    return Counter(VARIABLE.sub("*", call.replace("[", "?")) for call in calls)
