@@ -14,7 +14,7 @@ from flax import nnx
 from orbax.checkpoint import v1
 
 from jaxres.checkpoint.orbax_weights import from_orbax
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 
@@ -128,6 +128,18 @@ def _chunks(saved, name):
     """Paths of the chunks of an array that is a folder of its own."""
     described = (".zarray", "zarr.json")
     return [path for path in (saved / name).rglob("*") if path.name not in described]
+
+
+@pytest.mark.parametrize("is_read_later", [False, True])
+def test_storage_that_fails_is_no_damage(tmp_path, is_read_later):
+    """Reading the first page of a process's memory fails with EIO in the kernel."""
+    saved = _folders(tmp_path / "saved")
+    chunk = _chunks(saved, "opt_state.mu")[0]
+    path = chunk if is_read_later else saved / "opt_state.mu" / ".zarray"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+    with pytest.raises(StorageUnavailable, match="opt_state/mu could not be read"):
+        from_orbax(saved).read("opt_state/mu")
 
 
 def _without_chunks(saved):
