@@ -199,13 +199,11 @@ class Replica:
             raise replica_files.diverged(self._target)
         self._num_there = len(there)
         for commit in fold(self._records[: self._num_there]).committed:
-            target = (self._target.root / commit.path).absolute()
             try:
-                manifest, present = manifests.read(target, commit), files.sizes(target)
+                manifests.read((self._target.root / commit.path).absolute(), commit)
+                self._whole.add(commit.path)
             except CheckpointDamaged:
                 continue  # It is copied again.
-            if all(present.get(name) == info.size for name, info in manifest.files.items()):
-                self._whole.add(commit.path)
         self._is_open = True
 
     def _refuse_diverged(self) -> None:

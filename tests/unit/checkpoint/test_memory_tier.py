@@ -18,6 +18,7 @@ from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
+from jaxres.runlog.events import Noted
 from jaxres.runlog.records import Record, Start
 from jaxres.storage import memory_folder
 from tests.unit.runlog.example_records import CLAIM
@@ -154,6 +155,7 @@ def test_memory_that_can_not_be_read_once_is_not_damaged(harness, monkeypatch):
         patch.setattr(os, "preadv", fails)
         tier = harness.tier()
         assert harness.restore(tier) is None
+    assert isinstance(harness.events[-1], Noted), harness.events[-1]
     assert "can't be read from host memory" in harness.events[-1].message
     tier.begin(2, step=0)
     keep(tier, 10)
