@@ -26,7 +26,7 @@ from jaxres.config.schema import RunConfig
 from jaxres.config.schema_fields import ROOT, FieldSpec
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
-from jaxres.faults import UsageError
+from jaxres.faults import StorageRefused, UsageError
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 
@@ -43,7 +43,7 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
 
     Raises:
       UsageError: it is absent and not named as a base.
-      StorageUnavailable: its storage fails, which is no problem of the config.
+      StorageUnavailable, StorageRefused: its storage fails or denies access.
     """
     try:
         text = _text_of(path, may_be_pipe=not named_by)
@@ -53,8 +53,11 @@ def read_file(path: RunPath, *, named_by: str = "", hint: str = "") -> tuple[Nod
             raise UsageError(f"{path}: {kind}") from error
         return Node({}, str(path)), [Problem("base", f"{path}: {kind}{hint}", named_by)]
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and files.is_failure(error.errno or 0):
             files.raise_failure(error, path)
+            raise StorageRefused(
+                f"{path}: can't be read ({error.strerror}). Change its permissions."
+            ) from error
         return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
     node, problems = parse(text, lambda line: f"{path}:{line + 1}")
     if node is None or not isinstance(node.value, dict):

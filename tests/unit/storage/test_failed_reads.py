@@ -14,6 +14,7 @@ import pytest
 
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
+from jaxres import faults
 from jaxres.checkpoint import safetensors
 from jaxres.cli import scrub
 from jaxres.clock import SystemClock
@@ -175,13 +176,21 @@ def test_every_error_of_a_failing_disk_or_mount_is_temporary(
         call()
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EACCES])
-def test_other_errors_of_a_config_are_problems_of_the_config(
-    tmp_path: Path, fail: Callable[..., None], number: int
+@pytest.mark.parametrize(
+    ("number", "at_start", "wanted"),
+    [
+        (errno.EACCES, True, ConfigError),
+        (errno.EACCES, False, StorageUnavailable),
+        (errno.EINVAL, True, ConfigError),
+        (errno.EINVAL, False, ConfigError),
+    ],
+)
+def test_a_denied_config_is_an_outage_at_a_restart_and_other_errors_are_its_problems(
+    tmp_path: Path, fail: Callable[..., None], number: int, at_start: bool, wanted: type[Exception]
 ) -> None:
     path, call = config(tmp_path)
     fail(path, number)
-    with pytest.raises(ConfigError, match="can't be read"):
+    with pytest.raises(wanted, match="can't be read"), faults.refusals(at_start=at_start):
         call()
 
 
