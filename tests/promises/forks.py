@@ -42,7 +42,7 @@ Process = Forked | subprocess.Popen[bytes]
 class TestForkServer:
     """Fork server process; it exits with this process. `env` is set for it and its children."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, env: dict[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.base = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         arguments = [sys.executable, "-m", "tests.promises.fork_server", str(theirs.fileno()), ROOM]
