@@ -131,10 +131,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_bug(args: Sequence[str], error: Exception) -> int:
     from jaxres.config.errors import one_line
+    from jaxres.storage import files
     from jaxres.train.oom_advice import is_oom
 
     if os.environ.get(TRACEBACK):
         traceback.print_exc()
+    if (failure := files.untyped_failure(error)) is not None:
+        stdio.eprint(faults.format_exit_message(failure.exit_code, str(failure)))
+        return failure.exit_code
     if is_oom(error):
         text = one_line(f"jaxres {args[0]}: not enough memory; ask for less at once ({error})")
         stdio.eprint(faults.format_exit_message(ExitCode.OUT_OF_MEMORY, text))

@@ -268,6 +268,7 @@ ALL: tuple[Fault, ...] = (
         "checkpoint/checkpointer.py",
         "training continues, the last good checkpoint stays, the next save tries again; the run "
         "ends after checkpoint.max_failed_saves in a row, or if the last step can't be committed; "
+        "a read that fails, whatever is read, is no proof of damage and no error of the config; "
         "refused access counts the same, except at a start (bad_config)",
         exit=ExitCode.STORAGE,
         state_is_good=True,

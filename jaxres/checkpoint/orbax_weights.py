@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint.manifest import is_storage_fault
 from jaxres.checkpoint.tensorstore_reader import kvstore
 from jaxres.checkpoint.weights_source import Weights
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 
@@ -85,10 +86,13 @@ def from_orbax(place: RunPath) -> Weights:
 
 @contextlib.contextmanager
 def _named(folder: RunPath, name: str) -> Iterator[None]:
-    """Names the array in errors of TensorStore, which are a ConfigError."""
+    """Names the array in errors of TensorStore, which are a ConfigError unless storage fails."""
     try:
         yield
     except (ValueError, OSError) as error:
+        if is_storage_fault(error):
+            kind = StorageRefused if "PERMISSION_DENIED" in str(error) else StorageUnavailable
+            raise kind(f"{folder}: {name} could not be read ({error})") from error
         raise ConfigError(
             f"{folder}: {name} can't be read ({error}). Copy the checkpoint again, or give another "
             "step."

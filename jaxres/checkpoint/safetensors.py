@@ -93,8 +93,10 @@ def open_file(path: Path) -> dict[str, Tensor]:
       ConfigError: the file does not exist, or is not a valid safetensors file.
       StorageUnavailable: storage could not be read.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file. Give a safetensors file, or a folder of them.")
+    with storage.typed_errors(path):
+        if not storage.is_file(path):
+            what = "no such file. Give a safetensors file, or a folder of them."
+            raise ConfigError(f"{path}: {what}")
     with storage.typed_errors(path), open(path, "rb", opener=storage.only_files) as file:
         size = os.fstat(file.fileno()).st_size
         storage.refuse_lfs_pointer(file.read(len(storage.LFS_POINTER)), path)
@@ -156,7 +158,7 @@ def open_path(path: Path) -> dict[str, Tensor]:
       ConfigError: the path does not exist, or a file is damaged or missing.
       StorageUnavailable: storage could not be read.
     """
-    if not path.is_dir():
+    if not storage.is_dir(path):
         return open_file(path)
     index = storage.read(path / INDEX)
     if index is not None:

@@ -86,7 +86,7 @@ def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
 
 
 def _model_of(place: Path) -> GptModel:
-    folder = place if place.is_dir() else place.parent
+    folder = place if files.is_dir(place) else place.parent
     data = files.read(folder / "config.json")
     if data is None:
         raise ConfigError(f"{folder}: no config.json here that describes the model.")

@@ -122,7 +122,7 @@ def from_safetensors(place: Path) -> Weights:
       StorageUnavailable: storage could not be read.
     """
     stored = safetensors.open_path(place)
-    folder = place if place.is_dir() else place.parent
+    folder = place if files.is_dir(place) else place.parent
     about = read_about(folder)
     sums: Mapping[str, str] = about["tensors"] if about else {}
     if about and sums.keys() != stored.keys():

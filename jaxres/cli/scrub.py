@@ -21,6 +21,7 @@ from jaxres.faults import Fenced, RunError
 from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, RunHistory
+from jaxres.storage import files
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import processes, worker_group
 from jaxres.telemetry import stdio
@@ -42,14 +43,15 @@ def main(arguments: list[str], *, clock: Clock) -> int:
     os.nice(NICE)
     limit = BandwidthLimit(options.max_mb_per_second * 1e6, clock=clock)
     try:
-        check_step(
-            RunDir(options.run_dir),
-            options.path,
-            supervisor=options.parent,
-            replica=options.replica,
-            limit=limit,
-            clock=clock,
-        )
+        with files.untyped_failures():
+            check_step(
+                RunDir(options.run_dir),
+                options.path,
+                supervisor=options.parent,
+                replica=options.replica,
+                limit=limit,
+                clock=clock,
+            )
     except RunError as end:
         error = faults.by_phase(end, at_start=False)
         stdio.eprint(f"checkpoint.scrub: {error}\n")

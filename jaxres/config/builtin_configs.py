@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from jaxres.config.errors import did_you_mean, one_line, shorten
 from jaxres.faults import ConfigError, UsageError
+from jaxres.storage import files
 
 FOLDER = Path(__file__).parent / "builtin"
 SUFFIX = ".yaml"
@@ -33,7 +33,7 @@ def find_base(name: str, folder: Path) -> Path:
     """
     path, builtin = folder / name, FOLDER / f"{name}{SUFFIX}"
     is_name = name in names() or (name.startswith("gce/") and ".." not in name)
-    return builtin if is_name and not os.path.lexists(path) and builtin.exists() else path
+    return builtin if is_name and not files.name_exists(path) and builtin.exists() else path
 
 
 def find(target: Path) -> Path:
@@ -47,7 +47,7 @@ def find(target: Path) -> Path:
       UsageError: an absent file with the file name of a built-in config, such as
         `configs/quickstart.yaml` where there is no checkout.
     """
-    if os.path.lexists(target):
+    if files.name_exists(target):
         return target
     known = names()
     if str(target) in known:

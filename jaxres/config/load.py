@@ -26,7 +26,7 @@ from jaxres.config.schema import RunConfig
 from jaxres.config.schema_fields import ROOT, FieldSpec
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
-from jaxres.faults import UsageError
+from jaxres.faults import StorageRefused, UsageError
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -36,13 +36,17 @@ COMMAND_LINE = "command line"
 def read_file(
     path: RunPath, *, named_by: str = "", hint: str = "", is_given: bool = False
 ) -> tuple[Node, list[Problem]]:
-    """Reads one file as a layer; raises UsageError if it is absent and not named as a base.
+    """Reads one file as a layer.
 
     Args:
       path: the file.
       named_by: the line that names it as a base.
       hint: what may have been meant, if it is absent.
       is_given: on the command line, where it may be a shell's `<(COMMAND)`: a pipe.
+
+    Raises:
+      UsageError: it is absent and not named as a base.
+      StorageUnavailable, StorageRefused: its storage fails or denies access.
     """
     try:
         if is_given and isinstance(path, Path) and path.is_fifo():
@@ -54,7 +58,12 @@ def read_file(
         if not named_by:
             raise UsageError(f"{path}: {kind}") from error
         return Node({}, str(path)), [Problem("base", f"{path}: {kind}{hint}", named_by)]
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and files.is_failure(error.errno or 0):
+            files.raise_failure(error, path)
+            raise StorageRefused(
+                f"{path}: can't be read ({error.strerror}). Change its permissions."
+            ) from error
         return Node({}, str(path)), [Problem("", f"can't be read: {error}", named_by or str(path))]
     node, problems = parse(text, lambda line: f"{path}:{line + 1}")
     if node is None or not isinstance(node.value, dict):

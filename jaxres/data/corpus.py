@@ -52,7 +52,7 @@ from jaxres.storage.checksummed_json import (
     decode_checksummed,
     encode_checksummed,
 )
-from jaxres.storage.files import fault_of, read_whole, sync_dir
+from jaxres.storage.files import exists, fault_of, read_whole, sync_dir
 
 LEFTOVER_SECONDS = 7 * 24 * 3600.0
 """Age at which the folder of a killed build, which another start could continue, is removed."""
@@ -157,7 +157,7 @@ def open_corpus(
     """
     clock, corpora = clock or SystemClock(), corpus.entry.parent
     _remove_leftovers(corpora, clock)
-    if corpus.entry.exists():
+    if exists(corpus.entry):
         try:
             return _as_cached(open_cached(corpus), corpus.entry)
         except TokensDamaged as error:
@@ -228,7 +228,7 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
     building, lock = _lock(entry, progress, clock)
     try:
         with contextlib.suppress(TokensDamaged):
-            if entry.exists():
+            if exists(entry):
                 return open_cached(corpus)
         try:
             _tokenise(corpus, building, progress, clock)

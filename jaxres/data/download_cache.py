@@ -247,7 +247,7 @@ def _key(remote: GcsPath, objects: Mapping[str, gcs_objects.Stat]) -> str:
 
 def _is_complete(entry: Path, objects: Mapping[str, gcs_objects.Stat]) -> bool:
     """Returns whether a complete copy exists; removes a copy with truncated files."""
-    if not entry.is_dir():
+    if not files.is_folder(entry):
         return False
     try:
         if all((entry / name).stat().st_size == stat.size for name, stat in objects.items()):

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from jaxres.faults import ConfigError, RunError
-from jaxres.storage.files import fault_of
+from jaxres.storage.files import fault_of, is_folder, name_exists, raise_failure, status_of
 
 WILD = frozenset("*?[")
 
@@ -92,7 +92,7 @@ class FolderTree:
     def _named(self, folder: Path, pattern: str) -> list[Entry]:
         if not WILD & set(pattern):  # The folder may have many other names.
             path = folder / pattern
-            return [_entry(path, is_link=path.is_symlink())] if os.path.lexists(path) else []
+            return [_entry(path, is_link=path.is_symlink())] if name_exists(path) else []
         entries = self._entries(folder)
         return [entry for entry in entries if fnmatchcase(entry.path.name, pattern)]
 
@@ -136,6 +136,7 @@ class FolderTree:
             except OSError as error:
                 if not self._skip:
                     raise unreadable(folder, error) from error
+                raise_failure(error, folder)  # It is not left out for a moment only.
                 names = []
             self._listed[folder] = tuple(
                 _entry(folder / name, is_link=True)
@@ -190,8 +191,8 @@ def unreadable(path: Path, reason: OSError | str) -> RunError:
 
 def _entry(path: Path, *, is_link: bool) -> Entry:
     try:
-        is_dir = path.is_dir()
-        return Entry(path, is_dir, is_link, is_dangling=is_link and not path.exists())
+        is_dangling = is_link and status_of(path) is None
+        return Entry(path, is_folder(path), is_link, is_dangling=is_dangling)
     except OSError as error:
         raise unreadable(path, error) from error
 

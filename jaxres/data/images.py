@@ -28,7 +28,7 @@ from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import SourceFile
 from jaxres.data.token_folder import TokenFolder
 from jaxres.faults import ConfigError
-from jaxres.storage.files import read_whole
+from jaxres.storage.files import read
 
 IMAGES = "images"
 """The field `tokenizer` of meta.json."""
@@ -105,8 +105,8 @@ def with_labels(
 def classes_of(folder: Path) -> tuple[str, ...]:
     """Returns the names of the classes of a folder by label; none: they are not known."""
     try:
-        return tuple(json.loads(read_whole(folder / CLASSES)))
-    except (OSError, ValueError, TypeError):
+        return tuple(json.loads(read(folder / CLASSES) or b"[]"))
+    except (ValueError, TypeError):
         return ()
 
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import stat
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
 from jaxres.faults import ConfigError
-from jaxres.storage.files import read_whole, refuse_lfs_pointer
+from jaxres.storage.files import exists, is_folder, read_whole, refuse_lfs_pointer, status_of
 from jaxres.storage.path import SCHEME, RunPath, parse_path, require_inside
 
 STDLIB = "{stdlib}"
@@ -69,7 +70,7 @@ def token_folder_of(source: Source) -> RunPath | None:
     if source.path.startswith(SCHEME):
         return parse_path(source.path)
     folder = Path(source.path)
-    return folder if (folder.expanduser() / "meta.json").exists() else None
+    return folder if exists(folder.expanduser() / "meta.json") else None
 
 
 @dataclass(frozen=True)
@@ -224,15 +225,16 @@ def _check_saved_state(state: Mapping[str, Any], where: str) -> None:
 def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
     """Splits the path into an existing folder and the patterns to match below it."""
     path = Path(given.replace(STDLIB, str(_stdlib()))).expanduser()
-    if path.is_dir():
-        return path.resolve(), include
-    if path.exists():
-        return path.parent.resolve(), (_escape(path.name),)
-    wild = [i for i, part in enumerate(path.parts) if WILD & set(part)]
-    if wild:
-        root = Path(*path.parts[: wild[0]])
-        if root.is_dir():
+    try:
+        if is_folder(path):
+            return path.resolve(), include
+        if status_of(path) is not None:
+            return path.parent.resolve(), (_escape(path.name),)
+        wild = [i for i, part in enumerate(path.parts) if WILD & set(part)]
+        if wild and is_folder(root := Path(*path.parts[: wild[0]])):
             return root.resolve(), (str(PurePath(*path.parts[wild[0] :])),)
+    except OSError as error:
+        raise unreadable(path, error) from error
     raise ConfigError(
         f"data.source.path: {given} does not exist ({path.absolute()}). If the data have "
         "moved, give the new path: a run resumes with it if the content is the same."
@@ -258,11 +260,11 @@ def _is_foreign(path: Path, stdlib: Path) -> bool:
 def _list_file(files: dict[str, SourceFile], name: str, path: Path, *, skip_dangling: bool) -> None:
     """Adds a regular file; ignores folders and devices; raises if the path can't be read."""
     try:
-        if path.is_file():
-            status = path.stat()
+        status = status_of(path)
+        if status is not None and stat.S_ISREG(status.st_mode):
             files[name] = SourceFile(name, path, status.st_size, status.st_mtime_ns)
             return
-        dangling = path.is_symlink() and not path.exists()
+        dangling = status is None and path.is_symlink()
     except OSError as error:
         raise unreadable(path, error) from error
     if dangling and not skip_dangling:

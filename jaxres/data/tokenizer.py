@@ -20,7 +20,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
-from jaxres.storage.files import fault_of, read_whole, refuse_lfs_pointer
+from jaxres.storage.files import fault_of, is_folder, read_whole, refuse_lfs_pointer
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -271,7 +271,8 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
     if not isinstance(section, HuggingfaceTokenizer):
         return BytesTokenizer()
     path = section.path.expanduser()
-    folder, file = (path, path / FILE_NAME) if path.is_dir() else (path.parent, path)
+    with _reading(path):
+        folder, file = (path, path / FILE_NAME) if is_folder(path) else (path.parent, path)
     data = _read(file)
     if data is None:
         raise ConfigError(
@@ -447,11 +448,18 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes | None:
-    try:
-        data = read_whole(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise fault_of(error)(f"data.tokenizer.path: {path} can't be read: {error}") from error
+    with _reading(path):
+        try:
+            data = read_whole(path)
+        except FileNotFoundError:
+            return None
     refuse_lfs_pointer(data, f"data.tokenizer.path: {path}")
     return data
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise fault_of(error)(f"data.tokenizer.path: {path} can't be read: {error}") from error

@@ -19,10 +19,17 @@ from jaxres.storage.local_store import NO_FILE as NO_FILE
 from jaxres.storage.local_store import LocalStore
 from jaxres.storage.local_store import fault_of as fault_of
 from jaxres.storage.local_store import is_failure as is_failure
+from jaxres.storage.local_store import is_file as is_file
+from jaxres.storage.local_store import is_folder as is_folder
 from jaxres.storage.local_store import make_private_dir as make_private_dir
+from jaxres.storage.local_store import name_exists as name_exists
 from jaxres.storage.local_store import only_files as only_files
 from jaxres.storage.local_store import open_file as open_file
+from jaxres.storage.local_store import raise_failure as raise_failure
+from jaxres.storage.local_store import status_of as status_of
 from jaxres.storage.local_store import typed_errors as typed_errors
+from jaxres.storage.local_store import untyped_failure as untyped_failure
+from jaxres.storage.local_store import untyped_failures as untyped_failures
 from jaxres.storage.path import RunPath, is_remote
 
 TransferCorrupted = gcs_objects.TransferCorrupted

@@ -34,6 +34,7 @@ _OF_MOUNTS = {
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
 }
 """Errors of a mount whose server, or whose process (FUSE), is away or has dropped this client."""
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _FAILING = _OF_DISKS | _OF_MOUNTS | _EXHAUSTED
 _TRASH = re.compile(r"\..+\.[0-9a-f]{12}\.trash")
@@ -54,11 +55,7 @@ def typed_errors(path: RunPath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
-            raise StorageUnavailable(
-                f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
-                "Free some space there, or move the run directory, then rerun the same command."
-            ) from error
+        raise_failure(error, path)
         if error.errno == NO_FILE:
             raise ConfigError(
                 f"{path}: can't be used ({error.strerror}). Remove it, and restore the file that "
@@ -74,12 +71,105 @@ def typed_errors(path: RunPath) -> Iterator[None]:
                 f"{path}: its folder is gone. Was the run directory moved, deleted or unmounted? "
                 "Restore it, then rerun the same command."
             ) from error
-        if error.errno in _FAILING:
-            raise StorageUnavailable(
-                f"{path}: storage failed ({error.strerror}). Nothing was judged damaged; "
-                "rerun the same command when storage works again."
-            ) from error
         raise
+
+
+def failure(error: OSError, path: RunPath | str) -> StorageUnavailable | None:
+    """Returns the fault of an OSError if a disk or a mount fails or is full; None: neither is so.
+
+    Such an error is temporary, whatever was read: it is no proof of damage, of a wrong config or
+    that a file does not exist.
+    """
+    if error.errno in FULL:
+        return StorageUnavailable(
+            f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
+            "Free some space there, or move the run directory, then rerun the same command."
+        )
+    if error.errno in _FAILING:
+        return StorageUnavailable(
+            f"{path}: storage failed ({error.strerror}). Nothing was judged damaged; "
+            "rerun the same command when storage works again."
+        )
+    return None
+
+
+def raise_failure(error: OSError, path: RunPath | str) -> None:
+    """Raises StorageUnavailable if an OSError means that a disk or a mount fails, or is full."""
+    if (found := failure(error, path)) is not None:
+        raise found from error
+
+
+def untyped_failure(error: BaseException) -> StorageUnavailable | None:
+    """Returns the fault of an error that nothing has typed; None: it is not of storage.
+
+    An error of a connection is none of storage: that of a file has the file's name, or a number
+    that only disks and mounts have.
+
+    >>> untyped_failure(OSError(errno.EIO, "Input/output error", "/mnt/a"))
+    StorageUnavailable('/mnt/a: storage failed (Input/output error). Nothing was judged damaged; \
+rerun the same command when storage works again.')
+    >>> untyped_failure(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"))
+    """
+    if not isinstance(error, OSError):
+        return None
+    if error.filename is None and error.errno not in FULL | _OF_DISKS | {errno.ESTALE}:
+        return None
+    return failure(error, error.filename or "a file")
+
+
+@contextlib.contextmanager
+def untyped_failures() -> Iterator[None]:
+    """Raises the `untyped_failure` of an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        if (found := untyped_failure(error)) is not None:
+            raise found from error
+        raise
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Returns the status of what is at a path; None: nothing is.
+
+    Raises every other OSError. Path.exists, is_file and is_dir do not do so on every version of
+    Python, and os.path.exists and lexists on none: what a failing disk does not show is then
+    taken for absent.
+    """
+    try:
+        return os.stat(path)
+    except ValueError:  # No path has such a name.
+        return None
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise
+
+
+def is_file(path: Path) -> bool:
+    """Returns whether a file is at `path`; raises OSError as `status_of` does."""
+    found = status_of(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Returns whether a folder is at `path`; raises OSError as `status_of` does."""
+    found = status_of(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def name_exists(path: Path) -> bool:
+    """Returns whether there is such a name, be it a link to nothing.
+
+    Raises StorageUnavailable if storage fails; any other error means that there is none.
+    """
+    try:
+        os.lstat(path)
+    except ValueError:
+        return False
+    except OSError as error:
+        raise_failure(error, path)
+        return False
+    return True
 
 
 def _culprit(path: RunPath, error: OSError) -> RunPath:
@@ -163,7 +253,7 @@ class LocalStore:
     def exists(self, path: Path) -> bool:
         """Returns whether a file or a folder is at `path`."""
         with typed_errors(path):
-            return path.exists()
+            return status_of(path) is not None
 
     def file_exists(self, path: Path) -> bool:
         """Returns whether something is at `path`: a request file may also be a folder here."""
@@ -172,7 +262,7 @@ class LocalStore:
     def is_dir(self, path: Path) -> bool:
         """Returns whether a folder is at `path`."""
         with typed_errors(path):
-            return path.is_dir()
+            return is_folder(path)
 
     def create(self, path: Path, data: bytes, *, mode: int = 0o666) -> bool:
         """Writes `data` unless `path` exists: write, fsync, link. The sequence works on NFS."""
@@ -187,8 +277,8 @@ class LocalStore:
                     if not os.path.samestat(own_stat, path.stat()):
                         return False
             except FileNotFoundError:
-                if path.exists():  # The winning process has deleted the temporary file.
-                    return False
+                if status_of(path) is not None:
+                    return False  # The winning process has deleted the temporary file.
                 raise
             finally:
                 temporary.unlink(missing_ok=True)
@@ -257,7 +347,7 @@ class LocalStore:
     def make_dir(self, folder: Path) -> None:
         """Creates `folder` and its parents, durably."""
         with typed_errors(folder):
-            new = [path for path in (folder, *folder.parents) if not path.exists()]
+            new = [path for path in (folder, *folder.parents) if status_of(path) is None]
             for path in new:
                 if path.is_symlink():  # Its disk is not mounted: mkdir would raise EEXIST.
                     raise FileNotFoundError(errno.ENOENT, "link to nothing", str(path))
@@ -323,7 +413,7 @@ class LocalStore:
         Links are followed; a link to nothing is left out, like a file that is missing.
         """
         sizes: dict[str, int] = {}
-        onerror = _raise if folder.exists() else None
+        onerror = _raise if status_of(folder) is not None else None
         for root, _, files in os.walk(folder, onerror=onerror, followlinks=True):
             for name in files:
                 path = Path(root, name)

@@ -127,7 +127,7 @@ def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> 
     signals.forget_stops()
     try:
         signals.raise_on_stop()
-        with faults.refusals(at_start=at_start):
+        with faults.refusals(at_start=at_start), files.untyped_failures():
             return command()
     except Exception as error:
         end = signals.raised_stop() or error

@@ -33,6 +33,7 @@ from jaxres.runlog.supervisor_events import (
     StartRefused,
     SupervisionEnded,
 )
+from jaxres.storage import files
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
     attempt_runner,
@@ -268,7 +269,8 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
     assert slots is not None, without
     run.slots, run.claim = slots, None
     try:
-        return _claim_and_run(run, slots)
+        with files.untyped_failures():
+            return _claim_and_run(run, slots)
     except RunError as refused:
         error = faults.by_phase(refused, at_start=not run.outcomes)
         return AttemptResult(

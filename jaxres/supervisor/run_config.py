@@ -100,7 +100,7 @@ def recorded_root(path: RunPath) -> RunPath:
 
 def _is_folder(target: Path) -> bool:
     with files.typed_errors(target):  # A name may be too long.
-        return target.is_dir()
+        return files.is_folder(target)
 
 
 def _record(run_dir: RunDir, attempt: int) -> RunPath:

@@ -99,7 +99,8 @@ def run_worker(
                 run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
             )
             context = dataclasses.replace(context, min_devices=min_devices, platform=platform)
-            session_result = session.run_session(config, context, stack, member=member)
+            with files.untyped_failures():
+                session_result = session.run_session(config, context, stack, member=member)
             result = session_result.result
         except RunError as error:
             at_start = not (is_restart or requests.has_stepped)
@@ -193,14 +194,14 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     run_dir = RunDir(options.run_dir)
     member = HostRank(options.host, options.num_hosts, options.coordinator)
-    terminal = None if member.is_alone else _redirect_output(run_dir, options.attempt, member)
-    install_crash_handlers(
+    exit_on_crash(  # First of all: storage may fail at the first access.
         run_dir,
         options.attempt,
         member,
-        stacks=open_stacks(run_dir, options.attempt, member),
         record=lambda result: write_now(options.status_fd, exit_message(result)),
     )
+    terminal = None if member.is_alone else _redirect_output(run_dir, options.attempt, member)
+    dump_stacks_on_signals(open_stacks(run_dir, options.attempt, member))
     records = run_log.read_records(run_dir.log)
     claim = run_log.claim_of(records, attempt=options.attempt, folder=run_dir.log)
     log = RunLog.of_attempt(run_dir.log, records, attempt=options.attempt, clock=SystemClock())
@@ -285,6 +286,7 @@ def describe_crash(
     Returns:
       The result of the attempt, and the error message.
     """
+    error = files.untyped_failure(error) or error
     if isinstance(error, RunError):  # Raised before the run, or after it.
         text = faults.format_exit_message(error.exit_code, str(error))
         return AttemptResult(error.exit_code, str(error)), text
@@ -300,27 +302,12 @@ def describe_crash(
     return AttemptResult(ExitCode.BUG, f"{reason} (traceback: {path})"), text
 
 
-def install_crash_handlers(
-    run_dir: RunDir,
-    attempt: int,
-    member: HostRank,
-    *,
-    stacks: IO[str],
-    record: Callable[[AttemptResult], object],
-) -> None:
-    """Installs handlers that write stacks and tracebacks into the attempt's folder.
+def dump_stacks_on_signals(stacks: IO[str]) -> None:
+    """Installs what writes the stacks of all threads on a signal of the supervisor.
 
-    On SIGUSR1 a thread that holds the GIL dumps the stacks of all threads: a C handler reads data
-    that other threads change, and has crashed a healthy run. If no thread gets the GIL any more,
-    the supervisor sends SIGABRT, which the C handler handles. An uncaught exception exits the
-    process at once: an ordinary exit may wait minutes for other threads and hosts.
-
-    Args:
-      run_dir: the run directory.
-      attempt: number of the attempt.
-      member: rank of this host.
-      stacks: file for the stacks.
-      record: receives the result of an uncaught exception.
+    On SIGUSR1 a thread that holds the GIL dumps them: a C handler reads data that other threads
+    change, and has crashed a healthy run. If no thread gets the GIL any more, the supervisor sends
+    SIGABRT, which the C handler handles.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # In every thread that follows.
     spawn_thread(
@@ -329,6 +316,26 @@ def install_crash_handlers(
         daemon=True,
         blocks_signals=False,
     )
+
+
+def exit_on_crash(
+    run_dir: RunDir,
+    attempt: int,
+    member: HostRank,
+    *,
+    record: Callable[[AttemptResult], object],
+) -> None:
+    """Installs a handler that exits at once after an uncaught exception, with its exit code.
+
+    An ordinary exit may wait minutes for other threads and hosts. The traceback of a bug is written
+    into the attempt's folder.
+
+    Args:
+      run_dir: the run directory.
+      attempt: number of the attempt.
+      member: rank of this host.
+      record: receives the result.
+    """
 
     def exit_with_error(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None

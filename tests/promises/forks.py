@@ -40,11 +40,11 @@ Process = Forked | subprocess.Popen[bytes]
 
 
 class TestForkServer:
-    """Fork server process; it exits with this process."""
+    """Fork server process; it exits with this process. `env` is set for it and its children."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: dict[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.base = os.environ | {"PYTHONUNBUFFERED": "1"}
+        self.base = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         arguments = [sys.executable, "-m", "tests.promises.fork_server", str(theirs.fileno()), ROOM]
         with theirs:
             self.process = subprocess.Popen(
@@ -107,21 +107,25 @@ def _adopting() -> Iterator[None]:
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
 
-_servers: list[TestForkServer] = []
+_servers: dict[str, TestForkServer] = {}
 
 
-def server() -> TestForkServer:
-    """Returns the fork server of this test process; starts it on the first call."""
-    if not _servers or _servers[0].process.poll() is not None:
-        _servers[:] = [TestForkServer()]
-        atexit.register(_servers[0].close)
-    return _servers[0]
+def server(preload: str = "") -> TestForkServer:
+    """Returns the fork server of this test process; starts it on the first call.
+
+    `preload`: a library that it and its children load, which has a server of its own.
+    """
+    found = _servers.get(preload)
+    if found is None or found.process.poll() is not None:
+        found = _servers[preload] = TestForkServer({"LD_PRELOAD": preload} if preload else None)
+        atexit.register(found.close)
+    return found
 
 
 def end() -> None:
     """Ends the fork server of this test process, if it has one."""
     while _servers:
-        _servers.pop().close()
+        _servers.popitem()[1].close()
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str], output: IO[bytes]) -> Process:

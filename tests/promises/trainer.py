@@ -225,6 +225,8 @@ class Workspace:
     """Whether no process is forked by the fork server, for tests of process starts."""
     more_spares: int = 0
     """Forked processes that later attempts of a command may use, besides those of the first."""
+    preload: str = ""
+    """A library that every process loads which the fork server starts."""
 
     def run_dir(self, name: str) -> RunDir:
         """Returns a run directory of that name."""
@@ -305,7 +307,7 @@ class Workspace:
         """Starts a command; forks it if only the start-up time differs."""
         mounts_of = mounts.entered(prefix)
         is_forked = (not prefix or mounts_of) and not self.fresh and forks.FRESH not in os.environ
-        if is_forked and may_fork(env, (server := forks.server()).base):
+        if is_forked and may_fork(env, (server := forks.server(self.preload)).base):
             return server.start(
                 command,
                 env=env,

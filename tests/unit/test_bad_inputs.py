@@ -281,7 +281,7 @@ FILES = [
     bad_config("{a: " * 3000, "is nested too deeply"),
     bad_config(DIR, "no config.yaml here", code=USAGE),
     bad_config(Path("bad.yaml"), "Too many levels of symbolic links"),
-    bad_config(MEMORY, "can't be read: [Errno 5]"),
+    bad_config(MEMORY, "storage failed (Input/output error)", code=STORAGE),
     bad_config(NOWHERE, "no such file", code=USAGE),
 ]
 VALUES = [

@@ -164,7 +164,7 @@ class Slice:
     def _reap(self) -> None:
         """Reaps workers whose supervisor was killed, so that their CPU time is counted."""
         own = {trainer.process.pid for one in self.workspaces for trainer in one.trainers}
-        own |= {server.process.pid for server in forks._servers}
+        own |= {server.process.pid for server in forks._servers.values()}
         for children in Path("/proc/self/task").glob("*/children"):
             for pid in map(int, children.read_text().split()):
                 if pid not in own and proc_stat.read_proc_stat(pid).state == "Z":

@@ -121,13 +121,14 @@ def test_a_frozen_array_that_has_changed_is_not_linked_and_then_written(attempt)
         assert_equal(restored(checkpoints, attempt).state, lora(5, base=7))
 
 
-def test_where_hard_links_are_refused_every_save_writes(attempt, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK])
+def test_where_hard_links_are_refused_every_save_writes(attempt, monkeypatch, number):
     real, refused = os.link, []
 
     def link(source, target, **more):
         if "frozen" in str(source):
             refused.append(target)
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
+            raise OSError(number, os.strerror(number))
         real(source, target, **more)
 
     monkeypatch.setattr(os, "link", link)

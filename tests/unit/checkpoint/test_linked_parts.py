@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxres.checkpoint import array_writer, host_arrays
+from jaxres.checkpoint import array_writer, checkpointer, host_arrays
+from jaxres.checkpoint.readback import HostReport
 from jaxres.checkpoint.verify import verify_step
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.events import SaveCommitted, SaveFailed
@@ -75,6 +76,19 @@ def test_an_array_that_has_not_changed_is_linked_to_two_copies_in_turn(attempt):
     with attempt.checkpoints(keep_last=20) as checkpoints:
         found = checkpoints.restore(attempt.log.history(), like(tree(1)), seconds=60)
         assert_equal(found.state, tree(5))
+
+
+def test_linked_bytes_are_those_of_all_hosts(attempt, monkeypatch):
+    others, gather = iter([0, 0, 700]), checkpointer.gather_reports
+
+    def with_another_host(*args, **kwargs):
+        return [*gather(*args, **kwargs), HostReport({}, linked_bytes=next(others))]
+
+    monkeypatch.setattr(checkpointer, "gather_reports", with_another_host)
+    *_, linked = saved(attempt, *map(tree, range(1, 4)))
+    part = attempt.step_dir(24) / LARGE
+    own = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
+    assert linked == own + 700
 
 
 def test_arrays_that_change_are_never_linked_and_are_digested_once(attempt, monkeypatch):

@@ -1,6 +1,7 @@
 """States in shared memory: whole or not there, verified, and never a reason to fail."""
 
 import dataclasses
+import errno
 import functools
 import os
 import threading
@@ -17,6 +18,7 @@ from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
+from jaxres.runlog.events import Noted
 from jaxres.runlog.records import Record, Start
 from jaxres.storage import memory_folder
 from tests.unit.runlog.example_records import CLAIM
@@ -120,6 +122,44 @@ def test_wrong_bytes_close_the_tier_for_later_attempts_too(harness):
         assert "has digest" in harness.events[-1].reason
         assert harness.events[-1].is_damaged
     assert not list(harness.folder.glob("*.data")), "its memory is given back"
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_wrong_copy_on_any_device_is_found(harness, monkeypatch, number):
+    """The bytes of the slot are right: they change on the way to one device."""
+    keep(harness.begun(), 5)
+    devices = {each for x in jax.tree.leaves(state_of(5)) for each in x.sharding.device_set}
+    device, wrong, real = sorted(devices, key=lambda each: each.id)[number], [], jax.device_put
+
+    def device_put(items, to, **more):
+        if to == device and getattr(items, "nbytes", 0) >= 4 and not wrong:
+            wrong.append(items)
+            items = items.copy()
+            items.view(np.uint8).reshape(-1)[0] ^= 1
+        return real(items, to, **more)
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    assert harness.restore(harness.tier()) is None
+    assert wrong
+    assert "has digest" in harness.events[-1].reason
+    assert harness.events[-1].is_damaged
+
+
+def test_memory_that_can_not_be_read_once_is_not_damaged(harness, monkeypatch):
+    keep(harness.begun(), 5)
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fails)
+        tier = harness.tier()
+        assert harness.restore(tier) is None
+    assert isinstance(harness.events[-1], Noted), harness.events[-1]
+    assert "can't be read from host memory" in harness.events[-1].message
+    tier.begin(2, step=0)
+    keep(tier, 10)
+    assert harness.restore(harness.tier()).progress.step == 10, "the tier goes on"
 
 
 def test_a_state_that_no_host_could_fetch_keeps_no_slot_from_those_that_follow(

@@ -1,5 +1,6 @@
 """Checkpoints of stock Orbax, of every layout that it has written, are read bit for bit."""
 
+import errno
 import functools
 import json
 import shutil
@@ -14,7 +15,7 @@ from flax import nnx
 from orbax.checkpoint import v1
 
 from jaxres.checkpoint.orbax_weights import from_orbax
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 
@@ -128,6 +129,21 @@ def _chunks(saved, name):
     """Paths of the chunks of an array that is a folder of its own."""
     described = (".zarray", "zarr.json")
     return [path for path in (saved / name).rglob("*") if path.name not in described]
+
+
+FAILED_READ = ValueError("UNKNOWN: Error reading [os_error_code='5'] Input/output error")
+
+
+@pytest.mark.parametrize("error", [FAILED_READ, OSError(errno.EIO, "Input/output error")], ids=repr)
+def test_storage_that_fails_is_no_damage(tmp_path, monkeypatch, error):
+    saved = _folders(tmp_path / "saved")
+
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(tensorstore, "open", fails)
+    with pytest.raises(StorageUnavailable, match="could not be read"):
+        from_orbax(saved)
 
 
 def _without_chunks(saved):

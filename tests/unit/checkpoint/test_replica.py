@@ -1,7 +1,9 @@
 """A replica of one run: several replicators in turn, and one that was killed."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, Unrestorable
 from jaxres.runlog import replica_files
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.records import FORMAT, RECORDS, Commit, Start, file_name
+from jaxres.runlog.records import FORMAT, RECORDS, Commit, Quarantine, Start, file_name
 from jaxres.runlog.run_log import fold, read_records
 from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
 
@@ -39,6 +41,39 @@ def test_a_replicator_goes_on_after_another_one_of_the_same_run(attempt, tmp_pat
     assert [commit.step for commit in committed] == [24, 32]
     for commit in committed:
         assert verify_step((to.root / commit.path).absolute(), commit).problems == ()
+
+
+@pytest.mark.parametrize("lost", ["the manifest", "a file", "a part of a file"])
+def test_a_step_that_has_lost_files_in_the_replica_is_copied_again(attempt, tmp_path, lost):
+    """Its log says that the step is there; the source may be gone before anything reads it."""
+    to = RunDir(tmp_path / "replica")
+    to.root.mkdir()
+    attempt.save(8, 16)
+    replicator(attempt.run_dir, to).update()
+    commit = fold(read_records(to.log)).newest
+    step_dir = (to.root / commit.path).absolute()
+    if lost == "the manifest":
+        (step_dir / MANIFEST).unlink()
+    else:
+        found = filter(Path.is_file, (step_dir / "state").rglob("*"))
+        largest = max(found, key=lambda path: path.stat().st_size)
+        largest.unlink() if lost == "a file" else os.truncate(largest, 100)
+    assert verify_step(step_dir, commit).problems
+    assert replicator(attempt.run_dir, to).update().copied == [16]
+    assert verify_step(step_dir, commit).problems == ()
+
+
+def test_a_step_that_is_quarantined_in_the_source_keeps_its_bytes_in_the_replica(attempt, tmp_path):
+    """It may be valid there, and is evidence where not: only a prune deletes bytes."""
+    to = RunDir(tmp_path / "replica")
+    to.root.mkdir()
+    attempt.save(8, 16)
+    replicator(attempt.run_dir, to).update()
+    commit = attempt.log.history().newest
+    attempt.log.append(Quarantine(step=16, path=commit.path, evidence="a bit was flipped"))
+    update = replicator(attempt.run_dir, to).update()
+    assert (update.step, update.pruned) == (8, [])
+    assert verify_step((to.root / commit.path).absolute(), commit).problems == ()
 
 
 def test_lines_whose_copy_was_killed_at_any_byte_are_those_of_the_source(attempt, tmp_path):

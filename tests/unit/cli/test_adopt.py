@@ -1,14 +1,16 @@
-"""Plans of `checkpoints adopt`: which records are written, kept and moved aside. Pure."""
+"""Plans of `checkpoints adopt`: which records are written, kept and moved aside; its attempt."""
 
 import dataclasses
 
 import pytest
 
-from jaxres.cli.adopt import Candidate, plan_rebuild
+from jaxres.cli.adopt import Candidate, _newest_attempt, plan_rebuild
+from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError
-from jaxres.runlog import step_dirs
+from jaxres.runlog import run_log, step_dirs
+from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import DROPPED
-from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Record, file_name
+from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Record, RunLog, file_name
 from tests.unit.runlog.example_records import CLAIM
 
 BODIES = [
@@ -83,3 +85,24 @@ def test_a_log_is_rebuilt_from_a_copy_without_all_records():
     assert plan.num_records == 3
     kept = plan_rebuild({file_name(2): data[1]}, copy, STEP)
     assert file_name(2) not in kept.write, "a record that is there stays"
+
+
+@pytest.mark.parametrize("left", ["a record", "a folder", "a step"])
+def test_the_number_of_a_lost_attempt_is_never_used_again(tmp_path, left):
+    """Its processes may still run: only a larger number fences them, and its folder has its files.
+
+    Attempt 7 is known by one trace only.
+    """
+    run_dir = RunDir(tmp_path / "run")
+    RunLog.claim(run_dir.log, CLAIM, after=[], clock=SystemClock())
+    run_dir.attempt(3).mkdir(parents=True)
+    (run_dir.checkpoints / "00000016-0002").mkdir(parents=True)
+    if left == "a record":
+        records = run_log.read_records(run_dir.log)
+        claim = dataclasses.replace(CLAIM, attempt=7)
+        RunLog.claim(run_dir.log, claim, after=records, clock=SystemClock())
+    elif left == "a folder":
+        run_dir.attempt(7).mkdir()
+    else:
+        (run_dir.checkpoints / "00000024-0007").mkdir()
+    assert _newest_attempt(run_dir) == 7

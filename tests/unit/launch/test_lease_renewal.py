@@ -7,7 +7,7 @@ import pytest
 from jaxres.config.schema_gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch import lease_wait
-from jaxres.launch.lease import MAX_HANG_SECONDS, TAKEOVER_TERMS, Lease
+from jaxres.launch.lease import MAX_HANG_SECONDS, RENEW_SHARE, TAKEOVER_TERMS, Lease
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
@@ -60,6 +60,23 @@ def test_a_launcher_that_hangs_loses_the_lease(path: GcsPath) -> None:
     assert not waiter.acquire()
     clock.now += TAKEOVER_SECONDS
     assert waiter.acquire()
+
+
+def test_a_launcher_that_has_missed_renewals_keeps_its_lease_until_its_term_is_over(
+    path: GcsPath,
+) -> None:
+    """A renewal is due after each third of a term: one that is late, or two, are no death."""
+    clock = ManualClock(1000.0)
+    slow, waiter = leases(path, clock)
+    assert slow.acquire()
+    assert not waiter.acquire()
+    for _ in range(4):
+        clock.now += 0.99 * RENEW_SHARE * TERM
+        assert not waiter.acquire(), "taken while its holder may act"
+    assert clock.now > 1000.0 + TERM
+    slow.renew_if_held()
+    assert slow.held()
+    assert not waiter.acquire()
 
 
 def test_a_loss_that_the_thread_has_found_reaches_the_launcher(path: GcsPath) -> None:

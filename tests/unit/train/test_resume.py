@@ -21,7 +21,8 @@ from jaxres.supervisor.worker_group import WorkerGroup
 from jaxres.train import __main__ as train_command
 from jaxres.train import completion
 from jaxres.train.completion import Completion
-from jaxres.train.resume import apply_rollback, withdraw_commits
+from jaxres.train.resume import _agreed_history, apply_rollback, withdraw_commits
+from tests.manual_clock import ManualClock
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
 
@@ -176,6 +177,22 @@ def test_states_in_memory_are_not_trusted_although_no_commit_is_withdrawn():
     withdraw_commits(run, StopRun(fault("silent_corruption"), "two results", last_good_step=5))
     assert not fold(records).continues(**key)
     assert calls == ["record", "discard"]
+
+
+@pytest.mark.parametrize("own", [2, 3, 4])
+def test_every_host_takes_the_records_that_host_0_has_told(own):
+    """A record that one host alone has read, such as a late commit, would split the hosts."""
+    bodies = [CLAIM, *(Commit(step=n, path=f"c/{n}", manifest="m", bytes=1) for n in (8, 16, 24))]
+    records = [Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, 1)]
+    reads = iter([records[:own], *([records] * 3)])
+    told = SimpleNamespace(broadcast=lambda topic, make, *, seconds: "3")
+    run = SimpleNamespace(
+        log=SimpleNamespace(records=lambda: next(reads), folder="log"),
+        peers=told,
+        clock=ManualClock(0.0),
+        barrier_seconds=1.0,
+    )
+    assert _agreed_history(run, entry=0).step == 16
 
 
 def test_a_branch_goes_back_to_its_first_step_at_most():
