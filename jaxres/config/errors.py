@@ -29,8 +29,8 @@ class Problem:
 
     def line(self) -> str:
         """Returns the problem as one line."""
-        parts = (redact_text(self.where), self.key, redact_text(self.text))
-        return one_line(": ".join(part for part in parts if part))
+        text = ": ".join(part for part in (self.where, self.key, self.text) if part)
+        return one_line(redact_text(text))
 
 
 def raise_all(problems: Iterable[Problem]) -> None:
