@@ -66,6 +66,11 @@ def load(override: str, value: str = OLD) -> RunConfig:
     return configs.load(TINY, [*bare, override % value if "%s" in override else override]).config
 
 
+def shows(text: str) -> bool:
+    """Returns whether a text has the beginning of one of the secrets: a message may be cut."""
+    return any(secret[:10] in text for secret in (OLD, NEW, "opensesame"))
+
+
 def assert_no(failing: list[Any]) -> None:
     assert not failing, "\n".join(map(str, failing))
 
@@ -113,12 +118,13 @@ def test_what_is_no_secret_still_refuses_the_resume():
 
 
 def test_a_run_that_was_named_after_its_secret_is_found():
-    config = load(next(iter(PLACES)))
+    config = load("model={kind: custom, target: 'a:b', args: {hub_token: %s}}")
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": None})})
     *earlier, current = (path.name for path in configs.run_dirs(config, "x"))
     old = configs.digest(config, with_secrets=True)
     assert current == f"x-{configs.digest(config)[:8]}" != f"x-{old[:8]}"
     assert f"x-{old[:8]}" in earlier
+    assert len({*earlier, current}) == 3, "the path of the data is in the first definition only"
 
 
 SECTIONS = {
@@ -148,10 +154,9 @@ def record(config: RunConfig, folder: Path, attempt: int, *, after: int | None) 
 def test_the_next_attempt_reports_a_changed_secret_once_without_its_value(tmp_path: Path):
     place, key = next(iter(PLACES.items()))
     assert record(load(place), tmp_path, 1, after=None) == []
-    (line,) = record(load(place, NEW), tmp_path, 2, after=1)
-    assert line.startswith(f"{key}: changed")
-    assert NEW not in line
-    assert OLD not in line
+    printed = record(load(place, NEW), tmp_path, 2, after=1)
+    assert [line.partition(": changed")[0] for line in printed] == [key]
+    assert not shows(printed[0])
     assert record(load(place, NEW), tmp_path, 3, after=2) == []
     assert [path.stat().st_mode & 0o77 for path in tmp_path.rglob("config.yaml")] == [0] * 4
 
@@ -159,7 +164,7 @@ def test_the_next_attempt_reports_a_changed_secret_once_without_its_value(tmp_pa
 def test_trackers_get_no_secret(tmp_path: Path):
     history: Any = SimpleNamespace(rollbacks=(), claims=[SimpleNamespace(nonce="n")])
     sent = {p: tracker_process._identity(RunDir(tmp_path), load(p), history) for p in PLACES}
-    assert_no([place for place, found in sent.items() if OLD in json.dumps(found.config)])
+    assert_no([place for place, found in sent.items() if shows(json.dumps(found.config))])
     assert_no([place for place, found in sent.items() if HIDDEN not in json.dumps(found.config)])
 
 
@@ -171,7 +176,7 @@ def test_a_refusal_shows_no_secret():
         with pytest.raises(ConfigError) as raised:
             configs.check_same(one, given.config, "/run", origins=given.origins)
         shown = str(raised.value) + str(configs.free_changes(one, given.config))
-        wrong += [(place, shown)] * (OLD in shown or NEW in shown)
+        wrong += [(place, shown)] * shows(shown)
     assert_no(wrong)
 
 
@@ -196,10 +201,10 @@ def test_an_error_of_the_config_shows_no_secret():
         with pytest.raises((ConfigError, UsageError)) as raised:
             configs.load(TINY, [override, "train.steps=-1", "model.kind=absent"])
         text = str(raised.value)
-        wrong += [text] * (OLD in text or "opensesame" in text)
+        wrong += [text] * shows(text)
     with pytest.raises(UsageError) as flag:
         configs.load(TINY, ["--hf-token", f"--api-key.x {OLD}", f"-password={OLD}"])
-    assert OLD not in str(flag.value)
+    assert not shows(str(flag.value))
     assert_no(wrong)
 
 
@@ -207,7 +212,7 @@ def test_the_origins_of_values_have_no_secret():
     shown = {
         p: str(configs.load(TINY, [p % OLD, "telemetry.sample_tokens=0"]).origins) for p in PLACES
     }
-    assert_no([place for place, origins in shown.items() if OLD in origins])
+    assert_no([place for place, origins in shown.items() if shows(origins)])
 
 
 def test_compared_runs_show_no_secret_and_that_it_differs():
@@ -215,7 +220,7 @@ def test_compared_runs_show_no_secret_and_that_it_differs():
     for place in PLACES:
         rows = runs.differences([load(place), load(place, NEW)])
         text = json.dumps(rows)
-        wrong += [(place, text)] * (OLD in text or NEW in text or len(rows) != 1)
+        wrong += [(place, text)] * (shows(text) or len(rows) != 1)
         wrong += [(place, "trajectory")] * any(row["trajectory"] for row in rows)
     assert_no(wrong)
 
@@ -244,7 +249,7 @@ def test_kubernetes_gets_a_secret_instead_of_a_config_map():
             ("Secret", ("jaxres-a", None)) if mode == 0o600 else ("ConfigMap", (None, "jaxres-a"))
         )
         wrong += [(place, printed[0]["kind"], named)] * ((printed[0]["kind"], named) != expected)
-        wrong += [(place, "elsewhere")] * (OLD in json.dumps(printed[1:]))
+        wrong += [(place, "elsewhere")] * shows(json.dumps(printed[1:]))
         wrong += [place] * (printed != objects)
     assert_no(wrong)
 
@@ -258,7 +263,7 @@ def test_skypilot_gets_the_config_as_a_secret_which_a_node_can_read(
         sky_task.to_yaml(sky_task.task(load(place), GcsPath("bucket", "run"), options))
     )
     skypilot.check(task)
-    assert OLD not in json.dumps(task)
+    assert not shows(json.dumps(task))
     assert run_script(task["run"], task["secrets"]) == "private\n"
     (written,) = tmp_path.rglob("config.yaml")
     assert configs.load_recorded(written).config.data == load(place).data
