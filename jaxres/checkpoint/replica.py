@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import xxhash
 
@@ -19,12 +20,14 @@ from jaxres.checkpoint.manifest import MANIFEST, CheckpointDamaged, FileInfo
 from jaxres.checkpoint.readback import READ_BYTES
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.clock import Clock
+from jaxres.config import file_mode
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, Commit, Record, file_name
 from jaxres.runlog.replica_files import Marker
 from jaxres.runlog.run_log import RunHistory, fold
+from jaxres.secret_values import PRIVATE
 from jaxres.storage import files, line_writer
 from jaxres.storage.path import RunPath, is_remote
 
@@ -32,7 +35,8 @@ TRIES = 3
 """How often a file is copied until it reads back as it should, and read until it is damaged; and
 how often the steps in force are looked up until none was pruned while it was copied."""
 MAX_WAITING_LINES = 1_000_000
-OWN_FILES = (replica_files.MARKER, replica_files.UPDATE, "config.yaml", "events-supervisor.jsonl")
+CONFIG = "config.yaml"
+OWN_FILES = (replica_files.MARKER, replica_files.UPDATE, CONFIG, "events-supervisor.jsonl")
 """Files in the root of a replica that its updates write."""
 
 
@@ -402,15 +406,21 @@ class Replica:
             for name in files.list_names(folder):
                 if name.endswith(".jsonl"):
                     self._copy_lines(folder / name, to / name)
-                elif name in ("config.yaml", self._source.sharding(attempt).name):
+                elif name in (CONFIG, self._source.sharding(attempt).name):
                     self._copy_small(folder / name, to / name)
 
     def _copy_small(self, path: RunPath, to: RunPath) -> None:
         """Copies a file that does not change, unless it is there."""
-        if (content := files.read(path)) is not None and files.read(to) != content:
+        if (content := files.read(path)) is None:
+            return
+        mode = file_mode(content.decode(errors="replace")) if path.name == CONFIG else 0o666
+        is_open = (
+            mode == PRIVATE and isinstance(to, Path) and to.exists() and to.stat().st_mode & 0o77
+        )
+        if is_open or files.read(to) != content:
             files.make_dir(to.parent)
             self._limit.spend(len(content))
-            files.replace(to, content)
+            files.replace(to, content, mode=mode)
 
     def _copy_lines(self, path: RunPath, to: RunPath) -> None:
         """Appends the whole lines that the copy lacks; a killed update has left a part of one."""

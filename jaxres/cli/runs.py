@@ -22,6 +22,7 @@ from jaxres.runlog import evaluations, metrics, metrics_columns, run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.metrics_columns import MetricsColumns
 from jaxres.runlog.paths import RunDir
+from jaxres.secret_values import redact
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path
 from jaxres.supervisor import run_config
@@ -251,7 +252,11 @@ def differences(config: Sequence[configs.RunConfig]) -> list[dict[str, Any]]:
     flat = [_flat(one.model_dump(mode="json")) for one in config]
     keys = [key for one in flat for key in one if key != "run.dir"]
     rows = [
-        {"key": key, "values": [one.get(key) for one in flat], "trajectory": key in changed}
+        {
+            "key": key,
+            "values": [redact(one.get(key), key.rpartition(".")[2]) for one in flat],
+            "trajectory": key in changed,
+        }
         for key in dict.fromkeys(keys)
         if len({json.dumps(one.get(key), sort_keys=True) for one in flat}) > 1
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxres.cluster.authentication import Secret
 from jaxres.cluster.messages import MAX_KEY_LENGTH, MAX_KEYS, Hello
+from jaxres.secret_values import redact
 
 ABSENT = "(absent)"
 MAX_VALUE_LENGTH = 80
@@ -103,7 +104,10 @@ def _describe_key(key: str, values: Mapping[str, str] | None) -> str:
 
 
 def _value(key: str, values: Mapping[str, str]) -> str:
-    return values.get(key, ABSENT)[:MAX_VALUE_LENGTH]
+    if key not in values:
+        return ABSENT
+    shown = redact(json.loads(values[key]), key.rpartition(".")[2])
+    return json.dumps(shown)[:MAX_VALUE_LENGTH]
 
 
 def own_values_message(keys: Sequence[str], values: Mapping[str, str]) -> str:

@@ -4,11 +4,12 @@ Home of: bad_config
 """
 
 from jaxres.config.cross_checks import check
-from jaxres.config.describe import describe, dump_yaml
+from jaxres.config.describe import describe, dump_yaml, file_mode
 from jaxres.config.errors import Problem
 from jaxres.config.load import Loaded, load, load_recorded
 from jaxres.config.schema import RunConfig
 from jaxres.config.trajectory import (
+    changed_secrets,
     check_same,
     diff,
     digest,
@@ -25,12 +26,14 @@ __all__ = [
     "Loaded",
     "Problem",
     "RunConfig",
+    "changed_secrets",
     "check",
     "check_same",
     "describe",
     "diff",
     "digest",
     "dump_yaml",
+    "file_mode",
     "free_changes",
     "horizon_steps",
     "load",

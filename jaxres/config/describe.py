@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from jaxres import secret_values
 from jaxres.config import field_docs, yaml
 from jaxres.config.errors import show
 from jaxres.config.load import SECTION, SHORTHANDS
@@ -149,6 +150,26 @@ def dump_yaml(config: RunConfig) -> str:
     for short in SHORTHANDS:
         data[SECTION].pop(short)
     return yaml.dump(_kind_first(data))
+
+
+def file_mode(text: str) -> int:
+    """Returns the permissions, less the umask, of a file with this config (`dump_yaml`).
+
+    Only its owner may read one with a secret, or with arguments of custom data, which may be one
+    that is not known as such. Others stay readable: hosts may run as different users.
+    """
+    node, problems = yaml.parse(text, lambda _: "")
+    if node is None or problems or secret_values.contains(found := yaml.plain(node)):
+        return secret_values.PRIVATE
+    data = found.get("data", {}) if isinstance(found, dict) else {}
+    return secret_values.PRIVATE if _has_args(data) else 0o666
+
+
+def _has_args(data: Any) -> bool:
+    """Returns whether a part of the section `data` has arguments."""
+    if isinstance(data, list):
+        return any(map(_has_args, data))
+    return isinstance(data, dict) and (bool(data.get("args")) or any(map(_has_args, data.values())))
 
 
 def _kind_first(data: dict[str, Any]) -> dict[str, Any]:

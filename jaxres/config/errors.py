@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxres.faults import ConfigError
+from jaxres.secret_values import redact, redact_text
 
 LONGEST_VALUE = 60
 
@@ -28,7 +29,8 @@ class Problem:
 
     def line(self) -> str:
         """Returns the problem as one line."""
-        return one_line(": ".join(part for part in (self.where, self.key, self.text) if part))
+        text = ": ".join(part for part in (self.where, self.key, self.text) if part)
+        return one_line(redact_text(text))
 
 
 def raise_all(problems: Iterable[Problem]) -> None:
@@ -49,10 +51,10 @@ def shorten(text: str) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns the value as it is written in a config file, cut where it is long."""
+    """Returns the value as in a config file, without secrets, and cut where it is long."""
     if isinstance(value, int) and abs(value) >= 10**LONGEST_VALUE:
         return "a number of more than 60 digits"
-    return shorten(json.dumps(value, ensure_ascii=False, default=str))
+    return shorten(json.dumps(redact(value), ensure_ascii=False, default=str))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jaxres import secret_values
 from jaxres.config import builtin_configs, huggingface
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, did_you_mean, one_line, raise_all, shorten, show
@@ -27,6 +28,7 @@ from jaxres.config.schema_fields import ROOT, FieldSpec
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
 from jaxres.faults import StorageRefused, UsageError
+from jaxres.secret_values import redact_text
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -115,7 +117,7 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     invalid = [argument for argument in overrides if not _is_override(argument)]
     if invalid:
         lines = [
-            f"{COMMAND_LINE} ({one_line(shorten(argument))}): no such flag; "
+            f"{COMMAND_LINE} ({one_line(shorten(redact_text(argument)))}): no such flag; "
             "settings are given as section.field=value"
             for argument in invalid
         ]
@@ -123,8 +125,7 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     for argument in overrides:
         name, _, raw = argument.removeprefix("--").partition("=")
         path = tuple(name.split("."))
-        # Where a secret may have been put by mistake, the value is not shown.
-        argument = f"{name}=..." if path[0] == "alerts" else f"{name}={raw}"
+        argument = f"{name}=..." if _is_hidden(path, raw) else f"{name}={raw}"
         node, wrong = _value(path, raw, f"{COMMAND_LINE} ({one_line(shorten(argument))})")
         for key in reversed(path):
             node = Node({key: node}, node.where)
@@ -133,6 +134,13 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
         if not wrong:
             layer = _merge(layer, node)
     return layer, problems
+
+
+def _is_hidden(path: tuple[str, ...], raw: str) -> bool:
+    """Returns whether a value is not shown: a secret, also one that was put there by mistake."""
+    node, _ = parse(raw, lambda _: "")
+    values = [raw] if node is None else [raw, plain(node)]
+    return path[0] == "alerts" or any(secret_values.contains(value, path[-1]) for value in values)
 
 
 def _is_override(argument: str) -> bool:

@@ -1,7 +1,8 @@
 """The trajectory of a configuration: its keys, its digest, and comparison with another.
 
-The digest has two definitions (docs/adr/0025). The first one contains the paths of content whose
-fingerprint is recorded; it only names run directories that exist already.
+The digest has three definitions (docs/adr/0025). The first one contains the paths of content whose
+fingerprint is recorded, and both earlier ones contain the secrets in arguments; they only name run
+directories that exist already.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxres import secret_values
 from jaxres.config.errors import one_line, show
 from jaxres.config.schema import RunConfig, Section
 from jaxres.config.schema_data import CustomSource, MixtureSource, Source, single_sources
@@ -50,13 +52,17 @@ def loss_scale(config: RunConfig) -> LossScaleSection | None:
     return section if is_scaled else None
 
 
-def trajectory(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
-    """Returns the trajectory keys, nested and plain; `with_paths`: by the first definition.
+def trajectory(
+    config: RunConfig, *, with_paths: bool = False, with_secrets: bool = False
+) -> dict[str, Any]:
+    """Returns the trajectory keys, nested and plain.
+
+    `with_paths`, `with_secrets`: by the first definition, by the first and the second one.
 
     `train.steps` is left out. If the learning rate depends on it, it is the schedule's horizon. So
     a run of 1000 steps has the trajectory of a run of 2000 whose schedule spans 1000.
     """
-    data = _with_defaults(config, with_paths=with_paths)
+    data = _with_defaults(config, with_paths=with_paths, with_secrets=with_secrets)
     if data["guards"]["rollback"] == _rate_after_rollbacks(None):
         data["guards"].pop("rollback")
     spikes = data["guards"]["spikes"]
@@ -79,7 +85,9 @@ def _drop_later_defaults(section: Section, dumped: dict[str, Any]) -> None:
             _drop_later_defaults(value, dumped[key])
 
 
-def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, Any]:
+def _with_defaults(
+    config: RunConfig, *, with_paths: bool = False, with_secrets: bool = False
+) -> dict[str, Any]:
     """Returns the trajectory keys, with those that older digests lack, for comparison."""
     data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
     if not with_paths:
@@ -95,7 +103,17 @@ def _with_defaults(config: RunConfig, *, with_paths: bool = False) -> dict[str, 
     horizon = horizon_steps(config)
     if horizon is not None:
         schedule["horizon_steps"] = horizon
-    return data
+    return data if with_secrets else _without_secrets(data)
+
+
+def _without_secrets(data: Any) -> Any:
+    """Drops the values in `args` that are surely secrets: another token reads the same rows."""
+    if isinstance(data, Mapping):
+        return {
+            key: secret_values.without_rotatable(part) if key == "args" else _without_secrets(part)
+            for key, part in data.items()
+        }
+    return [_without_secrets(part) for part in data] if isinstance(data, list) else data
 
 
 def _drop_path_args(dumped: dict[str, Any], source: Source) -> None:
@@ -147,10 +165,10 @@ def _not_free(section: Section, dumped: dict[str, Any], *, with_paths: bool) -> 
     return kept
 
 
-def digest(config: RunConfig, *, with_paths: bool = False) -> str:
+def digest(config: RunConfig, *, with_paths: bool = False, with_secrets: bool = False) -> str:
     """Returns the SHA-256 (hex) over the trajectory as canonical JSON."""
     text = json.dumps(
-        trajectory(config, with_paths=with_paths),
+        trajectory(config, with_paths=with_paths, with_secrets=with_secrets),
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=True,
@@ -170,18 +188,47 @@ def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
     """
     if config.run.dir is not None:
         return (config.run.dir,)
-    digests = (digest(config, with_paths=True), digest(config))
+    first = digest(config, with_paths=True, with_secrets=True)
+    digests = (first, digest(config, with_secrets=True), digest(config))
     try:
-        return tuple(run_root(Path("runs") / f"{name}-{text[:8]}") for text in digests)
+        names = dict.fromkeys(f"{name}-{text[:8]}" for text in digests)
+        return tuple(run_root(Path("runs") / text) for text in names)
     except ValueError as error:
         raise ConfigError(f"run.dir: {error}, or set run.dir=...") from error
 
 
 def diff(recorded: RunConfig, given: RunConfig) -> list[Change]:
-    """Returns the trajectory keys in which the two differ, under the names that the user writes."""
-    changes = _changes(_with_defaults(recorded), _with_defaults(given))
+    """Returns the trajectory keys in which the two differ, under the names that the user writes.
+
+    Values that are secrets are not in the result.
+    """
+    changes = _shown(_changes(_with_defaults(recorded), _with_defaults(given)))
     covered = _path_args(given)
     return [_as_written(change, recorded, given) for change in changes if change[0] not in covered]
+
+
+def _shown(changes: Sequence[Change]) -> list[Change]:
+    """Returns changes without secrets."""
+    return [
+        (key, *(secret_values.redact(value, _last(key)) for value in values))
+        for key, *values in changes
+    ]
+
+
+def _last(key: str) -> str:
+    """Returns the last name of a dotted key, which may end with the number of an item."""
+    return key.rpartition(".")[2].partition("[")[0]
+
+
+def changed_secrets(recorded: RunConfig, given: RunConfig) -> list[str]:
+    """Returns the keys outside of the trajectory whose values have changed and are secrets."""
+    fixed = {key for key, _, _ in diff(recorded, given)}
+    changes = _changes(recorded.model_dump(mode="json"), given.model_dump(mode="json"))
+    return [
+        key
+        for key, *values in changes
+        if key not in fixed and any(secret_values.contains(value, _last(key)) for value in values)
+    ]
 
 
 def _as_written(change: Change, recorded: RunConfig, given: RunConfig) -> Change:
@@ -221,10 +268,10 @@ def _absolute(path: RunPath | str) -> RunPath | str:
 
 
 def free_changes(recorded: RunConfig, given: RunConfig) -> list[Change]:
-    """Returns the free keys in which the two differ, except run.dir."""
+    """Returns the free keys in which the two differ, except run.dir; without secrets."""
     fixed = {key for key, _, _ in diff(recorded, given)} | {"run.dir"}
     old, new = with_absolute_paths(recorded), with_absolute_paths(given)
-    changes = _changes(old.model_dump(mode="json"), new.model_dump(mode="json"))
+    changes = _shown(_changes(old.model_dump(mode="json"), new.model_dump(mode="json")))
     return [change for change in changes if change[0] not in fixed]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jaxres.config.schema_data import CustomSource
 from jaxres.data.batching import Arrays, BadRecord, check_ids, first_usable, is_record_fault
 from jaxres.faults import ConfigError
+from jaxres.secret_values import without_rotatable
 
 NUM_FINGERPRINT_ROWS = 16
 TOKEN_ROW_KEYS = ("tokens_BT", "targets_BT", "segment_ids_BT", "positions_BT", "weights_BT")
@@ -172,28 +173,40 @@ def _describe(spec: Spec) -> str:
     return ", ".join(f"{key} {dtype}{list(shape)}" for key, (shape, dtype) in spec.items())
 
 
-def fingerprint_of(items: Items, source: CustomSource, *, seq_len: int) -> str:
-    """Returns the object's `fingerprint`, or else a hash of the call, the length and some items."""
+def fingerprints_of(items: Items, source: CustomSource, *, seq_len: int) -> tuple[str, str]:
+    """Returns the object's `fingerprint`, or else a hash of the call, the length and some items.
+
+    The call is without secrets in the first one; earlier versions have recorded the second one.
+    """
     fingerprint = getattr(items, "fingerprint", None)
     if isinstance(fingerprint, str):
-        return fingerprint
+        return fingerprint, fingerprint
     num_items = len(items)
-    digest = xxhash.xxh3_128()
-    call = [source.target, source.args, num_items]
-    digest.update(json.dumps(call, sort_keys=True).encode())
+    calls = [
+        [source.target, args, num_items] for args in (without_rotatable(source.args), source.args)
+    ]
+    digests = [xxhash.xxh3_128(json.dumps(call, sort_keys=True).encode()) for call in calls]
     count = min(num_items, NUM_FINGERPRINT_ROWS)
     for index in sorted({i * (num_items - 1) // max(1, count - 1) for i in range(count)}):
-        try:
-            row = read_item(items, index, target=source.target, seq_len=seq_len, vocab_size=None)
-        except Exception as error:
-            if not is_record_fault(error):
-                raise
-            digest.update(f"{index} can't be used".encode())
-            continue
-        for key in sorted(row):
-            digest.update(f"{index} {key} {row[key].dtype.str} {row[key].shape}".encode())
-            digest.update(row[key].tobytes())
-    return digest.hexdigest()
+        for part in _row_as_bytes(items, index, source, seq_len=seq_len):
+            for digest in digests:
+                digest.update(part)
+    return digests[0].hexdigest(), digests[1].hexdigest()
+
+
+def _row_as_bytes(
+    items: Items, index: int, source: CustomSource, *, seq_len: int
+) -> Iterator[bytes]:
+    try:
+        row = read_item(items, index, target=source.target, seq_len=seq_len, vocab_size=None)
+    except Exception as error:
+        if not is_record_fault(error):
+            raise
+        yield f"{index} can't be used".encode()
+        return
+    for key in sorted(row):
+        yield f"{index} {key} {row[key].dtype.str} {row[key].shape}".encode()
+        yield row[key].tobytes()
 
 
 def split_items(

@@ -27,7 +27,7 @@ from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
 from jaxres.data.custom import (
     CustomRows,
     build_items,
-    fingerprint_of,
+    fingerprints_of,
     split_items,
     tokens_per_row_of,
     vocab_size_of,
@@ -78,6 +78,8 @@ class Dataset:
 
     classes: tuple[str, ...] = ()
     """Names of the classes of images, by label; none: they are not known."""
+    earlier_fingerprint: str = ""
+    """That of versions in which secrets in arguments were a part of it; empty: it is the same."""
     mixture: MixtureSource | None = None
     """Shares of the sources, whose rows are `MixedRows`; None: it is one source."""
 
@@ -240,6 +242,7 @@ def _mixture(
         _check_alike(parts[first], first, parts[name], name)
     weights = np.array([part.weight for part in source.sources])
     shares = weights / weights.sum()
+    earlier = {name: part.earlier_fingerprint or part.fingerprint for name, part in parts.items()}
     padding = float(shares @ [part.padding or 0.0 for part in parts.values()])
     return Dataset(
         fingerprint=mixture_fingerprint({name: part.fingerprint for name, part in parts.items()}),
@@ -251,6 +254,7 @@ def _mixture(
         tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
         validation={name: part.heldout for name, part in parts.items() if len(part.heldout)},
         padding=padding or None,
+        earlier_fingerprint=mixture_fingerprint(earlier),
         mixture=source,
     )
 
@@ -432,8 +436,10 @@ def _custom(source: CustomSource, config: DataSection) -> Dataset:
     train, heldout = split_items(
         items, source, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
     )
+    fingerprint, earlier = fingerprints_of(items, source, seq_len=config.seq_len)
     return Dataset(
-        fingerprint=fingerprint_of(items, source, seq_len=config.seq_len),
+        fingerprint=fingerprint,
+        earlier_fingerprint=earlier,
         vocab_size=vocab_size_of(items),
         tokens_per_row=tokens_per_row_of(items, default=config.seq_len),
         train=train,

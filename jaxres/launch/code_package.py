@@ -2,8 +2,9 @@
 
 jaxres' own modules are packed, and the folder `launch.gce.package`. Of a git work tree these are
 the files that git tracks or would track; of another folder all but EXCLUDED. `.jaxresignore` leaves
-out more. Files that look like secrets, and links to what is not packed, are refused: every account
-that may read the bucket could read them.
+out more. Files that are secrets by their name or content, and links to what is not packed, are
+refused: every account that may read the bucket could read them. A line of `.jaxresignore` that
+begins with `!` names one file that is packed though it looks like a secret.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jaxres
+from jaxres import secret_values
 from jaxres.faults import ConfigError
 
 CODE, WORK = "code", "work"
@@ -32,16 +34,76 @@ EXCLUDED = {
 }
 """Folders that are never packed."""
 SECRET_NAMES = (
-    *(".env*", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx"),
-    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
-    *("credentials*.json", "client_secret*.json", "application_default_credentials.json"),
-    *("credentials.db", "access_tokens.db"),
-    *(".netrc", "_netrc", ".pgpass", ".pypirc", ".npmrc", ".git-credentials", ".boto"),
+    # Keys and stores of keys.
+    *("*.pem", "*.key", "*.p8", "*.p12", "*.pkcs12", "*.pfx", "*.jks", "*.keystore", "*.bcfks"),
+    *(
+        "*.kdb",
+        "*.kdbx",
+        "*.psafe3",
+        "*.ppk",
+        "*.keychain",
+        "*.keychain-db",
+        "*.agekey",
+        "secring.*",
+    ),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*_rsa", "*_dsa", "*_ecdsa", "*_ed25519"),
+    # Settings with passwords or tokens.
+    *(".env*", "*.env", "secrets.json", "secrets.toml", "secrets.ini", "secrets.y*ml", "*.secret"),
+    *("secrets.env", "*.secrets", ".secrets", "*.tfvars", "*.tfvars.json", "*.tfstate*"),
+    *(".netrc", "_netrc", ".pgpass", "pgpass.conf", ".my.cnf", ".mylogin.cnf", ".htpasswd"),
+    *(".pypirc", ".npmrc", ".yarnrc.yml", ".terraformrc", "terraform.rc", "*.tfrc.json"),
+    *(".git-credentials", ".boto", "boto.cfg", ".s3cfg", "*passwd-s3fs", "rclone.conf"),
+    *(".dockercfg", ".dockerconfigjson", "kubeconfig*", "*.kubeconfig", ".databrickscfg"),
+    *(".vault-token", ".vault_pass*", ".modal.toml", "kaggle.json", "ngrok.yml", "*.ovpn"),
+    # Credentials of clouds and services.
+    *("credentials", "credentials.*", "*[-_]credentials", "*credentials*.json", "*accesskeys.csv"),
+    *("client_secret*.json", "access_tokens.db", "service[-_]account*.json", "sa-key*.json"),
+    *(
+        "token",
+        ".token",
+        "token.json",
+        "token.pickle",
+        "hf_token*",
+        ".hf_token*",
+        "stored_tokens",
+        "cookies.txt",
+    ),
+    # What was typed.
+    *(".bash_history", ".zsh_history", ".python_history", ".psql_history", ".mysql_history"),
 )
-SECRET_FOLDERS = (".aws", ".ssh", ".gnupg", ".azure", ".kube", ".docker", ".config/gcloud")
-PRIVATE_KEY = re.compile(rb"\s*-----BEGIN [A-Z0-9 ]*PRIVATE KEY")
-MAX_KEY_BYTES = 2**20
-"""Larger files are not searched for keys."""
+SECRET_FOLDERS = (
+    *(".aws", ".ssh", ".gnupg", ".azure", ".kube", ".docker", ".oci", ".kaggle", ".mc"),
+    *(".config/gcloud", ".config/gh", ".config/rclone", ".config/wandb", ".password-store"),
+    *(".huggingface", ".cache/huggingface", ".terraform.d", ".pulumi", ".config/doctl"),
+)
+CODE_ENDINGS = (".py", ".pyi", ".ipynb", ".md", ".rst", ".pub")
+"""Of files that are no secret by their name: `credentials.py` is code, `id_rsa.pub` is public."""
+PRIVATE_KEY = re.compile(r"\s*-----BEGIN [A-Z0-9 ]*PRIVATE KEY")
+SETTINGS = (
+    ("the key of a service account", r'"private_key"\s*:\s*"[^"]'),
+    ("credentials of a Google account", r'"refresh_token"\s*:\s*"[^"]{8}'),
+    ("logins of container registries", r'"auths"\s*:\s*\{[^{}]*\{[^{}]*"auth"\s*:\s*"[^"]{8}'),
+    (
+        "credentials of a cluster",
+        r"(?m)^[ \t]*-?[ \t]*(?:client-key-data|token):[ \t]*[\w+/=.-]{40}",
+    ),
+    ("the state of Terraform", r'"terraform_version"[\s\S]*"lineage"'),
+    ("logins of machines", r"(?m)^machine\s+\S+\s+login\s+\S+\s+password\s+\S"),
+    (
+        "an AWS secret key",
+        r"(?i)secret_access_key[\"']?\s*[=:]\s*[\"']?(?!\S*example)[a-z0-9/+]{40}\b",
+    ),
+    ("a token of a package registry", r"(?m)^(?://\S+:)?_(?:authToken|auth|password)=[^\s$]"),
+    ("hashes of passwords", r"(?m)^[^\s:#]+:\$(?:apr1|2[aby]|[156])\$[./A-Za-z0-9$]{10}"),
+    ("a key of PuTTY", r"\APuTTY-User-Key-File-"),
+    ("a key of WireGuard", r"(?m)^PrivateKey\s*=\s*[A-Za-z0-9+/]{43}="),
+    ("an account key of Azure", r"AccountKey=[A-Za-z0-9+/]{40}"),
+)
+"""What files have that programs write or read, whatever their names are."""
+IN_CODE = ("an AWS secret key", "an account key of Azure")
+"""Those that are looked for in code and texts too, which name the others."""
+MAX_SEARCHED_BYTES = 4 * 2**20
+"""First bytes of a file that are searched for secrets; none, if its beginning is no text."""
 MAX_BYTES = 100 * 2**20
 MAX_NAMED = 20
 COMPRESSION = 6
@@ -115,7 +177,7 @@ def _package_files(package: Path) -> list[PackedFile]:
     if not package.is_dir():
         raise ConfigError(f"launch.gce.package={package}: there is no such folder.")
     root = package.resolve()
-    patterns = _ignore_patterns(root)
+    patterns, wanted = _ignore_patterns(root)
     listed = _git_files(root)
     names = sorted(
         name
@@ -126,14 +188,15 @@ def _package_files(package: Path) -> list[PackedFile]:
     refused = [
         f"{name} ({reason})"
         for name in names
-        if (reason := _refusal(root, name, packed=frozenset(packed))) is not None
+        if (reason := _refusal(root, name, packed=frozenset(packed), wanted=wanted)) is not None
     ]
     if refused:
         more = f"\n  and {len(refused) - MAX_NAMED} more" if len(refused) > MAX_NAMED else ""
         raise ConfigError(
             f"launch.gce.package={package}: these files must not be copied to the bucket and the "
             "VMs:" + "".join(f"\n  {line}" for line in refused[:MAX_NAMED]) + more + "\nMove them "
-            f"out of the folder, or list them in {package / IGNORE_FILE} (a name or path a line)."
+            f"out of the folder, or list them in {package / IGNORE_FILE} (a name or path a line). "
+            "One that is no secret is copied after a line of !, and its path from the top."
         )
     if listed is not None and not packed:
         raise ConfigError(
@@ -185,17 +248,26 @@ def _git_files(root: Path) -> list[str] | None:
     return found
 
 
-def _ignore_patterns(root: Path) -> tuple[str, ...]:
-    """Returns the lines of the folder's ignore file, without comments."""
+def _ignore_patterns(root: Path) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Returns the patterns of the folder's ignore file, and the files that it names with `!`.
+
+    Raises:
+      ConfigError: a line with `!` does not name one file.
+    """
     path = root / IGNORE_FILE
     if not path.exists():
-        return ()
+        return (), frozenset()
     lines = [line.strip() for line in _read(path).decode("utf-8", "replace").splitlines()]
-    patterns = tuple(line for line in lines if line and not line.startswith("#"))
-    for pattern in patterns:
-        if pattern.startswith("!"):
-            raise ConfigError(f"{path}: {pattern}: patterns that begin with ! are not supported.")
-    return patterns
+    patterns = [line for line in lines if line and not line.startswith(("#", "!"))]
+    wanted = [line[1:].strip().lstrip("/") for line in lines if line.startswith("!")]
+    for name in wanted:
+        if not (root / name).is_file():
+            raise ConfigError(
+                f"{path}: !{name}: there is no such file. After ! is the path of one file from the "
+                "top of the folder, without wildcards, which is copied though it looks like a "
+                "secret."
+            )
+    return tuple(patterns), frozenset(wanted)
 
 
 def is_left_out(name: str, patterns: Sequence[str]) -> bool:
@@ -221,8 +293,10 @@ def is_left_out(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
-def _refusal(root: Path, name: str, *, packed: frozenset[str]) -> str | None:
-    """Returns why a file must not be copied; None: it may be."""
+def _refusal(
+    root: Path, name: str, *, packed: frozenset[str], wanted: frozenset[str]
+) -> str | None:
+    """Returns why a file must not be copied; None: it may be. `wanted`: may look like secrets."""
     path = root / name
     if path.is_symlink():
         try:
@@ -234,25 +308,42 @@ def _refusal(root: Path, name: str, *, packed: frozenset[str]) -> str | None:
         inner = target.relative_to(root).as_posix()
         if target.is_file() and inner not in packed:
             return f"a link to {inner}, which is not copied"
-    if not path.is_file():
+    if not path.is_file() or name in wanted:
         return None
+    return _secret_by_name(root, name) or _secret_by_content(path)
+
+
+def _secret_by_name(root: Path, name: str) -> str | None:
     folders = f"/{root.parent.name}/{root.name}/{name}".lower().rpartition("/")[0] + "/"
     if any(f"/{folder}/" in folders for folder in SECRET_FOLDERS):
         return "in a folder of credentials"
-    if any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in SECRET_NAMES):
-        return "by its name, a secret"
-    if path.stat().st_size > MAX_KEY_BYTES:
+    last = name.rpartition("/")[2].lower()
+    if last.endswith(CODE_ENDINGS):
         return None
-    if PRIVATE_KEY.match(data := _read(path)):
-        return "a private key"
-    if path.suffix.lower() == ".json" and b'"private_key"' in data:
-        return "the key of a service account"
+    if any(fnmatch.fnmatchcase(last, pattern) for pattern in SECRET_NAMES):
+        return "by its name, a secret"
     return None
 
 
-def _read(path: Path) -> bytes:
+def _secret_by_content(path: Path) -> str | None:
+    data = _read(path, MAX_SEARCHED_BYTES)
+    if b"\0" in data[:8192]:
+        return None
+    text = data.decode("utf-8", "replace")
+    if PRIVATE_KEY.match(text):
+        return "a private key"
+    is_code = path.suffix.lower() in CODE_ENDINGS
+    for kind, form in SETTINGS:
+        if (kind in IN_CODE or not is_code) and re.search(form, text):
+            return kind
+    kind = secret_values.kind_of_secret(text)
+    return None if kind is None else f"has a {kind}"
+
+
+def _read(path: Path, most: int = -1) -> bytes:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(most)
     except OSError as error:
         raise ConfigError(
             f"launch.gce.package: {path} can't be read ({error.strerror}). Make it readable, or "

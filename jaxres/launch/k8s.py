@@ -52,7 +52,8 @@ usage: python -m jaxres.launch k8s CONFIG.yaml [section.field=value ...] --image
 Prints the manifest of a job that trains with one pod a node (kubectl apply -f -), or submits it.
 Kubernetes starts the hosts again after a preemption or a failure, until the last step is committed
 (0), or an attempt ends with what can't be retried (76, 78, 81, 85), or a budget of restarts without
-a new commit is used up (84). The pods read the config from a ConfigMap.
+a new commit is used up (84). The pods read the config from a ConfigMap; from a Secret if it has a
+secret, or arguments of custom data.
 --image: image with jaxres (Dockerfile); run.dir=...: in a bucket, or on a claim.
 --kind: jobset (default; needs JobSet 0.10.1 or newer), or job: a plain indexed Job, in which lost
     pods are replaced one by one, and failures without a new commit are not counted.
@@ -394,24 +395,26 @@ class _Api:
             )
 
     def create_or_replace(self, manifest: Manifest) -> None:
-        """Creates a ConfigMap or a Service, over that of an earlier job of the run."""
+        """Creates a ConfigMap, a Secret or a Service, over that of an earlier job of the run."""
         core = self.library.client.CoreV1Api(self.client)
-        kind = {"ConfigMap": "config_map", "Service": "service"}[manifest["kind"]]
+        kind = manifest["kind"].lower().replace("configmap", "config_map")
         space, name = self.options.namespace, self.options.name
         limit = {"_request_timeout": CALL_SECONDS}
         try:
             create = getattr(core, f"create_namespaced_{kind}")
             self._call(lambda: create(space, manifest, **limit))
         except Fenced:
-            if kind != "config_map":
+            if kind == "service":
                 return
-            found = self._call(lambda: core.read_namespaced_config_map(name, space, **limit))
-            if set(found.data or {}) - set(manifest["data"]):
+            read = getattr(core, f"read_namespaced_{kind}")
+            found = self._call(lambda: read(name, space, **limit))
+            if set(found.data or {}) - {k8s_manifest.CONFIG_FILE}:
                 raise ConfigError(
-                    f"{name}: namespace {space} has a ConfigMap of this name that is not of a run. "
-                    "Give another --name"
+                    f"{name}: namespace {space} has a {manifest['kind']} of this name that is not "
+                    "of a run. Give another --name"
                 ) from None
-            self._call(lambda: core.replace_namespaced_config_map(name, space, manifest, **limit))
+            put = getattr(core, f"replace_namespaced_{kind}")
+            self._call(lambda: put(name, space, manifest, **limit))
 
     def _call(self, request: Callable[[], Any]) -> Any:
         try:

@@ -12,13 +12,14 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from textwrap import indent
 from typing import Any, Literal
 
-from jaxres.config import RunConfig, dump_yaml, yaml
+from jaxres.config import RunConfig, dump_yaml, file_mode, yaml
 from jaxres.exit_codes import MAX_SIGNAL, ROWS, SIGNAL_BASE, ExitCode, RestartRule, exit_row
+from jaxres.secret_values import PRIVATE
 from jaxres.storage.path import RunPath
 
 Manifest = dict[str, Any]
@@ -28,6 +29,8 @@ JOBSET_GROUP, JOBSET_VERSION, JOBSET_PLURAL = "jobset.x-k8s.io", "v1alpha2", "jo
 CONTAINER, HOSTS = "train", "hosts"
 """Name of the container, and of the replicated job of a JobSet."""
 CONFIG_FOLDER, CONFIG_FILE = "/etc/jaxres", "config.yaml"
+TEXTS = "stringData"
+"""Key of a Secret with plain texts; the cluster answers with `data` in base64."""
 SHARED_MEMORY = "/dev/shm"
 PORT = 8470
 """Port of host 0 on which the supervisors meet; every pod has an address of its own."""
@@ -111,6 +114,8 @@ class ClusterOptions:
     """Time from SIGTERM to SIGKILL."""
     max_restarts: int = MAX_RESTARTS
     """Restarts for failures: of the whole JobSet, or of each host of a Job."""
+    has_secret: bool = False
+    """Whether the config is in a Secret; set by `manifests`."""
 
 
 def object_name(root: RunPath) -> str:
@@ -142,15 +147,18 @@ def manifests(config: RunConfig, root: RunPath, options: ClusterOptions) -> list
     """Returns the objects of a run, in the order in which `kubectl apply` may create them.
 
     Args:
-      config: the resolved config, which the pods read from a ConfigMap.
+      config: the resolved config, which the pods read from a ConfigMap, or from a Secret.
       root: the run directory, as the pods see it.
       options: where it runs.
     """
+    text = dump_yaml(config)
+    is_secret = file_mode(text) == PRIVATE
+    options = replace(options, has_secret=is_secret)
     config_map = {
         "apiVersion": "v1",
-        "kind": "ConfigMap",
+        "kind": "Secret" if is_secret else "ConfigMap",
         "metadata": _metadata(options),
-        "data": {CONFIG_FILE: dump_yaml(config)},
+        TEXTS if is_secret else "data": {CONFIG_FILE: text},
     }
     if options.kind == "jobset":
         return [config_map, _jobset(root, options)]
@@ -160,7 +168,9 @@ def manifests(config: RunConfig, root: RunPath, options: ClusterOptions) -> list
 
 def to_yaml(objects: list[Manifest]) -> str:
     """Returns the objects as one YAML stream, which `kubectl apply -f -` reads."""
-    return "---\n".join(_config_map_yaml(o) if "data" in o else yaml.dump(o) for o in objects)
+    return "---\n".join(
+        _config_map_yaml(o) if {"data", TEXTS} & o.keys() else yaml.dump(o) for o in objects
+    )
 
 
 def changed_fields(sent: Any, created: Any, path: str = "") -> list[str]:
@@ -182,9 +192,10 @@ def changed_fields(sent: Any, created: Any, path: str = "") -> list[str]:
 
 def _config_map_yaml(config_map: Manifest) -> str:
     """Writes the config as a block of lines, so that it can be read and edited."""
-    text = config_map["data"][CONFIG_FILE]
-    head = yaml.dump({name: value for name, value in config_map.items() if name != "data"})
-    return f"{head}data:\n  {CONFIG_FILE}: |\n{indent(text, ' ' * 4)}"
+    data = TEXTS if TEXTS in config_map else "data"
+    text = config_map[data][CONFIG_FILE]
+    head = yaml.dump({name: value for name, value in config_map.items() if name != data})
+    return f"{head}{data}:\n  {CONFIG_FILE}: |\n{indent(text, ' ' * 4)}"
 
 
 def _metadata(options: ClusterOptions, **others: Any) -> Manifest:
@@ -284,8 +295,11 @@ def _exit_codes(wanted: Consequence) -> Manifest:
 
 def _pod_spec(root: RunPath, options: ClusterOptions) -> Manifest:
     size = {"sizeLimit": options.shared_memory} if options.shared_memory else {}
+    source: Manifest = {"configMap": {"name": options.name}}
+    if options.has_secret:
+        source = {"secret": {"secretName": options.name}}
     volumes: list[Manifest] = [
-        {"name": "config", "configMap": {"name": options.name}},
+        {"name": "config", **source},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", **size}},
     ]
     mounts: list[Manifest] = [

@@ -14,14 +14,16 @@ exits with another code than 0, the processes of the other nodes are killed, and
 
 from __future__ import annotations
 
+import base64
 import shlex
 from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
-from jaxres.config import RunConfig, dump_yaml, yaml
+from jaxres.config import RunConfig, dump_yaml, file_mode, yaml
 from jaxres.exit_codes import SIGNAL_BASE, RestartRule, exit_row
 from jaxres.launch.k8s_manifest import CONFIG_FILE, PORT, Consequence, codes_with, consequence
+from jaxres.secret_values import PRIVATE
 from jaxres.storage.path import RunPath
 
 Task = dict[str, Any]
@@ -29,6 +31,8 @@ Task = dict[str, Any]
 STRATEGY = "EAGER_NEXT_REGION"
 """Deletes all nodes before it creates others; FAILOVER would start the job on the same ones."""
 END_OF_CONFIG = "END_OF_CONFIG"
+VARIABLE = "JAXRES_CONFIG"
+"""Secret of the task with a config that has secrets, in base64; SkyPilot does not show it."""
 CANCELLED = SIGNAL_BASE + 9
 """Exit code that SkyPilot gives to the processes that it kills because another node has failed."""
 
@@ -82,7 +86,7 @@ def task(config: RunConfig, root: RunPath, options: TaskOptions) -> Task:
     """Returns the task of a run.
 
     Args:
-      config: the resolved config, which is in the script of the nodes.
+      config: the resolved config, which is in the script of the nodes; in a secret if it has one.
       root: the run directory, in a bucket.
       options: where it runs.
     """
@@ -104,23 +108,33 @@ def task(config: RunConfig, root: RunPath, options: TaskOptions) -> Task:
         found["workdir"] = options.workdir
     if options.setup:
         found["setup"] = "".join(f"{line}\n" for line in ("set -e", *options.setup))
-    found["run"] = _script(config, root, options)
+    text = dump_yaml(config)
+    has_secret = file_mode(text) == PRIVATE
+    if has_secret:
+        found["secrets"] = {VARIABLE: base64.b64encode(text.encode()).decode()}
+    found["run"] = _script(None if has_secret else text, root, options)
     return found
 
 
-def _script(config: RunConfig, root: RunPath, options: TaskOptions) -> str:
+def _script(config: str | None, root: RunPath, options: TaskOptions) -> str:
     """Returns what each node runs: it writes the config and starts the node's process.
 
     A VM that replaces another may have its name, so its boot makes it another host.
+
+    Args:
+      config: the resolved config; None: it is in the variable.
+      root, options: as for `task`.
     """
+    write = f"""cat > "{{}}" <<'{END_OF_CONFIG}'\n{config}{END_OF_CONFIG}"""
+    if config is None:
+        write = f"""(umask 077; printf %s "${VARIABLE}" | base64 -d > "{{}}")\nunset {VARIABLE}"""
     file = f"$HOME/.jaxres/{options.name}/{CONFIG_FILE}"
     gpus = f" JAXRES_MIN_DEVICES={options.accelerators[1]}" if options.accelerators else ""
     command = shlex.join([options.python, "-m", "jaxres.launch", "sky", "node"])
     platform = "\nexport JAXRES_PLATFORM=gpu" + gpus if options.accelerators else ""
     return f"""\
 mkdir -p "$HOME/.jaxres/{options.name}"
-cat > "{file}" <<'{END_OF_CONFIG}'
-{dump_yaml(config)}{END_OF_CONFIG}
+{write.replace("{}", file, 1)}
 JAXRES_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
 JAXRES_NUM_HOSTS="$SKYPILOT_NUM_NODES"
 JAXRES_HOST_ID="$SKYPILOT_NODE_RANK"

@@ -47,6 +47,7 @@ from jaxres.launch.storage_retry import with_retries
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
+from jaxres.secret_values import PRIVATE
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import signals, time_limit
@@ -193,7 +194,8 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
         )
     faulty = faulty_hosts.read(run_dir)
     files.make_dir(journal.folder)
-    files.replace(journal.folder / "job.sh", text.encode())
+    # Its overrides may have a token; only its owner's `sbatch` reads it.
+    files.replace(journal.folder / "job.sh", text.encode(), mode=PRIVATE)
     job = journal.submit(_exclude(options, {host.identity.name for host in faulty}))
     found = filter(str.isdecimal, _unfinished(run_dir, journal))
     others = [other for other in found if int(other) < int(job)]

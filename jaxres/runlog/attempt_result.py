@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.exit_codes import exit_row
 from jaxres.runlog.records import AttemptEnded, HostFault, SupervisorEnded
+from jaxres.secret_values import redact_text
 
 HostT = TypeVar("HostT", int, str)
 
@@ -67,7 +68,7 @@ def stop_record(result: AttemptResult) -> AttemptEnded:
     """Returns the run log record of an attempt's end."""
     return AttemptEnded(
         exit=result.code,
-        reason=result.reason,
+        reason=redact_text(result.reason),
         committed=result.committed,
         culprit=result.culprit,
     )

@@ -30,7 +30,6 @@ from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
-from jaxres.config.schema_data import CustomSource, single_sources
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import replica_files, run_log, step_dirs
@@ -52,6 +51,7 @@ from jaxres.supervisor import (
     processes,
     replica_process,
     restart_policy,
+    run_config,
     run_dir_watcher,
     signals,
     slow_hosts,
@@ -311,7 +311,7 @@ def claim_attempt(
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
     delete_unused_memory(run_dir, config)
     # Late records of the attempt before may precede the claim.
-    _record_config(config, run_dir, claim, is_first=not log.history().starts)
+    run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
     return log, ClaimedAttempt(
         config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
     )
@@ -538,19 +538,6 @@ def print_result(ended: AttemptResult, run_dir: RunDir, claim: Claim) -> None:
 def follows_an_attempt(run_dir: RunDir) -> bool:
     """Returns whether the next attempt follows one that ended without an operator's decision."""
     return restart_policy.is_restart(run_log.read_records(run_dir.log))
-
-
-def _record_config(config: RunConfig, run_dir: RunDir, claim: Claim, *, is_first: bool) -> None:
-    """Writes the resolved config; called after the claim, so only the lock holder writes it."""
-    text = configs.dump_yaml(configs.with_absolute_paths(config)).encode()
-    # Arguments of a custom source may hold a token. Other configs stay readable: hosts may run as
-    # different users (docs/security.md).
-    custom = [x for x in single_sources(config.data.source).values() if isinstance(x, CustomSource)]
-    mode = 0o600 if any(source.args for source in custom) else 0o666
-    if is_first:
-        files.replace(run_dir.config, text, mode=mode)
-    files.make_dir(run_dir.attempt(claim.attempt))
-    files.replace(run_dir.attempt(claim.attempt) / "config.yaml", text, mode=mode)
 
 
 def _refuse_other_threads(claim: Claim, threads: int) -> None:

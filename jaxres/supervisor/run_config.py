@@ -1,9 +1,10 @@
-"""Resolves the config of a run, and checks it against the config that the run was started with."""
+"""Resolves the config of a run, checks it against the one it was started with, and records it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxres import config as configs
@@ -127,3 +128,35 @@ def newest_config_path(run_dir: RunDir) -> RunPath:
     """
     starts = run_log.fold(run_log.read_records(run_dir.log)).starts
     return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
+
+
+def record(
+    config: RunConfig,
+    run_dir: RunDir,
+    attempt: int,
+    starts: Sequence[run_log.Record],
+    report: Callable[[str], object],
+) -> None:
+    """Writes the resolved config of an attempt; after its claim: only the lock's holder writes it.
+
+    Args:
+      config: the config.
+      run_dir: the run directory.
+      attempt: number of the attempt.
+      starts: records of the starts before; none: the run directory gets the config too.
+      report: called with a line for each secret that has changed since the last of them.
+    """
+    config = configs.with_absolute_paths(config)
+    text = configs.dump_yaml(config)
+    mode = configs.file_mode(text)
+    if starts:
+        with contextlib.suppress(ConfigError):  # It is there: `resolve_run` has compared it.
+            before = _record(run_dir, starts[-1].attempt)
+            if files.read(before) != text.encode():
+                changed = configs.changed_secrets(configs.load_recorded(before).config, config)
+                for key in changed:
+                    report(f"{key}: changed; it is a secret, which is no part of the trajectory")
+    else:
+        files.replace(run_dir.config, text.encode(), mode=mode)
+    files.make_dir(run_dir.attempt(attempt))
+    files.replace(run_dir.attempt(attempt) / "config.yaml", text.encode(), mode=mode)

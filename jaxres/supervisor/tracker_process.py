@@ -25,6 +25,7 @@ from jaxres.runlog import evaluations, metrics, run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
+from jaxres.secret_values import redact, redact_text
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, parse_path
 from jaxres.telemetry import stdio, trackers
@@ -95,7 +96,7 @@ def _follow(copy: Copy, section: TrackerSection, *, every_seconds: float) -> int
             if ended:
                 return 1
             if not failed:
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = redact_text(f"{type(error).__name__}: {error}".splitlines()[0])
                 stdio.eprint(f"tracker {section.kind}: {text}; training goes on, this retries\n")
             copy.reset()
             wait, failed = min(2 * max(wait, 1.0), LONGEST_RETRY_SECONDS), True
@@ -239,7 +240,7 @@ def _identity(run_dir: RunDir, config: RunConfig, history: RunHistory) -> Identi
         name=f"{name}{later}",
         group=run_dir.root.name,
         tags=config.run.tags,
-        config=config.model_dump(mode="json"),
+        config=redact(config.model_dump(mode="json")),
     )
 
 

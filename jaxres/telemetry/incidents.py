@@ -28,6 +28,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
+from jaxres.secret_values import redact_text
 from jaxres.storage import codec
 from jaxres.telemetry.heartbeat import SpeedChanged, TrainingReport
 
@@ -243,7 +244,7 @@ def _headline(incident: Incident) -> str:
 
 
 def _reason(incident: Incident) -> str:
-    text = incident.reason.strip()
+    text = redact_text(incident.reason.strip())
     return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 1]}…"
 
 

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+from jaxres.secret_values import redact_text
+
 
 def _escapes() -> dict[int, str]:
     controls = [*range(0x20), *range(0x7F, 0xA0)]  # C0, DEL and C1.
@@ -140,9 +142,9 @@ def escaping() -> Iterator[None]:
 
 
 def eprint(text: str) -> None:
-    """Writes to standard error and flushes."""
+    """Writes to standard error, without secrets that are known by their form, and flushes."""
     stream = SafeStream(sys.stderr)
-    stream.write(text)
+    stream.write(redact_text(text))
     stream.flush()
 
 

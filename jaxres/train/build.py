@@ -115,7 +115,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         row_origins=_row_origins(parts),
         evaluate=compiled.evaluate,
         text_bytes=text_bytes,
-        dataset=parts.dataset.fingerprint,
+        dataset=_fingerprint(parts.dataset, context),
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
         computation=computation,
@@ -135,6 +135,12 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         device_probe=_device_probe(parts, context),
     )
     return BuiltTrainer(run, parts.dataset, parts.model, parts.trainable)
+
+
+def _fingerprint(dataset: Dataset, context: AttemptContext) -> str:
+    """Returns the data set's fingerprint, by the definition that the run was started with."""
+    earlier = dataset.earlier_fingerprint
+    return earlier if earlier and earlier == context.log.history().dataset else dataset.fingerprint
 
 
 def _data_loader(

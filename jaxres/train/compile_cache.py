@@ -30,6 +30,7 @@ from jaxres.engine.executable import Signature, Unusable
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog.events import CompiledStepsLoaded, Emit, Noted, PhaseChanged, StepsCompiled
 from jaxres.runlog.guarantee import xla_flags
+from jaxres.secret_values import without_rotatable
 from jaxres.storage import files
 from jaxres.train.context import AttemptContext
 
@@ -52,7 +53,7 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
     own = own_sources()
     if own is None or "custom" in (config.model.kind, config.optimizer.kind):
         return None
-    dumped = config.model_dump(mode="json")
+    dumped = without_rotatable(config.model_dump(mode="json"))
     for key in ("dir", "name", "tags", "guarantee"):
         dumped["run"].pop(key)
     if all(group.learning_rate is None for group in config.optimizer.groups):

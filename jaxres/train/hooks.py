@@ -18,6 +18,7 @@ from jaxres.engine.state import TrainState
 from jaxres.models.target import check_call, load_target
 from jaxres.runlog.events import Emit, Noted, PhaseChanged
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.secret_values import redact_text
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 
@@ -126,7 +127,8 @@ class Hooks:
         )
 
     def _warn(self, name: str, step: int, text: str) -> None:
-        self._emit(Noted(f"WARNING: hook {name} at step {step}: {text}; training goes on"))
+        note = f"WARNING: hook {name} at step {step}: {text}; training goes on"
+        self._emit(Noted(redact_text(note)))
 
 
 def _function_of(section: HookSection, *, key: str) -> Callable[..., object]:

@@ -21,6 +21,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.events import BadRecordsSkipped, PhaseChanged, RolledBack, TrainingStarted
 from jaxres.runlog.guarantee import guarantee_level, is_at_least
 from jaxres.runlog.run_log import Record, RunHistory, Start, fold
+from jaxres.secret_values import redact_text
 from jaxres.train.components import InFlight, Trainer
 
 POLL_SECONDS = 0.1
@@ -54,6 +55,7 @@ def _leave_out(run: Trainer, verdict: SkipRows, *, entry: int) -> None:
         published = {tuple(row) for message in messages for row in message["rows"]}
         rows = sorted(published or verdict.rows)
         reason = "; ".join(message["reason"] for message in messages) or verdict.reason
+        reason = redact_text(reason)
         run.log.append(run_log.Skip(rows=tuple(rows), reason=reason))
         return json.dumps({"rows": rows, "reason": reason, "step": run.log.history().step})
 

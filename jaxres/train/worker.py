@@ -36,6 +36,7 @@ from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Emit, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
+from jaxres.secret_values import redact_text
 from jaxres.storage import files
 from jaxres.storage.path import parse_path
 from jaxres.storage.threads import spawn_thread
@@ -290,8 +291,10 @@ def describe_crash(
     if isinstance(error, RunError):  # Raised before the run, or after it.
         text = faults.format_exit_message(error.exit_code, str(error))
         return AttemptResult(error.exit_code, str(error)), text
-    text = "".join(traceback.format_exception(error))
-    lines = traceback.format_exception_only(error)  # Notes come last.
+    text = redact_text("".join(traceback.format_exception(error)))  # A URL's password, for example.
+    lines = [
+        redact_text(line) for line in traceback.format_exception_only(error)
+    ]  # Notes are last.
     reason = next(line for line in lines if not line.startswith(" ")).strip()
     path = run_dir.traceback(attempt, member.host)
     try:

@@ -36,6 +36,7 @@ from tests.emulators import polling
 ROOT = Path(__file__).parents[2]
 CORE_FIELDS = {
     "ConfigMap": {"apiVersion", "kind", "metadata", "data"},
+    "Secret": {"apiVersion", "kind", "metadata", "stringData"},
     "Service": {"apiVersion", "kind", "metadata", "spec"},
 }
 """Objects that the package has no types of, and their fields that are accepted."""
@@ -45,6 +46,7 @@ RESOURCES = {
     r"/apis/jobset\.x-k8s\.io/v1alpha2/namespaces/([^/]+)/jobsets": "JobSet",
     r"/apis/batch/v1/namespaces/([^/]+)/jobs": "Job",
     r"/api/v1/namespaces/([^/]+)/configmaps": "ConfigMap",
+    r"/api/v1/namespaces/([^/]+)/secrets": "Secret",
     r"/api/v1/namespaces/([^/]+)/services": "Service",
 }
 

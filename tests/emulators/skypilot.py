@@ -37,6 +37,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "num_nodes": int,
     "resources": dict,
     "workdir": str,
+    "secrets": dict,
     "setup": str,
     "run": str,
 }

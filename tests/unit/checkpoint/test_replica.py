@@ -197,3 +197,23 @@ def test_no_name_in_an_update_of_a_replica_leads_out_of_it(attempt, to, tmp_path
     with pytest.raises(Unrestorable, match=r"can't be read \(the name"):
         replica_files.prepare_start(to)
     assert planted(attempt, tmp_path) == before
+
+
+def test_a_copied_config_with_a_secret_is_for_its_owner_only(attempt, to):
+    """That of an earlier version was copied with the permissions that the umask leaves."""
+    attempt.save(8)
+    own, copied = attempt.run_dir.config, to.config
+    for text, mode in (
+        ("model: {args: {n: 1}}\n", 0o644),
+        ("model: {args: {api_key: x}}\n", 0o600),
+    ):
+        own.write_text(text)
+        before = os.umask(0o022)
+        try:
+            replicator(attempt.run_dir, to).update()
+            assert (copied.read_text(), copied.stat().st_mode & 0o777) == (text, mode)
+        finally:
+            os.umask(before)
+    copied.chmod(0o644)
+    replicator(attempt.run_dir, to).update()
+    assert copied.stat().st_mode & 0o77 == 0

@@ -10,6 +10,7 @@ from jaxres.engine import evaluate
 from jaxres.engine.mesh import LocalRows
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
+from tests.unit.secret_examples import letters
 
 
 class Images:
@@ -43,10 +44,15 @@ def broken_inside():
     raise KeyError("in the user's code")
 
 
+def remote_images(token=None, count=50, url=""):
+    return Images(count)
+
+
 @pytest.fixture
 def source(monkeypatch):
     module = types.ModuleType("user_rows")
     module.images = Images
+    module.remote_images = remote_images
     module.documents = Documents
     module.augmented = Augmented
     module.number = lambda: 7
@@ -116,6 +122,17 @@ def test_arguments_are_free_only_with_a_fingerprint_of_the_objects_own(source):
             continue
         with pytest.raises(ConfigError, match=r"data\.source\.path_args: .*without `fingerprint`"):
             open_dataset(config)
+
+
+def test_the_fingerprint_does_not_depend_on_secrets_and_has_its_earlier_definition(source):
+    token, other = "hf_" + letters(34), "hf_" + letters(34, 3)
+    open_with = [{"token": token}, {"token": other}, {"token": other, "count": 40}]
+    one, two, fewer = (open_dataset(source("user_rows:remote_images", **a)) for a in open_with)
+    assert one.fingerprint == two.fingerprint != fewer.fingerprint
+    assert len({one.earlier_fingerprint, two.earlier_fingerprint, one.fingerprint}) == 3
+    for same in ({}, {"token": "<eos>"}, {"count": 40}):
+        plain = open_dataset(source("user_rows:remote_images", **same))
+        assert plain.fingerprint == plain.earlier_fingerprint
 
 
 def test_the_fingerprint_depends_on_arguments_length_and_content(source):

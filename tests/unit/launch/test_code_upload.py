@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from jaxres.faults import ConfigError
 from jaxres.launch import code_package, instance_spec
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
+from tests.unit.secret_examples import TOKENS, hexadecimal, letters
 from tests.waiting import SURE_SECONDS
 
 
@@ -143,22 +145,116 @@ SECRETS = {
 }
 
 
-def test_files_that_look_like_secrets_are_refused_by_name_with_the_remedy(tmp_path: Path) -> None:
-    folder = fill(tmp_path / "package")
-    for name, text in SECRETS.items():
+NAMED = (
+    *(".env", ".env.local", ".envrc", "prod.env", "secrets.yaml", "secrets.toml", "secrets.json"),
+    *("home/.aws/credentials", "credentials", "credentials.toml", "aws_credentials", "rootkey.key"),
+    *("home_accessKeys.csv", "id_rsa", "id_ecdsa", "deploy_ed25519", "server.p12", "server.pfx"),
+    *("store.jks", "android.keystore", "vault.kdbx", "vault.kdb", "key.ppk", "AuthKey_1.p8"),
+    *(".netrc", "_netrc", ".pgpass", ".my.cnf", ".htpasswd", ".git-credentials", ".pypirc"),
+    *(".npmrc", ".yarnrc.yml", ".terraformrc", "terraform.tfstate", "terraform.tfstate.backup"),
+    *(
+        "prod.auto.tfvars",
+        ".terraform.d/credentials.tfrc.json",
+        ".dockercfg",
+        ".docker/config.json",
+    ),
+    *("kubeconfig", "prod.kubeconfig", ".kube/config", ".config/gcloud/access_tokens.db"),
+    *("application_default_credentials.json", "service-account.json", "client_secret_1.json"),
+    *("gcp-credentials.json", "rclone.conf", ".config/rclone/rclone.conf", ".s3cfg", ".boto"),
+    *(".passwd-s3fs", ".huggingface/token", "token", "hf_token.txt", ".cache/huggingface/token"),
+    *(".kaggle/kaggle.json", "kaggle.json", ".databrickscfg", ".modal.toml", ".vault-token"),
+    *(".config/wandb/settings", ".config/gh/hosts.yml", ".oci/config", ".azure/accessTokens.json"),
+    *("token.json", "cookies.txt", ".bash_history", ".python_history", "client.ovpn"),
+    *(".ssh/known_hosts", ".gnupg/trustdb.gpg", "secring.gpg", "login.keychain-db"),
+)
+"""Files that are refused whatever they have."""
+WORDS = letters(40)
+CONTENT = {
+    **{f"settings/{kind}.yaml": f"value: {token}\n" for kind, token in TOKENS.items()},
+    **{f"code/{kind}.py": f"KEY = {token!r}\n" for kind, token in TOKENS.items()},
+    "notebook.ipynb": f'{{"outputs": [{{"text": "{TOKENS["Hugging Face"]}"}}]}}',
+    "README.md": f"export HF_TOKEN={TOKENS['Hugging Face']}\n",
+    "account.txt": '{"type": "service_account", "private_key": "x"}',
+    "adc.json": f'{{"type": "authorized_user", "refresh_token": "{WORDS}"}}',
+    "docker.json": f'{{"auths": {{"host": {{"auth": "{WORDS}"}}}}}}',
+    "cluster.yaml": f"kind: Config\nusers:\n- user:\n    client-key-data: {WORDS}\n",
+    "cluster-token.yaml": f"users:\n- user:\n    token: {WORDS}{WORDS}\n",
+    "state.json": '{"version": 4, "terraform_version": "1.9", "lineage": "a"}',
+    "netrc.txt": f"machine api.wandb.ai\n  login user\n  password {hexadecimal(40)}\n",
+    "aws.ini": f"[default]\naws_secret_access_key = {WORDS}\n",
+    "upload.py": f"client(aws_secret_access_key='{WORDS}')\n",
+    "registry.txt": f"//registry/:_authToken={WORDS}\n",
+    "users.txt": f"me:$2y$05${letters(53)}\n",
+    "putty.txt": "PuTTY-User-Key-File-3: ssh-ed25519\n",
+    "wg0.txt": f"[Interface]\nPrivateKey = {letters(43)}=\n",
+    "azure.txt": f"AccountName=a;AccountKey={WORDS}{WORDS}==\n",
+    "remote.txt": f"url = https://me:{letters(12)}@git.internal/a.git\n",
+    "late.log": "x\n" * 10**6 + TOKENS["GitHub"],
+}
+"""Files that are refused for what is in them."""
+NO_SECRETS = {
+    "environment.py": "# a .env file, -----BEGIN RSA PRIVATE KEY-----",
+    "settings.json": '{"key": "x", "private_key_path": "/a"}',
+    "credentials.py": "_password = None\ntoken: str = load_token()\nsecret_access_key=key\n",
+    "secrets.py": "import secrets\n",
+    "secret_values.py": 'FORM = r"hf_[A-Za-z0-9]{30,}|AKIA[A-Z0-9]{16}"\n',
+    "tokenizer.json": '{"version": "1.0", "added_tokens": [{"content": "<eos>"}]}',
+    "tokens.txt": "the\nof\n",
+    "special_tokens_map.json": '{"eos_token": "</s>"}',
+    "docs.md": "`https://user:password@host`, machine a login b password c, AKIAIOSFODNN7EXAMPLE\n",
+    "compose.yaml": "url: postgres://app:${PASSWORD}@db/app\ntoken: ${TOKEN}\n",
+    "id_rsa.pub": "ssh-rsa AAAA me@host\n",
+    "weights.bin": "\0" + TOKENS["Hugging Face"],
+    "requirements.txt": "torch==2.0 --hash=sha256:" + hexadecimal(64) + "\n",
+    "ca.crt": "-----BEGIN CERTIFICATE-----\n" + letters(64) + "\n-----END CERTIFICATE-----\n",
+    "configs/run.yaml": "data: {source: {args: {max_tokens: 5, token_env: HF_TOKEN}}}\n",
+}
+"""Files that are copied."""
+
+
+def write(folder: Path, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    (folder / "environment.py").write_text("# a .env file, -----BEGIN RSA PRIVATE KEY-----")
-    (folder / "settings.json").write_text('{"key": "x"}')
+
+
+def test_files_that_look_like_secrets_are_refused_by_name_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fill(tmp_path / "package")
+    secrets = SECRETS | dict.fromkeys(NAMED, "x") | CONTENT
+    write(folder, secrets)
+    write(folder, NO_SECRETS)
+    monkeypatch.setattr(code_package, "MAX_NAMED", len(secrets))
     text = refusal(folder)
-    for name in SECRETS:
-        assert f"\n  {name} (" in text, f"{name} would be copied:\n{text}"
-    assert "environment.py" not in text
-    assert "settings.json" not in text
-    (folder / ".jaxresignore").write_text("\n".join(SECRETS))
-    assert not names(folder) & SECRETS.keys()
-    assert {"environment.py", "settings.json", "train.py"} <= names(folder)
+    copied = [name for name in secrets if f"\n  {name} (" not in text]
+    assert not copied, f"would be copied: {copied}"
+    refused = [name for name in NO_SECRETS if f"\n  {name} (" in text]
+    assert not refused, f"is no secret: {refused}\n{text}"
+    shown = [kind for kind, token in TOKENS.items() if token in text]
+    assert not shown, "the message has the secret itself"
+    (folder / ".jaxresignore").write_text("\n".join(secrets))
+    assert not names(folder) & secrets.keys()
+    assert {*NO_SECRETS, "train.py"} <= names(folder)
     assert ".jaxresignore" not in names(folder)
+
+
+def test_a_file_that_looks_like_a_secret_is_copied_on_purpose_by_its_path_only(
+    tmp_path: Path,
+) -> None:
+    folder = fill(tmp_path / "package")
+    write(folder, {"tests/a.pem": "x", "tests/b.pem": "x", "conf.yaml": TOKENS["Slack, bot"]})
+    (folder / ".jaxresignore").write_text("!tests/a.pem\n! /conf.yaml\n")
+    text = refusal(folder)
+    assert "\n  tests/b.pem (" in text
+    assert "tests/a.pem" not in text
+    assert "conf.yaml" not in text
+    (folder / ".jaxresignore").write_text("!tests/a.pem\n!conf.yaml\ntests/b.pem\n")
+    assert {"tests/a.pem", "conf.yaml"} <= names(folder)
+    for wrong in ("!*.pem", "!tests", "!absent", "!"):
+        (folder / ".jaxresignore").write_text(f"{wrong}\ntests/b.pem\n")
+        with pytest.raises(ConfigError, match=r"there is no such file.*without wildcards"):
+            code_package.list_files(folder)
 
 
 def git(folder: Path, *arguments: str) -> None:

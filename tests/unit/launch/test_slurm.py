@@ -32,6 +32,14 @@ def test_a_submission_names_the_job_and_where_its_output_is(commands, capsys):
     assert "--nodes=2" in Path("run/slurm/job.sh").read_text()
 
 
+def test_the_script_of_a_job_is_for_its_owner_only(commands):
+    """Its command has the overrides, which may have a token."""
+    assert submit("--nodes", "2", "hooks=[{target: 'a:b', args: {token: opensesame1}}]") == 0
+    script = Path("run/slurm/job.sh")
+    assert "opensesame1" in script.read_text()
+    assert script.stat().st_mode & 0o77 == 0
+
+
 def test_a_dry_run_prints_the_script_and_leaves_nothing(commands, capsys):
     assert submit("--nodes", "2", "--dry-run") == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=jaxres-run-")

@@ -73,6 +73,7 @@ def test_a_run_directory_where_nothing_can_be_saved_is_refused(tmp_path: Path) -
     ("source", "mode"),
     [
         ("{kind: custom, target: 'a:b', args: {token: hidden}}", 0o600),
+        ("{kind: custom, target: 'a:b', args: {part: 5}}", 0o600),
         ("{kind: custom, target: 'a:b'}", 0o644),
         ("{kind: text, path: '{stdlib}'}", 0o644),
     ],

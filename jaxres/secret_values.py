@@ -1,0 +1,280 @@
+"""Which values are secrets: by the name of an argument, by their content, and within URLs.
+
+A secret is shown as HIDDEN, wherever a config or a message is shown. Of these values, those that
+are surely secrets do not belong to a run's trajectory: the run goes on with another token. That
+decision is stricter than the one to hide a value: a token of a vocabulary that was taken for a
+secret would change the data unnoticed. Numbers, lists and sections are never left out.
+
+The patterns are compiled at their first use, which costs each process some 10 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+HIDDEN = "<secret>"
+PRIVATE = 0o600
+"""Permissions of a file that has a secret."""
+
+_CERTAIN = (
+    r"(?:\w+_)?(?:password|passwd|passphrase|api_?key|secret_?key|(?:secret_)?access_key(?:_id)?"
+    r"|account_key|private_key|signing_key|client_secret|app_secret|webhook_secret|signing_secret"
+    r"|authorization|connection_string)"
+)
+"""Names whose values are secrets, whatever they look like."""
+_TOKEN = (
+    r"(?:(?:\w+_)?(?:access|auth|api|bearer|refresh|oauth2?|sas|security|session|secret|personal"
+    r"|hf|hub|huggingface|hugging_face|github|gh|gitlab|wandb|mlflow|aws|gcp|azure|s3|gcs|slack"
+    r"|jwt|pypi|npm|registry|login|bot|service|deploy)_)?token"
+)
+"""Names of tokens; a token of a vocabulary may have such a name too."""
+_LIKELY = (
+    r"(?:\w+_)?(?:secret|credentials?|encryption_key|hmac_key|passcode)|auth|pwd|pw|pat|jwt|bearer"
+    r"|cookie|dsn"
+)
+"""Names whose values are hidden; only those that look like a token are left out of a trajectory."""
+_SIGNED = r"sig|signature|x_(?:amz|goog)_\w+|hdne[at]s?|hdnts|sas"
+"""Query parameters that sign a URL."""
+_BESIDE_SIGNATURE = (
+    r"expires|policy|key_pair_id|awsaccesskeyid|google_?access_?id"
+    r"|s[eptvrs]|spr|srt|sk[tesv]|skoid|sktid"
+)
+"""Query parameters that are another time's in a URL that is signed again."""
+
+_TOKENS = (
+    ("Hugging Face token", r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}"),
+    ("GitHub token", r"gh[pousr]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}"),
+    ("GitLab token", r"gl(?:pat|dt|rt|ptt|oas|soat|cbt|imt|ft|agent)-[A-Za-z0-9_-]{20,}"),
+    ("AWS access key", r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}"),
+    ("Google API key", r"AIza[A-Za-z0-9_-]{35}"),
+    ("Google OAuth token", r"ya29\.[A-Za-z0-9_-]{20,}|GOCSPX-[A-Za-z0-9_-]{20,}"),
+    ("API key", r"sk-(?:proj|ant|svcacct|admin|or)-[A-Za-z0-9_-]{20,}|sk-[A-Za-z0-9]{20,}"),
+    ("Stripe key", r"[sr]k_(?:live|test)_[A-Za-z0-9]{16,}"),
+    ("Slack token", r"xox[abeoprs]-[A-Za-z0-9-]{10,}|xapp-[A-Za-z0-9-]{20,}"),
+    ("JSON Web Token", r"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"),
+    ("npm token", r"npm_[A-Za-z0-9]{30,}"),
+    ("PyPI token", r"pypi-[A-Za-z0-9_-]{40,}"),
+    ("SendGrid key", r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}"),
+    ("webhook secret", r"whsec_[A-Za-z0-9+/=]{24,}"),
+    ("NVIDIA API key", r"nvapi-[A-Za-z0-9_-]{40,}"),
+    ("Replicate token", r"r8_[A-Za-z0-9]{30,}"),
+    ("Groq key", r"gsk_[A-Za-z0-9]{40,}"),
+    ("W&B key", r"wandb_v1_[A-Za-z0-9_]{20,}"),
+    ("Databricks token", r"dapi[0-9a-f]{32}"),
+    ("Docker Hub token", r"dckr_(?:pat|oat)_[A-Za-z0-9_-]{20,}"),
+    ("DigitalOcean token", r"do[opr]_v1_[0-9a-f]{64}"),
+    ("Vault token", r"hv[sb]\.[A-Za-z0-9_-]{24,}"),
+    ("Telegram token", r"[0-9]{8,10}:AA[A-Za-z0-9_-]{33}"),
+    ("age key", r"AGE-SECRET-KEY-1[0-9A-Z]{58}"),
+    ("Slack webhook", r"https://hooks\.slack\.com/(?:services|workflows)/[A-Za-z0-9/_-]{20,}"),
+    ("Discord webhook", r"https://discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{20,}"),
+)
+"""Kinds of secrets that are known by their form (the services' documentation)."""
+_PRIVATE_KEY = (
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[\s\S]*)"
+)
+_KEY_BODY = r"(?:\\[rn]|[\s\"'+,]|[A-Za-z-]+: [^\n]*\n)*[A-Za-z0-9+/=]{32}"
+_ANY_TOKEN = (
+    r"(?<![A-Za-z0-9])(?:" + "|".join(form for _, form in _TOKENS) + r")(?![A-Za-z0-9])"
+    rf"|{_PRIVATE_KEY}"
+)
+_URL = r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)://([^\s\"'<>]+)"
+_KEY_PAIR = r"[^@/:]+:[^@]+@"
+"""In the place of a bucket's user: the secret key may have slashes."""
+_ASSIGNED = (
+    r"(?<!\w)([\"']?)([A-Za-z_][\w.-]*)\1(\s*:\s*(?=[\"'])|=)"
+    r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
+)
+_HEADER = r"\b([Bb]earer|[Bb]asic)( +)([A-Za-z0-9._~+/=:-]{12,})"
+_OPAQUE = r"(?=.*[0-9])[A-Za-z0-9_.~+/=:-]{8,}"
+_PREFIXED = r"(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|npm_|pypi-)[\w.-]+"
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Returns whether a value is a secret by the name that it has; never by its content.
+
+    >>> [is_secret(n, "abc") for n in ("hf_token", "AWS_SECRET_ACCESS_KEY", "tokenizer", "key")]
+    [True, True, False, False]
+    """
+    word = _words(name)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        return False
+    if re.fullmatch(_CERTAIN, word):
+        return True
+    if not isinstance(value, str):
+        return False
+    if re.fullmatch(_TOKEN, word):
+        return not re.search(r"[\s<>\[\]|▁Ġ]", value)  # Those are tokens of a vocabulary.
+    return re.fullmatch(_LIKELY, word) is not None
+
+
+def is_rotatable(name: str, value: object) -> bool:
+    """Returns whether a value is surely a secret, which may change while the run stays the same.
+
+    >>> [is_rotatable("token", value) for value in ("hf_abc", "<eos>", "eos", 5)]
+    [True, False, False, False]
+    """
+    if not (isinstance(value, str) and is_secret(name, value)):
+        return False
+    return re.fullmatch(_CERTAIN, _words(name)) is not None or _looks_like_a_token(value)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """Returns plain data, as of a config, with HIDDEN in the place of secrets.
+
+    >>> redact({"path": "/data", "token": "hf_abc", "url": "s3://key:password@bucket/a"})
+    {'path': '/data', 'token': '<secret>', 'url': 's3://<secret>@bucket/a'}
+    """
+    if isinstance(value, Mapping):
+        named = value.get("name"), value.get("value")  # An entry of a list of variables.
+        is_hidden = isinstance(named[0], str) and is_secret(named[0], named[1])
+        return {
+            key: HIDDEN
+            if is_hidden and key == "value"
+            else redact(child, name if is_secret(name, "x") else str(key))
+            for key, child in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redact(child, name) for child in value]
+    if is_secret(name, value):
+        return HIDDEN
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def redact_text(text: str) -> str:
+    """Returns a text with HIDDEN in the place of secrets that are known by their form or name.
+
+    >>> redact_text("GET https://me:password@host/a?sig=1a&n=2 failed; password='x y'")
+    'GET https://me:<secret>@host/a?sig=<secret>&n=2 failed; password=<secret>'
+    """
+    text = re.sub(_ANY_TOKEN, HIDDEN, text)
+    if "://" in text:
+        text = re.sub(_URL, lambda match: _redact_url(match, is_secret), text)
+    if "=" in text or ":" in text:
+        text = re.sub(_ASSIGNED, _redact_assigned, text)
+    return re.sub(_HEADER, _redact_header, text)
+
+
+def contains(value: Any, name: str = "") -> bool:
+    """Returns whether plain data has a secret."""
+    return json.dumps(redact(value, name)) != json.dumps(value)
+
+
+def without_rotatable(value: Any) -> Any:
+    """Returns plain data without the values that are surely secrets; all else is as it was.
+
+    >>> without_rotatable({"password": "a", "max_tokens": 5, "url": "https://u:password@host/x"})
+    {'max_tokens': 5, 'url': 'https://u:<secret>@host/x'}
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: without_rotatable(child)
+            for key, child in value.items()
+            if not is_rotatable(str(key), child)
+        }
+    if isinstance(value, list):
+        return [without_rotatable(child) for child in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(
+        _URL, lambda match: _redact_url(match, is_rotatable), re.sub(_ANY_TOKEN, HIDDEN, value)
+    )
+
+
+def kind_of_secret(text: str) -> str | None:
+    """Returns what kind of secret a text has, by its form; None: it has none.
+
+    Placeholders, as documentation has them, are no secrets.
+    """
+    for match in re.finditer(_ANY_TOKEN, text):
+        if match[0].startswith("-----BEGIN"):
+            if re.match(_KEY_BODY, match[0].split("-----", 2)[2]):
+                return "private key"
+        elif not _is_placeholder(match[0]):
+            return next(kind for kind, form in _TOKENS if re.fullmatch(form, match[0]))
+    for match in re.finditer(_URL, text):
+        if _has_password(match[2]):
+            return "password in a URL"
+    return None
+
+
+def _has_password(rest: str) -> bool:
+    """Returns whether what follows `://` has a password that is no placeholder."""
+    user, password = _user_and_password(rest)
+    host = rest.partition("@")[2]
+    return bool(
+        password
+        and not re.search(r"[{}$%*\\()\[\]]", user + password)
+        and password.lower() not in ("password", "passwd", "pass", "pw", "pwd", "secret", "token")
+        and not host.startswith(("localhost", "127.0.0.1", "example."))
+        and not _is_placeholder(password)
+    )
+
+
+def _is_placeholder(token: str) -> bool:
+    return (
+        "example" in token.lower()
+        or re.search(r"(.)\1{7}|x{4}|X{4}|\*{3}|\.{3}|12345678|abcdefgh", token) is not None
+        or len(set(token)) < 4
+    )
+
+
+def _words(name: str) -> str:
+    """Returns a name as lower-case words: `X-Api-Key` and `xApiKey` are `x_api_key`."""
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition(".")[2])
+    return re.sub(r"[-\s]+", "_", parted).strip("_").lower()
+
+
+def _looks_like_a_token(value: str) -> bool:
+    return bool(re.fullmatch(_OPAQUE, value) or re.fullmatch(_PREFIXED, value))
+
+
+def _user_and_password(rest: str) -> tuple[str, str]:
+    """Returns user and password of what follows `://`; empty: there are none."""
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    user, _, password = authority.rpartition("@")[0].partition(":")
+    return user, password
+
+
+def _redact_url(match: re.Match[str], hides: Callable[[str, object], bool]) -> str:
+    scheme, rest = match[1], match[2]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    user, password = _user_and_password(rest)
+    if scheme.lower() in ("s3", "s3a", "s3n") and re.match(_KEY_PAIR, rest):
+        rest = re.sub(_KEY_PAIR, f"{HIDDEN}@", rest)
+    elif password and password != HIDDEN:
+        rest = f"{user}:{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
+    elif user and len(user) >= 20 and _looks_like_a_token(user):
+        rest = f"{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
+    path, mark, query = rest.partition("?")
+    if not mark:
+        return f"{scheme}://{rest}"
+    pairs = [pair.partition("=") for pair in query.split("&")]
+    is_signed = any(_words(name) in ("sig", "signature") for name, _, _ in pairs)
+    shown_pairs = []
+    for name, equals, value in pairs:
+        word = _words(name)
+        is_part = re.fullmatch(_SIGNED, word) or (
+            is_signed and re.fullmatch(_BESIDE_SIGNATURE, word)
+        )
+        is_hidden = value and (is_part or hides(name, value))
+        shown_pairs.append(f"{name}{equals}{HIDDEN if is_hidden else value}")
+    return f"{scheme}://{path}?{'&'.join(shown_pairs)}"
+
+
+def _redact_assigned(match: re.Match[str]) -> str:
+    quote, name, sign, value = match.groups()
+    bare = value.strip("\"'")
+    is_word = bare in (HIDDEN, "true", "false", "True", "False", "None", "null")
+    if is_word or not is_secret(name, 0 if bare.isdecimal() else bare):
+        return match[0]
+    return f"{quote}{name}{quote}{sign}{HIDDEN}"
+
+
+def _redact_header(match: re.Match[str]) -> str:
+    is_value = _looks_like_a_token(match[3])
+    return f"{match[1]}{match[2]}{HIDDEN}" if is_value else match[0]
