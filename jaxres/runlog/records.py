@@ -191,7 +191,6 @@ Body = (
     | HostFault
     | AttemptEnded
     | SupervisorEnded
-    | Dropped
 )
 RECORDS: TaggedCodec[Body] = TaggedCodec(
     "kind",
@@ -223,10 +222,12 @@ class Record:
     seq: int
     attempt: int
     time: float
-    body: Body
+    body: Body | Dropped
 
     def encode(self) -> bytes:
         """Returns the record as canonical JSON with its own digest."""
+        if isinstance(self.body, Dropped):
+            return DROPPED
         common = {codec.FORMAT: FORMAT, "seq": self.seq, "attempt": self.attempt, "time": self.time}
         return encode_checksummed(common | RECORDS.encode(self.body, omit_defaults=True))
 

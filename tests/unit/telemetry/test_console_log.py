@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import resource
 
 from jaxres.clock import SystemClock
 from jaxres.runlog.events import Noted, RunEnded, RunOpened
@@ -29,8 +29,14 @@ def test_lines_of_all_attempts_are_appended_with_times_and_how_each_ended(tmp_pa
     assert all(line[:4].isdigit() and line[19:21] == "  " for line in lines), lines
 
 
-def test_a_full_disk_ends_nothing():
-    full = Path("/dev/full")
-    log = ConsoleLog(full, attempt=1, log_every_seconds=9, clock=SystemClock())
-    with log:
-        log.on_event(Noted("a line"))
+def test_a_full_disk_ends_nothing(tmp_path):
+    path = tmp_path / "console.log"
+    log = ConsoleLog(path, attempt=1, log_every_seconds=9, clock=SystemClock())
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most[1]))  # As a full disk: no byte is written.
+    try:
+        with log:
+            log.on_event(Noted("a line"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert path.read_bytes() == b""

@@ -427,6 +427,9 @@ class LateLog(FakeLog):
     def records(self):
         return RECORDS[: self.seen.pop(0) if len(self.seen) > 1 else self.seen[0]]
 
+    def records_through(self, seq):
+        return RECORDS[:seq]
+
 
 class FollowerHost(SingleHost):
     def broadcast(self, topic, decide, *, seconds):

@@ -78,6 +78,9 @@ class Log:
     def records(self):
         return list(self.kept)
 
+    def records_through(self, seq):
+        return self.kept[:seq]
+
     def history(self):
         return run_log.fold(self.kept)
 

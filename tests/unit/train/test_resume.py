@@ -187,7 +187,9 @@ def test_every_host_takes_the_records_that_host_0_has_told(own):
     reads = iter([records[:own], *([records] * 3)])
     told = SimpleNamespace(broadcast=lambda topic, make, *, seconds: "3")
     run = SimpleNamespace(
-        log=SimpleNamespace(records=lambda: next(reads), folder="log"),
+        log=SimpleNamespace(
+            records=lambda: next(reads), records_through=lambda seq: records[:seq], folder="log"
+        ),
         peers=told,
         clock=ManualClock(0.0),
         barrier_seconds=1.0,
