@@ -30,6 +30,7 @@ from jaxres.storage import files, memory_folder
 from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.forkserver_client import WORKER
+from jaxres.train import break_hook
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork
@@ -41,8 +42,10 @@ POLL_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
-PACED = {"PACE": "0.001"}
-"""Environment of a FAULTY run with about 20 steps per second, so that tests can interrupt it."""
+PACED = {"PACE": "0.001", "HELD": "40"}
+"""Environment of a FAULTY run with about 20 steps per second, which tests interrupt. However slow a
+test is, the run has not ended then: in its 40th step it is held until the test waits for its end.
+"""
 BUCKET_PACE = 0.01
 """Least PACE of a run in a bucket, which commits a few times slower than one on a disk: else a slow
 machine's run has ended before the test sees its commits."""
@@ -78,6 +81,17 @@ class TrainingProcess:
     output: Path
     attempt: int
     """The attempt that this process will claim."""
+    gate: Path | None = None
+    """What a run with HELD waits for."""
+    hold: int | None = None
+    """Number of the hold of a run that was started with `held_after`."""
+
+    def go_on(self) -> None:
+        """Ends the hold of a held run, now or when it comes to it."""
+        if self.gate is not None:
+            self.gate.touch()
+        if self.hold is not None:
+            break_hook.release(self.run_dir.root, number=self.hold)
 
     def wait(
         self, condition: Callable[[], bool], *, what: str, seconds: float = SURE_SECONDS
@@ -156,8 +170,19 @@ class TrainingProcess:
                 self.wait(lambda: is_suspended(pid), what="a suspended supervisor")
 
     def wait_exit(self, seconds: float = SURE_SECONDS) -> int:
-        """Waits for the exit; returns the exit code, or the negative signal number."""
+        """Waits for the exit; returns the exit code, or the negative signal number.
+
+        A run that is held goes on.
+        """
+        self.go_on()
         return self.process.wait(timeout=seconds)
+
+    def wait_stopped(self) -> int:
+        """Waits for the exit of a run on one host after a request to stop; it stays held.
+
+        The request ends the wait for a row, so no step but the last finished one can be saved.
+        """
+        return self.process.wait(timeout=SURE_SECONDS)
 
     def printed(self) -> str:
         """Returns its output."""
@@ -237,10 +262,25 @@ class Workspace:
         config: Path | None = None,
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
+        held_after: int | None = None,
     ) -> TrainingProcess:
-        """Starts training in run directory `name`; `cores` is its CPU affinity."""
-        arguments = self._arguments(name, *overrides, config=config)
-        return self.command(self.run_dir(name), arguments, cores=cores, env=env)
+        """Starts training in run directory `name`; `cores` is its CPU affinity.
+
+        If it comes to the end of step `held_after`, it is held there until `go_on` or `wait_exit`.
+        """
+        holding = self._holding(name, held_after)
+        arguments = self._arguments(name, *overrides, *holding, config=config)
+        trainer = self.command(self.run_dir(name), arguments, cores=cores, env=env)
+        trainer.hold = len(self.trainers) if holding else None
+        return trainer
+
+    def _holding(self, name: str, step: int | None) -> list[str]:
+        """Plans a hold of the next trainer; returns the overrides for it."""
+        if step is None:
+            return []
+        break_hook.plan_next(self.run_dir(name).root, number=len(self.trainers) + 1, step=step)
+        limit = "timeout_seconds: 86400"
+        return [f"hooks=[{{target: '{break_hook.TARGET}', every_steps: {step}, {limit}}}]"]
 
     def _arguments(self, name: str, *overrides: str, config: Path | None) -> list[str]:
         return [
@@ -259,11 +299,16 @@ class Workspace:
         config: Path | None = None,
         env: dict[str, str] | None = None,
         restart: bool = False,
+        held_after: int | None = None,
     ) -> TrainingProcess:
         """Starts training with several workers; `restart` enables restarts."""
-        arguments = [*self._arguments(name, *overrides, config=config), "--hosts", str(hosts)]
-        arguments += [] if restart else ["--no-restart"]
-        return self.command(self.run_dir(name), arguments, verb=("jaxres.launch", "local"), env=env)
+        holding = self._holding(name, held_after)
+        arguments = self._arguments(name, *overrides, *holding, config=config)
+        arguments += ["--hosts", str(hosts), *([] if restart else ["--no-restart"])]
+        verb = ("jaxres.launch", "local")
+        trainer = self.command(self.run_dir(name), arguments, verb=verb, env=env)
+        trainer.hold = len(self.trainers) if holding else None
+        return trainer
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> TrainingProcess:
         """Trains with several workers until exit code 0."""
@@ -293,9 +338,16 @@ class Workspace:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         if self.bucket is not None and "PACE" in environment:
             environment["PACE"] = str(max(float(environment["PACE"]), BUCKET_PACE))
+        gate = None
+        if "HELD" in (env or {}):
+            gate = output.with_suffix(".gate")
+            if "--coordinator" in arguments:  # None of several hosts goes on alone.
+                port = arguments[arguments.index("--coordinator") + 1].rpartition(":")[2]
+                gate = self.root / f"{run_dir.root.name}-{port}.gate"
+            environment["HELD"] += f":{gate}"
         with output.open("wb") as file:
             process = self._process(prefix, command, env=environment, output=file)
-        trainer = TrainingProcess(run_dir, process, output, attempt)
+        trainer = TrainingProcess(run_dir, process, output, attempt, gate)
         self.trainers.append(trainer)
         return trainer
 
