@@ -96,7 +96,8 @@ def unhealthy() -> None:
 
 
 def unhealthy_place() -> None:
-    """Fails on the physical host BAD_HOST, whatever VM is there."""
+    """Fails on the physical host BAD_HOST, whatever VM is there, once the gate is open."""
+    wait_at_gate()
     if os.environ["JAXRES_PHYSICAL_HOST"] == os.environ["BAD_HOST"]:
         raise Unhealthy("a device has failed, requested by the test")
 

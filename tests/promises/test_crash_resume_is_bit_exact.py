@@ -146,7 +146,7 @@ def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
 def test_resume_on_fewer_visible_cores_is_bit_exact(workspace: Workspace, tiny: RunDir) -> None:
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) > 1, "needs two cores"
-    trainer = workspace.start("broken", cores=set(cores[:2]))
+    trainer = workspace.start("broken", cores=set(cores[:2]), held_after=20)
     trainer.wait_commit(8)
     trainer.kill()
     assert trainer.wait_exit() == -9

@@ -72,6 +72,22 @@ def is_suspended(pid: int) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Hold:
+    """A hold of a run that needs no FAULTY config, by a hook."""
+
+    place: Path
+    """Names the folder by which the hook is told when to hold, beside it."""
+    number: int
+
+    def planned(self, *, after: int) -> str:
+        """Plans it after a step; returns the override for it."""
+        break_hook.plan_next(self.place, number=self.number, step=after)
+        facts = f"every_steps: {after}, timeout_seconds: 86400"
+        folder = json.dumps(str(break_hook.folder_of(self.place)))
+        return f"hooks=[{{target: '{break_hook.TARGET}', {facts}, args: {{folder: {folder}}}}}]"
+
+
 @dataclass
 class TrainingProcess:
     """One training process and its run directory."""
@@ -83,15 +99,26 @@ class TrainingProcess:
     """The attempt that this process will claim."""
     gate: Path | None = None
     """What a run with HELD waits for."""
-    hold: int | None = None
-    """Number of the hold of a run that was started with `held_after`."""
+    hold: Hold | None = None
+    """The hold of a run that was started with `held_after`."""
 
     def go_on(self) -> None:
         """Ends the hold of a held run, now or when it comes to it."""
         if self.gate is not None:
             self.gate.touch()
         if self.hold is not None:
-            break_hook.release(self.run_dir.root, number=self.hold)
+            break_hook.release(self.hold.place, number=self.hold.number)
+
+    def go_on_until(self, step: int) -> None:
+        """Ends the hold of a run that was started with `held_after`; plans one after a later step.
+
+        The step is a multiple of `held_after`.
+        """
+        assert self.hold is not None
+        following = Hold(self.hold.place, self.hold.number + 1)
+        break_hook.plan_next(following.place, number=following.number, step=step)
+        self.go_on()
+        self.hold = following
 
     def wait(
         self, condition: Callable[[], bool], *, what: str, seconds: float = SURE_SECONDS
@@ -268,19 +295,9 @@ class Workspace:
 
         If it comes to the end of step `held_after`, it is held there until `go_on` or `wait_exit`.
         """
-        holding = self._holding(name, held_after)
-        arguments = self._arguments(name, *overrides, *holding, config=config)
-        trainer = self.command(self.run_dir(name), arguments, cores=cores, env=env)
-        trainer.hold = len(self.trainers) if holding else None
-        return trainer
-
-    def _holding(self, name: str, step: int | None) -> list[str]:
-        """Plans a hold of the next trainer; returns the overrides for it."""
-        if step is None:
-            return []
-        break_hook.plan_next(self.run_dir(name).root, number=len(self.trainers) + 1, step=step)
-        limit = "timeout_seconds: 86400"
-        return [f"hooks=[{{target: '{break_hook.TARGET}', every_steps: {step}, {limit}}}]"]
+        arguments = self._arguments(name, *overrides, config=config)
+        run_dir = self.run_dir(name)
+        return self.command(run_dir, arguments, cores=cores, env=env, held_after=held_after)
 
     def _arguments(self, name: str, *overrides: str, config: Path | None) -> list[str]:
         return [
@@ -302,13 +319,10 @@ class Workspace:
         held_after: int | None = None,
     ) -> TrainingProcess:
         """Starts training with several workers; `restart` enables restarts."""
-        holding = self._holding(name, held_after)
-        arguments = self._arguments(name, *overrides, *holding, config=config)
-        arguments += ["--hosts", str(hosts), *([] if restart else ["--no-restart"])]
-        verb = ("jaxres.launch", "local")
-        trainer = self.command(self.run_dir(name), arguments, verb=verb, env=env)
-        trainer.hold = len(self.trainers) if holding else None
-        return trainer
+        arguments = [*self._arguments(name, *overrides, config=config), "--hosts", str(hosts)]
+        arguments += [] if restart else ["--no-restart"]
+        verb, run_dir = ("jaxres.launch", "local"), self.run_dir(name)
+        return self.command(run_dir, arguments, verb=verb, env=env, held_after=held_after)
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> TrainingProcess:
         """Trains with several workers until exit code 0."""
@@ -325,12 +339,16 @@ class Workspace:
         through: tuple[str, ...] = (),
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
+        held_after: int | None = None,
     ) -> TrainingProcess:
         """Starts `python -m jaxres.train`, or another module, with these arguments."""
-        attempt = 1
+        attempt, hold = 1, None
         with contextlib.suppress(RunError):  # A test may have damaged the log.
             attempt += run_history(run_dir).attempt
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
+        if held_after is not None:
+            hold = Hold(output.with_suffix(".hold"), number=1)
+            arguments = [*arguments, hold.planned(after=held_after)]
         # Not in a preexec function: jax forbids forks once it has a backend.
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
         command = [sys.executable, "-m", *verb, *arguments]
@@ -347,7 +365,7 @@ class Workspace:
             environment["HELD"] += f":{gate}"
         with output.open("wb") as file:
             process = self._process(prefix, command, env=environment, output=file)
-        trainer = TrainingProcess(run_dir, process, output, attempt, gate)
+        trainer = TrainingProcess(run_dir, process, output, attempt, gate, hold)
         self.trainers.append(trainer)
         return trainer
 
