@@ -36,7 +36,7 @@ orders, and 200 steps of Adam propagate that. Measured: at most 2e-6."""
 def start(
     workspace: Workspace, name: str, count: int, *arguments: str, commit: int | None = None
 ) -> TrainingProcess:
-    """Starts training on so many devices; it is held soon after a commit after which it is killed."""
+    """Starts training on so many devices; it is held soon after a commit that ends it."""
     env, held_after = {"JAX_NUM_CPU_DEVICES": str(count)}, commit and commit + 10
     return workspace.start(name, *MLP, *arguments, env=env, held_after=held_after)
 

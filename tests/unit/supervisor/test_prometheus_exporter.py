@@ -85,7 +85,7 @@ def test_a_run_directory_with_any_name_is_a_label(tmp_path, address):
 
 
 def test_a_silent_client_is_dropped_and_the_next_one_is_served(tmp_path, address, monkeypatch):
-    monkeypatch.setattr(prometheus_exporter._ScrapeRequest, "timeout", 0.05)
+    monkeypatch.setattr(prometheus_exporter._ScrapeRequest, "timeout", 2.0)
     host, _, port = address.partition(":")
     with exporter(tmp_path, address) as served:
         served.ensure_started(host=0, health=None)
