@@ -17,9 +17,10 @@ from jaxres.chaos.emulated_vms import EmulatedVms
 from jaxres.chaos.job_network import JobNetwork
 from jaxres.chaos.scenarios import BY_NAME
 from jaxres.chaos.schedule import PlannedRun
-from jaxres.chaos.short_runs import Runner, Topology
+from jaxres.chaos.short_runs import POLL_SECONDS, Runner, Topology
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import faulty_hosts, metrics, run_log
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
@@ -27,8 +28,8 @@ from jaxres.testing.gcs import GcsServer
 from jaxres.testing.nvml import FakeNvml
 from jaxres.train import break_hook, fault_request
 
-COMMIT_SECONDS = 300.0
-"""Longest wait for a commit, or for a replica to have it."""
+END_POLLS = 100_000
+"""Most looks at a process that is to end: half an hour of them, and longer on a slow machine."""
 AGAIN = 1000
 """Number of the second hold of the first fault; a run has fewer faults."""
 
@@ -197,18 +198,45 @@ class HeldRun:
         return int(self.held(number, host).read_text())
 
     def wait_limited(
-        self, condition: Callable[[], bool], *, seconds: float = COMMIT_SECONDS
+        self, condition: Callable[[], bool], *, instead: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Waits for a condition, at most so many seconds; returns whether it holds."""
-        deadline = self.now() + seconds
-        self.runner.wait(lambda: condition() or self.now() > deadline)
+        """Waits for a condition until the command ends; returns whether it holds.
+
+        No clock ends the wait. Workers that hold count their looks for the release: without one
+        they train on after an hour of them, so the command ends.
+
+        Args:
+          condition: what is waited for.
+          instead: after what it can't come any more.
+        """
+        self.runner.wait(lambda: condition() or instead())
         return condition()
 
     def wait_commit(self, step: int) -> str:
         """Waits for the commit of the newest step saved before one; returns why there is none."""
         wanted = (step - 1) // self.runner.save_every * self.runner.save_every
-        is_there = self.wait_limited(lambda: self.history().step >= wanted)
-        return "" if is_there else f"step {wanted} was not committed in {COMMIT_SECONDS:g} s"
+        if self.wait_saved(wanted):
+            return ""
+        return f"step {wanted} was not committed: its save failed, or the command ended"
+
+    def wait_saved(self, step: int) -> bool:
+        """Waits until the save of a step is over; returns whether the step is committed."""
+        return self.wait_limited(
+            lambda: self.history().step >= step, instead=lambda: self.has_failed(step)
+        )
+
+    def has_failed(self, step: int) -> bool:
+        """Returns whether the newest attempt has reported that the save of a step failed."""
+        found = read_events(self.run_dir.events(self.history().attempt, 0))
+        return any((e["event"], e.get("step")) == ("save_failed", step) for e in found)
+
+    def wait_end(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits for the end of a process, also after that of the command; returns if it ended."""
+        for _ in range(END_POLLS):
+            if process.poll() is not None:
+                return True
+            self.runner.clock.sleep(POLL_SECONDS)
+        return False
 
     def wait_trained(self, attempt: int, number: int) -> float | None:
         """Waits for the first step that a later attempt finishes; returns the seconds since the

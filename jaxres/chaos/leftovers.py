@@ -15,8 +15,9 @@ from jaxres.storage.memory_folder import memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.supervisor.proc_stat import read_proc_stat
 
-GONE_SECONDS = 30.0
-"""Longest wait for the processes of an ended run to disappear."""
+GONE_POLLS = 600
+"""Most looks at the processes of an ended run until they have disappeared: half a minute of them,
+and longer on a slow machine."""
 POLL_SECONDS = 0.05
 LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
@@ -43,10 +44,11 @@ def wait_gone(root: RunPath, clock: Clock) -> list[int]:
 
 
 def _wait_empty(look: Callable[[], Collection[int]], clock: Clock) -> Collection[int]:
-    deadline = clock.monotonic() + GONE_SECONDS
-    while (left := look()) and clock.monotonic() < deadline:
+    for _ in range(GONE_POLLS):
+        if not look():
+            break
         clock.sleep(POLL_SECONDS)
-    return left
+    return look()
 
 
 def listening() -> dict[int, str]:

@@ -62,7 +62,7 @@ def slow_network(run: HeldRun, number: int, fault: Fault) -> Injection:
         proxy.delay(LATE_SECONDS)
     with run.held_again(number, step=fault.step + 1):
         run.wait_limited(lambda: sum(one.num_late for one in proxies) >= LATE_MESSAGES)
-        is_saved = run.wait_limited(lambda: run.history().step >= fault.step)
+        is_saved = run.wait_saved(fault.step)
         for proxy in proxies:
             proxy.delay(0.0)
     late = sum(one.num_late for one in proxies)

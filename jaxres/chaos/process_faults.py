@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+from pathlib import Path
 
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.schedule import Fault
@@ -79,7 +80,8 @@ def _suspend(run: HeldRun, pid: int) -> bool:
     """Suspends a worker; returns whether it is, once all its threads are."""
     if not run.runner.signal_worker(pid, signal.SIGSTOP):
         return False
-    return run.wait_limited(lambda: _is_suspended(pid))
+    run.wait_limited(lambda: _is_suspended(pid), instead=lambda: not _exists(pid))
+    return _is_suspended(pid)
 
 
 def notice(run: HeldRun, number: int, fault: Fault) -> Injection:
@@ -139,7 +141,7 @@ def leave_zombie(run: HeldRun, number: int, fault: Fault) -> Injection:
     run.resume(number)
     seconds = run.wait_trained(attempt, number)
     zombie.send_signal(signal.SIGCONT)
-    ended = run.wait_limited(lambda: zombie.poll() is not None)
+    ended = run.wait_end(zombie)  # The resumed command may end before it.
     kept = ended and zombie.returncode == ExitCode.FENCED
     state = f"ended with {zombie.returncode}" if ended else "still runs"
     return Injection(
@@ -148,6 +150,10 @@ def leave_zombie(run: HeldRun, number: int, fault: Fault) -> Injection:
         recovery_seconds=seconds,
         unkept="" if kept else f"the old supervisor {state}, not with {exit_name(ExitCode.FENCED)}",
     )
+
+
+def _exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def _is_suspended(pid: int) -> bool:

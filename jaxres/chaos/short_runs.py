@@ -25,6 +25,7 @@ from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
 from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import attempt_history, metrics, run_log
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.guarantee import PROGRAM
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Start
@@ -40,10 +41,9 @@ LIMIT_SECONDS = 6 * 3600.0
 """Longest wait for a run or a step. The run's own deadlines end a hung one much earlier."""
 HANG_SECONDS = 5.0
 """deadlines.hook_seconds of a run that is broken by a hang: the supervisor finds it after these."""
-FOLLOWER_SECONDS = 120.0
-"""Longest wait for the other supervisors of a job, once that of host 0 has ended."""
-COMMIT_SECONDS = 30.0
-"""Longest wait for the first commit before the first break."""
+FOLLOWER_POLLS = 6000
+"""Most looks at the other supervisors of a job, once that of host 0 has ended: two minutes of them,
+and longer on a slow machine."""
 SHOWN_ROWS = 8
 MESSAGE_LINES = 12
 """Most lines of a failed run's output that are shown."""
@@ -240,12 +240,15 @@ class Runner:
             break_hook.plan_next(root, number=number, step=breaks[number].step)
 
     def _wait_commit(self, name: str) -> None:
-        """Waits a while for the first commit: a resume at step 0 would prove little."""
-        log, deadline = self.run_dir(name).log, self.clock.monotonic() + COMMIT_SECONDS
-        while (
-            self.clock.monotonic() < deadline and not run_log.fold(run_log.read_records(log)).step
-        ):
-            self.clock.sleep(10 * POLL_SECONDS)
+        """Waits until the first save is over: a resume at step 0 would prove little."""
+        run_dir = self.run_dir(name)
+
+        def is_over() -> bool:
+            history = run_log.fold(run_log.read_records(run_dir.log))
+            events = read_events(run_dir.events(history.attempt, 0))
+            return history.step > 0 or any(e["event"] == "save_failed" for e in events)
+
+        self.wait(is_over)
 
     def send_notice(self, name: str, root: RunPath, number: int) -> None:
         """Sends SIGTERM to the supervisor, and ends the hold when it has passed it on."""
@@ -341,9 +344,10 @@ class Runner:
         Of several supervisors it is the first code that is not 0.
         """
         self.wait(lambda: False)
-        deadline = self.clock.monotonic() + FOLLOWER_SECONDS
+        looks = 0
         while any(one.poll() is None for one in self.followers):
-            if self.clock.monotonic() > deadline:
+            looks += 1
+            if looks > FOLLOWER_POLLS:
                 self.stop()
             self.clock.sleep(POLL_SECONDS)
         codes = [one.wait() for one in self.supervisors]

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.schedule import Fault
 from jaxres.chaos.verdict import Injection
-from jaxres.runlog.event_log import read_events
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 
@@ -34,7 +33,7 @@ def fill_disk(run: HeldRun, number: int, fault: Fault) -> Injection:
     """
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
-    attempt, newest = run.history().attempt, run.history().newest
+    newest = run.history().newest
     assert newest is not None
     saved = _largest(run, newest.path)
     limit = max(_largest(run, "attempts"), _largest(run, "log")) + OTHER_BYTES
@@ -42,12 +41,7 @@ def fill_disk(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem=f"the largest file of a save has only {saved} bytes")
     run.mark_fault()
     with _limited(run, number, limit), run.held_again(number, step=fault.step + 1):
-
-        def has_failed() -> bool:
-            found = read_events(run.run_dir.events(attempt, 0))
-            return any((e["event"], e.get("step")) == ("save_failed", fault.step) for e in found)
-
-        is_reported = run.wait_limited(has_failed)
+        is_reported = not run.wait_saved(fault.step) and run.has_failed(fault.step)
     if is_reported:
         run.uncommitted.add(fault.step)
     return Injection(
@@ -86,7 +80,9 @@ def storage_outage(run: HeldRun, number: int, fault: Fault) -> Injection:
     refused = server.fail(kind, path=f"{fault.step:08d}-", times=None)
     run.mark_fault()
     with run.held_again(number, step=fault.step + 1):  # The next save would not wait for long.
-        is_met = run.wait_limited(lambda: refused.hits > 0)
+        is_met = run.wait_limited(
+            lambda: refused.hits > 0, instead=lambda: run.history().step >= fault.step
+        )
         server.fail(kind, times=None)
         is_met = is_met and run.wait_limited(lambda: refused.hits >= REFUSALS)
         server.faults.clear()
@@ -113,7 +109,7 @@ def slow_storage(run: HeldRun, number: int, fault: Fault) -> Injection:
 
 def _until_saved(run: HeldRun, fault: Fault, did: str) -> Injection:
     """Waits for the commit of the step after which the fault was injected."""
-    is_saved = run.wait_limited(lambda: run.history().step >= fault.step)
+    is_saved = run.wait_saved(fault.step)
     unkept = "" if is_saved else f"step {fault.step} was not committed after it"
     return Injection(fault, did, recovery_seconds=run.seconds(), unkept=unkept)
 

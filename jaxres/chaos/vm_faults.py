@@ -18,8 +18,6 @@ from jaxres.storage import gcs_objects, memory_folder
 
 LISTS = 2
 """Lists of VMs that a launcher has made when what it would create has been requested."""
-LAUNCHER_SECONDS = 1200.0
-"""Longest wait for what a launcher does."""
 LIST_CALL = "instances.aggregatedList"
 
 
@@ -106,7 +104,7 @@ def kill_launcher(run: HeldRun, number: int, fault: Fault) -> Injection:
         now = vms.desired()
         return now is not None and now.epoch > before.epoch
 
-    is_adopted = run.wait_limited(is_led, seconds=LAUNCHER_SECONDS)
+    is_adopted = run.wait_limited(is_led)
     seconds, lists = run.seconds(), vms.gce.calls().calls[LIST_CALL]
     has_looked = run.wait_limited(lambda: vms.gce.calls().calls[LIST_CALL] >= lists + LISTS)
     now, unkept = vms.desired(), ""
@@ -136,7 +134,7 @@ def lose_launch_state(run: HeldRun, number: int, fault: Fault) -> Injection:
         return Injection(fault, problem="the desired state or no VM is there")
     run.plan(number + 1)
     run.start()
-    are_gone = run.wait_limited(lambda: not old & set(vms.gce.vms()), seconds=LAUNCHER_SECONDS)
+    are_gone = run.wait_limited(lambda: not old & set(vms.gce.vms()))
     memory_folder.delete(run.root)
     made = set(vms.made())
     seconds = run.wait_trained(attempt, number)

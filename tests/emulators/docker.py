@@ -54,7 +54,8 @@ def log(state: Path) -> list[dict[str, Any]]:
     """Returns what has happened: `start` and `end` of containers, and each `command`."""
     path = state / "log"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    written = text[: text.rfind("\n") + 1]  # The last line may be written just now.
+    return [json.loads(line) for line in written.splitlines()]
 
 
 def started(state: Path, name: str) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def killed(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """The run of the MLP, killed between its first commits and its end; copy it before use."""
 
     def make(workspace: Workspace, name: str) -> None:
-        trainer = workspace.start(name, *MLP)
+        trainer = workspace.start(name, *MLP, held_after=70)
         trainer.wait_commit(60)
         trainer.wait_compiled_steps_stored()
         trainer.kill()

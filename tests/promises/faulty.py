@@ -5,7 +5,9 @@ same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "r
 to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
 random delays, which differ in every process. SLOW="HOST:COUNT:FACTOR" multiplies PACE on that host
 from its COUNT-th row on. POISON="INDEX:WHAT,..." lists unreadable items: raise,
-range or hang. WHAT "gate" waits until the file GATE exists. FLIP="STEP:HOST:DEVICE" flips a bit of
+range or hang. WHAT "gate" waits until the file GATE exists. HELD="COUNT:FILE" holds a process in
+the rows of its COUNT-th own step until the file exists: of all steps but the one before, the
+metrics and commits are there. FLIP="STEP:HOST:DEVICE" flips a bit of
 one device's copy of a parameter after that step, once in a run, with the hook `flip_bit`.
 WRONG_PRODUCT is the id of a device whose product in the tests of the hardware is wrong.
 WRONG_STEP="STEP:DEVICE:N" makes a device compute a wrong number in the N-th computation of a step;
@@ -36,6 +38,8 @@ from jaxres.train import compile_cache, preflight
 
 VOCAB = 64
 NUM_ROWS = 2000
+BATCH_ROWS = 24
+"""train.global_batch_size of the config."""
 HELDOUT_FROM = 1800
 MANY_SECONDS = 3600
 POISON = {
@@ -92,7 +96,8 @@ def unhealthy() -> None:
 
 
 def unhealthy_place() -> None:
-    """Fails on the physical host BAD_HOST, whatever VM is there."""
+    """Fails on the physical host BAD_HOST, whatever VM is there, once the gate is open."""
+    wait_at_gate()
     if os.environ["JAXRES_PHYSICAL_HOST"] == os.environ["BAD_HOST"]:
         raise Unhealthy("a device has failed, requested by the test")
 
@@ -118,7 +123,11 @@ def spawn() -> None:
 
 def wait_at_gate() -> None:
     """Waits until a test opens the gate, however slow the test is."""
-    while not os.path.exists(os.environ["GATE"]):
+    wait_for_file(os.environ["GATE"])
+
+
+def wait_for_file(path: str) -> None:
+    while not os.path.exists(path):
         time.sleep(0.01)
 
 
@@ -147,6 +156,11 @@ COUNTS = {where: itertools.count(1) for where in ("build", "trace", "row", "held
 def reach(where: str) -> None:
     """Fails if this is the requested place and count."""
     count = next(COUNTS[where])
+    if where == "row" and "HELD" in os.environ:
+        step, _, gate = os.environ["HELD"].partition(":")
+        of_step = BATCH_ROWS // jax.process_count()
+        if count == int(step) * of_step - of_step // 2:  # Other threads are a few rows off.
+            wait_for_file(gate)
     asked_where, asked_count, what, *host = os.environ.get("FAULT", "::").split(":")
     is_time = where == asked_where and count == int(asked_count)
     if is_time and host in ([], [str(jax.process_index())]):

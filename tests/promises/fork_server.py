@@ -43,11 +43,12 @@ IMPORTED = (
 )
 MAY_DIFFER = (
     *("PACE", "HELDOUT_PACE", "FAULT", "POISON", "JITTER", "TAG", "NPROC", "HOME"),
-    *("GATE", "FLIP", "WRONG_PRODUCT", "WRONG_STEP", "BAD_HOST", "STEP_SECONDS", "HOLD", "DEAD"),
+    *("GATE", "HELD", "FLIP", "WRONG_PRODUCT", "WRONG_STEP", "BAD_HOST", "STEP_SECONDS", "HOLD"),
     *("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST", "STORAGE_EMULATOR_HOST"),
     *("TENSORSTORE_GCS_HTTP_URL", "GOOGLE_AUTH_TOKEN_FOR_TESTING", "NO_GCE_CHECK"),
     *("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "GCE_METADATA_HOST", "GOOGLE_CLOUD_PROJECT"),
-    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH", "FAKE_NVML", "HOOK", "SLOW", "HEALTH", "PREEMPTION"),
+    *("DEAD", "FAKE_NVML", "HOOK", "SLOW", "HEALTH", "PREEMPTION"),
+    *("GLIBC_TUNABLES", "LD_LIBRARY_PATH"),
 )
 """Variables that no import reads, besides those of jaxres itself. LD_LIBRARY_PATH has the fake of
 NVIDIA's library, which only a process of its own loads. The C library reads its own when

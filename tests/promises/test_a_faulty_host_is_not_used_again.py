@@ -45,7 +45,7 @@ def test_a_slot_with_a_fault_is_left_out_by_every_later_supervisor(workspace: Wo
     second.wait(lambda: run_history(first.run_dir).attempt == 2, what="an attempt without it")
     slots = [claim.slots for claim in run_history(first.run_dir).claims]
     assert slots == [(0, 1), (0,)], "the faulty host was used again"
-    assert f"slot 1 is left out: {faulty}" in second.printed()
+    second.wait_printed(f"slot 1 is left out: {faulty}")
 
 
 @pytest.mark.slow
@@ -108,15 +108,17 @@ def test_a_fault_is_remembered_although_the_leader_is_killed_before_it_records_i
 
 @pytest.mark.slow
 def test_no_attempt_runs_on_the_physical_host_of_a_faulty_vm_under_any_later_launcher(
-    cloud: Cloud,
+    cloud: Cloud, tmp_path: Path
 ) -> None:
     bad = "/block/sub/bad"
     cloud.gce.place(bad, bad, "/block/sub/good")
-    env = {"FAULT": "build:1:unhealthy_place", "BAD_HOST": bad}
-    config = cloud.config(env=env)
+    fault = {"FAULT": "build:1:unhealthy_place", "GATE": str(gate := tmp_path / "gate")}
+    config = cloud.config(env=fault | {"BAD_HOST": bad})
     first = cloud.up(config, SHORT)
+    cloud.wait(lambda: run_history(cloud.run_dir).claims, of="attempt")
+    first.kill()  # Before it could replace the VM.
+    gate.touch()
     cloud.wait(lambda: faulty_hosts.read(cloud.run_dir), of="fault")
-    first.kill()
     (faulty,) = faulty_hosts.read(cloud.run_dir)
     (vm,) = (vm for vm in cloud.gce.vms() if vm == faulty.identity.name)
     assert (faulty.identity.physical_host, faulty.slot) == (bad, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -189,7 +190,7 @@ def test_the_first_place_is_lost_and_the_run_goes_on_in_the_replica(
     source, to = PLACES[places](workspace, bucket)
     here = bucket if isinstance(source.root, GcsPath) else workspace
     there = bucket if isinstance(to.root, GcsPath) else workspace
-    trainer = here.start(source.root.name, *MLP)
+    trainer = here.start(source.root.name, *MLP, held_after=50)
     trainer.wait_commit(20)
     copier = follow(there, source, to)
     trainer.wait_commit(40)
@@ -444,7 +445,8 @@ def test_a_run_that_is_restored_from_a_backup_repeats_no_step_that_its_replica_h
     trainer = workspace.launch("run", *own, config=FAULTY, hosts=1, env=held)
     trainer.wait_commit(10)
     backup = workspace.root / "backup"
-    shutil.copytree(str(trainer.run_dir.root), backup)
+    temporaries = shutil.ignore_patterns(".*")  # They come and go.
+    shutil.copytree(str(trainer.run_dir.root), backup, ignore=temporaries)
     gate.touch()
     assert trainer.wait_exit() == 0, trainer.printed()
     assert run_history(to).step == 60
@@ -464,16 +466,18 @@ def test_the_place_of_a_supervised_run_is_lost_and_it_goes_on_in_the_replica(
     """A kill of the replicator is only a delay. The same command, with run.dir, fails over."""
     to = bucket.run_dir("replica")
     place = f"checkpoint.replica.path={to.root}"
-    env = {"PACE": "0.02"}
+    env = {"PACE": "0.02", "HELD": "40"}
     trainer = bucket.launch("run", place, config=FAULTY, hosts=1, restart=True, env=env)
     trainer.wait_commit(10)
     for pid in copiers(to):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     trainer.wait(lambda: replica_step(to) >= 20, what="a replica")
     trainer.kill()
     trainer.wait_exit()
     for pid in copiers(to):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     files.delete_tree(trainer.run_dir.root)
     replicated = run_history(to).step
     last = bucket.launch("replica", place, config=FAULTY, hosts=1, restart=True)
@@ -501,7 +505,7 @@ def test_a_replica_that_is_unreachable_changes_no_bit_and_is_one_incident(
     own = (f"checkpoint.replica.path={to.root}", "checkpoint.replica.lag_minutes=0.03")
     away = gcs_server.fail(fault, times=None, late_seconds=3600)
     trainer = workspace.launch(
-        "run", *own, config=FAULTY, hosts=1, restart=True, env={"PACE": "0.02"}
+        *("run", *own), config=FAULTY, hosts=1, restart=True, env={"PACE": "0.02", "HELD": "40"}
     )
 
     def events(kind: str) -> list[dict[str, object]]:
@@ -514,6 +518,7 @@ def test_a_replica_that_is_unreachable_changes_no_bit_and_is_one_incident(
     assert len(events("replica_behind")) == 1
     gcs_server.faults.clear()
     away.ended.set()
+    trainer.go_on()
     trainer.wait(
         lambda: bool(events("replica_caught_up")) or run_history(trainer.run_dir).step == 60,
         what="the end of the incident",

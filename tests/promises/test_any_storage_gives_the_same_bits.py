@@ -23,7 +23,7 @@ from tests.promises.trainer import (
     starts,
 )
 
-PACED = {"PACE": "0.004"}
+PACED = {"PACE": "0.004", "HELD": "40"}
 
 
 def killed_once(
@@ -72,7 +72,7 @@ def test_a_run_directory_of_any_path_gives_the_same_bits(
     near = os.path.relpath(workspace.root, ROOT)
     arguments = [str(TINY), *MLP, f"run.dir={near}/link/..//{name}"]
     arguments += [f"data.cache_dir={workspace.caches}"]
-    trainer = workspace.command(run_dir, arguments)
+    trainer = workspace.command(run_dir, arguments, held_after=70)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9, trainer.printed()

@@ -277,7 +277,8 @@ def test_more_steps_and_other_free_keys_are_allowed_and_kept(
 ) -> None:
     run_dir = workspace.copy(killed, "run")
     free = ("checkpoint.save_every_steps=8", "checkpoint.keep_last=900", "data.prefetch_batches=2")
-    trainer = workspace.start("run", *MLP, *free, f"train.steps={2 * STEPS}")
+    more, held = f"train.steps={2 * STEPS}", STEPS + 20
+    trainer = workspace.start("run", *MLP, *free, more, held_after=held)
     trainer.wait_commit(STEPS + 8)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -299,7 +300,7 @@ def test_another_dataset_is_rejected_and_the_run_can_resume(
     for i in range(4):
         (corpus / f"{i}.txt").write_text("something to learn from\n" * 100)
     arguments = (*MLP, f"data.source.path={corpus}", 'data.source.include=["**/*"]')
-    trainer = workspace.start("run", *arguments)
+    trainer = workspace.start("run", *arguments, held_after=70)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9

@@ -23,6 +23,7 @@ from tests.damage import flip_bit_at
 from tests.promises.trainer import (
     FAULTY,
     MLP,
+    PACED,
     STEPS,
     TrainingProcess,
     Workspace,
@@ -39,7 +40,7 @@ def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
     bucket: Workspace, fault_free_pair: RunDir
 ) -> None:
     """First with one supervisor for both hosts, then with one each: they share only the bucket."""
-    trainer = bucket.launch("run", config=FAULTY, hosts=2, env={"PACE": "0.02"})
+    trainer = bucket.launch("run", config=FAULTY, hosts=2, env=PACED)
     trainer.wait_commit(13)
     trainer.kill()
     trainer.wait_exit()
@@ -55,7 +56,7 @@ def test_killed_run_of_two_hosts_in_a_bucket_resumes_bit_exact(
 def test_supervised_run_in_a_bucket_is_restarted_automatically(
     bucket: Workspace, fault_free: RunDir
 ) -> None:
-    trainer = bucket.launch("run", config=FAULTY, hosts=1, env={"PACE": "0.01"}, restart=True)
+    trainer = bucket.launch("run", config=FAULTY, hosts=1, env=PACED, restart=True)
     trainer.wait_commit(20)
     trainer.kill(target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -119,7 +120,7 @@ def test_training_continues_while_the_bucket_is_unavailable_and_saving_recovers(
 def test_bucket_that_denies_access_for_a_while_ends_nothing(
     bucket: Workspace, fault_free: RunDir, gcs_server: GcsServer
 ) -> None:
-    trainer = bucket.start("run", config=FAULTY, env={"PACE": "0.005"})
+    trainer = bucket.start("run", config=FAULTY, env=PACED)
     trainer.wait_commit(10)
     denied = gcs_server.fail("403", times=None)
     trainer.wait(lambda: trainer.printed().count("ALARM: step ") >= 2, what="two failed saves")
@@ -152,11 +153,12 @@ def reported(trainer: TrainingProcess) -> int:
 def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_nothing(
     bucket: Workspace, gcs_server: GcsServer
 ) -> None:
-    first = bucket.start("run", *MLP)
+    first = bucket.start("run", *MLP, held_after=50)
     first.wait_commit(40)
     first.kill()
     first.wait_exit()
     before = run_log.read_records(first.run_dir.log)
+    bucket.fresh = True
     second = bucket.start("run", *MLP)
     away = gcs_server.fail("503", times=None)  # Long before Python starts.
     second.assert_fails(ExitCode.STORAGE, "has not answered", "Nothing committed is lost")
@@ -169,10 +171,10 @@ def test_start_while_the_bucket_is_unavailable_exits_with_storage_and_loses_noth
 
 @pytest.mark.slow
 def test_request_files_work_in_a_bucket(bucket: Workspace, fault_free: RunDir) -> None:
-    first = bucket.start("run", config=FAULTY, env={"PACE": "0.01"})
+    first = bucket.start("run", config=FAULTY, env=PACED)
     first.wait_commit(10)
     files.create(first.run_dir.request("stop"), b"")
-    assert first.wait_exit() == ExitCode.STOPPED, first.printed()
+    assert first.wait_stopped() == ExitCode.STOPPED, first.printed()
     stopped = run_history(first.run_dir).step
     assert stopped < 60
     assert "stop" in files.list_names(first.run_dir.attempt(1)), "it was not moved"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -36,10 +37,11 @@ def test_worker_is_killed_with_its_supervisor(
 
 @pytest.mark.slow
 def test_supervisor_reports_a_killed_worker(workspace: Workspace, fault_free: RunDir) -> None:
-    trainer = workspace.start("run", config=FAULTY, env=PACED)
+    trainer = workspace.start("run", config=FAULTY, env=PACED | {"HELD": "16"})
     trainer.wait_step(13)
     trainer.kill(target="worker")
-    trainer.assert_fails(128 + signal.SIGKILL, "killed by SIGKILL", "phase 'train'")
+    printed = trainer.assert_fails(128 + signal.SIGKILL, "killed by SIGKILL")
+    assert re.search("phase '(train|wait for data)'", printed), "it was held before a save"
     record = trainer.end_record()
     assert record is not None
     assert (record.exit, record.committed) == (137, False)

@@ -44,12 +44,9 @@ def _wait_step(trainer: TrainingProcess, step: int) -> None:
 def _during_save(trainer: TrainingProcess, committed: int) -> None:
     _wait_step(trainer, committed + 1)
     known = set(files.list_names(trainer.run_dir.checkpoints))
-    # In a bucket, incomplete steps have no other names.
-    part = "-" if isinstance(trainer.run_dir.root, GcsPath) else "orbax-checkpoint-tmp"
+    # With any name: a fast save has its last one already when it is seen first.
     trainer.wait(
-        lambda: any(
-            part in name for name in set(files.list_names(trainer.run_dir.checkpoints)) - known
-        ),
+        lambda: not known.issuperset(files.list_names(trainer.run_dir.checkpoints)),
         what="a save being written",
     )
 
@@ -77,6 +74,8 @@ def _after_a_commit(trainer: TrainingProcess, committed: int) -> None:
     trainer.wait_commit(committed + 1)
 
 
+HELD = PACED | {"HELD": "20"}
+"""Each aim is reached by then, and no attempt ends before it is killed."""
 FIRST = Aim("first commit", _after_a_commit, 0.3)
 AIMS = (
     Aim("start-up", lambda trainer, _: None, 3.0),
@@ -108,7 +107,7 @@ def test_resume_is_bit_exact_after_sigkill(
     config = TINY if seed else FAULTY  # A campaign trains a decoder.
     workspace.finish("unbroken", *arguments, config=config)
     for aim in (FIRST, *chance.sample(aims, len(aims))):
-        trainer = any_workspace.start("broken", *arguments, config=config, env=PACED)
+        trainer = any_workspace.start("broken", *arguments, config=config, env=HELD)
         aim.wait(trainer, run_history(trainer.run_dir).step)
         time.sleep(chance.uniform(0, aim.max_delay_seconds))
         trainer.kill()
@@ -133,7 +132,7 @@ def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
         lambda trainer: _after_steps(trainer, run_history(trainer.run_dir).step),
     )
     for wait in aims:
-        trainer = workspace.start("broken", config=FAULTY, env=PACED)
+        trainer = workspace.start("broken", config=FAULTY, env=HELD)
         wait(trainer)
         trainer.kill()
         assert trainer.wait_exit() == -9, f"the kill came too late\n{trainer.printed()}"
@@ -147,7 +146,7 @@ def test_resume_of_a_small_run_is_bit_exact_after_sigkill(
 def test_resume_on_fewer_visible_cores_is_bit_exact(workspace: Workspace, tiny: RunDir) -> None:
     cores = sorted(os.sched_getaffinity(0))
     assert len(cores) > 1, "needs two cores"
-    trainer = workspace.start("broken", cores=set(cores[:2]))
+    trainer = workspace.start("broken", cores=set(cores[:2]), held_after=20)
     trainer.wait_commit(8)
     trainer.kill()
     assert trainer.wait_exit() == -9

@@ -38,7 +38,7 @@ MANY = (*MLP, "checkpoint.save_every_steps=10", "checkpoint.keep_last=20")
 def many(tmp_path_factory: pytest.TempPathFactory, caches: Path) -> RunDir:
     """A run with at least a dozen commits, killed before its end; copy it, do not change it."""
     workspace = Workspace(tmp_path_factory.mktemp("many"), caches)
-    trainer = workspace.start("many", *MANY)
+    trainer = workspace.start("many", *MANY, held_after=155)
     trainer.wait_commit(140)
     trainer.kill()
     assert trainer.wait_exit() == -9, trainer.printed()

@@ -33,8 +33,9 @@ def test_each_sample_is_used_once_for_any_number_of_hosts(
 ) -> None:
     chance = random.Random(7)
     for index, hosts in enumerate(HOSTS[:-1]):
-        trainer = workspace.launch("elastic", *MLP, hosts=hosts)
-        own_commit = run_history(trainer.run_dir).step + 1
+        committed = run_history(workspace.run_dir("elastic")).step
+        trainer = workspace.launch("elastic", *MLP, hosts=hosts, held_after=committed + 30)
+        own_commit = committed + 1
         trainer.wait_commit(max(own_commit, 20 * (index + 1)))
         time.sleep(chance.uniform(0, 0.1))
         trainer.kill()

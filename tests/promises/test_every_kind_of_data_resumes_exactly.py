@@ -123,12 +123,13 @@ def kill_and_resume(
 ) -> RunDir:
     """Trains, kills at a random commit, and trains to the end."""
 
-    def start() -> TrainingProcess:
+    def start(held_after: int | None = None) -> TrainingProcess:
+        how: dict[str, Any] = {"config": path, "env": env, "held_after": held_after}
         if hosts == 1:
-            return workspace.start(name, *overrides, config=path, env=env)
-        return workspace.launch(name, *overrides, config=path, hosts=hosts, env=env)
+            return workspace.start(name, *overrides, **how)
+        return workspace.launch(name, *overrides, hosts=hosts, **how)
 
-    first = start()
+    first = start(held_after=last + 1)
     first.wait_commit(random.randrange(1, last))
     first.kill()
     assert first.wait_exit() == -9, first.printed()

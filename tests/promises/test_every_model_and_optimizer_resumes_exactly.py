@@ -57,7 +57,7 @@ IN_CI = ("batch-statistics", "lora")
 
 def kill_and_resume(workspace: Workspace, overrides: tuple[str, ...]) -> RunDir:
     """Trains, kills at a random commit, and trains to the end."""
-    first = workspace.start("killed", *overrides)
+    first = workspace.start("killed", *overrides, held_after=50)
     first.wait_commit(random.randrange(1, 40))
     first.kill()
     assert first.wait_exit() == -9, first.printed()

@@ -30,7 +30,7 @@ def mount(workspace: Workspace, tmp_path: Path) -> Mount:
     return Mount.over(workspace.run_dir("run").root, built_in=tmp_path)
 
 
-SHORT = pytest.param(1, 11, marks=pytest.mark.slow)
+SHORT = pytest.param(1, 14, marks=pytest.mark.slow)
 LONG = [pytest.param(hosts, 60, marks=pytest.mark.campaign) for hosts in (1, 2)]
 
 
@@ -39,9 +39,12 @@ def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     workspace: Workspace, request: pytest.FixtureRequest, mount: Mount, hosts: int, seconds: int
 ) -> None:
     fault_free = request.getfixturevalue("fault_free" if hosts == 1 else "fault_free_pair")
-    trainer = start(workspace, *LIMITS, hosts=hosts, PACE="0.006", **mount.env)
+    gate = workspace.root / "gate"
+    held = {"HELD": "1000", "FAULT": "heldout:1:gate", "GATE": str(gate)}  # Before a save.
+    trainer = start(workspace, *LIMITS, hosts=hosts, **held, **mount.env)
     trainer.wait_step(13)
     with mount.hanging():
+        gate.touch()
         second = start(workspace, hosts=hosts, **mount.env)
         time.sleep(seconds)
         before = trainer.process.poll()
@@ -76,7 +79,8 @@ def test_a_wall_clock_jump_of_an_hour_each_way_restarts_nothing(
 ) -> None:
     clock = Jumping.built(tmp_path)
     gate = tmp_path / "gate"
-    trainer = start(workspace, *LIMITS, FAULT=HELD_AT_STEP_40, GATE=str(gate), **clock.env)
+    held = {"HELD": "1000", "FAULT": HELD_AT_STEP_40, "GATE": str(gate)}
+    trainer = start(workspace, *LIMITS, **held, **clock.env)
     # Reset before the first save: TensorStore starts no thread earlier than its last one.
     for step, seconds in ((3, -3600), (23, 3600)):
         trainer.wait_step(step)

@@ -212,7 +212,7 @@ def test_a_run_killed_at_every_boundary_of_a_save_resumes_and_links_on(
 @pytest.mark.campaign
 @pytest.mark.parametrize("any_workspace", ["bucket"], indirect=True)
 def test_in_a_bucket_every_step_has_its_own_copy(shared: RunDir, any_workspace: Workspace) -> None:
-    trainer = any_workspace.start("run", *LORA)
+    trainer = any_workspace.start("run", *LORA, held_after=30)
     trainer.wait_commit(20)
     trainer.kill()
     assert trainer.wait_exit() == -9
@@ -230,14 +230,13 @@ def test_two_hosts_link_the_same_steps_and_resume_bit_exact(workspace: Workspace
     linked = linked_bytes(unbroken.run_dir, attempt=unbroken.attempt)
     assert linked[:2] == [0, 0]
     assert all(linked[2:])
-    first = workspace.launch("run", *LORA, hosts=2)
+    first = workspace.launch("run", *LORA, hosts=2, held_after=50)
     first.wait_commit(40)
     first.kill()
     first.wait_exit()
     newest = run_history(first.run_dir).newest
     assert isinstance(newest, Commit)
     assert_valid(first.run_dir)
-    if newest.step < 60:
-        workspace.launched("run", *LORA, hosts=2)
+    workspace.launched("run", *LORA, hosts=2)
     assert_bit_exact(first.run_dir, unbroken.run_dir)
     assert_valid(first.run_dir)

@@ -16,6 +16,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import run_lock
 from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
+    ENDLESS,
     FAULTY,
     PACED,
     TrainingProcess,
@@ -25,6 +26,11 @@ from tests.promises.trainer import (
 from tests.tiers import campaign_but
 
 EVALUATE_NEVER = "evaluation.every_steps=0"
+ALWAYS_TRAINING = (
+    *(ENDLESS, "checkpoint.save_every_steps=1000000", EVALUATE_NEVER),
+    "deadlines.step_seconds=10",
+)
+"""No other limit than that of a step holds for a worker that is stopped at any instant."""
 SHORT = ("data.timeout_seconds=8", "deadlines.data_seconds=20")
 """A slow machine reads a row, and makes a step, in a tenth of these limits."""
 
@@ -80,7 +86,7 @@ def wait_for(trainer: TrainingProcess, hang: Hang) -> None:
     if hang.phase:
         trainer.wait_phase(hang.phase)
     else:
-        trainer.wait_step(10)
+        trainer.wait_step(3)  # The hang may hold the interpreter while 8 batches are read ahead.
 
 
 @pytest.mark.slow
@@ -112,8 +118,7 @@ def test_hang_ends_even_while_storage_hangs(
 ) -> None:
     """The supervisor's check hangs before the worker does."""
     log = Mount.over(workspace.run_dir("run").log, built_in=tmp_path)
-    free = ("deadlines.step_seconds=10", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
-    trainer = workspace.start("run", *free, config=FAULTY, env=PACED | log.env)
+    trainer = workspace.start("run", *ALWAYS_TRAINING, config=FAULTY, env=log.env)
     trainer.wait_step(3)
     with log.hanging():
         time.sleep(1.2 * run_lock.HEARTBEAT_SECONDS)  # The supervisor has checked by then.
@@ -129,9 +134,7 @@ def test_hang_ends_even_while_storage_hangs(
 def test_stopped_worker_ends_within_the_steps_limit(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    # No save and no evaluation, which have separate limits.
-    free = ("deadlines.step_seconds=10", "checkpoint.save_every_steps=60", EVALUATE_NEVER)
-    trainer = workspace.start("run", *free, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", *ALWAYS_TRAINING, config=FAULTY)
     trainer.wait_step(10)
     trainer.kill(signal.SIGSTOP, target="worker")
     code = trainer.wait_exit()  # Nothing else ends the worker.
@@ -151,7 +154,7 @@ def test_supervisor_suspended_past_every_deadline_raises_no_alarm(
 ) -> None:
     """A suspended or migrated machine: the supervisor itself was suspended."""
     limit = "deadlines.step_seconds=8"
-    trainer = workspace.start("run", limit, config=FAULTY, env={"PACE": "0.004"})
+    trainer = workspace.start("run", limit, config=FAULTY, env={"PACE": "0.008"})
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP)
     time.sleep(12)
@@ -172,6 +175,7 @@ def test_suspended_supervisor_does_not_stop_the_worker(
     trainer = workspace.start("run", "deadlines.step_seconds=8", config=FAULTY, env=PACED)
     trainer.wait_step(5)
     trainer.kill(signal.SIGSTOP, target="supervisor")
+    trainer.go_on()
     time.sleep(10)
     trainer.wait_step(60)
     trainer.kill(signal.SIGCONT, target="supervisor")

@@ -65,7 +65,7 @@ def test_the_scale_is_found_and_training_ends_finite(unbroken: Callable[[], RunD
 def test_a_killed_run_resumes_with_its_loss_scale(
     workspace: Workspace, unbroken: Callable[[], RunDir]
 ) -> None:
-    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env={"PACE": "0.0005"})
+    trainer = workspace.start("run", *OVERRIDES, config=FAULTY, env={"HELD": "25"})
     trainer.wait_commit(20)
     trainer.kill()
     assert trainer.wait_exit() == -signal.SIGKILL

@@ -21,7 +21,6 @@ from tests.promises.networks import network, permitted
 from tests.promises.trainer import (
     ENDLESS,
     FAULTY,
-    MLP,
     PACED,
     TrainingProcess,
     Workspace,
@@ -35,7 +34,6 @@ HEARTBEAT_SECONDS = 15
 LONG = (ENDLESS, f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}")
 SHORT = (*LONG, "train.steps=80")
 SLOW = {"PACE": "0.005"}
-"""Two seconds from the step at which a host is lost to the last one."""
 LATEST_SECONDS = 300.0
 """Bound of the end of all hosts, which takes the limit and some seconds: no measure of speed."""
 
@@ -104,7 +102,8 @@ def test_a_lost_host_is_named_by_every_other_supervisor(
     workspace: Workspace, fault_free: RunDir, name: str
 ) -> None:
     loss = LOSSES[name]
-    trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS, config=FAULTY, env=SLOW)
+    held = PACED | {"HELD": "30"}
+    trainers = workspace.start_hosts("run", *SHORT, hosts=HOSTS, config=FAULTY, env=held)
     under_way(trainers)
     loss.lose(trainers[loss.host])
     named_by_the_others(trainers, loss.host)
@@ -131,7 +130,8 @@ def test_a_stop_at_one_host_saves_one_step_for_all(workspace: Workspace) -> None
 @pytest.mark.slow
 def test_a_stop_before_the_first_step_ends_all_hosts_at_once(workspace: Workspace) -> None:
     workspace.fresh = True  # So that the stop hits an import.
-    trainers = workspace.start_hosts("run", *MLP, hosts=2)
+    never = {"FAULT": "build:1:sleep"}
+    trainers = workspace.start_hosts("run", hosts=2, config=FAULTY, env=never)
     trainers[0].wait_phase("import")
     os.kill(trainers[1].process.pid, signal.SIGTERM)
     codes = [trainer.wait_exit() for trainer in trainers]

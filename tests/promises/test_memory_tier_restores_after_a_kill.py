@@ -117,14 +117,14 @@ def flip(path: Path, at: int) -> None:
 def test_a_killed_worker_loses_few_steps_and_the_restart_reads_no_checkpoint(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    first = killed_at(workspace, 25, committed=20)
+    first = killed_at(workspace, 30, committed=20)
     run_dir, last = first.run_dir, max(first.steps())
     newest = max(held(run_dir))
     assert last - newest <= EVERY, "more steps are lost than between two states"
     hidden = workspace.root / "hidden"
     os.rename(run_dir.checkpoints, hidden)
     (run_dir.root / "checkpoints").mkdir()
-    second = workspace.start("run", *ARGUMENTS, config=FAULTY, env=PACED)
+    second = workspace.start("run", *ARGUMENTS, config=FAULTY, env=PACED | {"HELD": "5"})
     second.wait_step(newest + 1)
     for step_dir in hidden.iterdir():
         os.rename(step_dir, run_dir.root / "checkpoints" / step_dir.name)
@@ -162,7 +162,7 @@ def test_a_flipped_bit_is_found_and_the_committed_step_is_restored(
 ) -> None:
     first = killed_at(workspace, 25, committed=20)
     evidence = harm(first.run_dir)
-    second = workspace.start("run", *ARGUMENTS, config=FAULTY, env=PACED)
+    second = workspace.start("run", *ARGUMENTS, config=FAULTY, env=PACED | {"HELD": "5"})
     second.wait_step(22)
     assert evidence in reason_of(second), second.printed()
     assert "no state is kept in host memory any more" in second.printed()
@@ -212,9 +212,12 @@ def test_a_killed_supervisor_leaves_the_states_to_the_next_one(
 
 @pytest.mark.campaign
 def test_memory_that_was_wiped_ends_nothing(workspace: Workspace, fault_free: RunDir) -> None:
-    first = workspace.start("run", *ARGUMENTS, config=FAULTY, env=PACED)
+    gate = workspace.root / "gate"
+    waits = PACED | {"FAULT": "row:660:gate", "GATE": str(gate)}  # In step 28.
+    first = workspace.start("run", *ARGUMENTS, config=FAULTY, env=waits)
     wait_held(first, 25)
     shutil.rmtree(memory_folder(first.run_dir.root))
+    gate.touch()
     first.wait(lambda: bool(first.events_of("memory_tier_closed")), what="the closed tier")
     kill_worker(first)
     first.wait_exit()
@@ -260,10 +263,13 @@ def test_a_disk_of_states_that_gets_full_keeps_them(
         return found
 
     memory = f"checkpoint.memory={{every_steps: {EVERY}, folder: {disk}}}"
-    first = workspace.start("run", memory, *ARGUMENTS[1:], config=FAULTY, env={"PACE": "0.004"})
+    gate = workspace.root / "gate"
+    waits = PACED | {"FAULT": "row:310:gate", "GATE": str(gate)}  # In step 13.
+    first = workspace.start("run", memory, *ARGUMENTS[1:], config=FAULTY, env=waits)
     first.wait(lambda: len(steps()) == 2, what="two states")
     namespace.fill(disk)
     filled_at = max(steps())
+    gate.touch()
     first.wait(lambda: max(steps(), default=0) > filled_at, what="a newer state")
     kill_worker(first)
     first.wait_exit()
@@ -327,14 +333,16 @@ def test_a_state_from_before_a_rollback_is_not_used(workspace: Workspace) -> Non
     arguments = (*OVERRIDES, f"train.steps={STEPS}")
     reference = workspace.finish("reference", *arguments, config=FAULTY)
     remembers = (*arguments, "checkpoint.memory={every_steps: 1}")
-    first = workspace.start("run", *remembers, config=FAULTY, env={"PACE": "0.004"})
+    # It is held where it has trained on those rows, and after the rollback, which deletes them.
+    before = workspace.root / "before"
+    waits = PACED | {"FAULT": f"row:{24 * (ONSET + 2)}:gate", "GATE": str(before)}
+    first = workspace.start("run", *remembers, config=FAULTY, env=waits)
     wait_held(first, ONSET)
-    worker = first.worker()
-    assert worker is not None
-    os.kill(worker, signal.SIGSTOP)  # The rollback deletes them.
+    first.kill(signal.SIGSTOP, target="worker")  # It does not write while it is copied.
     folder, copied = memory_folder(first.run_dir.root), workspace.root / "copied"
     shutil.copytree(folder, copied, ignore=shutil.ignore_patterns("*.tmp"))
-    os.kill(worker, signal.SIGCONT)
+    first.kill(signal.SIGCONT, target="worker")
+    before.touch()
     first.wait(lambda: bool(run_history(first.run_dir).rollbacks), what="the rollback")
     first.kill()
     first.wait_exit()
@@ -354,7 +362,8 @@ def test_states_that_a_zombie_writes_are_never_restored(
 ) -> None:
     """They are newer than those of its successor, in the same files."""
     arguments = (*ARGUMENTS, "checkpoint.save_every_steps=1000")
-    zombie = workspace.start("run", *arguments, config=FAULTY, env={"PACE": "0.004"})
+    shortly = PACED | {"HELD": "8", "FAULT": "row:1300:sleep"}  # It ends neither early nor later.
+    zombie = workspace.start("run", *arguments, config=FAULTY, env=shortly)
     wait_held(zombie, 5)
     zombie.kill(signal.SIGSTOP)
     kept = held(zombie.run_dir)
@@ -362,6 +371,7 @@ def test_states_that_a_zombie_writes_are_never_restored(
     wait_held(successor, 25)
     # The worker alone: its supervisor would end it at once.
     zombie.kill(signal.SIGCONT, target="worker")
+    zombie.go_on()
     zombie.wait(lambda: min(held(zombie.run_dir), default=0) > 35, what="states of the zombie")
     kill_worker(successor)
     assert successor.wait_exit() == 128 + signal.SIGKILL, successor.printed()

@@ -35,13 +35,15 @@ def notebook(workspace: Workspace, calls: int, *overrides: str, **env: str) -> T
 
 
 def test_an_interrupted_cell_saves_the_last_finished_step_and_the_next_goes_on(
-    workspace: Workspace, fault_free: RunDir
+    workspace: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:
-    process = notebook(workspace, 2)
+    gate = tmp_path / "gate"
+    process = notebook(workspace, 2, FAULT="build:2:gate", GATE=str(gate))
     process.wait_step(13)
     process.process.send_signal(signal.SIGINT)
     process.wait_printed(f"CALL 1: returned {ExitCode.STOPPED.value}")
     saved = run_history(process.run_dir).step
+    gate.touch()  # Now the second call goes on.
     assert process.wait_exit() == 0, process.printed()
     assert "SIGINT: saving after the current step" in process.printed()
     assert "nothing to save" not in process.printed()
@@ -105,7 +107,7 @@ def test_a_supervised_cell_changes_nothing_in_its_process(
     )
     process.wait_step(13)
     process.process.send_signal(signal.SIGINT)
+    process.wait_printed(f"CALL 1: returned {ExitCode.STOPPED.value}")
     assert process.wait_exit() == 0, process.printed()
-    assert f"CALL 1: returned {ExitCode.STOPPED.value}" in process.printed()
     assert "CALL 2: returned 0" in process.printed()
     assert_bit_exact(process.run_dir, fault_free)

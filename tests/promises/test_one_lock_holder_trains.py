@@ -23,8 +23,10 @@ from tests.promises.trainer import (
     snapshot,
     starts,
 )
+from tests.waiting import wait_until
 
-SLOW = {"PACE": "0.004"}
+SHORTLY = PACED | {"HELD": "15"}
+"""It is held after its first commit."""
 
 
 def attempts(run_dir: RunDir) -> list[str]:
@@ -45,7 +47,11 @@ def attempts(run_dir: RunDir) -> list[str]:
 def test_only_one_of_many_concurrent_starts_trains(
     any_workspace: Workspace, fault_free: RunDir, starts: int
 ) -> None:
-    trainers = [any_workspace.start("run", config=FAULTY, env=SLOW) for _ in range(starts)]
+    trainers = [any_workspace.start("run", config=FAULTY, env=PACED) for _ in range(starts)]
+    wait_until(  # The run is held meanwhile.
+        lambda: sum(trainer.process.poll() is None for trainer in trainers) <= 1,
+        "end of the rejected starts",
+    )
     codes = [trainer.wait_exit() for trainer in trainers]
     winners = [trainer for trainer, code in zip(trainers, codes, strict=True) if code == 0]
     assert sorted(codes) == [0, *[ExitCode.FENCED] * (starts - 1)], [t.printed() for t in trainers]
@@ -93,7 +99,7 @@ def at_rest(run_dir: RunDir) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_start_beside_a_suspended_worker_is_rejected_however_long(workspace: Workspace) -> None:
     """Training progress is checked by deadlines; the lock holder is the supervisor."""
-    owner = workspace.start("run", config=FAULTY, env=SLOW)
+    owner = workspace.start("run", config=FAULTY, env=PACED)
     owner.wait_step(2)
     owner.kill(signal.SIGSTOP, target="worker")
     for _ in range(2):
@@ -120,10 +126,10 @@ def test_successor_of_a_suspended_lock_holder_keeps_the_run(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
     """The successor trains without the lock, which the suspended owner holds, and gets it later."""
-    zombie = workspace.start("run", config=FAULTY, env=PACED)
+    zombie = workspace.start("run", config=FAULTY, env=SHORTLY)
     zombie.wait_step(13)
     zombie.kill(signal.SIGSTOP)
-    successor = workspace.start("run", config=FAULTY, env={"PACE": "0.01"})
+    successor = workspace.start("run", config=FAULTY, env=SHORTLY)
     successor.wait(lambda: run_history(successor.run_dir).attempt == 2, what="a claim")
     successor.wait_step(starts(successor.run_dir)[0] + 1)
     assert json.loads(successor.run_dir.owner.read_text())["locked"] is False
@@ -151,7 +157,7 @@ def test_many_rounds_of_starts_and_kills_keep_one_history(
     any_workspace: Workspace, fault_free: RunDir
 ) -> None:
     for round in range(10):
-        trainers = [any_workspace.start("run", config=FAULTY, env=SLOW) for _ in range(4)]
+        trainers = [any_workspace.start("run", config=FAULTY, env=PACED) for _ in range(4)]
         time.sleep(0.5 + 0.4 * round)
         for trainer in trainers:
             trainer.kill()

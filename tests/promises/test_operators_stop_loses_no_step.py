@@ -57,7 +57,7 @@ def test_stop_in_training_saves_the_last_finished_step(
     trainer.wait_step(13)
     do(trainer)
     trainer.wait_printed("saving after the current step")
-    assert trainer.wait_exit() == exit, trainer.printed()
+    assert trainer.wait_stopped() == exit, trainer.printed()
     printed, last = trainer.printed(), trainer.steps()[-1]
     assert printed.index("saving after the current step") < printed.index("settle: waiting"), (
         printed
@@ -81,7 +81,7 @@ def test_stop_right_after_the_first_step_saves_it(workspace: Workspace, fault_fr
     trainer = workspace.start("run", config=FAULTY, env=PACED)
     trainer.wait_step(1)
     trainer.kill(signal.SIGTERM, target="supervisor")
-    assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
+    assert trainer.wait_stopped() == ExitCode.PREEMPTED, trainer.printed()
     successor = workspace.finish("run", config=FAULTY)
     assert_nothing_is_repeated(trainer, successor)
     assert_bit_exact(successor.run_dir, fault_free)
@@ -169,15 +169,16 @@ def test_stop_in_every_later_phase_loses_no_step(
     workspace.copy(killed, "run")
     save = "checkpoint.save_every_steps=7"
     trainer = workspace.start(
-        "run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save
+        *("run", *MLP, "evaluation.every_steps=5", "evaluation.batches=64", save),
+        held_after=None if phase == "settle" else 90,
     )
     LATE[phase](trainer)
     trainer.kill(signal.SIGTERM, target="supervisor")
-    code = trainer.wait_exit()
     if phase == "settle":
-        assert code == ExitCode.DONE, trainer.printed()  # It was the last step.
+        assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()  # It was the last step.
     else:
-        assert code == ExitCode.PREEMPTED, trainer.printed()
+        trainer.wait_printed("SIGTERM: ")
+        assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
         if trainer.steps():
             assert run_history(trainer.run_dir).step == trainer.steps()[-1]
         workspace.finish("run", *MLP)
@@ -196,10 +197,11 @@ def test_requested_save_is_extra_and_training_continues(
     workspace: Workspace, fault_free: RunDir, ask: str
 ) -> None:
     every = "checkpoint.save_every_steps=1000"
-    trainer = workspace.start("run", every, config=FAULTY, env=PACED)
+    trainer = workspace.start("run", every, config=FAULTY, env=PACED | {"HELD": "16"})
     trainer.wait_step(13)
     SAVES[ask](trainer)
     trainer.wait_printed("save requested")
+    trainer.go_on()
     trainer.wait(lambda: run_history(trainer.run_dir).step > 0, what="an extra commit")
     extra = run_history(trainer.run_dir).step
     assert 13 <= extra < 60
@@ -237,7 +239,7 @@ def test_stop_file_and_one_sigterm_do_not_count_as_a_second_signal(workspace: Wo
     trainer.kill(signal.SIGTERM, target="supervisor")
     trainer.wait_printed("a stop is in progress already")
     trainer.kill(signal.SIGCONT, target="worker")
-    assert trainer.wait_exit() == ExitCode.STOPPED, trainer.printed()
+    assert trainer.wait_stopped() == ExitCode.STOPPED, trainer.printed()
     assert run_history(trainer.run_dir).step == trainer.steps()[-1]
 
 
@@ -351,7 +353,7 @@ def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: R
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env=os.environ | PACED,
+        env=os.environ | PACED | {"HELD": f"40:{workspace.root / 'never'}"},
         start_new_session=True,
     )
     os.close(slave)
@@ -362,7 +364,7 @@ def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: R
     os.close(master)
     process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGHUP)
-    assert trainer.wait_exit() == ExitCode.PREEMPTED
+    assert trainer.wait_stopped() == ExitCode.PREEMPTED
     assert run_history(run_dir).step == trainer.steps()[-1]
     workspace.finish("run", config=FAULTY)
     assert_bit_exact(run_dir, fault_free)
@@ -371,7 +373,7 @@ def test_closed_terminal_saves_the_last_step(workspace: Workspace, fault_free: R
 @pytest.mark.campaign
 def test_a_nohup_run_outlives_its_terminal(workspace: Workspace) -> None:
     workspace.through = ("nohup",)
-    trainer = workspace.start("run", "train.steps=30", config=FAULTY, env=PACED)
+    trainer = workspace.start("run", "train.steps=30", config=FAULTY, env=PACED | {"HELD": "20"})
     trainer.wait_step(3)
     trainer.kill(signal.SIGHUP, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()

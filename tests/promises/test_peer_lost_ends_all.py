@@ -16,7 +16,7 @@ from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, starts
 
 HEARTBEAT_SECONDS = 15
 SHORT = (f"hosts.heartbeat_seconds={HEARTBEAT_SECONDS}",)
-PACED = {"PACE": "0.005"}
+PACED = {"PACE": "0.005", "HELD": "30"}
 LAG = 2
 LATEST_SECONDS = 300.0
 """Bound of the end of all hosts, which takes the limit and some seconds: no measure of speed."""

@@ -19,6 +19,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
 from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
+    ENDLESS,
     FAULTY,
     PACED,
     TrainingProcess,
@@ -28,6 +29,9 @@ from tests.promises.trainer import (
     run_history,
 )
 from tests.tiers import slow_but
+
+PACE = {"PACE": "0.001"}
+"""Environment of an ENDLESS run, which is not held."""
 
 
 @pytest.fixture
@@ -51,7 +55,7 @@ def answers(trainer: TrainingProcess) -> list[str]:
 
 def assert_preempted(trainer: TrainingProcess, *, committed: bool) -> str:
     """Asserts that it exited as preempted; returns the recorded reason."""
-    assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
+    assert trainer.wait_stopped() == ExitCode.PREEMPTED, trainer.printed()
     record = trainer.end_record()
     assert record is not None
     assert (record.exit, record.committed) == (ExitCode.PREEMPTED, committed), trainer.printed()
@@ -109,7 +113,8 @@ def test_a_notice_on_one_host_saves_the_same_step_on_all(
     workspace: Workspace, metadata: MetadataServer
 ) -> None:
     at = free_address()
-    envs = [PACED, PACED | metadata.env]
+    held = PACED | {"HELD": "16"}
+    envs = [held, held | metadata.env]
     lead, other = (
         workspace.start_host("run", host=host, hosts=2, at=at, config=FAULTY, env=env)
         for host, env in enumerate(envs)
@@ -117,6 +122,7 @@ def test_a_notice_on_one_host_saves_the_same_step_on_all(
     other.attempt = lead.attempt
     in_training(lead)
     metadata.preempt()
+    other.wait_printed("saving after the current step")
     assert other.wait_exit() == ExitCode.PREEMPTED, other.printed()
     reason = assert_preempted(lead, committed=True)
     assert PREEMPTED in reason
@@ -131,7 +137,7 @@ def test_training_continues_until_a_distant_maintenance_and_stops_in_time_for_a_
     workspace: Workspace, metadata: MetadataServer
 ) -> None:
     metadata.announce(seconds=3600)
-    trainer = workspace.start("run", config=FAULTY, env=PACED | metadata.env)
+    trainer = workspace.start("run", ENDLESS, config=FAULTY, env=PACE | metadata.env)
     trainer.wait_printed("training until the last safe moment")
     in_training(trainer)
     assert metadata.warn(), "the key was not asked for from the start"
@@ -148,8 +154,9 @@ def test_training_continues_until_a_distant_maintenance_and_stops_in_time_for_a_
 def test_without_enough_time_no_save_is_started(
     workspace: Workspace, metadata: MetadataServer
 ) -> None:
-    arguments = ("checkpoint.save_every_steps=1000", "preemption.notice_seconds=0.001")
-    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACED | metadata.env)
+    never = "checkpoint.save_every_steps=100000"
+    arguments = (ENDLESS, never, "preemption.notice_seconds=0.001")
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACE | metadata.env)
     trainer.wait_step(3)
     trainer.run_dir.request("save").touch()
     trainer.wait_commit(3)  # From now on the duration of a save is known.
@@ -171,25 +178,24 @@ def test_a_save_in_flight_is_finished_if_there_is_no_time_for_another(
     run_dir = workspace.run_dir("run")
     mount = Mount.over(run_dir.log, built_in=tmp_path)
     arguments = (
-        "train.steps=100000",
+        ENDLESS,
         "evaluation.every_steps=0",
         "checkpoint.save_every_steps=100000",
         "preemption.notice_seconds=1.5",
         "preemption.margin_seconds=0.1",
     )
-    trainer = workspace.start(
-        "run", *arguments, config=FAULTY, env=PACED | mount.env | metadata.env
-    )
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACE | mount.env | metadata.env)
     trainer.wait_step(3)
     with mount.hanging():
         trainer.kill(signal.SIGUSR2, target="supervisor")
         trainer.wait(lambda: bool(trainer.events_of("save_started")), what="a save")
+        (saved,) = [event["step"] for event in trainer.events_of("save_started")]
+        trainer.wait_step(saved + 1)
         time.sleep(2)
         metadata.preempt()
         trainer.wait(lambda: bool(answers(trainer)), what="an answer to the notice")
         assert run_history(run_dir).step == 0, "the save is in flight"
     reason = assert_preempted(trainer, committed=False)
-    (saved,) = [event["step"] for event in trainer.events_of("save_started")]
     assert run_history(run_dir).step == saved, "the save in flight was not finished"
     assert answers(trainer) == ["exit"]
     assert "the save in flight is finished" in trainer.printed()
@@ -236,8 +242,8 @@ def test_outside_gce_no_metadata_server_is_polled(workspace: Workspace, fault_fr
 def test_a_server_that_hangs_for_a_minute_ends_nothing(
     workspace: Workspace, metadata: MetadataServer
 ) -> None:
-    arguments = ("train.steps=100000", "evaluation.every_steps=0")
-    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACED | metadata.env)
+    arguments = (ENDLESS, "evaluation.every_steps=0")
+    trainer = workspace.start("run", *arguments, config=FAULTY, env=PACE | metadata.env)
     in_training(trainer)
     metadata.fail("hang", times=1_000_000)
     metadata.set(PREEMPTED, "NO")  # Completes the pending poll; all later ones hang.

@@ -17,11 +17,13 @@ from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, digest, 
 
 @pytest.mark.slow
 def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
-    any_workspace: Workspace, fault_free: RunDir
+    any_workspace: Workspace, fault_free: RunDir, tmp_path: Path
 ) -> None:
-    # Slow enough that several saves are committed, and the oldest pruned, before its last step.
+    # Slow enough that several saves are committed, and the oldest pruned, before its last step. It
+    # is held in step 15 until step 10 is pinned, and before its end until it is killed.
     pace = "0.005" if any_workspace.bucket is None else "0.02"
-    trainer = any_workspace.start("run", config=FAULTY, env={"PACE": pace})
+    held = {"HELD": "58", "FAULT": "row:348:gate", "GATE": str(gate := tmp_path / "gate")}
+    trainer = any_workspace.start("run", config=FAULTY, env={"PACE": pace, **held})
     run_dir = trainer.run_dir
     trainer.wait_commit(10)
     arguments = ["checkpoints", "pin", str(run_dir.root), "--step", "10"]
@@ -30,6 +32,7 @@ def test_a_kill_at_the_prune_record_loses_nothing_and_leaves_no_files(
         checkpoints_cli.main(["checkpoints", "prune", str(run_dir.root)], usage="")
         == ExitCode.FENCED
     )
+    gate.touch()
 
     def committed() -> list[int]:
         bodies = [record.body for record in run_log.read_records(run_dir.log)]

@@ -22,7 +22,6 @@ from tests.promises.trainer import (
     digest,
     starts,
 )
-from tests.waiting import SURE_SECONDS
 
 SCRIPT = """
 import sys, jaxres
@@ -42,17 +41,18 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     (tmp_path / "script.py").write_text(SCRIPT)
     run_dir, output = workspace.run_dir("run"), tmp_path / "printed"
     words = [sys.executable, str(tmp_path / "script.py"), str(FAULTY), str(run_dir.root)]
-    env = {**os.environ, **PACED, "PYTHONPATH": str(ROOT)}
+    gate = tmp_path / "gate"
+    env = {**os.environ, **PACED, "HELD": f"40:{gate}", "PYTHONPATH": str(ROOT)}
     with output.open("wb") as file:
         process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
-    training = TrainingProcess(run_dir, process, output, 1)
+    training = TrainingProcess(run_dir, process, output, 1, gate)
     workspace.trainers.append(training)
     training.wait_step(13)
     process.send_signal(signal.SIGINT)
     training.wait(lambda: "CALL 1 interrupted" in output.read_text(), what="the interrupt")
     assert "stopped and saved; the same call goes on" in output.read_text()
     saved = training.steps()[-1]
-    assert process.wait(SURE_SECONDS) == 0, output.read_text()
+    assert training.wait_exit() == 0, output.read_text()
     assert "CALL 2 returned step 60" in output.read_text()
     assert starts(run_dir) == [0, saved], "the last finished step was not saved"
     assert_bit_exact(run_dir, fault_free)

@@ -83,7 +83,7 @@ def test_a_run_killed_at_every_boundary_of_a_save_ends_bit_exact(
 def test_a_run_killed_at_every_boundary_of_a_quarantine_ends_bit_exact(
     workspace: Workspace, unbroken: RunDir
 ) -> None:
-    trainer = workspace.start("run", *MLP)
+    trainer = workspace.start("run", *MLP, held_after=70)
     trainer.wait_commit(60)
     trainer.kill()
     assert trainer.wait_exit() == -9

@@ -18,8 +18,8 @@ from tests.promises.trainer import (
 )
 
 BARE = tuple(argument for argument in MLP if "save_every_steps" not in argument)
-SLOWLY = {"PACE": "0.005"}
-"""About 8 steps per second, so that also a busy machine can kill it in the middle."""
+SLOWLY = {"PACE": "0.005", "HELD": "58"}
+"""About 8 steps per second, so that saves end meanwhile; it is killed before its last step."""
 WHEN = "checkpoint.when={kind: %s}"
 
 

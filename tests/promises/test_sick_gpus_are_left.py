@@ -91,18 +91,19 @@ def test_a_fault_of_one_host_is_named_by_it_and_the_run_goes_on_exactly(
     kind: str,
     action: str,
 ) -> None:
-    at = free_address()
+    at, held = free_address(), PACED | {"HELD": "16"}
     lead, sick = (
-        workspace.start_host(
-            "run", OFTEN, host=host, hosts=2, at=at, config=FAULTY, env=PACED | env
-        )
+        workspace.start_host("run", OFTEN, host=host, hosts=2, at=at, config=FAULTY, env=held | env)
         for host, env in enumerate([{}, gpus.env])
     )
     sick.attempt = lead.attempt
     lead.wait_step(13)
     gpus.set(line)
-    assert sick.wait_exit() == ExitCode.UNHEALTHY, sick.printed()
     saves = action == "save"
+    if saves:
+        sick.wait_printed("saving after the current step")
+        lead.go_on()
+    assert sick.wait_stopped() == ExitCode.UNHEALTHY, sick.printed()
     code = lead.wait_exit()
     assert code == (ExitCode.PREEMPTED if saves else ExitCode.PEER_LOST), lead.printed()
     assert faults(sick, host=1) == [(kind, action, GPU)]

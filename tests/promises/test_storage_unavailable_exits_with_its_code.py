@@ -25,6 +25,7 @@ from tests.promises.test_memory_tier_restores_after_a_kill import (
 )
 from tests.promises.trainer import (
     DENIED,
+    ENDLESS,
     FAULTY,
     MLP,
     PACED,
@@ -52,7 +53,11 @@ class Disk:
         self.run_dir = RunDir(namespace.seen_from_here(self.inside) / "run")
 
     def start(
-        self, *overrides: str, config: Path = TINY, env: dict[str, str] | None = None
+        self,
+        *overrides: str,
+        config: Path = TINY,
+        env: dict[str, str] | None = None,
+        held_after: int | None = None,
     ) -> TrainingProcess:
         caches = self.workspace.caches
         arguments = [
@@ -63,7 +68,7 @@ class Disk:
             f"compilation.cache_dir={caches / 'xla'}",
             *overrides,
         ]
-        return self.workspace.command(self.run_dir, arguments, env=env)
+        return self.workspace.command(self.run_dir, arguments, env=env, held_after=held_after)
 
 
 @pytest.fixture
@@ -120,7 +125,9 @@ def test_disk_full_at_the_start_exits_with_storage_and_blocks_no_later_start(dis
 
 FULL = ("checkpoint.keep_last=2", "checkpoint.save_every_steps=20")
 LONG = ("train.steps=1000",)
-"""A run long enough for a disk to fill up and be emptied meanwhile."""
+"""A run long enough for several failed saves before it is held again after step MUCH_LATER."""
+HELD_AFTER, MUCH_LATER = 25, 500
+"""The disk fills up while the run is held, and is emptied then."""
 QUICK = "restart.storage_backoff_seconds=0.1"
 ALARM = "ALARM: step "
 
@@ -163,9 +170,10 @@ def assert_commits_are_complete(disk: Disk) -> int:
 def test_full_disk_stops_no_training_and_saving_recovers(
     disk: Disk, unbroken_long: RunDir, but_bytes: int
 ) -> None:
-    trainer = disk.start(*FULL, *LONG)
+    trainer = disk.start(*FULL, *LONG, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside, but_bytes=but_bytes)
+    trainer.go_on_until(MUCH_LATER)
     wait_alarm(trainer)
     good = assert_commits_are_complete(disk)
     trainer.wait(lambda: trainer.printed().count(ALARM) >= 3, what="a third failed save")
@@ -185,7 +193,7 @@ def test_full_disk_stops_no_training_and_saving_recovers(
 def test_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
     disk: Disk, unbroken: RunDir
 ) -> None:
-    trainer = disk.start(*FULL)
+    trainer = disk.start(*FULL, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside)
     trainer.assert_fails(
@@ -207,10 +215,12 @@ def test_a_worker_that_is_killed_on_a_full_disk_resumes_from_memory(
     disk: Disk, fault_free: RunDir
 ) -> None:
     """From the newest state whose metrics are on the disk, which has no newer step."""
-    trainer = disk.start(*ARGUMENTS, config=FAULTY, env={"PACE": "0.004"})
+    held_twice = PACED | {"FAULT": "row:1300:sleep"}  # It never comes to its end.
+    trainer = disk.start(*ARGUMENTS, config=FAULTY, env=held_twice)
     suspend_ahead_of_its_commits(trainer)
     ballast = disk.namespace.fill(disk.inside)
     trainer.kill(signal.SIGCONT)
+    trainer.go_on()
     wait_alarm(trainer)
     kill_worker(trainer)
     assert trainer.wait_exit() == 128 + signal.SIGKILL, trainer.printed()
@@ -240,7 +250,8 @@ def suspend_ahead_of_its_commits(trainer: TrainingProcess) -> None:
 
 @pytest.mark.slow
 def test_too_many_consecutive_failed_saves_exit_with_storage(disk: Disk) -> None:
-    trainer = disk.start(*FULL, *LONG, "checkpoint.max_failed_saves=3")
+    failing = "checkpoint.max_failed_saves=3"
+    trainer = disk.start(*FULL, *LONG, failing, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     disk.namespace.fill(disk.inside)
     trainer.assert_fails(
@@ -256,11 +267,13 @@ def test_too_many_consecutive_failed_saves_exit_with_storage(disk: Disk) -> None
 def test_stop_on_a_full_disk_keeps_its_code_and_reports_that_nothing_is_committed(
     disk: Disk, unbroken_long: RunDir, sig: signal.Signals, exit: ExitCode
 ) -> None:
-    trainer = disk.start(*FULL, *LONG)
+    trainer = disk.start(*FULL, *LONG, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside)
+    trainer.go_on_until(MUCH_LATER)
     wait_alarm(trainer)
     trainer.kill(sig, target="supervisor")
+    trainer.wait_printed("saving after the current step")
     trainer.assert_fails(exit, "could not be committed", "no space left")
     good = assert_commits_are_complete(disk)
     stop = run_history(disk.run_dir).last_stop
@@ -280,11 +293,13 @@ def test_stop_on_a_full_disk_keeps_its_code_and_reports_that_nothing_is_committe
 @pytest.mark.slow
 def test_end_record_and_event_state_why_nothing_is_committed(disk: Disk) -> None:
     """With too little space for a save and enough for log lines."""
-    trainer = disk.start(*FULL, *LONG)
+    trainer = disk.start(*FULL, *LONG, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     disk.namespace.fill(disk.inside, but_bytes=MIB)
+    trainer.go_on_until(MUCH_LATER)
     wait_alarm(trainer)
     trainer.kill(signal.SIGTERM, target="supervisor")
+    trainer.wait_printed("saving after the current step")
     trainer.assert_fails(
         ExitCode.PREEMPTED, "could not be committed", "no space left: a save needs"
     )
@@ -300,7 +315,7 @@ def test_end_record_and_event_state_why_nothing_is_committed(disk: Disk) -> None
 
 @pytest.mark.slow
 def test_requested_save_is_tried_on_a_full_disk_too(disk: Disk) -> None:
-    trainer = disk.start(*LONG, "checkpoint.save_every_steps=1000")
+    trainer = disk.start(ENDLESS, "checkpoint.save_every_steps=1000000")
     trainer.wait_step(20)
     ballast = disk.namespace.fill(disk.inside, but_bytes=MIB)
     disk.run_dir.request("save").touch()
@@ -315,7 +330,7 @@ def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace:
     log = disk.inside / "train.log"
     through = (*disk.namespace.through, "sh", "-c", f'exec "$@" >{log} 2>&1', "sh")
     disk.workspace = Workspace(workspace.root, workspace.caches, through=through)
-    trainer = disk.start(*FULL)
+    trainer = disk.start(*FULL, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     ballast = disk.namespace.fill(disk.inside)
     assert trainer.wait_exit() == ExitCode.STORAGE
@@ -329,10 +344,11 @@ def test_log_file_on_a_full_disk_does_not_change_the_exit(disk: Disk, workspace:
 @pytest.mark.campaign
 def test_training_continues_while_storage_is_unmounted(disk: Disk, unbroken_long: RunDir) -> None:
     """An empty disk hides the share's for a moment, as an unmounted share shows its mount point."""
-    trainer = disk.start(*FULL, *LONG)
+    trainer = disk.start(*FULL, *LONG, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     share = disk.inside / "run"
     disk.namespace.mount(share, size_bytes=16 * MIB)
+    trainer.go_on_until(MUCH_LATER)
     wait_alarm(trainer)
     # TensorStore may have made folders there, for the save that was under way.
     assert not disk.run_dir.log.exists(), "no run was begun beside the share"
@@ -358,7 +374,8 @@ def test_checkpoints_that_cannot_be_written_are_found_before_the_first_step(disk
 
 @pytest.mark.slow
 def test_run_directory_deleted_while_training_exits_with_storage(workspace: Workspace) -> None:
-    trainer = workspace.start("run", *MLP, *LONG, "checkpoint.max_failed_saves=3")
+    failing = "checkpoint.max_failed_saves=3"
+    trainer = workspace.start("run", *MLP, *LONG, failing, held_after=HELD_AFTER)
     trainer.wait_commit(20)
     root = trainer.run_dir.root
     assert isinstance(root, Path)
@@ -370,7 +387,8 @@ def test_run_directory_deleted_while_training_exits_with_storage(workspace: Work
 @pytest.mark.slow
 def test_disk_unmounted_between_two_attempts_starts_no_new_run(workspace: Workspace) -> None:
     limits = ("restart.max_storage_attempts=1", "restart.storage_backoff_seconds=0")
-    trainer = workspace.launch("run", *MLP, *LONG, *limits, hosts=1, restart=True)
+    how: dict[str, Any] = {"hosts": 1, "restart": True, "held_after": HELD_AFTER}
+    trainer = workspace.launch("run", *MLP, *LONG, *limits, **how)
     trainer.wait_commit(20)
     root = trainer.run_dir.root
     assert isinstance(root, Path)

@@ -111,9 +111,11 @@ def kill_at_random(trainer: TrainingProcess, *, kills: int, seed: int) -> None:
 def test_killed_workers_are_restarted_bit_exact(
     workspace: Workspace, fault_free: RunDir, fault_free_pair: RunDir, hosts: int
 ) -> None:
-    trainer = start(workspace, "restart.max_attempts_without_commit=20", hosts=hosts)
+    # No attempt ends before its kill, and workers that are suspended here have steps to repeat.
+    often = "restart.max_attempts_without_commit=20"
+    trainer = start(workspace, often, hosts=hosts, HELD="15")
     if hosts > 1:
-        trainer.wait_step(2)
+        trainer.wait_step(12)
         wait_fork_server(trainer, prepared=1)
     kill_at_random(trainer, kills=2, seed=hosts)
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -137,8 +139,9 @@ def test_killed_workers_are_restarted_bit_exact(
 def test_a_run_with_many_killed_workers_ends_bit_exact(
     workspace: Workspace, fault_free: RunDir, fault_free_pair: RunDir, hosts: int, seed: int
 ) -> None:
-    slow = ("restart.max_attempts_without_commit=50",)
-    trainer = start(workspace, *slow, hosts=hosts, PACE="0.005")
+    # No attempt commits more than one save: none ends before its kill.
+    often = ("restart.max_attempts_without_commit=50", "checkpoint.save_every_steps=5")
+    trainer = start(workspace, *often, hosts=hosts, PACE="0.005", HELD="9")
     kill_at_random(trainer, kills=8, seed=seed)
     assert trainer.wait_exit() == 0, trainer.printed()
     assert_bit_exact(trainer.run_dir, fault_free if hosts == 1 else fault_free_pair)
@@ -195,7 +198,7 @@ def test_progress_resets_the_restart_budget(workspace: Workspace, fault_free: Ru
 
     The second attempt is a fork of the fork server, the third is not: the server was killed too.
     """
-    trainer = start(workspace, "restart.max_attempts_without_commit=2", PACE="0.003")
+    trainer = start(workspace, "restart.max_attempts_without_commit=2", HELD="15")
     for attempt in (1, 2, 3):
         wait_attempt(trainer, attempt)
         trainer.wait_commit(10 * attempt)
@@ -252,6 +255,7 @@ def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
     wait_attempt(trainer, 2)
     trainer.wait_step(13)
     trainer.kill(signal.SIGTERM, target="worker")
+    wait_attempt(trainer, 3)
     assert trainer.wait_exit() == 0, f"a preemption was charged\n{trainer.printed()}"
     reported = [(event["exit"], event["after_seconds"]) for event in decisions(trainer)]
     assert reported == [(ExitCode.PREEMPTED, 0.0)] * 2
@@ -262,7 +266,8 @@ def test_a_preempted_worker_is_restarted_at_once_without_using_the_budget(
 def test_a_suspended_worker_counts_as_hung_and_is_restarted(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    trainer = start(workspace, "deadlines.step_seconds=10")
+    limits = ("deadlines.step_seconds=10", "data.timeout_seconds=15", "deadlines.data_seconds=20")
+    trainer = start(workspace, *limits, PACE="0.01", HELD="1000")  # A hold has another limit.
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="worker")
     assert trainer.wait_exit() == 0, trainer.printed()
@@ -367,7 +372,7 @@ def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how
 
 @pytest.mark.slow
 def test_nothing_is_restarted_after_a_stop_whose_attempt_crashes(workspace: Workspace) -> None:
-    trainer = start(workspace, PACE="0.05")
+    trainer = start(workspace)
     trainer.wait_step(1)
     trainer.kill(signal.SIGSTOP, target="worker")  # It must not save first.
     trainer.run_dir.request("stop").touch()
@@ -382,8 +387,9 @@ def test_nothing_is_restarted_after_a_stop_whose_attempt_crashes(workspace: Work
 
 @pytest.mark.campaign
 def test_a_second_signal_kills_at_once_and_nothing_is_restarted(workspace: Workspace) -> None:
-    trainer = start(workspace, PACE="0.05")
+    trainer = start(workspace)
     trainer.wait_step(1)
+    trainer.kill(signal.SIGSTOP, target="worker")  # It must not save first.
     trainer.kill(signal.SIGTERM, target="supervisor")
     trainer.wait_printed("saving after the current step")
     trainer.kill(signal.SIGTERM, target="supervisor")
@@ -400,7 +406,7 @@ def test_a_stop_during_training_saves_and_is_not_restarted(
     trainer = start(workspace)
     trainer.wait_step(13)
     trainer.kill(signal.SIGTERM, target="supervisor")
-    assert trainer.wait_exit() == ExitCode.PREEMPTED, trainer.printed()
+    assert trainer.wait_stopped() == ExitCode.PREEMPTED, trainer.printed()
     assert attempts(trainer) == 1
     assert run_history(trainer.run_dir).step >= 13
     second = start(workspace)
@@ -416,7 +422,7 @@ def test_a_suspended_supervisor_restarts_nothing_and_a_second_one_is_rejected(
     limits = [f"deadlines.{phase}_seconds=10" for phase in ("step", "data", "evaluate")]
     limits += ["data.timeout_seconds=9", "checkpoint.timeout_seconds=6"]
     limits += ["deadlines.save_seconds=13"]
-    trainer = start(workspace, *limits, PACE="0.01")
+    trainer = start(workspace, *limits, PACE="0.03", HELD="1000")  # No hold within the limits.
     trainer.wait_step(13)
     trainer.kill(signal.SIGSTOP, target="supervisor")
     time.sleep(15)
@@ -447,7 +453,7 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
     workspace: Workspace, fault_free: RunDir, most: int
 ) -> None:
     hosts = f"{most - 1}..{most}"
-    trainer = start(workspace, hosts=hosts, PACE="0.005")
+    trainer = start(workspace, hosts=hosts, HELD="15")
     for attempt in (1, 2):
         wait_attempt(trainer, attempt)
         trainer.wait_step(3)
@@ -456,10 +462,10 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
     facts = ("culprit", "num_hosts", "excluded_slots")
     named = [tuple(reported[fact] for fact in facts) for reported in decisions(trainer)]
     assert named == [(1, most, []), (1, most - 1, [1])], trainer.printed()
-    trainer.wait_step(23)
+    trainer.wait_commit(10)
     trainer.kill(target="supervisor")
     trainer.wait_exit()
-    second = start(workspace, hosts=hosts, PACE="0.005")
+    second = start(workspace, hosts=hosts)
     assert second.wait_exit() == 0, second.printed()
     all_slots, left = tuple(range(most)), (0, 2)[: most - 1]
     slots = [claim.slots for claim in run_history(trainer.run_dir).claims]
@@ -474,12 +480,13 @@ def test_a_host_named_by_two_faults_is_excluded_also_by_the_next_supervisor(
 def test_an_unavailable_log_is_waited_for_and_never_recreated(
     workspace: Workspace, fault_free: RunDir
 ) -> None:
-    trainer = start(workspace, "restart.storage_backoff_seconds=1", PACE="0.002")
+    trainer = start(workspace, "restart.storage_backoff_seconds=1")
     trainer.wait_commit(20)
+    trainer.kill(signal.SIGSTOP, target="worker")  # It must not see that the log is away.
     log = trainer.run_dir.log
     log.rename(log.with_name("away"))
     trainer.kill(target="worker")
-    trainer.wait(lambda: len(decisions(trainer)) == 2, what="two decisions")
+    trainer.wait(lambda: len(decisions(trainer)) >= 2, what="two decisions")
     assert not log.exists()
     log.with_name("away").rename(log)
     assert trainer.wait_exit() == 0, trainer.printed()

@@ -33,8 +33,12 @@ BOUND = 5e-5
 orders, and 200 steps of Adam propagate that. Measured: at most 2e-6."""
 
 
-def start(workspace: Workspace, name: str, count: int, *arguments: str) -> TrainingProcess:
-    return workspace.start(name, *MLP, *arguments, env={"JAX_NUM_CPU_DEVICES": str(count)})
+def start(
+    workspace: Workspace, name: str, count: int, *arguments: str, commit: int | None = None
+) -> TrainingProcess:
+    """Starts training on so many devices; it is held soon after a commit that ends it."""
+    env, held_after = {"JAX_NUM_CPU_DEVICES": str(count)}, commit and commit + 10
+    return workspace.start(name, *MLP, *arguments, env=env, held_after=held_after)
 
 
 def kill_after_commit(trainer: TrainingProcess, step: int) -> None:
@@ -56,7 +60,7 @@ def test_the_samples_stay_the_same_on_fewer_devices(
     workspace: Workspace, unbroken: RunDir, axes: str
 ) -> None:
     for commit, (count, arguments) in zip((40, 80, 120, None), AXES[axes].items(), strict=True):
-        trainer = start(workspace, "run", count, *arguments)
+        trainer = start(workspace, "run", count, *arguments, commit=commit)
         if commit is not None:
             kill_after_commit(trainer, commit)
         else:
@@ -84,7 +88,7 @@ def test_the_samples_stay_the_same_on_fewer_devices(
 def test_back_on_the_original_mesh_the_run_ends_bit_exact(workspace: Workspace, count: int) -> None:
     arguments = AXES["fsdp x tensor"][count]
     assert start(workspace, "unbroken", count, *arguments).wait_exit() == 0
-    kill_after_commit(start(workspace, "broken", count, *arguments), 100)
+    kill_after_commit(start(workspace, "broken", count, *arguments, commit=100), 100)
     again = start(workspace, "broken", count, *arguments)
     assert again.wait_exit() == 0, again.printed()
     assert starts(again.run_dir)[1] >= 100

@@ -354,7 +354,8 @@ def test_a_dead_service_stops_nothing_and_gets_the_rest_later(
     workspace: Workspace, fault_free: RunDir, server: Server
 ) -> None:
     workspace.finish("run", "train.steps=4", config=FAULTY)  # Trackers may be added later.
-    training = workspace.start("run", trackers(server), config=FAULTY, env=SLOW)
+    held = SLOW | {"HELD": "40"}
+    training = workspace.start("run", trackers(server), config=FAULTY, env=held)
     wait_for(training, server, 10)
     server.kill()
     training.wait_printed("tracker mlflow: ")

@@ -25,7 +25,7 @@ from tests.promises.trainer import (
 )
 from tests.tiers import campaign_but
 
-SLOW = {"PACE": "0.02"}
+SLOW = {"PACE": "0.02", "HELD": "40"}
 
 
 def signal_all(trainer: TrainingProcess, number: signal.Signals) -> None:

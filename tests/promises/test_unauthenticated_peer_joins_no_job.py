@@ -83,16 +83,18 @@ def train_on(trainers: list[TrainingProcess]) -> None:
 def test_an_unauthenticated_client_cannot_join_or_end_a_job(workspace: Workspace) -> None:
     at = free_address()
     join = ("hosts.join_seconds=1200",)
-    lead = workspace.start_host("run", *join, host=0, hosts=2, at=at, config=FAULTY, env=PACED)
+    held = PACED | {"HELD": "10"}
+    lead = workspace.start_host("run", *join, host=0, hosts=2, at=at, config=FAULTY, env=held)
     silent = connect(at)
     attack(at)
-    follower = workspace.start_host("run", *join, host=1, hosts=2, at=at, config=FAULTY, env=PACED)
+    follower = workspace.start_host("run", *join, host=1, hosts=2, at=at, config=FAULTY, env=held)
     lead.attempt = follower.attempt = 1
     lead.wait_step(5)
     steps = lead.steps()[-1]
     attack(at)
     with silent:
         assert answer(silent) == [{"challenge"}]
+    lead.go_on()
     lead.wait_step(steps + 1)
     train_on([lead, follower])
     assert lead.printed().count("was refused") == 1, "later ones are reported at a bounded rate"

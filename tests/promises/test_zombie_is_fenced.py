@@ -55,7 +55,7 @@ WHEN: dict[str, Callable[[TrainingProcess], None]] = {
     indirect=["any_workspace"],
 )
 def test_zombie_damages_nothing(any_workspace: Workspace, unbroken: RunDir, when: str) -> None:
-    zombie = any_workspace.start("run", *MLP)
+    zombie = any_workspace.start("run", *MLP, held_after=70)
     WHEN[when](zombie)
     zombie.kill(signal.SIGSTOP)
     begun = starts(zombie.run_dir)
@@ -110,7 +110,7 @@ def test_zombie_deletes_no_file_of_its_active_successor(
     workspace: Workspace, unbroken: RunDir
 ) -> None:
     """Start-up deletes leftovers of killed saves; a zombie must spare its successor's saves."""
-    zombie = workspace.start("run", *MLP)
+    zombie = workspace.start("run", *MLP, held_after=70)
     zombie.wait_phase("build")
     zombie.kill(signal.SIGSTOP)
 

@@ -30,6 +30,7 @@ from jaxres.storage import files, memory_folder
 from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.forkserver_client import WORKER
+from jaxres.train import break_hook
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork
@@ -41,8 +42,10 @@ POLL_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
-PACED = {"PACE": "0.001"}
-"""Environment of a FAULTY run with about 20 steps per second, so that tests can interrupt it."""
+PACED = {"PACE": "0.001", "HELD": "40"}
+"""Environment of a FAULTY run with about 20 steps per second, which tests interrupt. However slow a
+test is, the run has not ended then: in its 40th step it is held until the test waits for its end.
+"""
 BUCKET_PACE = 0.01
 """Least PACE of a run in a bucket, which commits a few times slower than one on a disk: else a slow
 machine's run has ended before the test sees its commits."""
@@ -69,6 +72,22 @@ def is_suspended(pid: int) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Hold:
+    """A hold of a run that needs no FAULTY config, by a hook."""
+
+    place: Path
+    """Names the folder by which the hook is told when to hold, beside it."""
+    number: int
+
+    def planned(self, *, after: int) -> str:
+        """Plans it after a step; returns the override for it."""
+        break_hook.plan_next(self.place, number=self.number, step=after)
+        facts = f"every_steps: {after}, timeout_seconds: 86400"
+        folder = json.dumps(str(break_hook.folder_of(self.place)))
+        return f"hooks=[{{target: '{break_hook.TARGET}', {facts}, args: {{folder: {folder}}}}}]"
+
+
 @dataclass
 class TrainingProcess:
     """One training process and its run directory."""
@@ -78,6 +97,28 @@ class TrainingProcess:
     output: Path
     attempt: int
     """The attempt that this process will claim."""
+    gate: Path | None = None
+    """What a run with HELD waits for."""
+    hold: Hold | None = None
+    """The hold of a run that was started with `held_after`."""
+
+    def go_on(self) -> None:
+        """Ends the hold of a held run, now or when it comes to it."""
+        if self.gate is not None:
+            self.gate.touch()
+        if self.hold is not None:
+            break_hook.release(self.hold.place, number=self.hold.number)
+
+    def go_on_until(self, step: int) -> None:
+        """Ends the hold of a run that was started with `held_after`; plans one after a later step.
+
+        The step is a multiple of `held_after`.
+        """
+        assert self.hold is not None
+        following = Hold(self.hold.place, self.hold.number + 1)
+        break_hook.plan_next(following.place, number=following.number, step=step)
+        self.go_on()
+        self.hold = following
 
     def wait(
         self, condition: Callable[[], bool], *, what: str, seconds: float = SURE_SECONDS
@@ -156,8 +197,19 @@ class TrainingProcess:
                 self.wait(lambda: is_suspended(pid), what="a suspended supervisor")
 
     def wait_exit(self, seconds: float = SURE_SECONDS) -> int:
-        """Waits for the exit; returns the exit code, or the negative signal number."""
+        """Waits for the exit; returns the exit code, or the negative signal number.
+
+        A run that is held goes on.
+        """
+        self.go_on()
         return self.process.wait(timeout=seconds)
+
+    def wait_stopped(self) -> int:
+        """Waits for the exit of a run on one host after a request to stop; it stays held.
+
+        The request ends the wait for a row, so no step but the last finished one can be saved.
+        """
+        return self.process.wait(timeout=SURE_SECONDS)
 
     def printed(self) -> str:
         """Returns its output."""
@@ -239,10 +291,15 @@ class Workspace:
         config: Path | None = None,
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
+        held_after: int | None = None,
     ) -> TrainingProcess:
-        """Starts training in run directory `name`; `cores` is its CPU affinity."""
+        """Starts training in run directory `name`; `cores` is its CPU affinity.
+
+        If it comes to the end of step `held_after`, it is held there until `go_on` or `wait_exit`.
+        """
         arguments = self._arguments(name, *overrides, config=config)
-        return self.command(self.run_dir(name), arguments, cores=cores, env=env)
+        run_dir = self.run_dir(name)
+        return self.command(run_dir, arguments, cores=cores, env=env, held_after=held_after)
 
     def _arguments(self, name: str, *overrides: str, config: Path | None) -> list[str]:
         return [
@@ -261,11 +318,13 @@ class Workspace:
         config: Path | None = None,
         env: dict[str, str] | None = None,
         restart: bool = False,
+        held_after: int | None = None,
     ) -> TrainingProcess:
         """Starts training with several workers; `restart` enables restarts."""
         arguments = [*self._arguments(name, *overrides, config=config), "--hosts", str(hosts)]
         arguments += [] if restart else ["--no-restart"]
-        return self.command(self.run_dir(name), arguments, verb=("jaxres.launch", "local"), env=env)
+        verb, run_dir = ("jaxres.launch", "local"), self.run_dir(name)
+        return self.command(run_dir, arguments, verb=verb, env=env, held_after=held_after)
 
     def launched(self, name: str, *overrides: str, **kwargs: Any) -> TrainingProcess:
         """Trains with several workers until exit code 0."""
@@ -282,12 +341,16 @@ class Workspace:
         through: tuple[str, ...] = (),
         cores: set[int] | None = None,
         env: dict[str, str] | None = None,
+        held_after: int | None = None,
     ) -> TrainingProcess:
         """Starts `python -m jaxres.train`, or another module, with these arguments."""
-        attempt = 1
+        attempt, hold = 1, None
         with contextlib.suppress(RunError):  # A test may have damaged the log.
             attempt += run_history(run_dir).attempt
         output = self.root / f"{run_dir.root.name}-{attempt}-{len(self.trainers)}.txt"
+        if held_after is not None:
+            hold = Hold(output.with_suffix(".hold"), number=1)
+            arguments = [*arguments, hold.planned(after=held_after)]
         # Not in a preexec function: jax forbids forks once it has a backend.
         pinned = ("taskset", "--cpu-list", ",".join(map(str, sorted(cores)))) if cores else ()
         command = [sys.executable, "-m", *verb, *arguments]
@@ -295,9 +358,16 @@ class Workspace:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
         if self.bucket is not None and "PACE" in environment:
             environment["PACE"] = str(max(float(environment["PACE"]), BUCKET_PACE))
+        gate = None
+        if "HELD" in (env or {}):
+            gate = output.with_suffix(".gate")
+            if "--coordinator" in arguments:  # None of several hosts goes on alone.
+                port = arguments[arguments.index("--coordinator") + 1].rpartition(":")[2]
+                gate = self.root / f"{run_dir.root.name}-{port}.gate"
+            environment["HELD"] += f":{gate}"
         with output.open("wb") as file:
             process = self._process(prefix, command, env=environment, output=file)
-        trainer = TrainingProcess(run_dir, process, output, attempt)
+        trainer = TrainingProcess(run_dir, process, output, attempt, gate, hold)
         self.trainers.append(trainer)
         return trainer
 

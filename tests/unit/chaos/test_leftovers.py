@@ -16,7 +16,7 @@ from jaxres.runlog.paths import RunDir
 def test_an_open_port_of_an_ended_run_is_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "GONE_SECONDS", 0.0)
+    monkeypatch.setattr(leftovers, "GONE_POLLS", 0)
     run_dir = RunDir(tmp_path / "run")
     (tmp_path / "run" / "log").mkdir(parents=True)
     before = leftovers.ports_of([os.getpid()])

@@ -50,11 +50,12 @@ def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.Backgrou
 def test_starting_a_save_does_not_wait_for_the_bucket(
     step_dir: GcsPath, gcs_server: GcsServer
 ) -> None:
-    gcs_server.fail("stall", times=None, seconds=2, late_seconds=2)
+    stall = gcs_server.fail("stall", times=None, late_seconds=2 * SURE_SECONDS)
     before = gcs_server.counts["A"] + gcs_server.counts["B"]
     writing = begin(step_dir)
     assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "the call has made a request"
     gcs_server.faults.clear()
+    stall.ended.set()
     background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from jaxres.checkpoint import array_writer, orbax_io
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint import restore as restoring
 from jaxres.checkpoint.content_digest import content_digest
 from jaxres.cli import checkpoints as checkpoints_cli
@@ -201,17 +201,17 @@ def test_every_way_to_leave_raises_a_failed_save(attempt, end):
     assert [type(event) for event in attempt.events] == [SaveStarted]
 
 
-def test_a_step_directory_that_vanishes_during_the_save_is_storage_unavailable(attempt):
-    written = attempt.run_dir.checkpoints / "00000008-0001.orbax-checkpoint-tmp"
+def test_a_step_directory_that_vanishes_during_the_save_is_storage_unavailable(
+    attempt, monkeypatch
+):
+    complete = array_writer.ArrayWriter.complete
 
-    def vanish(event):
-        attempt.events.append(event)
-        if not isinstance(event, SaveStarted):
-            return
-        wait_until((written / "digests" / "process_0.json").exists, "digest")
-        written.rename(written.with_name("gone"))
+    def vanish(self, reports):
+        self._folder.rename(self._folder.with_name("gone"))
+        return complete(self, reports)
 
-    attempt.save(8, emit=vanish)
+    monkeypatch.setattr(array_writer.ArrayWriter, "complete", vanish)
+    attempt.save(8)
     assert commits(attempt) == []
     (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]
     assert (failed.step, failed.failures) == (8, 1)

@@ -205,7 +205,10 @@ def wait_message(peers, kind, *, heartbeat=None):
 
 @contextlib.contextmanager
 def follower_process(address, sent, **limits):
-    """Starts a follower in a process, which prints a line at its start and at its end."""
+    """Starts a follower in a process, which prints a line at its start and at its end.
+
+    With `passes`, time passes at once in it from its start on.
+    """
     words = json.dumps([address.host, address.port, asdict(sent), limits])
     command = [sys.executable, "-m", "tests.unit.cluster.supervisors", words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -218,11 +221,15 @@ def follower_process(address, sent, **limits):
 
 
 def main(host, port, fields, limits):
+    started = []
+    if limits.pop("passes", False):
+        limits["clock"] = PassingClock(lambda: bool(started), step=1.0)
     try:
         own = settings(Address(host, port), Hello(**fields), **limits)
         with RendezvousFollower(own) as follower:
             peers = follower.confirm(follower.join(), lambda attempt, nonce: True)
             print("started", flush=True)
+            started.append(True)
             step = 0
             while True:
                 time.sleep(0.05)

@@ -220,10 +220,11 @@ def test_an_unknown_client_takes_no_slot_during_the_rendezvous(address, act):
 
 
 def test_a_silent_client_is_disconnected_and_the_job_continues(address, monkeypatch, capsys):
-    monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.5)
-    with running(address), socket.create_connection((address.host, address.port)) as connected:
-        assert [is_challenge(fields) for fields in read_all(connected)] == [True]
-        time.sleep(0.1)
+    with running(address):
+        monkeypatch.setattr(peer_connections, "HELLO_SECONDS", 0.5)  # The other host has joined.
+        with socket.create_connection((address.host, address.port)) as connected:
+            assert [is_challenge(fields) for fields in read_all(connected)] == [True]
+            time.sleep(0.1)
     assert "has not proven within 0.5 s that it holds the secret" in capsys.readouterr().err
 
 

@@ -69,6 +69,7 @@ def test_a_host_missing_at_a_barrier_is_named():
 
 
 def test_host_0_exits_last_and_waits_for_a_limited_time(monkeypatch):
+    monkeypatch.setattr(jax_coordination, "EXIT_SECONDS", SURE_SECONDS)
     leader, one = hosts(2)
     left = []
     leaving = threading.Thread(target=lambda: (leader.shutdown(), left.append("lead")))

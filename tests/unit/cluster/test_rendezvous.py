@@ -250,6 +250,7 @@ def test_a_client_whose_hello_is_late_is_disconnected(address, monkeypatch):
             slow.sendall(b"{")
             assert "challenge" in read_line(slow)
             assert slow.recv(10) == b""
+        monkeypatch.setattr(peer_connections, "HELLO_SECONDS", SURE_SECONDS)
         follow_thread = threading.Thread(
             target=partial(together, partial(follow, address, hello(1)))
         )

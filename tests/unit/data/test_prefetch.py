@@ -117,8 +117,9 @@ def test_get_and_close_return_in_time_if_the_thread_hangs():
         return numbered(cursor)
 
     begin = time.monotonic()
-    with prefetch(hanging, timeout_seconds=0.2) as batches:
+    with prefetch(hanging, timeout_seconds=SURE_SECONDS) as batches:
         batches.get(0)
+        batches._timeout_seconds = 0.2  # Only batch 3 does not come.
         with pytest.raises(DataTimeout, match=r"cursor 3 did not come within 0\.2 s") as caught:
             batches.get(3)
         assert caught.value.exit_code == ExitCode.HUNG

@@ -267,10 +267,11 @@ def test_maintenance_is_announced_warned_of_and_carried_out(
     gce.announce_maintenance("one", seconds=120)
     assert json.loads(asked(gce, "one", UPCOMING).text)["maintenance_status"] == "PENDING"
     assert clients.get("one").resource_status.upcoming_maintenance.maintenance_status == "PENDING"
-    gce.scheduler.speed = SPEED
-    gce.scheduler.skip(120 * SPEED / STANDS_STILL)
+    gce.scheduler.skip(115)
     warned = asked(gce, "one", EVENT, after=str(quiet.etag))
     assert warned.text == "TERMINATE_ON_HOST_MAINTENANCE"
+    gce.scheduler.speed = SPEED
+    gce.scheduler.skip(6 * SPEED / STANDS_STILL)
     gce.wait_for(lambda: gce.output("one") == "boot\nboot\n")
     assert [kind for kind, _ in gce.events()] == [
         "compute.instances.terminateOnHostMaintenance",

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from jaxres.supervisor.preemption_watcher import PreemptionWatcher
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import stdio
 from tests.hanging import waiting_opener
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, wait_until
 
 
 class PassingClock(SystemClock):
@@ -71,11 +72,32 @@ def tell_what_is_known(folder: Path, clock: PassingClock) -> None:
     supervisor._read_status, supervisor._tick = reads, ticks
 
 
+def wait_for_stacks(folder: Path) -> None:
+    """A worker that runs notes that its stacks are asked for, however slow the machine is."""
+    wait_for = supervisor.wait_for
+
+    def waits(workers, *, seconds, clock):
+        wait_for(workers, seconds=seconds, clock=clock)
+        for worker in workers:
+            noted = folder / f"signal-{int(signal.SIGUSR1)}-{worker.host}"
+            stat = Path(f"/proc/{worker.process.pid}/stat")
+            wait_until(
+                lambda noted=noted, stat=stat: (
+                    noted.exists()
+                    or not stat.exists()
+                    or stat.read_text().rpartition(")")[2].split()[0] in "tTZX"
+                )
+            )
+
+    supervisor.wait_for = waits
+
+
 def main() -> None:
     folder, parts, limits = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
     worker = str(Path(__file__).with_name("fake_worker.py"))
     clock = PassingClock(folder)
     tell_what_is_known(folder, clock)
+    wait_for_stacks(folder)
     if not limits.pop("suspended", False):
         supervisor.Awake = functools.partial(Awake, beyond_seconds=math.inf)
     sure = dict.fromkeys(DeadlinesSection.model_fields, 100 * SURE_SECONDS)

@@ -50,8 +50,8 @@ def served(*statuses: int, path: str = "/hook/s3cret-token", **headers: str) -> 
                 hook.over.wait(2 * SURE_SECONDS)
                 return
             if status == 200:
-                hook.accepted.append(body)
                 hook.keys.append(self.headers["Idempotency-Key"])
+                hook.accepted.append(body)  # Last: tests wait for it.
             self.send_response(status)
             for name, value in hook.headers.items():
                 self.send_header(name, value)

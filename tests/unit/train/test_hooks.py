@@ -87,6 +87,7 @@ def test_a_hook_that_fails_is_a_warning_and_is_called_again(tmp_path):
 
 def test_a_hook_that_hangs_is_off_and_the_others_go_on(tmp_path):
     SEEN.clear()
+    RELEASE.clear()
     hooks, events = hooks_of(
         tmp_path,
         section("hang", every_steps=1, timeout_seconds=0.05),
