@@ -33,6 +33,7 @@ from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
+from jaxres.supervisor import jax_settings
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train import compile_cache, data_loader, oom_advice
 from jaxres.train.build import BuiltTrainer, build
@@ -144,11 +145,15 @@ def run_session(
         built = build(config, context, stack)
         ended = train(_with_images(built.run, config, board))
         text = _summary(config, context, built, ended)
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if oom_advice.is_oom(error):
+    except (RuntimeError, MemoryError, AssertionError) as error:
+        is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | MemoryError)
+        end = jax_settings.backend_error(error, compile_cache.environment_here())
+        if (is_of_jax or end is not None) and oom_advice.is_oom(error):
             raise OutOfMemory(oom_advice.oom_message(config, error)) from error
-        if not member.is_alone and is_peer_lost(error):
+        if (is_of_jax or end is not None) and not member.is_alone and is_peer_lost(error):
             raise PeerLost(f"another host is gone: {first_line(error)}") from error
+        if end is not None:
+            raise end from error
         raise
     return SessionResult(ended.result, ended.progress.step, text, context.peers)
 
