@@ -183,8 +183,9 @@ def _run(args: Sequence[str]) -> int:
 
         hint, known = did_you_mean(verb, VERBS), ", ".join(VERBS)
         raise UsageError(f"{verb!r}: unknown command{hint} (commands: {known})")
-    from jaxres.storage import gcs_client
+    from jaxres.storage import gcs_client, home
 
+    home.ensure(os.environ)
     os.environ.update(gcs_client.library_environment(os.environ))
     if verb in ("runs", "compare"):
         from jaxres.cli import runs

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +26,7 @@ from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
 from jaxres.engine.state import evaluated_params
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import OutOfMemory, PeerLost, StorageUnavailable
+from jaxres.faults import ConfigError, OutOfMemory, PeerLost, StorageUnavailable
 from jaxres.models import Model, Params
 from jaxres.models.generate import Sampling, by_window
 from jaxres.runlog import metrics
@@ -137,6 +140,7 @@ def run_session(
     Raises:
       RunError: the attempt failed for a known cause.
     """
+    refuse_unknown_homes(config.model_dump())
     try:
         compile_cache.set_determinism(config.run.determinism)
         context = _join_cluster(config, context, member)
@@ -156,6 +160,21 @@ def run_session(
             raise end from error
         raise
     return SessionResult(ended.result, ended.progress.step, text, context.peers)
+
+
+def refuse_unknown_homes(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises if a path of a config begins with a user that this machine does not know.
+
+    Raises:
+      ConfigError: one does.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            refuse_unknown_homes(value, f"{prefix}{name}.")
+        is_place = isinstance(value, Path) or (name == "path" and isinstance(value, str))
+        if is_place and str(value).startswith("~") and os.path.expanduser(value) == str(value):
+            user = str(value).partition("/")[0]
+            raise ConfigError(f"{prefix}{name}={value}: {user} has no home folder here")
 
 
 def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) -> AttemptContext:
