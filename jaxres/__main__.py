@@ -97,6 +97,8 @@ OWN_MODULE = {
     **dict.fromkeys(("branch", "chaos", "doctor", "resume-check", "sweep"), True),
 }
 """Commands that are a module of jaxres/cli of that name; whether it takes the environment."""
+USING_JAX = ("evaluate", "replay", "sample", "branch", "doctor")
+"""Commands that import jax themselves."""
 VERBS = (
     *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "checkpoints"),
     *OWN_MODULE,
@@ -132,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _report_bug(args: Sequence[str], error: Exception) -> int:
     from jaxres.config.errors import one_line
     from jaxres.storage import files
+    from jaxres.supervisor.jax_settings import backend_error
     from jaxres.train.oom_advice import is_oom
 
     if os.environ.get(TRACEBACK):
@@ -143,6 +146,9 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
         text = one_line(f"jaxres {args[0]}: not enough memory; ask for less at once ({error})")
         stdio.eprint(faults.format_exit_message(ExitCode.OUT_OF_MEMORY, text))
         return ExitCode.OUT_OF_MEMORY
+    if (end := backend_error(error, os.environ)) is not None:
+        stdio.eprint(faults.format_exit_message(end.exit_code, str(end)))
+        return end.exit_code
     what = one_line(f"jaxres {' '.join(args[:2])}: {type(error).__name__}: {error}")
     hint = f"This is a bug in jaxres; set {TRACEBACK}=1 for the traceback"
     stdio.eprint(f"{what}. {hint} (exit {exit_name(ExitCode.BUG)})\n")
@@ -181,13 +187,18 @@ def _run(args: Sequence[str]) -> int:
 
         hint, known = did_you_mean(verb, VERBS), ", ".join(VERBS)
         raise UsageError(f"{verb!r}: unknown command{hint} (commands: {known})")
-    from jaxres.storage import gcs_client
+    from jaxres.storage import gcs_client, home
 
+    home.ensure(os.environ)
     os.environ.update(gcs_client.library_environment(os.environ))
     if verb in ("runs", "compare"):
         from jaxres.cli import runs
 
         return runs.main(args)
+    if verb in USING_JAX:
+        from jaxres.supervisor import jax_settings
+
+        jax_settings.check(os.environ)
     if verb in OWN_MODULE:
         command = importlib.import_module(f"jaxres.cli.{verb.replace('-', '_')}")
         return command.main(args[1:], **({"env": os.environ} if OWN_MODULE[verb] else {}))

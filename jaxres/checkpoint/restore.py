@@ -377,6 +377,7 @@ def _refuse_differences(
         raise ConfigError(
             f"{step_dir}: the arrays of the checkpoint are not those of this model and optimizer:\n"
             + "\n".join(rows)
-            + "\nThe config is the same, so the code has changed. Restore the code that started "
-            "the run, or start a new run in another run.dir."
+            + "\nThe config is the same, so the code has changed, or the setting "
+            "JAX_DEFAULT_PRNG_IMPL, which decides the size of the array key. Restore what the run "
+            "was started with, or start a new run in another run.dir."
         )

@@ -34,7 +34,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, OutOfMemory, RunError, StorageRefused
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
-from jaxres.supervisor import gce_metadata, preemption, processes
+from jaxres.supervisor import gce_metadata, jax_settings, preemption, processes
 from jaxres.supervisor.gce_metadata import Response
 from jaxres.supervisor.run_config import find_run_dir
 from jaxres.telemetry import alert_sender, routing_check
@@ -249,7 +249,8 @@ class Doctor:
         if self._num_devices is None:
             import jax
 
-            self._plan, self._mesh, slow = assemble.devices_here(config)
+            with jax_settings.typed_errors(self._env):
+                self._plan, self._mesh, slow = assemble.devices_here(config)
             self._platform = jax.default_backend()
             what = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
         else:

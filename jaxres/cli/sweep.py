@@ -24,6 +24,7 @@ from jaxres.cli import runs
 from jaxres.clock import Clock, SystemClock
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
+from jaxres.supervisor import signals
 from jaxres.supervisor.processes import start_command
 
 POLL_SECONDS = 0.1
@@ -60,7 +61,7 @@ class Sweep:
 
     def run(self) -> int:
         """Runs all points; returns the exit code."""
-        handled = (signal.SIGINT, signal.SIGTERM)
+        handled = {signal.SIGINT, signal.SIGTERM}.intersection(signals.handled())
         before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             self._run_all()

@@ -10,8 +10,30 @@ from pydantic_core import PydanticCustomError
 from jaxres.storage.path import RunPath, is_path, parse_path, run_root
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+MOST_COUNT = 10**12
+"""Largest number of steps, rows or tries: at a step a millisecond they take 30 years."""
+MOST_FLOAT = 1e30
+"""Largest number of any other kind: computations have it in float32."""
+PositiveInt = Annotated[int, Field(gt=0, le=MOST_COUNT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Window = Annotated[int, Field(ge=2, le=1_000_000)]
+"""Number of steps whose values are kept in memory."""
+Dimension = Annotated[int, Field(gt=0, le=2**24)]
+"""Size of a dimension of an array, or the number of rows of a batch."""
+VocabSize = Annotated[int, Field(gt=0, lt=2**31)]
+"""Number of tokens; ids are int32 on the devices."""
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+"""Number of layers, each of which may be traced on its own."""
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+"""A duration of at most 31 years: no clock and no timer of the system has many more."""
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e9)]
+Hours = Annotated[float, Field(gt=0, le=250_000)]
+NonNegativeHours = Annotated[float, Field(ge=0, le=250_000)]
+Minutes = Annotated[float, Field(gt=0, le=15_000_000)]
+NonNegativeMinutes = Annotated[float, Field(ge=0, le=15_000_000)]
 
 
 def _parse_folder(value: Any) -> RunPath:

@@ -40,8 +40,6 @@ from jaxres.config.schema_optimizer import (
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
-LARGEST_SEED = 2**63 - 1
-LARGEST_STEP = 2**31 - 1
 SMALLEST_SHARE = 1 / 65_536
 """Smallest share of a source in a mixture: one row of a block (jaxres/data/mixture.py)."""
 BYTES_VOCAB = 257
@@ -66,10 +64,6 @@ def check(config: RunConfig) -> list[Problem]:
 
 
 def _numbers(config: RunConfig) -> Iterator[Problem]:
-    if config.run.seed > LARGEST_SEED:
-        yield Problem("run.seed", f"must be at most {LARGEST_SEED} (64 bits)")
-    if config.train.steps > LARGEST_STEP:
-        yield Problem("train.steps", f"must be at most {LARGEST_STEP} (steps count in 32 bits)")
     if math.frexp(config.train.loss_scale.first)[0] != 0.5:
         yield Problem("train.loss_scale.first", "must be a power of two, such as 65536")
 

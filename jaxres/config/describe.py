@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from jaxres import secret_values
 from jaxres.config import field_docs, yaml
-from jaxres.config.errors import show
+from jaxres.config.errors import show, show_limit
 from jaxres.config.load import SECTION, SHORTHANDS
 from jaxres.config.schema import RunConfig, Section
 from jaxres.config.schema_fields import (
@@ -130,7 +130,7 @@ def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:
         names = [] if "kind" in annotation.model_fields else list(annotation.model_fields)
         return "{kind: ...}" if not names else f"{{{': ..., '.join(names)}: ...}}"
     bounds = [
-        f"{sign} {getattr(item, name):g}"
+        f"{sign} {show_limit(getattr(item, name))}"
         for item in metadata
         for name, sign in _SIGNS.items()
         if getattr(item, name, None) is not None

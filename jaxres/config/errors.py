@@ -57,6 +57,15 @@ def show(value: Any) -> str:
     return shorten(json.dumps(redact(value), ensure_ascii=False, default=str))
 
 
+def show_limit(limit: float) -> str:
+    """Returns the smallest or largest value of a number, all of its digits.
+
+    >>> show_limit(2**63 - 1), show_limit(0.5), show_limit(1e30)
+    ('9,223,372,036,854,775,807', '0.5', '1e+30')
+    """
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:,.15g}"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `; did you mean 'x'?` for the nearest known name, or empty text."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

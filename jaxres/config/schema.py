@@ -9,9 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-from jaxres.config.base import PositiveFloat, RunRoot, Section, free, later
+from jaxres.config.base import (
+    Dimension,
+    NonNegativeInt,
+    PositiveInt,
+    RunRoot,
+    Seconds,
+    Section,
+    Seed,
+    free,
+    later,
+)
 from jaxres.config.schema_data import DataSection
 from jaxres.config.schema_model import (
     GptModel,
@@ -62,7 +72,7 @@ class RunSection(Section):
     """Whether a start is refused (78) if the run directory holds no run.
 
     Set it after the first start: a disk that is not mounted then starts no second run at step 0."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of parameters, dropout and data order."""
     guarantee: Literal["any", "statistical", "bitwise"] = free("any")
     """Least guarantee level of a start; one with a lower level is refused (78).
@@ -79,13 +89,13 @@ class RunSection(Section):
 class TrainSection(Section):
     """Length of the run and size of its batches."""
 
-    steps: PositiveInt
+    steps: Annotated[int, Field(gt=0, le=2**31 - 1)]  # Counted in 32 bits.
     """Steps (batches) of the whole run. May grow if the schedule has its own horizon."""
-    global_batch_size: PositiveInt = 24
+    global_batch_size: Dimension = 24
     """Rows per step, over all devices and hosts."""
-    microbatches: PositiveInt = free(1)
+    microbatches: Dimension = free(1)
     """Parts into which a step's batch is split (gradient accumulation); more parts, less memory."""
-    max_rows_per_device: PositiveInt | None = free(None)
+    max_rows_per_device: Dimension | None = free(None)
     """Most rows that a device computes at once; null: no limit.
 
     On fewer devices the batch is split into more parts than train.microbatches, and the global
@@ -94,7 +104,7 @@ class TrainSection(Section):
     """invariant: the same bits on any number of devices and hosts.
 
     Each device then holds all parameters and gradients during a step (docs/many-hosts.md)."""
-    virtual_shards: PositiveInt = later(8)
+    virtual_shards: Dimension = later(8)
     """Parts of a step's batch that reduction=invariant computes and adds in a fixed order.
 
     A power of two; mesh.data x mesh.fsdp divides it."""
@@ -102,7 +112,7 @@ class TrainSection(Section):
     """Scale of the loss, which keeps gradients within float16's range."""
 
 
-MeshAxis = Annotated[int, Field(ge=-1)]
+MeshAxis = Annotated[int, Field(ge=-1, le=2**24)]
 
 
 class MeshSection(Section):
@@ -166,7 +176,7 @@ class CheckpointSection(Section):
     """Share of its time that a background thread spends on writing and verifying a save.
 
     A smaller share slows training less and prolongs the save. What Orbax writes is not limited."""
-    timeout_seconds: PositiveFloat = free(600.0)
+    timeout_seconds: Seconds = free(600.0)
     """Longest wait for one save to become durable."""
     max_failed_saves: PositiveInt = free(20)
     """Failed saves in a row (storage refuses them) after which the attempt ends (74)."""
@@ -177,14 +187,14 @@ class EvaluationSection(Section):
 
     every_steps: NonNegativeInt = free(0)
     """Steps between evaluations on held-out data; 0: no evaluation."""
-    batches: PositiveInt = free(8)
+    batches: Dimension = free(8)
     """Held-out batches (of train.global_batch_size rows) per evaluation, always the first ones."""
 
 
 class TelemetrySection(Section):
     """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
 
-    log_every_seconds: PositiveFloat = free(10.0)
+    log_every_seconds: Seconds = free(10.0)
     """Seconds between plain progress lines if the output is not a terminal."""
     tensorboard: bool = free(False)
     """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`.
@@ -196,37 +206,37 @@ class TelemetrySection(Section):
     """Exporter of metrics for Prometheus, in each supervisor; null: none."""
     sample_prompt: str = free("def ")
     """Prompt of the text sample at the end of the run."""
-    sample_tokens: NonNegativeInt = free(0)
+    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = free(0)
     """Tokens of the text sample at the end of the run; 0: no sample."""
 
 
 class DeadlinesSection(Section):
     """Deadlines of the phases; after one, the attempt ends as hung (80)."""
 
-    start_seconds: PositiveFloat = free(300.0)
+    start_seconds: Seconds = free(300.0)
     """Longest time without progress at start-up: imports, devices, part of the corpus."""
-    restore_seconds: PositiveFloat = free(1800.0)
+    restore_seconds: Seconds = free(1800.0)
     """Longest restore of a checkpoint."""
-    compile_seconds: PositiveFloat = free(1800.0)
+    compile_seconds: Seconds = free(1800.0)
     """Longest compilation, and longest duration of each of an attempt's first three steps."""
-    data_seconds: PositiveFloat = free(330.0)
+    data_seconds: Seconds = free(330.0)
     """Longest wait for a batch; more than data.timeout_seconds, whose error names the batch."""
-    step_seconds: PositiveFloat = free(30.0)
+    step_seconds: Seconds = free(30.0)
     """Longest step, or 10 times the slowest of the last 50 steps if that is more."""
-    evaluate_seconds: PositiveFloat = free(1800.0)
+    evaluate_seconds: Seconds = free(1800.0)
     """Longest evaluation, and longest generation of the text sample."""
-    hook_seconds: PositiveFloat = free(600.0)
+    hook_seconds: Seconds = free(600.0)
     """Longest call of a hook; its own timeout_seconds only turns it off."""
-    save_seconds: PositiveFloat = free(1800.0)
+    save_seconds: Seconds = free(1800.0)
     """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
 
 
 class HostsSection(Section):
     """Rendezvous of the hosts of a job, and detection of a lost host."""
 
-    join_seconds: PositiveFloat = free(300.0)
+    join_seconds: Seconds = free(300.0)
     """Longest wait for all hosts at the start of an attempt."""
-    heartbeat_seconds: PositiveFloat = free(10.0)
+    heartbeat_seconds: Seconds = free(10.0)
     """Silence after which a host counts as lost. Below 5 s a busy machine may look lost."""
 
 

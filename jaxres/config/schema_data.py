@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue
 
 from jaxres.config.base import (
+    Dimension,
     Folder,
     NonNegativeFloat,
     PositiveFloat,
+    PositiveInt,
+    Seconds,
     Section,
+    Seed,
+    VocabSize,
     content_path,
     free,
 )
@@ -83,9 +88,9 @@ class NanogptSource(FilesSource):
     """Patterns of files below the folder."""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids, little-endian. Files with a header say it themselves."""
-    vocab_size: PositiveInt = 50257
+    vocab_size: VocabSize = 50257
     """Number of token ids. Default: GPT-2's."""
-    end_of_document: int | None = Field(50256, ge=0)
+    end_of_document: int | None = Field(50256, ge=0, lt=2**32)
     """Token that ends a document; null: each file is one document. Default: GPT-2's."""
 
 
@@ -105,13 +110,13 @@ class ImagesSource(FilesSource):
     """Column of Parquet files that has the labels, whole numbers."""
     classes: tuple[str, ...] = ()
     """Names of the folders in the order of their labels, 0, 1, ...; empty: their own order."""
-    size: PositiveInt = 224
+    size: Dimension = 224
     """Width and height, in pixels, of what the model gets."""
     augment: Literal["none", "crop_flip"] = "none"
     """none: the middle; crop_flip: a random crop, half of them mirrored, another in each epoch.
 
     Held-out images are never augmented."""
-    augment_seed: NonNegativeInt = 0
+    augment_seed: Seed = 0
     """Seed of the random crops."""
 
 
@@ -235,7 +240,7 @@ class DataSection(Section):
     """Source of the training text or rows; with `kind: mixture`, several."""
     tokenizer: Tokenizer = BytesTokenizer()
     """Tokenizer of text. Sources of token ids need none; it then only decodes samples."""
-    seq_len: PositiveInt = 256
+    seq_len: Dimension = 256
     """Tokens per row."""
     packing: Literal["concat", "best_fit", "pad"] = "concat"
     """How documents become rows.
@@ -251,7 +256,7 @@ class DataSection(Section):
     """Cache of tokenised corpora and of data from a bucket; `~` is the home folder."""
     bucket_cache_gb: PositiveFloat = free(20.0)
     """Size of the blocks of token folders in a bucket that are kept in data.cache_dir/blocks."""
-    prefetch_batches: PositiveInt = free(8)
+    prefetch_batches: Dimension = free(8)
     """Batches that are read ahead in the background; refilled when half of them are used."""
-    timeout_seconds: PositiveFloat = free(300.0)
+    timeout_seconds: Seconds = free(300.0)
     """Longest wait for one batch before the attempt fails."""

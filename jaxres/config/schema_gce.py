@@ -6,10 +6,19 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from jaxres.config.base import NonNegativeFloat, PositiveFloat, Section, free
+from jaxres.config.base import (
+    Hours,
+    Minutes,
+    NonNegativeMinutes,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    free,
+)
 
 Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
 
@@ -22,12 +31,16 @@ NicType = Literal["GVNIC", "VIRTIO_NET", "IDPF", "MRDMA", "IRDMA"]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
+MOST_HOSTS = 10_000
+"""Largest number of VMs of a job, all of which connect to its first host."""
+
+
 def _parse_hosts(value: Any) -> int | str:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_HOSTS:
         return value
     found = re.fullmatch(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})", str(value))
-    if found is None or int(found[1]) > int(found[2]):
-        text = "must be a whole number, at least 1, or a range A..B"
+    if found is None or not int(found[1]) <= int(found[2]) <= MOST_HOSTS:
+        text = f"must be a whole number from 1 to {MOST_HOSTS}, or a range A..B of such"
         raise PydanticCustomError("num_hosts", text)
     return found[0]
 
@@ -138,7 +151,7 @@ class GceSection(Section):
 
     The job then trains with as many as the mesh and the batch allow, and gets the others back once
     there is capacity for them and the time that is left pays for the restart."""
-    spares: NonNegativeInt = free(0)
+    spares: Annotated[int, Field(ge=0, le=MOST_HOSTS)] = free(0)
     """Number of further VMs that wait, ready, to replace lost VMs of the job at once.
 
     They are requested in the zone of the others once an attempt runs, and cost as much as these. No
@@ -157,7 +170,7 @@ class GceSection(Section):
     """Boot image, projects/P/global/images/I or .../images/family/F; null: the template's."""
     template: str | None = free(None)
     """Instance template, whose properties apply unless a key here overrides them."""
-    disk_gb: PositiveInt = free(200)
+    disk_gb: Annotated[int, Field(gt=0, le=2**16)] = free(200)
     """Size of the boot disk in GB."""
     disk_type: str | None = free(None)
     """Boot disk type, as hyperdisk-balanced (required by A3 Ultra, A4); null: GCE's default."""
@@ -216,22 +229,22 @@ class GceSection(Section):
     auto: where the image has Google's Ops Agent and no configuration of its own for it."""
     port: Annotated[int, Field(ge=1024, le=60_000)] = free(8470)
     """First of 1000 ports for the rendezvous of the hosts; each attempt uses the next one."""
-    max_run_hours: PositiveFloat = free(168.0)
+    max_run_hours: Hours = free(168.0)
     """Age at which a VM deletes itself, whether or not a launcher is alive."""
-    idle_minutes: PositiveFloat | None = free(60.0)
+    idle_minutes: Minutes | None = free(60.0)
     """Time after which a VM without training and without a launcher powers itself off; null: never.
 
     It then costs its disk only, and the next `up`, `stop` or `down` deletes it. A launcher that
     waits for capacity or for other VMs is active: its VMs stay."""
-    ready_minutes: PositiveFloat = free(15.0)
+    ready_minutes: Minutes = free(15.0)
     """Longest time from the creation of a VM to the first heartbeat of its agent."""
-    repair_minutes: PositiveFloat = free(10.0)
+    repair_minutes: Minutes = free(10.0)
     """Longest attempt to replace lost VMs in the same zone, before all VMs are recreated."""
-    lost_seconds: PositiveFloat = free(8.0)
+    lost_seconds: Seconds = free(8.0)
     """Silence of an agent after which its VM is suspected to be lost, if the bucket is reachable.
 
     It counts as lost at once if the Compute API then has no such VM, or one that stops."""
-    confirm_lost_seconds: PositiveFloat = free(45.0)
+    confirm_lost_seconds: Seconds = free(45.0)
     """Silence after which a suspected VM counts as lost though the Compute API lists it as running.
 
     While an attempt runs, new committed steps and heartbeats of its supervisor end this silence."""
@@ -239,18 +252,18 @@ class GceSection(Section):
     """Replacements of VMs without a new committed step, for any cause, before the job ends (84).
 
     VMs that are lost together count once."""
-    stall_minutes: PositiveFloat | None = free(None)
+    stall_minutes: Minutes | None = free(None)
     """Time without a new committed step after which an attempt is restarted; null: automatic.
 
     Automatic: 3 times the longest time so far between two commits of an attempt, at least an hour;
     never before an attempt has had two commits."""
-    lease_seconds: PositiveFloat = free(18.0)
+    lease_seconds: Seconds = free(18.0)
     """Lease of the launcher; after 1.5 times this without renewal another launcher takes over.
 
     18: the lease of a dead launcher is taken within 30 s."""
     endpoint: str | None = free(None)
     """URL of the Compute API, also asked for prices; null: JAXRES_GCE_ENDPOINT, else Google's."""
-    max_backoff_minutes: NonNegativeFloat = free(60.0)
+    max_backoff_minutes: NonNegativeMinutes = free(60.0)
     """Longest backoff before an option without capacity is tried again."""
 
     @property

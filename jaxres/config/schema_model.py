@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, JsonValue
 
-from jaxres.config.base import Folder, PositiveFloat, Section, free, later
+from jaxres.config.base import (
+    Dimension,
+    Folder,
+    Layers,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    VocabSize,
+    free,
+    later,
+)
 from jaxres.config.schema_data import ImportPath
 
 
@@ -31,7 +41,7 @@ class Llama3Scaling(Section):
     """Wavelengths above original_max_positions / low_freq_factor are long."""
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_max_positions / high_freq_factor are unchanged."""
-    original_max_positions: PositiveInt = 8192
+    original_max_positions: Dimension = 8192
     """Length of the rows that the model was first trained on."""
 
 
@@ -43,19 +53,19 @@ class GptModel(Section):
     """
 
     kind: Literal["gpt"] = "gpt"
-    num_layers: PositiveInt = 12
+    num_layers: Layers = 12
     """Decoder blocks."""
-    d_model: PositiveInt = 768
+    d_model: Dimension = 768
     """Width of the residual stream."""
-    num_heads: PositiveInt = 12
+    num_heads: Dimension = 12
     """Query heads; without head_dim they must divide d_model, into even widths for RoPE."""
-    num_kv_heads: PositiveInt | None = None
+    num_kv_heads: Dimension | None = None
     """Key and value heads; must divide num_heads. Default: num_heads. (GQA, arXiv 2305.13245)"""
-    d_ff: PositiveInt | None = None
+    d_ff: Dimension | None = None
     """Width of the feed-forward layer. Default: 8/3 d_model up to a multiple of 64.
 
     Of a layer that is not gated: 4 d_model. (arXiv 2002.05202)"""
-    vocab_size: PositiveInt | None = None
+    vocab_size: VocabSize | None = None
     """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
     tie_embeddings: bool = True
     """Whether the output layer reuses the embedding."""
@@ -79,7 +89,7 @@ class GptModel(Section):
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
     auto: not on accelerators, up to 24 layers."""
-    head_dim: PositiveInt | None = later(None)
+    head_dim: Dimension | None = later(None)
     """Width of a head. Default: d_model / num_heads."""
     norm: Literal["rms", "rms_plus_1", "layer"] = later("rms")
     """rms: RMSNorm; rms_plus_1: with scale 1 + weight (Gemma); layer: LayerNorm with bias (GPT-2).
@@ -96,13 +106,13 @@ class GptModel(Section):
     """Whether the feed-forward layer is gated, as SwiGLU. (arXiv 2002.05202)"""
     positions: Literal["rotary", "learned"] = later("rotary")
     """rotary: RoPE; learned: an embedding of each position (GPT-2)."""
-    max_positions: PositiveInt | None = later(None)
+    max_positions: Dimension | None = later(None)
     """Rows of the learned positions; at least data.seq_len. Default: data.seq_len."""
     scale_embeddings: bool = later(False)
     """Whether embeddings are multiplied by the square root of d_model. (Gemma)"""
     rope_scaling: LinearScaling | Llama3Scaling | None = later(None, discriminator="kind")
     """Rotary angles for longer rows than the model was first trained on."""
-    sliding_window: PositiveInt | None = later(None)
+    sliding_window: Dimension | None = later(None)
     """Positions that a position attends to, itself included; null: all earlier ones."""
     full_attention_every: PositiveInt | None = later(None)
     """With sliding_window: each n-th layer attends to all earlier positions. (Gemma 3: 6)"""
@@ -157,11 +167,11 @@ class MlpModel(Section):
     """Model: a small network for tests (models/mlp.py)."""
 
     kind: Literal["mlp"] = "mlp"
-    num_layers: PositiveInt = 2
+    num_layers: Layers = 2
     """Hidden layers."""
-    d_model: PositiveInt = 64
+    d_model: Dimension = 64
     """Width of the embedding and of the hidden layers."""
-    vocab_size: PositiveInt | None = None
+    vocab_size: VocabSize | None = None
     """Rows of the embedding. Default: the tokenizer's, up to a multiple of 64."""
 
 
@@ -169,19 +179,19 @@ class VitModel(Section):
     """Model: Vision Transformer for the images source (models/vit.py)."""
 
     kind: Literal["vit"] = "vit"
-    num_classes: PositiveInt
+    num_classes: Dimension
     """Classes; at least those of the data."""
-    image_size: PositiveInt = 224
+    image_size: Dimension = 224
     """Height and width of an image: data.source.size."""
-    patch_size: PositiveInt = 16
+    patch_size: Dimension = 16
     """Height and width of a patch; must divide image_size."""
-    num_layers: PositiveInt = 12
+    num_layers: Layers = 12
     """Encoder blocks. (The defaults are ViT-B/16, arXiv 2010.11929)"""
-    d_model: PositiveInt = 768
+    d_model: Dimension = 768
     """Width of the residual stream."""
-    num_heads: PositiveInt = 12
+    num_heads: Dimension = 12
     """Heads; must divide d_model."""
-    d_ff: PositiveInt | None = None
+    d_ff: Dimension | None = None
     """Width of the feed-forward layer. Default: 4 d_model."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout rate after attention and feed-forward."""

@@ -10,14 +10,21 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxres.config.base import (
+    MOST_COUNT,
     Fraction,
-    NonNegativeFloat,
+    Hours,
+    Minutes,
+    NonNegativeHours,
+    NonNegativeInt,
+    NonNegativeSeconds,
     PositiveFloat,
+    PositiveInt,
     RunRoot,
+    Seconds,
     Section,
     free,
 )
@@ -90,11 +97,11 @@ class AlertsSection(Section):
 
     targets: tuple[AlertTarget, ...] = free(())
     """Webhooks, as in [{kind: slack, url_env: SLACK_URL}]."""
-    no_commit_minutes: PositiveFloat | None = free(120.0)
+    no_commit_minutes: Minutes | None = free(120.0)
     """Minutes without a new committed step after which an alert is sent; null: never."""
     masked_steps: PositiveInt | None = free(10)
     """Masked steps within guards.skip_window_steps beyond which an alert is sent; null: never."""
-    no_capacity_minutes: PositiveFloat | None = free(60.0)
+    no_capacity_minutes: Minutes | None = free(60.0)
     """Minutes for which VMs of `launch gce` are lacking before an alert is sent; null: never."""
     spend_dollars: PositiveFloat | None = free(None)
     """Dollars spent by `launch gce` beyond which an alert is sent; null: never."""
@@ -117,7 +124,7 @@ class WandbTracker(Section):
     """Team or user; null: the account's default."""
     mode: Literal["online", "offline"] = free("online")
     """offline: writes files in RUN_DIR/trackers/wandb for `wandb sync`."""
-    every_seconds: PositiveFloat = free(5.0)
+    every_seconds: Seconds = free(5.0)
     """Seconds between two looks at the run's files."""
 
 
@@ -129,7 +136,7 @@ class MlflowTracker(Section):
     """Address, as in http://HOST:5000; null: the variable MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, Field(min_length=1)] = free("jaxres")
     """Experiment of the run; it is made if it does not exist."""
-    every_seconds: PositiveFloat = free(5.0)
+    every_seconds: Seconds = free(5.0)
     """Seconds between two looks at the run's files."""
 
 
@@ -157,19 +164,19 @@ class PreemptionSection(Section):
     """Whether to read preemption notices from GCE's metadata server; off: only signals.
 
     auto: on a GCE VM, or if GCE_METADATA_HOST is set."""
-    notice_seconds: PositiveFloat = free(30.0)
+    notice_seconds: Seconds = free(30.0)
     """Seconds that a Spot VM keeps running after the metadata value `preempted`.
 
     120 if the VM was created with a preemptionNoticeDuration of 120 s."""
-    maintenance_seconds: PositiveFloat | None = free(None)
+    maintenance_seconds: Seconds | None = free(None)
     """Seconds that a VM keeps running after a maintenance event; null: unknown, save at once.
 
     Used if the metadata key upcoming-maintenance has no time (GPU VMs: 3600, others: 60)."""
-    sigterm_seconds: PositiveFloat | None = free(None)
+    sigterm_seconds: Seconds | None = free(None)
     """Seconds between SIGTERM and SIGKILL; null: unknown, save at once.
 
     Kubernetes: terminationGracePeriodSeconds; Slurm: KillWait."""
-    margin_seconds: NonNegativeFloat = free(5.0)
+    margin_seconds: NonNegativeSeconds = free(5.0)
     """Safety margin, subtracted from the seconds of every notice."""
 
 
@@ -184,9 +191,9 @@ class HealthSection(Section):
     with 82 at once, and saves nothing.
     """
 
-    poll_seconds: PositiveFloat = free(10.0)
+    poll_seconds: Seconds = free(10.0)
     """Seconds between two readings of all GPUs; Xid errors are received at once."""
-    answer_seconds: PositiveFloat = free(60.0)
+    answer_seconds: Seconds = free(60.0)
     """Longest time that NVIDIA's library may take to answer."""
     lost: HealthAction = free("leave")
     """The driver has lost a GPU, or asks for its reset."""
@@ -198,7 +205,7 @@ class HealthSection(Section):
     """The remapping of a row of memory is pending (until a reset of the GPU) or has failed."""
     thermal: HealthAction = free("warn")
     """Heat, the power supply or a fault slows the clocks for slow_minutes."""
-    slow_minutes: PositiveFloat = free(5.0)
+    slow_minutes: Minutes = free(5.0)
     """Minutes of slowed clocks after which it is a fault."""
     link: HealthAction = free("warn")
     """Errors of PCIe or NVLink that the link repeats, more than link_errors_per_minute."""
@@ -206,11 +213,11 @@ class HealthSection(Section):
     """Most such errors in a minute; also of each network interface, whose errors only warn."""
     silent: HealthAction = free("warn")
     """NVIDIA's library has not answered for answer_seconds."""
-    leak_minutes: PositiveFloat | None = free(60.0)
+    leak_minutes: Minutes | None = free(60.0)
     """Warns if memory grows so steadily that it is used up within these minutes; null: never."""
     disk_free_gb: PositiveFloat | None = free(5.0)
     """Warns if the disk of the run's local files has fewer GB (1e9 bytes) left; null: never."""
-    clock_step_seconds: PositiveFloat | None = free(1.0)
+    clock_step_seconds: Seconds | None = free(1.0)
     """Warns if the clock of the host was set by more seconds than this; null: never."""
 
 
@@ -237,9 +244,9 @@ class RestartSection(Section):
     """Failures in a row without a new committed step, after which the supervisor gives up (84).
 
     Failures are crashes, exceptions, hangs and lost hosts. A new commit resets all budgets."""
-    backoff_seconds: NonNegativeFloat = free(1.0)
+    backoff_seconds: NonNegativeSeconds = free(1.0)
     """Wait after the first failure; doubled after each further failure without a new commit."""
-    max_backoff_seconds: NonNegativeFloat = free(60.0)
+    max_backoff_seconds: NonNegativeSeconds = free(60.0)
     """Longest wait after a failure, before jitter."""
     jitter: Fraction = free(0.25)
     """Largest random part of a wait, as a share of it, so that jobs restart at different times."""
@@ -247,9 +254,9 @@ class RestartSection(Section):
     """Most preemptions (75) in a row without a new committed step; restarts are immediate."""
     max_storage_attempts: PositiveInt = free(20)
     """Most storage failures (74) in a row without a new committed step."""
-    storage_backoff_seconds: NonNegativeFloat = free(30.0)
+    storage_backoff_seconds: NonNegativeSeconds = free(30.0)
     """Wait after a storage failure; doubled after each further one."""
-    max_storage_backoff_seconds: NonNegativeFloat = free(600.0)
+    max_storage_backoff_seconds: NonNegativeSeconds = free(600.0)
     """Longest wait after a storage failure, before jitter."""
     fork: bool = free(True)
     """Whether restarted workers are forked from the fork server, which takes some 100 MB.
@@ -260,7 +267,7 @@ class RestartSection(Section):
 class LaunchSection(Section):
     """Limits on time and cost of `launch`, and the VMs of `launch gce`."""
 
-    max_hours: PositiveFloat | None = free(None)
+    max_hours: Hours | None = free(None)
     """Hours after which the supervisor saves and exits (84); null: no limit.
 
     The time while the machine is suspended is included. A new supervisor starts from zero."""
@@ -291,7 +298,7 @@ class SecondsWhen(Section):
     """Save policy: every so many seconds of training."""
 
     kind: Literal["seconds"] = "seconds"
-    every_seconds: PositiveFloat = free(600.0)
+    every_seconds: Seconds = free(600.0)
     """Seconds of training between saves.
 
     If a save is due while another is in flight, it starts when that one is committed."""
@@ -309,7 +316,7 @@ class AutoWhen(Section):
 
     kind: Literal["auto"] = "auto"
     """Computes the interval from measurements: it loses the least time to saves and failures."""
-    mtbf_hours: PositiveFloat = free(24.0)
+    mtbf_hours: Hours = free(24.0)
     """Expected hours of training between failures, before any are measured.
 
     It counts as one observed failure in that time; the measured failures of the run are added."""
@@ -345,9 +352,9 @@ class MemorySection(Section):
 class KeepSection(Section):
     """Retention policies; a step is kept if any of them names it."""
 
-    last: Annotated[int, Field(ge=2)] = free(3)
+    last: Annotated[int, Field(ge=2, le=MOST_COUNT)] = free(3)
     """Number of newest steps that are kept; at least 2, because the newest one may be damaged."""
-    hours: NonNegativeFloat = free(0.0)
+    hours: NonNegativeHours = free(0.0)
     """Keeps all steps committed within this many hours before the newest commit."""
     daily: NonNegativeInt = free(0)
     """Keeps the newest step of each day (UTC), for this many of the newest days with a step."""
@@ -366,7 +373,7 @@ class ReplicaSection(Section):
     """Folder or gs://BUCKET/FOLDER of the replica; nothing else is in it."""
     max_mb_per_second: PositiveFloat | None = free(None)
     """Most MB (1e6 bytes) a second, those of the read-back included; null: no limit."""
-    lag_minutes: PositiveFloat | None = free(15.0)
+    lag_minutes: Minutes | None = free(15.0)
     """Minutes that a committed step may be missing in the replica until it is an incident.
 
     null: never."""
@@ -375,7 +382,7 @@ class ReplicaSection(Section):
 class ScrubSection(Section):
     """Verification of committed steps in the background, while the run trains."""
 
-    every_hours: PositiveFloat = free(24.0)
+    every_hours: Hours = free(24.0)
     """Hours after which a committed step is read again and compared with its manifest."""
     max_mb_per_second: PositiveFloat = free(20.0)
     """Most MB (1e6 bytes) that are read in a second."""

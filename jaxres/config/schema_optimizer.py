@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue
 
-from jaxres.config.base import Fraction, NonNegativeFloat, PositiveFloat, Section, later
+from jaxres.config.base import (
+    Dimension,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    later,
+)
 from jaxres.config.schema_data import ImportPath
 
 
@@ -193,7 +202,7 @@ class AdafactorOptimizer(OptimizerCommon):
     """Whether an update is multiplied by the root mean square of its parameter."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of the first moment; null: none, and no memory for it."""
-    min_dim_size_to_factor: PositiveInt = 128
+    min_dim_size_to_factor: Dimension = 128
     """Second moments are factored if two dims have at least this size."""
 
 

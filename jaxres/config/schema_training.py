@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, NonNegativeFloat, PositiveInt
+from pydantic import Field, JsonValue
 
 from jaxres.config.base import (
+    MOST_COUNT,
+    MOST_FLOAT,
+    Dimension,
     Folder,
+    Minutes,
+    NonNegativeSeconds,
     PositiveFloat,
+    PositiveInt,
+    Seconds,
     Section,
+    Window,
     content_path,
     free,
 )
@@ -27,9 +35,9 @@ class SpikesSection(Section):
     Applies only where the edge is below optimizer.clip_norm."""
     skip_deviations: PositiveFloat | None = 10.0
     """Lower edge of the skip band, in deviations; larger norms skip the step. null: no skips."""
-    window_steps: Annotated[int, Field(ge=2)] = 100
+    window_steps: Window = 100
     """Steps of the exponential average that estimates the usual norm."""
-    warmup_steps: Annotated[int, Field(ge=2)] = 100
+    warmup_steps: Window = 100
     """First steps of a run, in which the usual norm is estimated and no step is judged."""
 
 
@@ -38,15 +46,15 @@ class RollbackSection(Section):
 
     mode: Literal["act", "warn"] = free("act")
     """act: roll back; warn: only log that the loss stays high."""
-    loss_factor: Annotated[float, Field(gt=1)] = free(1.5)
+    loss_factor: Annotated[float, Field(gt=1, le=MOST_FLOAT)] = free(1.5)
     """Factor over the usual loss above which a loss is high, if loss_deviations agrees."""
     loss_deviations: PositiveFloat = free(6.0)
     """Standard deviations above the usual loss that a high loss must also exceed."""
     patience_steps: PositiveInt = free(5)
     """High losses in a row after which training rolls back to before the first of them."""
-    window_steps: Annotated[int, Field(ge=2)] = free(100)
+    window_steps: Window = free(100)
     """Steps of the exponential average that estimates the usual loss."""
-    warmup_steps: Annotated[int, Field(ge=2)] = free(200)
+    warmup_steps: Window = free(200)
     """Steps in which the usual loss is estimated and no loss is judged."""
     max_rollbacks: PositiveInt = free(3)
     """Most rollbacks of a run; one more ends it (81)."""
@@ -91,11 +99,11 @@ class ThroughputSection(Section):
 
     drop: Annotated[float, Field(gt=0, lt=1)] = free(0.1)
     """Share of the usual throughput by which it has dropped when it is reported."""
-    window_steps: Annotated[int, Field(ge=5)] = free(20)
+    window_steps: Annotated[int, Field(ge=5, le=1_000_000)] = free(20)
     """Steps whose median duration is compared with the usual one."""
-    slow_factor: Annotated[float, Field(gt=1)] = free(1.15)
+    slow_factor: Annotated[float, Field(gt=1, le=MOST_FLOAT)] = free(1.15)
     """Multiple of the usual time of all hosts, or devices, from which on one is slow."""
-    min_seconds: NonNegativeFloat = free(30.0)
+    min_seconds: NonNegativeSeconds = free(30.0)
     """Shortest time for which a host is slow, or throughput low, before it is reported."""
     probe: Literal["auto", "on", "off"] = free("auto")
     """Measures each device by a fixed program of about a millisecond; auto: not on CPUs."""
@@ -108,7 +116,7 @@ class ThroughputSection(Section):
 
     warn: it is proposed for exclusion; next_start: it is left out from the next start on; off:
     nothing. No attempt ends for it."""
-    max_lost_minutes: PositiveFloat = free(30.0)
+    max_lost_minutes: Minutes = free(30.0)
     """Minutes that a slow host may cost an attempt before it is to be left out."""
 
 
@@ -147,7 +155,7 @@ class GuardsSection(Section):
 class LoraSection(Section):
     """Adapters of low rank, which alone are trained."""
 
-    rank: PositiveInt = 8
+    rank: Dimension = 8
     """Rank of an adapter. (arXiv 2106.09685)"""
     alpha: PositiveFloat = 16.0
     """The product of an adapter's matrices is multiplied by alpha / rank."""
@@ -164,7 +172,7 @@ class HookSection(Section):
     """Keyword arguments of the target."""
     every_steps: PositiveInt = free(100)
     """Steps between two calls."""
-    timeout_seconds: PositiveFloat = free(60.0)
+    timeout_seconds: Seconds = free(60.0)
     """Longest call; one that takes longer is a warning, and the hook is off in this attempt."""
 
 
@@ -237,7 +245,7 @@ class LossScaleSection(Section):
     """Factor of the first step, a power of two (default: PyTorch's GradScaler).
 
     Each step whose gradient overflows halves it, down to 1; that step's update is skipped."""
-    grow_every_steps: Annotated[int, Field(ge=2)] = 2000
+    grow_every_steps: Annotated[int, Field(ge=2, le=MOST_COUNT)] = 2000
     """Steps without an overflow after which the factor doubles, up to 2**24 (GradScaler)."""
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxres.config import other_names
-from jaxres.config.errors import Problem, did_you_mean, show
+from jaxres.config.errors import Problem, did_you_mean, show, show_limit
 from jaxres.config.schema import RunConfig
 from jaxres.config.schema_data import NAME_PATTERN
 from jaxres.config.schema_fields import ROOT, FieldSpec, LeafField, iter_fields, kind_of, kinds
@@ -97,7 +97,7 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
         return Problem(key, details["msg"])
     if what in _BOUNDS:
         relation, name = _BOUNDS[what]
-        return Problem(key, f"must be {relation} {context[name]:g}{got}")
+        return Problem(key, f"must be {relation} {show_limit(context[name])}{got}")
     if what == "string_type" and Path in (slot.child(key.rpartition(".")[2]) or slot).types:
         what = "path_type"
     if what == "string_pattern_mismatch" and context["pattern"] == NAME_PATTERN:

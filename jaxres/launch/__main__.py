@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
-from jaxres.storage import gcs_client
+from jaxres.storage import gcs_client, home
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
 from jaxres.telemetry import stdio
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(arguments: Sequence[str]) -> int:
+    home.ensure(os.environ)
     if arguments[:1] == ["agent"]:  # Internal: only the startup script of a VM runs it.
         from jaxres.launch import vm_agent
 

@@ -29,7 +29,10 @@ EXCLUDES_OTHERS = "--xla_gpu_exclude_nondeterministic_ops"
 LOWERING = (
     *("devices", "mesh", "microbatches", "attention", "remat", "scan_layers", "jax", "jaxlib"),
 )
-"""Entries of Start.computation on which the lowered text of the same code depends."""
+"""Entries of Start.computation on which the lowered text of the same code depends, besides the
+settings of JAX."""
+SETTING = "JAX_"
+"""Beginning of the entries of settings of JAX, which are there unless they have their defaults."""
 
 
 def xla_flags(given: str, *, determinism: str) -> str:
@@ -147,9 +150,9 @@ def _first_change(
     name: str, values: Sequence[str], computations: Sequence[Mapping[str, str]]
 ) -> int:
     """Returns the number of the first start with another value than one before it."""
-    seen: dict[tuple[str | None, ...], str] = {}
+    seen: dict[tuple[str, ...], str] = {}
     for number, (value, computation) in enumerate(zip(values, computations, strict=True)):
-        group = tuple(map(computation.get, LOWERING)) if name == PROGRAM else ()
+        group = _lowering(computation) if name == PROGRAM else ()
         if value != UNKNOWN and seen.setdefault(group, value) != value:
             return number
     raise AssertionError(f"{name} has not changed")
@@ -164,14 +167,22 @@ def _compared(name: str, computation: Mapping[str, str]) -> str:
 
 
 def _missing(name: str) -> str:
+    if name.startswith(SETTING):
+        return "default"
     return UNKNOWN if name in CODE else "not recorded"
+
+
+def _lowering(computation: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what the lowered text of the same code depends on."""
+    settings = [name for name in sorted(computation) if name.startswith(SETTING)]
+    return tuple(f"{name}={computation.get(name)}" for name in (*LOWERING, *settings))
 
 
 def _is_comparable(name: str, was: Mapping[str, str], now: Mapping[str, str]) -> bool:
     """Returns whether different values of an entry say that something has changed."""
     if name in CODE and UNKNOWN in (was.get(name, UNKNOWN), now.get(name, UNKNOWN)):
         return False
-    same = all(was.get(key) == now.get(key) for key in LOWERING)
+    same = _lowering(was) == _lowering(now)
     return {PROGRAM: same, MODEL_CODE: not same}.get(name, True)
 
 

@@ -16,6 +16,7 @@ from jaxres.runlog import faulty_hosts
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Record
+from jaxres.supervisor import jax_settings
 from jaxres.supervisor.restart_policy import RestartPolicy, choose_slots
 
 
@@ -25,8 +26,10 @@ def on_this_machine(
     """Returns the faulty hosts that this machine, or one of its slots, is.
 
     Raises:
+      ConfigError: a setting of JAX in the environment can't be used.
       UnhealthyHost: the whole machine is one.
     """
+    jax_settings.refuse_unusable(records, env=env)
     found = faulty_hosts.matching(
         faulty_hosts.read(run_dir, records), identify(env, hostname=socket.gethostname())
     )

@@ -18,13 +18,16 @@ from collections.abc import Iterator
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode
 from jaxres.faults import PreemptedError, StoppedError, UsageError
 
+KEPT_IGNORED = (signal.SIGHUP, signal.SIGINT)
+"""Signals that stay ignored if they are at the start: by nohup, or by a shell without job control,
+which starts `command &` so that Ctrl-C reaches only the command in the foreground."""
 NON_STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
 
 
 def handled() -> list[signal.Signals]:
-    """Returns the signals that are handled; not SIGHUP if nohup has set it to be ignored."""
-    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [n for n in (*STOP_SIGNALS, *NON_STOP_SIGNALS) if not (nohup and n == signal.SIGHUP)]
+    """Returns the signals that are handled: none that is to stay ignored."""
+    ignored = {n for n in KEPT_IGNORED if signal.getsignal(n) == signal.SIG_IGN}
+    return [n for n in (*STOP_SIGNALS, *NON_STOP_SIGNALS) if n not in ignored]
 
 
 def block() -> None:

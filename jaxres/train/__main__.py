@@ -26,7 +26,7 @@ from jaxres.cluster.host_group import ALONE
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.runlog.attempt_result import AttemptResult
-from jaxres.storage import gcs_client
+from jaxres.storage import gcs_client, home
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
@@ -101,6 +101,7 @@ def training_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> int:
+    home.ensure(os.environ)
     env, advise = training_variables(os.environ), oom_advice.host_advice
     secret = os.environ.get(authentication.VARIABLE, "")
     flags, others = split_flags(arguments)

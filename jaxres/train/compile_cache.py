@@ -94,6 +94,11 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def environment_here() -> Mapping[str, str]:
+    """Returns the environment of this process, in which JAX has read its settings."""
+    return os.environ
+
+
 def xla_flags_here() -> str:
     """Returns the XLA_FLAGS of this process."""
     return os.environ.get("XLA_FLAGS", "")

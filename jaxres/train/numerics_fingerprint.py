@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxres.clock import SystemClock
@@ -27,6 +28,41 @@ from jaxres.runlog.guarantee import (
 )
 from jaxres.runlog.run_log import Claim
 from jaxres.train import compile_cache
+
+UNSET = object()
+"""The default of a setting that is in no table: it is recorded if the environment has it."""
+DEFAULTS: Mapping[str, Any] = {
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_enable_x64": False,
+    "jax_random_seed_offset": 0,
+    "jax_threefry_partitionable": True,
+}
+"""Settings of JAX that change numbers, and that are known to be set often, with JAX's defaults. One
+that code has changed counts like one that the environment has."""
+BITS_UNCHANGED = (
+    *("jax_platform", "jax_num_cpu_devices", "jax_cuda_visible", "jax_rocm_visible"),
+    *("jax_compilation_cache_", "jax_persistent_cache_", "jax_enable_compilation_cache"),
+    *("jax_raise_persistent_cache_errors", "jax_explain_cache_misses", "jax_check_tracer_leaks"),
+    *("jax_log", "jax_debug_", "jax_dump_", "jax_include_", "jax_traceback_", "jax_tracer_error_"),
+    *("jax_hlo_source_", "jax_source_", "jax_pprint_", "jax_captured_constants_"),
+    *("jax_transfer_guard", "jax_distributed_debug", "jax_numpy_rank_promotion"),
+    *("jax_array_garbage_collection_guard", "jax_compiler_detailed_", "jax_legacy_prng_key"),
+    *("jax_enable_checks", "jax_thread_guard"),
+)
+"""Beginnings of the settings that change no bit: where programs are cached, what is printed and
+checked, and devices, which are an entry of their own."""
+
+
+def jax_settings_here() -> dict[str, str]:
+    """Returns the settings of JAX in this process that may change bits and are not its defaults."""
+    environment, values = compile_cache.environment_here(), jax.config.values
+    given = {name for name in values if name.upper() in environment} | DEFAULTS.keys()
+    return {
+        name.upper(): str(values[name])
+        for name in sorted(given & values.keys())
+        if not name.startswith(BITS_UNCHANGED) and values[name] != DEFAULTS.get(name, UNSET)
+    }
 
 
 def numerics_fingerprint(
@@ -64,7 +100,7 @@ def numerics_fingerprint(
         fingerprint["pillow"] = importlib.metadata.version("pillow")
     if mesh.devices.flat[0].platform != "cpu":
         fingerprint["executable"] = str(step.runtime_executable().fingerprint)
-    flags = {"xla_flags": compile_cache.xla_flags_here()}
+    flags = {"xla_flags": compile_cache.xla_flags_here(), **jax_settings_here()}
     return fingerprint | dict(claim.fingerprint) | dict(claim.versions) | flags
 
 

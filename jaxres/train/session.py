@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +26,7 @@ from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
 from jaxres.engine.state import evaluated_params
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import OutOfMemory, PeerLost, StorageUnavailable
+from jaxres.faults import ConfigError, OutOfMemory, PeerLost, StorageUnavailable
 from jaxres.models import Model, Params
 from jaxres.models.generate import Sampling, by_window
 from jaxres.runlog import metrics_columns
@@ -32,6 +36,7 @@ from jaxres.runlog.metrics_columns import MetricsColumns
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
+from jaxres.supervisor import jax_settings
 from jaxres.telemetry.tensorboard import TensorBoard
 from jaxres.train import compile_cache, data_loader, oom_advice
 from jaxres.train.build import BuiltTrainer, build
@@ -135,6 +140,7 @@ def run_session(
     Raises:
       RunError: the attempt failed for a known cause.
     """
+    refuse_unknown_homes(config.model_dump())
     try:
         compile_cache.set_determinism(config.run.determinism)
         context = _join_cluster(config, context, member)
@@ -143,13 +149,32 @@ def run_session(
         built = build(config, context, stack)
         ended = train(_with_images(built.run, config, board))
         text = _summary(config, context, built, ended)
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if oom_advice.is_oom(error):
+    except (RuntimeError, MemoryError, AssertionError) as error:
+        is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | MemoryError)
+        end = jax_settings.backend_error(error, compile_cache.environment_here())
+        if (is_of_jax or end is not None) and oom_advice.is_oom(error):
             raise OutOfMemory(oom_advice.oom_message(config, error)) from error
-        if not member.is_alone and is_peer_lost(error):
+        if (is_of_jax or end is not None) and not member.is_alone and is_peer_lost(error):
             raise PeerLost(f"another host is gone: {first_line(error)}") from error
+        if end is not None:
+            raise end from error
         raise
     return SessionResult(ended.result, ended.progress.step, text, context.peers)
+
+
+def refuse_unknown_homes(values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises if a path of a config begins with a user that this machine does not know.
+
+    Raises:
+      ConfigError: one does.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            refuse_unknown_homes(value, f"{prefix}{name}.")
+        is_place = isinstance(value, Path) or (name == "path" and isinstance(value, str))
+        if is_place and str(value).startswith("~") and os.path.expanduser(value) == str(value):
+            user = str(value).partition("/")[0]
+            raise ConfigError(f"{prefix}{name}={value}: {user} has no home folder here")
 
 
 def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) -> AttemptContext:

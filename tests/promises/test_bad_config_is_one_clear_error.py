@@ -50,6 +50,16 @@ BAD_CONFIGS = {
     "two axes for all the rest": Bad(
         ("mesh.fsdp=-1", "mesh.tensor=-1"), ("mesh.tensor", "only one axis can be -1")
     ),
+    "settings of JAX that no run can have": Bad(
+        (),
+        ("JAX_DISABLE_JIT=1: the steps are compiled", "JAX_PLATFORMS=cdua: 'cdua' is no platform"),
+        env=(("JAX_DISABLE_JIT", "1"), ("JAX_PLATFORMS", "cdua")),
+    ),
+    "a flag that XLA does not know": Bad(
+        (),
+        ("XLA_FLAGS=--xla_no_such_flag=1: Unknown flag in XLA_FLAGS",),
+        env=(("XLA_FLAGS", "--xla_no_such_flag=1"),),
+    ),
     "no section": Bad(("steps=3",), ("steps: unknown key", "train.steps")),
     "value for a section": Bad(("train=3",), ("train: is a section", "train.steps=...")),
     "heads not divisible": Bad(
@@ -106,7 +116,7 @@ BAD_PARTS = {
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 def test_bad_config_is_rejected_before_anything_is_written(workspace: Workspace, name: str) -> None:
     bad = BAD_CONFIGS[name]
-    trainer = workspace.start("run", *bad.overrides)
+    trainer = workspace.start("run", *bad.overrides, env=dict(bad.env))
     trainer.assert_fails(ExitCode.CONFIG, *bad.says)
     assert not trainer.run_dir.root.exists()
 
@@ -151,6 +161,15 @@ def test_bad_component_is_rejected_and_blocks_no_later_start(workspace: Workspac
         left = run_history(trainer.run_dir)
         assert (left.starts, left.commits) == ((), ()), "the corrected command is free to start"
         assert left.last_stop is not None, "the end is on record"
+
+
+@pytest.mark.slow
+def test_a_platform_without_a_device_is_the_hosts_fault(workspace: Workspace) -> None:
+    env = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    trainer = workspace.start("run", *MLP, env=env)
+    trainer.assert_fails(ExitCode.UNHEALTHY, "JAX_PLATFORMS=cuda: JAX can use no device: ")
+    left = run_history(trainer.run_dir)
+    assert left.starts == (), left
 
 
 @pytest.mark.slow

@@ -102,3 +102,19 @@ def test_bitwise_determinism_reaches_xla(workspace: Workspace, inline: bool) -> 
     (start,) = run_history(trainer.run_dir).starts
     assert start_of(start).computation["xla_flags"] == "--xla_gpu_deterministic_ops=true"
     assert guarantee(trainer) == "bitwise on this topology"
+
+
+@pytest.mark.slow
+def test_a_setting_of_jax_that_changes_at_a_resume_is_named(workspace: Workspace) -> None:
+    """Its program is another one, of the same code."""
+    first = workspace.start("run", *MLP, "train.steps=2", "optimizer.schedule.kind=constant")
+    assert first.wait_exit() == ExitCode.DONE, first.printed()
+    assert guarantee(first) == "bitwise on this topology"
+    other = {"JAX_THREEFRY_PARTITIONABLE": "0"}
+    arguments = [*MLP, "train.steps=4", "optimizer.schedule.kind=constant"]
+    resumed = workspace.start("run", *arguments, env=other)
+    assert resumed.wait_exit() == ExitCode.DONE, resumed.printed()
+    what = "JAX_THREEFRY_PARTITIONABLE default -> False since step 2 (attempt 2)"
+    assert guarantee(resumed) == f"statistical: {what}"
+    refused = workspace.start("run", *MLP, env={"JAX_DEFAULT_PRNG_IMPL": "rbg"})
+    refused.assert_fails(ExitCode.CONFIG, "key: uint32[2], expected uint32[4]", "JAX_DEFAULT_PRNG")

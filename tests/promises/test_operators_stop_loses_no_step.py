@@ -377,3 +377,14 @@ def test_a_nohup_run_outlives_its_terminal(workspace: Workspace) -> None:
     trainer.wait_step(3)
     trainer.kill(signal.SIGHUP, target="supervisor")
     assert trainer.wait_exit() == 0, trainer.printed()
+
+
+@pytest.mark.slow
+def test_a_run_in_the_background_of_a_script_outlives_its_interrupts(workspace: Workspace) -> None:
+    """A shell without job control starts `command &` with SIGINT ignored."""
+    workspace.through = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    trainer = workspace.start("run", "train.steps=30", config=FAULTY, env=PACED)
+    trainer.wait_step(3)
+    for _ in range(2):
+        trainer.kill(signal.SIGINT, target="supervisor")
+    assert trainer.wait_exit() == 0, trainer.printed()

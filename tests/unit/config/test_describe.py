@@ -25,8 +25,8 @@ def test_help_lists_type_default_and_whether_a_key_is_free():
     text = describe()
     for line in (
         "    run.dir: path or gs:// path or null; default null (free)\n",
-        "    train.steps: whole number > 0; required\n",
-        "    optimizer.clip_norm: number > 0 or null; default 1.0\n",
+        "    train.steps: whole number > 0 and <= 2,147,483,647; required\n",
+        "    optimizer.clip_norm: number > 0 and <= 1e+30 or null; default 1.0\n",
         "    data.heldout_fraction: number >= 0 and < 1; default 0.02\n",
         '    data.source.include: list of text; default ["**/*"]\n',
         '    data.cache_dir: path; default "~/.cache/jaxres" (free)\n',

@@ -59,6 +59,17 @@ def test_another_environment_is_statistical():
     )
 
 
+def test_another_setting_of_jax_is_named_and_not_taken_for_other_code():
+    """The lowered program has the setting in it."""
+    rbg = SAME | {"JAX_DEFAULT_PRNG_IMPL": "rbg", "program": "p2"}
+    expected = "statistical: JAX_DEFAULT_PRNG_IMPL {} since step 20 (attempt 2)"
+    assert level(SAME, rbg) == expected.format("default -> rbg")
+    assert level(rbg, SAME) == expected.format("rbg -> default")
+    assert level(rbg, rbg) == BITWISE
+    assert level(rbg, rbg | {"program": "p3"}).startswith("none: program p2 -> p3")
+    assert level(SAME, rbg, SAME | {"program": "p3"}).startswith("none: ")
+
+
 def test_with_other_devices_the_source_of_the_model_is_compared():
     """The lowered program has the number of devices in it."""
     fewer = SAME | {"devices": "2 x cpu cpu", "program": "p2"}

@@ -23,10 +23,19 @@ def caught():
     with signals.wakeup_fd() as wakeup:
         return int(signals.drain(wakeup) == bytes([signal.SIGTERM]))
 
+def ignored():
+    with signals.wakeup_fd() as wakeup:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.raise_signal(number)
+        return 7 if signals.drain(wakeup) == b"" else 1
+
 def fails_after_it_ended():
     assert caught() == 1
     raise RuntimeError("an error of its own")
 
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 sys.exit(attempt_runner.run_with_exit_code(globals()[sys.argv[1]]))
 """
 
@@ -51,3 +60,8 @@ def test_an_error_after_a_stop_that_was_handled_is_a_bug():
     code, printed = run("fails_after_it_ended")
     assert "RuntimeError: an error of its own" in printed
     assert code == 70
+
+
+def test_signals_that_the_shell_has_set_to_be_ignored_stay_ignored():
+    """Ctrl-C at a command in the foreground reaches those in the background too."""
+    assert run("ignored") == (7, "")

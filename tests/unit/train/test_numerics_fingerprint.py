@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from jaxres.config.schema_data import CustomSource, TextSource
 from jaxres.runlog.guarantee import UNKNOWN
 from jaxres.train import compile_cache
-from jaxres.train.numerics_fingerprint import _code_digest
+from jaxres.train.numerics_fingerprint import _code_digest, jax_settings_here
 
 
 @pytest.fixture
@@ -54,6 +55,28 @@ def test_a_module_that_is_younger_than_the_process_has_no_digest(tmp_path, diges
     (tmp_path / "new_rows.py").write_text("")
     assert digest("new_rows:build", imported_after=-10.0) == UNKNOWN
     assert digest("math:floor") == UNKNOWN, "a module without source"
+
+
+def test_the_defaults_of_settings_are_those_of_jax():
+    code = "import jax; from jaxres.train import numerics_fingerprint as n; import sys; "
+    code += "sys.exit(str({k: jax.config.values[k] for k in n.DEFAULTS} == dict(n.DEFAULTS)))"
+    kept = {name: v for name, v in os.environ.items() if not name.startswith("JAX_")}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=kept, capture_output=True, text=True, check=False)
+    assert ended.stderr.endswith("True\n"), "JAX has another default"
+
+
+def test_settings_of_jax_that_may_change_bits_are_in_the_fingerprint(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("JAX_")]:
+        monkeypatch.delenv(name)
+    assert jax_settings_here() == {}
+    with jax.numpy_dtype_promotion("standard"), jax.default_matmul_precision("bfloat16"):
+        assert jax_settings_here() == {"JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"}
+    monkeypatch.setenv("JAX_ENABLE_X64", "0")
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
+    assert jax_settings_here() == {}, "a default, or no bit depends on it"
+    monkeypatch.setenv("JAX_SOFTMAX_CUSTOM_JVP", "1")
+    assert list(jax_settings_here()) == ["JAX_SOFTMAX_CUSTOM_JVP"]
 
 
 def determinism(code, **env):
