@@ -172,7 +172,7 @@ def refuse_unknown_homes(values: Mapping[str, Any], prefix: str = "") -> None:
         if isinstance(value, dict):
             refuse_unknown_homes(value, f"{prefix}{name}.")
         is_place = isinstance(value, Path) or (name == "path" and isinstance(value, str))
-        if is_place and str(value).startswith("~") and os.path.expanduser(value) == str(value):
+        if is_place and str(value).startswith("~") and os.path.expanduser(str(value)) == str(value):
             user = str(value).partition("/")[0]
             raise ConfigError(f"{prefix}{name}={value}: {user} has no home folder here")
 
