@@ -8,7 +8,6 @@ whether a restore falls back to an older step.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import step_dirs
 from jaxres.runlog.run_log import Commit
-from jaxres.storage import files
+from jaxres.storage import cpu_cores, files
 from jaxres.storage.path import RunPath, is_remote
 
 MAX_THREADS = 8
@@ -115,7 +114,7 @@ def _verify_step(
     }
     known = step_checks.read_once()
     rest = [part for part in checks if part not in known]
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jaxres-verify") as pool:
+    with ThreadPoolExecutor(min(MAX_THREADS, cpu_cores.usable()), "jaxres-verify") as pool:
         first_results = pool.map(_run, [checks[part] for part in rest])
         known |= {part: not problem for part, problem in zip(rest, first_results, strict=True)}
         failed = [checks[part] for part in checks if not known[part]]

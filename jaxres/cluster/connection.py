@@ -223,7 +223,7 @@ def _addresses(host: str) -> list[str]:
     with contextlib.suppress(ValueError):
         return [] if ipaddress.ip_address(host).is_unspecified else [host]
     if host == "localhost":
-        return ["127.0.0.1"]
+        return list(LOOPBACK)
     with contextlib.suppress(OSError, UnicodeError):
         found = [
             str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -288,11 +288,47 @@ def connect(address: Address, *, secret: Secret, seconds: float) -> Connection:
     return Connection(connected, Handshake(secret, accepts=False))
 
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = ("127.0.0.1", "::1")
+"""Addresses over which processes of a machine connect; a container may have only one of them."""
+LOOPBACK_SECONDS = 5.0
+
+
+def loopback() -> str:
+    """Returns the loopback address over which processes of this machine can connect.
+
+    Raises:
+      ConfigError: they can't.
+    """
+    for host in LOOPBACK:
+        with contextlib.suppress(OSError), _listen_at(host, 0, 1) as listener:
+            socket.create_connection(listener.getsockname()[:2], LOOPBACK_SECONDS).close()
+            return host
+    raise ConfigError(
+        "processes of this machine can't connect to each other, neither by "
+        f"{' nor by '.join(LOOPBACK)}. Set its loopback interface up (`ip link set lo up`), or "
+        "train with one worker."
+    )
+
+
+def route_to(host: str) -> str:
+    """Returns the address of this machine from which it reaches a host; sends nothing.
+
+    Raises:
+      OSError: it doesn't.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 @contextlib.contextmanager
-def reserved_address(host: str = LOOPBACK) -> Iterator[str]:
-    """Yields `host:port`, and reserves the port until the end of the block."""
+def reserved_address() -> Iterator[str]:
+    """Yields `host:port` of the loopback interface, and reserves the port for the block.
+
+    Raises:
+      ConfigError: processes of this machine can't connect to each other.
+    """
+    host = loopback()
     with reserve_port(host) as holder:
-        yield f"{host}:{holder.getsockname()[1]}"
+        yield str(Address(host, holder.getsockname()[1]))

@@ -9,6 +9,8 @@ whether it is committed. Every wait has a limit.
 from __future__ import annotations
 
 import contextlib
+import functools
+import ipaddress
 import math
 import socket
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxres.clock import Clock
+from jaxres.cluster import connection
 from jaxres.cluster.host_group import HostRank
 from jaxres.faults import ConfigError, PeerLost
 
@@ -138,29 +141,54 @@ def join(member: HostRank, *, heartbeat_seconds: float, clock: Clock) -> JaxCoor
         coordinator_bind_address=coordinator if member.leads and _is_loopback(address) else None,
         cluster_detection_method="deactivate",
     )
-    if jax.default_backend() == "cpu" and not _is_loopback(address):
-        refuse_unreachable_name()
+    if (own := gloo_address(address)) is not None:
+        _use_in_gloo(own)
     # JAX has no public function for the store; Orbax uses this attribute too.
     from jax._src import distributed
 
     return JaxCoordination(member, distributed.global_state.client, clock=clock)
 
 
-def refuse_unreachable_name() -> None:
-    """Checks the host name: Gloo publishes it, and the other hosts connect to its address.
+def gloo_address(coordinator: str) -> str | None:
+    """Returns the address by which Gloo makes CPU hosts connect to this one; None: by its name.
+
+    Gloo publishes the machine's name. On one machine that name may not resolve, or not to the
+    loopback interface. Of several machines it may resolve to an address that the others can't
+    reach, as on a freshly installed Debian, or not at all: then it is the address from which this
+    host reaches host 0.
+
+    Args:
+      coordinator: host name or address of host 0, in brackets if it has a colon.
 
     Raises:
-      ConfigError: the name resolves to a loopback address, as on a freshly installed Debian.
+      ConfigError: all addresses that are known are of the loopback interface.
     """
+    host = coordinator.strip("[]")
+    if _is_loopback(coordinator):
+        return connection.loopback() if host == "localhost" else host
     name = socket.gethostname()
     with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
-        if address.startswith("127."):
-            raise ConfigError(
-                f"this host's name, {name}, resolves to {address} here, which other hosts can't "
-                "reach (CPU hosts communicate through Gloo, which uses the name). Give the name "
-                "its network address in /etc/hosts."
-            )
+        if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
+            return None
+    with contextlib.suppress(OSError):
+        own = connection.route_to(host)
+        if not ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+            return own
+        raise ConfigError(
+            f"this host's name, {name}, and {host} are {own} here, which other hosts can't reach "
+            "(CPU hosts communicate through Gloo). Give the name its network address in "
+            "/etc/hosts, or host 0's address instead of its name."
+        )
+    return None
+
+
+def _use_in_gloo(address: str) -> None:
+    """Makes JAX give Gloo an address instead of the machine's name, for which it has no setting."""
+    from jaxlib import _jax
+
+    make = _jax.make_gloo_tcp_collectives
+    given = functools.partial(getattr(make, "func", make), hostname=address)
+    _jax.make_gloo_tcp_collectives = given  # type: ignore[assignment]
 
 
 def _is_loopback(address: str) -> bool:

@@ -12,7 +12,6 @@ import importlib
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import SourceFile
 from jaxres.data.token_folder import TokenFolder
 from jaxres.faults import ConfigError
+from jaxres.storage import cpu_cores
 from jaxres.storage.files import read
 
 IMAGES = "images"
@@ -328,7 +328,7 @@ def pillow(module: str) -> Any:
 
 def num_threads(num_rows: int) -> int:
     """Returns how many threads decode a batch."""
-    return max(1, min(num_rows, len(os.sched_getaffinity(0)), MAX_THREADS))
+    return max(1, min(num_rows, cpu_cores.usable(), MAX_THREADS))
 
 
 Box = tuple[float, float, float, float]

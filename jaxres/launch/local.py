@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from jaxres.config import RunConfig
 from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
+from jaxres.storage import cpu_cores
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner, processes, replica_process, tracker_processes
 from jaxres.supervisor.attempt import print_message
@@ -137,7 +137,7 @@ def refuse_too_many(options: Options, *, cores: int, memory_bytes: int) -> None:
 
 def launch(options: Options, *, env: Mapping[str, str]) -> int:
     """Trains and returns the exit code of the whole job."""
-    cores = len(os.sched_getaffinity(0))
+    cores = cpu_cores.usable()
     refuse_too_many(options, cores=cores, memory_bytes=processes.memory_bytes())
     if options.devices_per_host is not None:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(options.devices_per_host)}

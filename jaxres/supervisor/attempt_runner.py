@@ -42,7 +42,7 @@ from jaxres.runlog.supervisor_events import (
     ReplicaBehind,
     ReplicaCaughtUp,
 )
-from jaxres.storage import files, memory_folder
+from jaxres.storage import cpu_cores, files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
@@ -541,7 +541,7 @@ def follows_an_attempt(run_dir: RunDir) -> bool:
 
 
 def _refuse_other_threads(claim: Claim, threads: int) -> None:
-    if claim.threads != threads:
+    if claim.threads not in (threads, len(os.sched_getaffinity(0))):  # Older runs: no quota.
         raise ConfigError(
             f"--inline: this run computes with {claim.threads} CPU threads, this process "
             f"would with {threads}: results would differ in their last bits. Omit --inline: the "
@@ -557,7 +557,7 @@ def new_claim(
     job: WorkerGroup,
 ) -> Claim:
     """Returns the claim that opens the run's next attempt."""
-    cores = len(os.sched_getaffinity(0))
+    cores = cpu_cores.usable()
     return Claim(
         attempt=run_history.attempt + 1,
         host=socket.gethostname(),

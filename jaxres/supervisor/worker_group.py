@@ -82,8 +82,8 @@ def local_hosts(
     config: RunConfig, run_dir: RunDir, *, num_hosts: int, slots: tuple[int, ...] | None = None
 ) -> Iterator[WorkerGroup]:
     """Yields a group of workers on this machine, with a local port for their JAX coordinator."""
-    with connection.reserved_address() as address:
-        coordinator = address if num_hosts > 1 else None
+    alone = contextlib.nullcontext(None)
+    with connection.reserved_address() if num_hosts > 1 else alone as coordinator:
         yield WorkerGroup(num_hosts, tuple(range(num_hosts)), slots, coordinator)
 
 

@@ -26,7 +26,7 @@ from jaxres.cluster.host_group import ALONE
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.runlog.attempt_result import AttemptResult
-from jaxres.storage import gcs_client, home
+from jaxres.storage import cpu_cores, gcs_client, home
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
@@ -122,7 +122,7 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
                 run=functools.partial(_inline, received=received),
                 is_complete=is_complete,
                 env=env,
-                threads=len(os.sched_getaffinity(0)),
+                threads=cpu_cores.usable(),
                 hold_signals=lambda: stack.enter_context(received),
             )
     run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise, fork=fork)

@@ -1,5 +1,6 @@
 """Promises of what hosts say outside the step, over a store like JAX's: no wait lacks a limit."""
 
+import functools
 import socket
 import threading
 
@@ -7,7 +8,7 @@ import jax
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.cluster import jax_coordination
+from jaxres.cluster import connection, jax_coordination
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import ConfigError, PeerLost
 from tests.waiting import SURE_SECONDS
@@ -119,21 +120,51 @@ def test_other_errors_of_jax_are_bugs():
     )
 
 
-@pytest.mark.parametrize(("address", "is_refused"), [("127.0.1.1", True), ("10.0.0.7", False)])
-def test_a_name_that_resolves_to_loopback_is_refused_with_the_remedy(
-    monkeypatch, address, is_refused
-):
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
-    if not is_refused:
-        jax_coordination.refuse_unreachable_name()
-        return
+@pytest.fixture
+def names(monkeypatch):
+    """Returns a function that sets what this host's name resolves to, and its route to host 0."""
+
+    def set_names(own, route):
+        def resolve(name):
+            if own is None:
+                raise socket.gaierror("Name or service not known")
+            return own
+
+        monkeypatch.setattr(socket, "gethostbyname", resolve)
+        monkeypatch.setattr(connection, "route_to", lambda host: route)
+
+    return set_names
+
+
+def test_gloo_gets_an_address_that_the_other_hosts_can_reach(names):
+    wrong = []
+    for own, coordinator, expected in (
+        ("10.0.0.7", "127.0.0.1", "127.0.0.1"),
+        (None, "[::1]", "::1"),
+        ("10.0.0.7", "10.0.0.9", None),
+        ("127.0.1.1", "10.0.0.9", "10.0.0.8"),
+        (None, "host0", "10.0.0.8"),
+    ):
+        names(own, "10.0.0.8")
+        if (given := jax_coordination.gloo_address(coordinator)) != expected:
+            wrong.append((own, coordinator, expected, given))
+    assert wrong == []
+    names("127.0.1.1", "fe80::1%eth0")
+    assert jax_coordination.gloo_address("[fe80::9]") == "fe80::1%eth0"
+
+
+def test_names_that_all_resolve_to_loopback_are_refused_with_the_remedy(names):
+    names("127.0.1.1", "127.0.0.1")
     with pytest.raises(ConfigError, match="/etc/hosts"):
-        jax_coordination.refuse_unreachable_name()
+        jax_coordination.gloo_address("host0")
 
 
-def test_an_unknown_name_is_left_to_gloo(monkeypatch):
-    def unknown(name):
-        raise socket.gaierror("Name or service not known")
+def test_the_address_reaches_gloo(monkeypatch):
+    from jaxlib import _jax
 
-    monkeypatch.setattr(socket, "gethostbyname", unknown)
-    jax_coordination.refuse_unreachable_name()
+    given = []
+    make = functools.partial(lambda *, hostname: given.append(hostname), hostname="earlier")
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", make)
+    jax_coordination._use_in_gloo("::1")
+    _jax.make_gloo_tcp_collectives()
+    assert given == ["::1"]
