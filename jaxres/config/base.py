@@ -30,8 +30,9 @@ Layers = Annotated[int, Field(gt=0, le=10_000)]
 Seconds = Annotated[float, Field(gt=0, le=1e9)]
 """A duration of at most 31 years: no clock and no timer of the system has many more."""
 NonNegativeSeconds = Annotated[float, Field(ge=0, le=1e9)]
-Hours = Annotated[float, Field(gt=0, le=250_000)]
-NonNegativeHours = Annotated[float, Field(ge=0, le=250_000)]
+MOST_HOURS = 250_000
+Hours = Annotated[float, Field(gt=0, le=MOST_HOURS)]
+NonNegativeHours = Annotated[float, Field(ge=0, le=MOST_HOURS)]
 Minutes = Annotated[float, Field(gt=0, le=15_000_000)]
 NonNegativeMinutes = Annotated[float, Field(ge=0, le=15_000_000)]
 

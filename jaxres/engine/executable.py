@@ -107,17 +107,27 @@ def _processor() -> str:
     ).hexdigest()
 
 
-def sources(folder: Path, paths: Iterable[Path] | None = None, *, since: float) -> str | None:
+AHEAD_SECONDS = 60.0
+"""How much the clock of a file server may be ahead of this machine's."""
+
+
+def sources(
+    folder: Path, paths: Iterable[Path] | None = None, *, since: float, now: float
+) -> str | None:
     """Returns the digest of a package's Python files; None if one changed since its import.
+
+    A file whose time is in the future was written before this machine's clock was set back, or on
+    a machine whose clock is ahead: a change since then would have a time before now.
 
     Args:
       folder: the package's folder.
       paths: the files in it; None: all.
       since: wall-clock time before the import; imported files are older.
+      now: wall-clock time.
     """
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py") if paths is None else paths):
-        if path.stat().st_ctime >= since:
+        if since <= path.stat().st_ctime <= now + AHEAD_SECONDS:
             return None
         total.update(b"\0".join([str(path.relative_to(folder)).encode(), path.read_bytes(), b""]))
     return total.hexdigest()
@@ -281,7 +291,8 @@ def keep(folder: Path, key: str, data: bytes, *, most: int) -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # Another process has removed it.
                 times[name] = (folder / name).stat().st_mtime_ns
-        for name in sorted(times, key=lambda name: times[name])[:-most]:
+        own = file_of(folder, key).name  # Its time is the oldest if the clock was set back.
+        for name in sorted(times, key=lambda name: (name == own, times[name]))[:-most]:
             (folder / name).unlink(missing_ok=True)
 
 

@@ -18,6 +18,8 @@ _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f#?*\[\]]")
 _OTHER_SCHEME = re.compile(r"(?!gs://)[A-Za-z][A-Za-z0-9+.-]*:/{1,2}")
 _NOT_FOR_ORBAX = re.compile(r"[\x00-\x1f\x7f*?\[\]\\]")
 """Orbax takes `*?[]` for patterns, and TensorStore takes a backslash for a slash."""
+LONGEST_NAME = 255
+"""Most bytes of a file's name."""
 _BUCKET_ROOTS = ("gs", "s3", "az", "hf")
 """Top-level folders that epath, with which Orbax opens files, takes for buckets."""
 
@@ -121,6 +123,12 @@ def run_root(path: RunPath) -> RunPath:
     """
     root = normalized(path)
     if is_remote(root):
+        size = len(f"{root.bucket}/{root.key}".encode())
+        if size > LONGEST_NAME:
+            raise ValueError(
+                f"bucket and folder have {size} bytes, at most {LONGEST_NAME} are possible: a "
+                "folder of local files has this name"
+            )
         return root
     wrong = next((part for part in root.parts[1:] if _NOT_FOR_ORBAX.search(part)), None)
     if wrong is not None:

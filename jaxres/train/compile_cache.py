@@ -67,13 +67,18 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
 @functools.cache
 def own_sources(folder: str = "") -> str | None:
     """Returns the digest of this package's source, or of one folder of it; None: it has changed."""
-    return executable.sources(PACKAGE / folder, since=process_start(SystemClock()))
+    return executable.sources(PACKAGE / folder, **import_times(SystemClock()))
 
 
 def remember_sources() -> None:
     """Digests this package's source now, for all processes that are forked from this one."""
     for folder in ("", "data", "engine", "models"):
         own_sources(folder)
+
+
+def import_times(clock: Clock) -> dict[str, float]:
+    """Returns what `executable.sources` needs to know of the time of this process's imports."""
+    return {"since": process_start(clock), "now": clock.wall()}
 
 
 def process_start(clock: Clock) -> float:

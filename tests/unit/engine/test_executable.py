@@ -200,15 +200,24 @@ def test_code_that_changed_after_its_import_has_no_digest(tmp_path):
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "a.py").write_text("a = 1\n")
-    later = time.time() + 10
-    first = executable.sources(folder, since=later)
-    assert first == executable.sources(folder, since=later)
+    now = time.time()
+    later = {"since": now + 10, "now": now}
+    first = executable.sources(folder, **later)
+    assert first == executable.sources(folder, **later)
     (folder / "a.py").write_text("a = 2\n")
-    second = executable.sources(folder, since=later)
+    second = executable.sources(folder, **later)
     (folder / "a.py").rename(folder / "b.py")
-    assert len({first, second, executable.sources(folder, since=later)}) == 3
+    assert len({first, second, executable.sources(folder, **later)}) == 3
     os.utime(folder / "b.py", (0, 0))  # As a copy that keeps times.
-    assert executable.sources(folder, since=time.time() - 10) is None
+    assert executable.sources(folder, since=now - 10, now=now) is None
+
+
+def test_code_of_the_future_is_as_it_was_imported(tmp_path):
+    """The clock was set back, or is behind that of the machine on which the files were written."""
+    (tmp_path / "a.py").write_text("a = 1\n")
+    now = time.time()
+    known = executable.sources(tmp_path, since=now + 10, now=now)
+    assert executable.sources(tmp_path, since=now - 9000, now=now - 8000) == known
 
 
 def test_the_newest_files_are_kept(tmp_path):
@@ -219,6 +228,15 @@ def test_the_newest_files_are_kept(tmp_path):
         "2.compiled",
         "3.compiled",
     ]
+
+
+def test_a_program_that_is_stored_after_the_clock_was_set_back_is_kept(tmp_path):
+    later = time.time() + 10_000
+    for name in "ab":
+        executable.keep(tmp_path / "kept", name, b"content", most=2)
+        os.utime(executable.file_of(tmp_path / "kept", name), (later, later))
+    executable.keep(tmp_path / "kept", "new", b"content", most=2)
+    assert executable.read(tmp_path / "kept", "new") == b"content"
 
 
 def set_mode(folder):

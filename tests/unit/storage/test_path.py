@@ -102,5 +102,13 @@ def test_a_name_in_a_bucket_has_no_empty_part_and_no_dots(key: str) -> None:
         parse_path(f"gs://bkt/{key}")
 
 
+def test_a_run_in_a_bucket_has_a_name_that_a_folder_can_have() -> None:
+    """Its local files are in one."""
+    assert run_root(parse_path(f"gs://bkt/{'n' * 251}")) == GcsPath("bkt", "n" * 251)
+    for name in ("n" * 252, "n" * 300, f"{'n' * 200}/{'m' * 60}", "ä" * 130):
+        with pytest.raises(ValueError, match=r"have \d+ bytes, at most 255 are possible"):
+            run_root(parse_path(f"gs://bkt/{name}"))
+
+
 def test_a_name_in_a_bucket_is_its_own_normal_form() -> None:
     assert run_root(parse_path("gs://bkt/runs/a/")) == GcsPath("bkt", "runs/a")
