@@ -40,8 +40,8 @@ def _parse_hosts(value: Any) -> int | str:
         return value
     found = re.fullmatch(r"([1-9][0-9]{0,5})\.\.([1-9][0-9]{0,5})", str(value))
     if found is None or not int(found[1]) <= int(found[2]) <= MOST_HOSTS:
-        text = f"must be a whole number from 1 to {MOST_HOSTS}, or a range A..B of such"
-        raise PydanticCustomError("num_hosts", text)
+        text = "must be a whole number from 1 to {most}, or a range A..B of such"
+        raise PydanticCustomError("num_hosts", text, {"most": MOST_HOSTS})
     return found[0]
 
 
