@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import ipaddress
 import math
 import socket
@@ -184,11 +185,10 @@ def gloo_address(coordinator: str) -> str | None:
 
 def _use_in_gloo(address: str) -> None:
     """Makes JAX give Gloo an address instead of the machine's name, for which it has no setting."""
-    from jaxlib import _jax
-
+    _jax: Any = importlib.import_module("jaxlib._jax")
     make = _jax.make_gloo_tcp_collectives
     given = functools.partial(getattr(make, "func", make), hostname=address)
-    _jax.make_gloo_tcp_collectives = given  # type: ignore[assignment]
+    _jax.make_gloo_tcp_collectives = given
 
 
 def _is_loopback(address: str) -> bool:

@@ -316,7 +316,7 @@ class AutoWhen(Section):
 
     kind: Literal["auto"] = "auto"
     """Computes the interval from measurements: it loses the least time to saves and failures."""
-    mtbf_hours: Hours = free(24.0)
+    mtbf_hours: PositiveFloat = free(24.0)
     """Expected hours of training between failures, before any are measured.
 
     It counts as one observed failure in that time; the measured failures of the run are added."""

@@ -21,7 +21,7 @@ from typing import Literal
 
 from jaxres.checkpoint import save_interval
 from jaxres.checkpoint.save_interval import Costs
-from jaxres.config.base import MOST_HOURS
+from jaxres.config.base import MOST_FLOAT
 from jaxres.config.schema_operations import AutoWhen
 
 HOUR_SECONDS = 3600.0
@@ -119,7 +119,7 @@ def tier(
     is that of asynchronous saves.
     """
     costs = Costs(stall_seconds=stall_seconds, write_seconds=stall_seconds + commit_seconds)
-    hours = min(1 / losses_per_hour, MOST_HOURS) if losses_per_hour else MOST_HOURS
+    hours = min(1 / losses_per_hour, MOST_FLOAT) if losses_per_hour else 1e6
     when = AutoWhen(mtbf_hours=hours)
     if not is_async:
         when = AutoWhen(mtbf_hours=hours, max_overhead=1.0)

@@ -67,7 +67,8 @@ def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
 @functools.cache
 def own_sources(folder: str = "") -> str | None:
     """Returns the digest of this package's source, or of one folder of it; None: it has changed."""
-    return executable.sources(PACKAGE / folder, **import_times(SystemClock()))
+    since, now = import_times(SystemClock())
+    return executable.sources(PACKAGE / folder, since=since, now=now)
 
 
 def remember_sources() -> None:
@@ -76,9 +77,9 @@ def remember_sources() -> None:
         own_sources(folder)
 
 
-def import_times(clock: Clock) -> dict[str, float]:
-    """Returns what `executable.sources` needs to know of the time of this process's imports."""
-    return {"since": process_start(clock), "now": clock.wall()}
+def import_times(clock: Clock) -> tuple[float, float]:
+    """Returns when this process started, before its imports, and the time, by the wall clock."""
+    return process_start(clock), clock.wall()
 
 
 def process_start(clock: Clock) -> float:

@@ -130,4 +130,5 @@ def _module_digest(name: str) -> str | None:
         return None
     path = Path(source)
     paths = sorted(path.parent.glob("*.py")) if module.__package__ else [path]
-    return executable.sources(path.parent, paths, **compile_cache.import_times(SystemClock()))
+    since, now = compile_cache.import_times(SystemClock())
+    return executable.sources(path.parent, paths, since=since, now=now)

@@ -172,9 +172,10 @@ def refuse_unknown_homes(values: Mapping[str, Any], prefix: str = "") -> None:
         if isinstance(value, dict):
             refuse_unknown_homes(value, f"{prefix}{name}.")
         is_place = isinstance(value, Path) or (name == "path" and isinstance(value, str))
-        if is_place and str(value).startswith("~") and os.path.expanduser(str(value)) == str(value):
-            user = str(value).partition("/")[0]
-            raise ConfigError(f"{prefix}{name}={value}: {user} has no home folder here")
+        text = str(value)
+        if is_place and text.startswith("~") and os.path.expanduser(text) == text:
+            user = text.partition("/")[0]
+            raise ConfigError(f"{prefix}{name}={text}: {user} has no home folder here")
 
 
 def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) -> AttemptContext:
