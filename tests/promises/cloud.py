@@ -31,6 +31,7 @@ from tests.waiting import SURE_SECONDS
 POLL_SECONDS = 0.05
 OPTION = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
 SPOT = {"kind": "spot", **OPTION}
+SOON_LOST = {"lost_seconds": 6.0, "confirm_lost_seconds": 12.0}
 
 
 @dataclass
@@ -86,8 +87,12 @@ class Cloud:
     ) -> Path:
         """Writes a config for the faulty model on VMs of this cloud.
 
-        Without `fork`, VMs that run one attempt import nothing for a next one.
+        Without `fork`, VMs that run one attempt import nothing for a next one. With HELD in `env`
+        the workers are held in that step of theirs until `go_on`. The agent of a busy machine is
+        silent for seconds: a test in which one is lost sets a short `lost_seconds` (SOON_LOST).
         """
+        if "HELD" in gce.get("env", {}):
+            gce["env"] = {**gce["env"], "HELD": f"{gce['env']['HELD']}:{self._gate}"}
         package = self.root / "package"
         if not package.exists():
             (package / "tests" / "promises").mkdir(parents=True)
@@ -100,8 +105,8 @@ class Cloud:
             "runtime": {"kind": "python", "python": sys.executable},
             "package": str(package),
             "lease_seconds": 4.0,
-            "lost_seconds": 6.0,
-            "confirm_lost_seconds": 12.0,
+            "lost_seconds": 60.0,
+            "confirm_lost_seconds": 120.0,
             **gce,
         }
         overrides = {
@@ -115,6 +120,20 @@ class Cloud:
         path = self.root / f"config-{len(list(self.root.glob('config-*')))}.yaml"
         path.write_text(json.dumps(overrides))
         return path
+
+    @property
+    def _gate(self) -> Path:
+        return self.root / "held-gate"
+
+    def go_on(self) -> None:
+        """Ends the hold of workers with HELD, now or when they come to it."""
+        self._gate.touch()
+
+    def wait_printed_on_vms(self, text: str) -> None:
+        """Waits until a supervisor or worker on a VM has printed a text."""
+        self.wait(
+            lambda: any(text in p.read_text() for p in self.gce.root.rglob("output-*.txt")), of=text
+        )
 
     def launch(self, *arguments: str, verb: str = "up", **env: str) -> Launcher:
         """Starts `launch gce VERB` with these arguments."""

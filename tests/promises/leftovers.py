@@ -7,8 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-import pytest
-
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.memory_folder import memory_folder
 from tests.promises.trainer import run_history
@@ -37,17 +35,31 @@ def wait_until_gone(run_dir: RunDir) -> None:
 
 
 def assert_nothing_left(run_dir: RunDir) -> None:
-    """Asserts that no process, port, lock or shared memory of a run is left."""
+    """Asserts that no process, port, lock or shared memory of a run is left.
+
+    A process that ends has no command line any more when the kernel frees what it holds.
+    """
     wait_until_gone(run_dir)
     for claim in run_history(run_dir).claims:
         if claim.coordinator is not None:
             host, _, port = claim.coordinator.partition(":")
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((host, int(port)), timeout=SURE_SECONDS)
-    assert locks(run_dir) == []
-    found = shared_memory(since=run_dir.lock.stat().st_mtime)  # The start of the run.
+            wait_until(lambda h=host, p=int(port): is_refused(h, p), f"closed port {port}")
+    wait_until(lambda: not locks(run_dir), lambda: f"end of the locks {locks(run_dir)}")
     own = str(memory_folder(run_dir.root))
-    assert [name for name in found if STATES not in name or name == own] == []
+
+    def segments() -> list[str]:
+        found = shared_memory(since=run_dir.lock.stat().st_mtime)  # The start of the run.
+        return [name for name in found if STATES not in name or name == own]
+
+    wait_until(lambda: not segments(), lambda: f"end of {segments()}")
+
+
+def is_refused(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=SURE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def locks(run_dir: RunDir) -> list[str]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxres.runlog.paths import RunDir
-from tests.promises.cloud import OPTION, SPOT, Cloud
-from tests.promises.trainer import assert_bit_exact, starts
+from tests.promises.cloud import OPTION, SOON_LOST, SPOT, Cloud
+from tests.promises.trainer import PACED, assert_bit_exact, starts
 
-SLOW = {"PACE": "0.01"}
-"""Environment of the training: about 10 steps per second, so that tests can interrupt it."""
 ZONE, MACHINE = OPTION["zones"][0], OPTION["machine_type"]
 RESERVED = {"kind": "reservation", "reservation": "mine", **OPTION}
 COSTLY = {"kind": "standard", **OPTION, "dollars_per_hour": 5.0}
@@ -25,7 +23,7 @@ def test_a_lost_vm_is_replaced_though_it_holds_the_place_of_the_next_one_for_a_w
     else:
         cloud.gce.reserve(ZONE, "mine", machine=MACHINE, count=2)
     options = [SPOT if kind == "quota" else RESERVED, COSTLY]
-    launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW, capacity_options=options))
+    launcher = cloud.up(cloud.config(num_hosts=2, env=PACED, capacity_options=options, **SOON_LOST))
     cloud.wait_commit(20)
     kept, lost = cloud.member(0), cloud.member(1)
     cloud.gce.hold_deletions()
@@ -34,6 +32,7 @@ def test_a_lost_vm_is_replaced_though_it_holds_the_place_of_the_next_one_for_a_w
     cloud.wait(lambda: refused in launcher.printed(), of="refusal")
     assert cloud.gce.vms()[lost] == "STOPPING"
     cloud.gce.hold_deletions(False)
+    cloud.go_on()
     assert launcher.wait_exit() == 0, cloud.describe()
     printed = launcher.printed()
     assert f"attempt 2 on {kept}, " in printed, "the other VM was not kept"

@@ -9,13 +9,9 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
-from tests.promises.cloud import OPTION, SPOT, Cloud
-from tests.promises.trainer import assert_bit_exact, run_history, starts
+from tests.promises.cloud import OPTION, SOON_LOST, SPOT, Cloud
+from tests.promises.trainer import PACED, assert_bit_exact, run_history, starts
 
-SLOW = {"PACE": "0.01"}
-"""Environment of the training: about 10 steps per second, so that tests can interrupt it."""
-SLOWER = {"PACE": "0.02"}
-"""Two steps per second, because launchers also take time to start."""
 NOTICE_SECONDS: float | None = None
 """Seconds of emulated time, which runs ten times as fast; None: the VM's own setting."""
 BOOTED = "debian-12-bookworm-v20260610"
@@ -26,12 +22,14 @@ CREATED = "instances.bulkInsert"
 def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
     cloud: Cloud, fault_free_pair: RunDir
 ) -> None:
-    launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
+    launcher = cloud.up(cloud.config(num_hosts=2, env=PACED))
     cloud.wait_commit(20)
     kept, taken = cloud.member(0), cloud.member(1)
     cloud.gce.add_image("debian-cloud", "debian-12-newer", family="debian-12")
     cloud.gce.add_image("debian-cloud", BOOTED, family="debian-12-older")
     cloud.gce.preempt(taken, notice=True, seconds=NOTICE_SECONDS)
+    cloud.wait_printed_on_vms("saving after the current step")
+    cloud.go_on()
     assert launcher.wait_exit() == 0, cloud.describe()
     desired = cloud.desired_state()
     assert desired is not None
@@ -50,12 +48,13 @@ def test_a_preempted_vm_is_replaced_and_no_finished_step_is_lost(
 
 @pytest.mark.campaign
 def test_a_coordinator_that_disappears_is_replaced(cloud: Cloud, fault_free_pair: RunDir) -> None:
-    launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW))
+    launcher = cloud.up(cloud.config(num_hosts=2, env=PACED, **SOON_LOST))
     cloud.wait_commit(20)
     gone, kept = cloud.member(0), cloud.member(1)
     cloud.gce.die_silently(gone)
     silent = f"{gone}: its agent has been silent"
     cloud.wait(lambda: silent in launcher.printed(), of="suspicion")
+    cloud.go_on()
     assert launcher.wait_exit() == 0, cloud.describe()
     assert "still listed as RUNNING" in launcher.printed()
     assert f", {kept}" in launcher.printed().partition("attempt 2 on ")[2]
@@ -69,10 +68,11 @@ def test_a_failed_host_is_detected_by_its_host_error_operation(
     cloud: Cloud, fault_free_pair: RunDir
 ) -> None:
     """The API lists the VM as running, and missing heartbeats prove nothing for a long time."""
-    launcher = cloud.up(cloud.config(num_hosts=2, env=SLOW, lost_seconds=600.0))
+    launcher = cloud.up(cloud.config(num_hosts=2, env=PACED, lost_seconds=600.0))
     cloud.wait_commit(20)
     gone = cloud.member(1)
     cloud.gce.host_error(gone, shows_running_seconds=36000, is_told=True)
+    cloud.go_on()
     assert launcher.wait_exit() == 0, cloud.describe()
     assert f"{gone}: its host has failed (compute.instances.hostError)" in launcher.printed()
     assert starts(cloud.run_dir)[1] >= 20
@@ -121,7 +121,7 @@ def test_the_next_launcher_adopts_the_creation_of_a_killed_one(
 def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
     cloud: Cloud, fault_free: RunDir
 ) -> None:
-    config = cloud.config(env=SLOWER)
+    config = cloud.config(env=PACED)
     first = cloud.up(config)
     cloud.wait_commit(10)
     assert_fails = cloud.up(config)
@@ -133,6 +133,7 @@ def test_only_one_of_two_launchers_acts_and_the_suspended_one_exits(
     first.kill(signal.SIGCONT)
     assert first.wait_exit() == ExitCode.FENCED, cloud.describe()
     assert "holds the lease of this run now; this one stops acting" in first.printed()
+    cloud.go_on()
     assert second.wait_exit() == 0, cloud.describe()
     assert run_history(cloud.run_dir).attempt == 1, "the training did not outlive its launcher"
     assert_bit_exact(cloud.run_dir, fault_free)

@@ -19,7 +19,7 @@ from tests.promises.trainer import assert_bit_exact, run_history, starts
 def test_a_stopped_job_saves_and_the_same_command_resumes_it(
     cloud: Cloud, fault_free: RunDir
 ) -> None:
-    launcher = cloud.up(cloud.config(fork=False, env={"PACE": "0.04"}))
+    launcher = cloud.up(cloud.config(fork=False, env={"PACE": "0.04", "HELD": "30"}))
     cloud.wait_commit(10)
     launcher.kill(signal.SIGINT)
     assert launcher.wait_exit() == 128 + signal.SIGINT

@@ -91,11 +91,13 @@ def job(tmp_path: Path, caches: Path) -> Iterator[Job]:
 
 
 def test_a_killed_pod_starts_all_hosts_again_and_costs_no_committed_step(
-    job: Job, fault_free_pair: RunDir
+    job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
-    job.apply()
+    gate = tmp_path / "gate"
+    job.apply(FAULT=HELD, GATE=str(gate))
     job.wait_commit(10)
     os.killpg(job.cluster.pods[1].process.pid, signal.SIGKILL)
+    gate.touch()
     assert job.wait_end() == "Complete", job.cluster.printed()
     host, code = job.cluster.exits[0]
     assert (host, code) in ((1, 128 + signal.SIGKILL), (0, ExitCode.PEER_LOST))

@@ -529,11 +529,12 @@ def test_two_lost_neighbors_restore_the_committed_step(
 def test_a_replaced_vm_gets_its_state_from_the_vm_that_is_kept(
     cloud: Cloud, fault_free_pair: RunDir
 ) -> None:
-    launcher = cloud.up(cloud.config(num_hosts=2, env={"PACE": "0.02"}), *COPIED[:2])
+    launcher = cloud.up(cloud.config(num_hosts=2, env=PACED), *COPIED[:2])
     cloud.wait(lambda: max(copied(cloud.run_dir, 0, of=1), default=0) >= 25, of="copies of step 25")
     lost = cloud.member(1)
     cloud.gce.host_error(lost, is_told=True)
     lose_host(cloud.run_dir, 1)
+    cloud.go_on()
     assert launcher.wait_exit() == 0, cloud.describe()
     assert ("compute.instances.hostError", lost) in cloud.gce.events()
     (_, (step, tier)) = begins(cloud.run_dir)

@@ -210,14 +210,16 @@ def test_a_stalled_run_is_an_alert_that_ends_with_the_next_step_and_a_dead_worke
     own = (f"telemetry.prometheus.address={address}", "checkpoint.save_every_steps=4")
     own += ("train.steps=100000", "evaluation.every_steps=0")
     trainer = workspace.launch("held-run", *own, hosts=1, config=FAULTY, restart=True, env=env)
+    held_at = GATE_ROW // 24 - 2  # The last step whose metrics are written before the held one.
     with prometheus(tmp_path, address) as server:
         trainer.wait(  # A short wait for data may come earlier.
             lambda: (
-                bool(trainer.steps()) and is_at(trainer, "wait for data") and bool(server.firing())
+                trainer.steps()[-1:] == [held_at]
+                and is_at(trainer, "wait for data")
+                and bool(server.firing())
             ),
             what="an alert at the gate",
         )
-        held_at = trainer.steps()[-1]
         trainer.wait(lambda: server.value("jaxres_step") == held_at, what="a scrape of the step")
         (alert,) = server.firing()
         assert alert["labels"]["alertname"] == STALLED
