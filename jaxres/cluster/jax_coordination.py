@@ -184,9 +184,14 @@ def gloo_address(coordinator: str) -> str | None:
 
 
 def _use_in_gloo(address: str) -> None:
-    """Makes JAX give Gloo an address instead of the machine's name, for which it has no setting."""
+    """Makes JAX give Gloo an address instead of the machine's name, for which it has no setting.
+
+    A version of jaxlib that makes Gloo's connections in another way keeps to the name.
+    """
     _jax: Any = importlib.import_module("jaxlib._jax")
-    make = _jax.make_gloo_tcp_collectives
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make is None:
+        return
     given = functools.partial(getattr(make, "func", make), hostname=address)
     _jax.make_gloo_tcp_collectives = given
 
