@@ -12,6 +12,7 @@ from google.cloud import compute_v1 as compute
 PROJECT, ZONE = "emulated", "us-central1-a"
 IMAGE = "projects/debian-cloud/global/images/family/debian-12"
 TERMINATE = "TERMINATE"
+DONE = compute.Operation.Status.DONE
 
 
 class Served(Protocol):
@@ -67,6 +68,12 @@ class Clients:
         )
 
     def wait(self, operation: compute.Operation, *, zone: str = ZONE) -> compute.Operation:
+        """Waits until an operation is done: one request for it waits for a limited time."""
+        while (reported := self.wait_once(operation, zone=zone)).status != DONE:
+            pass
+        return reported
+
+    def wait_once(self, operation: compute.Operation, *, zone: str = ZONE) -> compute.Operation:
         return self.operations.wait(project=PROJECT, zone=zone, operation=operation.name)
 
     def delete(self, name: str, *, zone: str = ZONE) -> compute.Operation:
