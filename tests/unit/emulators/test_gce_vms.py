@@ -33,7 +33,7 @@ STANDS_STILL = 0.001
 """A speed at which only `skip` makes come what is scheduled."""
 NOTICE = spot(preemption_notice_duration=compute.Duration(seconds=120))
 DAEMON = "setsid nohup sleep 1000 >/dev/null 2>&1 &\n"
-SAYS_TERM = "trap 'echo asked to end; exit' TERM; while true; do sleep 0.02; done\n"
+SAYS_TERM = "trap 'echo asked to end; exit' TERM; echo ready; while true; do sleep 0.02; done\n"
 IGNORES_TERM = f"trap '' TERM\n{DAEMON}echo ready; while true; do sleep 0.02; done\n"
 CURL = "curl -sf -H 'Metadata-Flavor: Google' http://$GCE_METADATA_HOST/computeMetadata/v1"
 
@@ -111,7 +111,7 @@ def test_a_preemption_with_notice_sends_sigterm_and_then_deletes_the_vm(
     gce: GceEmulator, clients: Clients
 ) -> None:
     clients.wait(clients.insert("one", script=DAEMON + SAYS_TERM, scheduling=NOTICE))
-    gce.wait_for(lambda: len(gce.pids("one")) >= 2)
+    gce.wait_for(lambda: gce.output("one") == "ready\n")
     seen = asked(gce, "one", PREEMPTED)
     assert seen.text == "FALSE"
     gce.scheduler.speed = STANDS_STILL
@@ -157,11 +157,11 @@ def test_a_process_that_ignores_sigterm_is_killed_after_thirty_seconds(
 
 def test_a_preemption_without_notice_kills_at_once(gce: GceEmulator, clients: Clients) -> None:
     clients.wait(clients.insert("one", script=DAEMON + SAYS_TERM))
-    gce.wait_for(lambda: len(gce.pids("one")) >= 2)
+    gce.wait_for(lambda: gce.output("one") == "ready\n")
     gce.preempt("one", notice=False)
     assert gce.vms() == {}
     assert gce.pids() == []
-    assert gce.output("one") == ""
+    assert gce.output("one") == "ready\n"
     assert gce.events() == [("compute.instances.preempted", "one")]
 
 
