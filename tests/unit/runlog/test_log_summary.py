@@ -8,8 +8,8 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable
-from jaxres.runlog import attempt_history, log_summary, run_log
-from jaxres.runlog.log_summary import EVERY, LogSummary, summarized
+from jaxres.runlog import attempt_history, run_log
+from jaxres.runlog.log_summary import LogSummary, summarized
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import DROPPED
 from jaxres.runlog.run_log import (
@@ -31,6 +31,10 @@ from jaxres.runlog.run_log import (
 from jaxres.storage import files
 from jaxres.supervisor import restart_policy
 from tests.unit.runlog.example_records import CLAIM
+
+
+EVERY = 128
+"""Records that have a summary in these tests: a quarter of what others have."""
 
 
 def commit_of(step, attempt):
@@ -133,15 +137,16 @@ def long_log(run_dir, *, saves, attempt=1):
         log.append(commit_of(step, attempt))
         if step > 3:
             log.append(Prune(steps=(step - 3,)))
-        if step % 100 == 0:
+        if step % 25 == 0:
             log.history()
     return log
 
 
 @pytest.fixture
 def run_dir(tmp_path, monkeypatch):
-    """A run directory whose log is not made durable, so that thousands of records take no time."""
+    """A run directory whose log has short parts and is not made durable, which takes less time."""
     monkeypatch.setattr("os.fsync", lambda number: None)
+    monkeypatch.setattr(run_log, "EVERY", EVERY)
     return RunDir(tmp_path / "run")
 
 
@@ -157,22 +162,22 @@ def reads_of(action):
 
 
 def test_a_start_and_a_save_read_as_much_after_many_records_as_after_few(run_dir):
-    log, counts = long_log(run_dir, saves=300), []
+    log, counts = long_log(run_dir, saves=75), []
     for attempt in (2, 3, 4):
         log.history()
         start = reads_of(lambda: read_records(run_dir.log))
         save = reads_of(log.history)
-        counts.append((start, save, log.last_seq > 500 * (attempt - 1)))
-        log = long_log(run_dir, saves=300, attempt=attempt)
+        counts.append((start, save, log.last_seq > 125 * (attempt - 1)))
+        log = long_log(run_dir, saves=75, attempt=attempt)
     for (starts, lists), saves, is_long in counts:
         assert is_long
-        assert starts <= EVERY + 200 + 3, "the records since the summary, and those of one history"
+        assert starts <= EVERY + 50 + 3, "the records since the summary, and those of one history"
         assert lists == 0, "a folder is not listed"
         assert saves == (2, 0)
 
 
 def test_a_reader_finds_what_the_whole_log_says(run_dir):
-    log = long_log(run_dir, saves=600)
+    log = long_log(run_dir, saves=150)
     log.history()
     assert files.read(run_dir.log_summary) is not None
     whole, short = read_whole(run_dir.log), read_records(run_dir.log)
@@ -199,7 +204,7 @@ def empty(run_dir):
 
 @pytest.mark.parametrize("change", [damaged, of_another_log, empty])
 def test_a_summary_that_is_damaged_or_of_another_log_is_not_used(run_dir, change):
-    long_log(run_dir, saves=400).history()
+    long_log(run_dir, saves=100).history()
     whole = read_whole(run_dir.log)
     change(run_dir)
     assert read_records(run_dir.log) == whole
@@ -207,20 +212,20 @@ def test_a_summary_that_is_damaged_or_of_another_log_is_not_used(run_dir, change
 
 def test_a_log_that_ends_before_its_summary_is_no_shorter_run(run_dir):
     """The run directory was restored from an older copy, but for the summary."""
-    log = long_log(run_dir, saves=600)
+    log = long_log(run_dir, saves=150)
     log.history()
-    for number in range(400, log.last_seq + 1):
+    for number in range(100, log.last_seq + 1):
         (run_dir.log / file_name(number)).unlink()
-    assert run_log.last_seq(read_records(run_dir.log)) == 399
-    with pytest.raises(StorageUnavailable, match="records existed, 399 are left"):
+    assert run_log.last_seq(read_records(run_dir.log)) == 99
+    with pytest.raises(StorageUnavailable, match="records existed, 99 are left"):
         log.history()
 
 
 @pytest.mark.parametrize("lost", [1, 5])
 def test_a_missing_record_after_the_summary_is_an_error(run_dir, lost):
-    log = long_log(run_dir, saves=600)
+    log = long_log(run_dir, saves=150)
     log.history()
-    for step in range(601, 611):
+    for step in range(151, 161):
         log.append(commit_of(step, 1))
     through = LogSummary.decode(run_dir.log_summary.read_bytes(), log=run_dir.log).through
     for number in range(through + 1, through + 1 + lost):
@@ -230,7 +235,7 @@ def test_a_missing_record_after_the_summary_is_an_error(run_dir, lost):
 
 
 def test_no_attempt_is_claimed_in_a_hole_of_the_log(run_dir):
-    log = long_log(run_dir, saves=600)
+    log = long_log(run_dir, saves=150)
     log.history()
     records = read_records(run_dir.log)
     before = [record for record in records if record.seq < log.last_seq - 1]
@@ -242,7 +247,7 @@ def test_no_attempt_is_claimed_in_a_hole_of_the_log(run_dir):
 
 def test_the_end_of_an_attempt_is_written_without_a_look_at_each_of_its_records(run_dir):
     """A supervisor has written nothing since its claim; its worker has written thousands."""
-    worker = long_log(run_dir, saves=600)
+    worker = long_log(run_dir, saves=150)
     worker.history()
     records = read_records(run_dir.log)
     supervisor = RunLog.of_attempt(run_dir.log, records, attempt=1, clock=SystemClock())
@@ -252,10 +257,10 @@ def test_the_end_of_an_attempt_is_written_without_a_look_at_each_of_its_records(
 
 
 def test_a_superseded_supervisor_is_fenced_by_a_claim_that_the_summary_has(run_dir):
-    worker = long_log(run_dir, saves=300)
+    worker = long_log(run_dir, saves=75)
     records = read_records(run_dir.log)
     supervisor = RunLog.of_attempt(run_dir.log, records, attempt=1, clock=SystemClock())
-    long_log(run_dir, saves=300, attempt=2).history()
+    long_log(run_dir, saves=75, attempt=2).history()
     for log in (supervisor, worker):
         with pytest.raises(Fenced, match="attempt 2"):
             log.append(AttemptEnded(exit=0, reason="", committed=True))
@@ -263,24 +268,24 @@ def test_a_superseded_supervisor_is_fenced_by_a_claim_that_the_summary_has(run_d
 
 def test_no_process_of_a_lost_log_finds_a_place_free(run_dir):
     """The log was rebuilt: the places of records that decided nothing are taken."""
-    zombie = long_log(run_dir, saves=100)
-    for number in range(60, 150):
+    zombie = long_log(run_dir, saves=25)
+    for number in range(15, 38):
         place = run_dir.log / file_name(number)
         place.unlink()
         place.write_bytes(DROPPED)
-    late = RunLog(run_dir.log, attempt=1, last_seq=80, clock=SystemClock())
+    late = RunLog(run_dir.log, attempt=1, last_seq=20, clock=SystemClock())
     long_log(run_dir, saves=1, attempt=2)
     with pytest.raises(Fenced, match="attempt 2"):
         late.append(commit_of(900, 1))
     with pytest.raises(Fenced, match="attempt 2"):
         zombie.append(commit_of(900, 1))
     numbers = [record.seq for record in read_whole(run_dir.log)]
-    assert not set(numbers) & set(range(60, 150))
+    assert not set(numbers) & set(range(15, 38))
 
 
 def test_hosts_agree_on_a_history_that_the_summary_has_passed(run_dir):
-    log = long_log(run_dir, saves=300)
-    whole, seen = read_whole(run_dir.log), 120
+    log = long_log(run_dir, saves=75)
+    whole, seen = read_whole(run_dir.log), 30
     log.history()
     assert fold(log.records_through(seen)) == fold(whole[:seen])
     assert run_log.last_seq(log.records_through(log.last_seq)) == log.last_seq
@@ -288,11 +293,10 @@ def test_hosts_agree_on_a_history_that_the_summary_has_passed(run_dir):
 
 def test_a_process_that_runs_for_long_keeps_few_records(run_dir):
     reader = run_log.LogReader(run_dir.log)
-    log, most = long_log(run_dir, saves=100), 0
+    log, most = long_log(run_dir, saves=25), 0
     for attempt in range(2, 10):
-        log = long_log(run_dir, saves=200, attempt=attempt)
+        log = long_log(run_dir, saves=50, attempt=attempt)
         log.history()
         most = max(most, len(reader.read()))
-    assert most < 3 * EVERY + 100
+    assert most < 3 * EVERY + 25
     assert answers(reader.read()) == answers(read_whole(run_dir.log))
-    assert log_summary.EVERY == 512, "the counts of these tests"
