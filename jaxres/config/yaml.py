@@ -26,6 +26,7 @@ _FLOAT = re.compile(
 )
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_NOT_WHOLE = "contains a character that is not allowed (NUL or an unpaired surrogate)"
 _YAML_1_1 = yaml.resolver.Resolver()
 
 
@@ -37,10 +38,14 @@ class Node:
     where: str
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML loader that follows the rules of this module and keeps line numbers."""
+class _Loader(yaml.composer.Composer, yaml.CSafeLoader):
+    """Follows the rules of this module and keeps line numbers; libyaml gives the events."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's name and type)
+
+    def __init__(self, text: str) -> None:
+        yaml.CSafeLoader.__init__(self, text)
+        yaml.composer.Composer.__init__(self)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuses aliases, so that each value has one location and a small file stays small."""
@@ -80,9 +85,11 @@ def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
         return (None if root is None else _node(root, (), where, problems)), problems
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        text = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        problem = Problem("", f"not valid YAML: {text}", where(mark.line if mark else 0))
+        found = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        problem = Problem("", f"not valid YAML: {found}", where(mark.line if mark else 0))
         return None, [problem]
+    except UnicodeEncodeError as error:  # libyaml reads UTF-8, which has no half of a pair.
+        return None, [Problem("", _NOT_WHOLE, where(text.count("\n", 0, error.start)))]
     except RecursionError:
         return None, [Problem("", "is nested too deeply", where(0))]
     finally:
@@ -138,9 +145,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
     kind, text = node.tag.removeprefix(_TAG), node.value
     if kind == "str":
         if not is_whole(text):
-            raise ValueError(
-                "contains a character that is not allowed (NUL or an unpaired surrogate)"
-            )
+            raise ValueError(_NOT_WHOLE)
         return text
     if kind == "int" and _INT.match(text):
         if len(text) > 1000:

@@ -276,7 +276,7 @@ FILES = [
     bad_config(b"\xff\xfe\x00", "can't be read: 'utf-8' codec"),
     bad_config(b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "can't be read: 'utf-8' codec"),
     bad_config("café: 1\n".encode("latin-1"), "invalid continuation byte"),
-    bad_config("\x00\x01\x02", "special characters are not allowed"),
+    bad_config("\x00\x01\x02", "control characters are not allowed"),
     bad_config("a" * 100_000, "contains a single value"),
     bad_config("{a: " * 3000, "is nested too deeply"),
     bad_config(DIR, "no config.yaml here", code=USAGE),

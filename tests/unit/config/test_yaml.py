@@ -70,9 +70,10 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any):
             "x:1: a: contains a character that is not allowed (NUL or an unpaired surrogate)",
         ),
         (
-            'a: "\\ud800"',
-            "x:1: a: contains a character that is not allowed (NUL or an unpaired surrogate)",
+            "a: 1\nb: \ud800",
+            "x:2: contains a character that is not allowed (NUL or an unpaired surrogate)",
         ),
+        ('a: "\\ud800"', "x:1: not valid YAML: found invalid Unicode character escape code"),
         ("a: !!python/name:os.system x", "x:1: a: the tag tag:yaml.org,2002:python/name:os.system"),
         ("a: !!int x", "x:1: a: the tag tag:yaml.org,2002:int is not supported with 'x'"),
         ("a: " + "9" * 5000, "x:1: a: is a number of more than 1000 digits"),

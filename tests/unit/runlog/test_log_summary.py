@@ -32,7 +32,6 @@ from jaxres.storage import files
 from jaxres.supervisor import restart_policy
 from tests.unit.runlog.example_records import CLAIM
 
-
 EVERY = 128
 """Records that have a summary in these tests: a quarter of what others have."""
 
