@@ -40,7 +40,7 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       [--forget HOST | --exclude HOST [--reason TEXT]]  hardware has failed, and slow ones
   runs [FOLDER] [--tag TAG] [--json]                    a line for each run in a folder
   compare RUN_DIR RUN_DIR ... [--json]                  configs, losses at equal steps, and speed
-  branch RUN_DIR --to DIR [--step N]                    a new run that begins with a step of this
+  branch RUN_DIR --to DIR [--step N|best]               a new run that begins with a step of this
       [section.field=value ...]                         one, with another learning rate, for example
   sweep CONFIG.yaml --grid section.field=A,B ...        a run for each combination; the same command
       [--parallel N] [--to FOLDER]                      goes on with an interrupted sweep
@@ -60,8 +60,8 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       [--max-mb-per-second N]                           second place, verified, to resume from there
   checkpoints diff RUN_DIR [OTHER_RUN_DIR]              what differs between two states; exit 1 if
       [--step N] [--other-step M] [--json]              anything does
-  checkpoints export RUN_DIR [--step N] [--out DIR]     the parameters as a safetensors folder, by
-      [--names huggingface|jaxres] [--json]             default in RUN_DIR/exports (docs/weights.md)
+  checkpoints export RUN_DIR [--step N|best]            the parameters as a safetensors folder, by
+      [--out DIR] [--names huggingface|jaxres] [--json] default in RUN_DIR/exports (docs/weights.md)
       [--dtype float32|bfloat16] [--max-shard-bytes N]
   checkpoints import RUN_DIR|FOLDER|FILE [--step N]     reads exports back, or any such folder:
       [--out DIR] [--json]                              valid? equal to the step? for which config?

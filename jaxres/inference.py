@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import math
-import operator
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any
 
 import numpy as np
 
-from jaxres.checkpoint import manifest, retention, weights_export
+from jaxres.checkpoint import manifest, weights_export
 from jaxres.checkpoint.verify import verify_step
-from jaxres.checkpoint.weights_source import committed, from_run
+from jaxres.checkpoint.weights_source import Step, commit_of, from_run
 from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.data import tokenizer as tokenizers
 from jaxres.data.tokenizer import FILE_NAME, Tokenizer, limited
@@ -27,9 +26,6 @@ from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage.files import read_whole
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 from jaxres.supervisor import run_config
-
-Step = SupportsIndex | Literal["newest", "best"]
-"""A committed step, as any integer; "best": the one of the lowest held-out loss."""
 
 
 @dataclass(frozen=True)
@@ -214,22 +210,6 @@ def root_of(path: str | RunPath) -> RunPath:
 def history_of(run_dir: RunDir) -> RunHistory:
     """Returns the history of a run."""
     return run_log.fold(run_log.read_records(run_dir.log))
-
-
-def commit_of(run_dir: RunDir, step: Step) -> Commit:
-    """Returns the record of a committed step. Raises ConfigError if there is none."""
-    if step == "newest":
-        return committed(run_dir, step=None)
-    if step != "best":
-        try:
-            return committed(run_dir, step=operator.index(step))
-        except TypeError as error:
-            what = "must be an integer, 'newest' or 'best'"
-            raise ConfigError(f"{run_dir.root}: step {step!r}: {what}.") from error
-    best = retention.best(1)(retention.steps_of(history_of(run_dir)))
-    if not best:
-        raise ConfigError(f"{run_dir.root}: no committed step has a held-out loss.")
-    return committed(run_dir, step=next(iter(best)))
 
 
 def params_of(run_dir: RunDir, commit: Commit) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import inference
+from jaxres.checkpoint import weights_source
+from jaxres.checkpoint.weights_source import Step
 from jaxres.cli import branch as branch_command
 from jaxres.cli import history as history_command
 from jaxres.cli import runs as runs_command
@@ -24,7 +26,7 @@ from jaxres.config.yaml import dump
 from jaxres.data.tokenizer import Tokenizer
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
-from jaxres.inference import LoadedModel, Step
+from jaxres.inference import LoadedModel
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
@@ -104,7 +106,7 @@ class Run:
         return history
 
     def _commit(self, step: Step) -> Commit:
-        return inference.commit_of(self._run_dir, step)
+        return weights_source.commit_of(self._run_dir, step)
 
     def _rows(self, text: Any) -> list[dict[str, Any]]:
         lines = text(self._run_dir, self._history(), as_json=True).splitlines()
@@ -182,7 +184,7 @@ def branch(
     branch_command.branch(
         RunDir(origin.dir),
         RunDir(made.dir),
-        step=origin._commit(step).step,
+        step=step,
         overrides=_words(overrides),
         env=os.environ,
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import xxhash
 
 from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import safetensors
+from jaxres.checkpoint import retention, safetensors
 from jaxres.checkpoint.content_digest import array_digest
 from jaxres.checkpoint.manifest import ArrayInfo
 from jaxres.config import huggingface
@@ -21,7 +22,7 @@ from jaxres.config.huggingface_keys import QUANTIZATION
 from jaxres.config.schema import RunConfig
 from jaxres.config.schema_model import AnyModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_training import FromRun
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
@@ -32,6 +33,8 @@ from jaxres.storage.path import run_root
 PARAMS, EMA, ADAPTERS = "params/", "ema/", "params/lora/"
 ABOUT = "jaxres.json"
 """File in which an export describes itself: checksums, model, step."""
+Step = SupportsIndex | Literal["newest", "best"]
+"""A committed step, as any integer; "best": the one of the lowest held-out loss."""
 WeightFacts = Mapping[str, Any]
 """Settings of a model that change what it computes but not the shapes of its arrays."""
 
@@ -202,6 +205,33 @@ def committed(run_dir: RunDir, *, step: int | None) -> Commit:
     if not line.claims:
         raise ConfigError(f"{run_dir.root}: no run here (no log/).")
     raise ConfigError(f"{run_dir.root}: {what} committed (committed: {steps}).")
+
+
+def parse_step(text: str | None) -> Step:
+    """Returns the step that an option names: a number, `best`, or `newest`, also for None."""
+    if text in (None, "newest"):
+        return "newest"
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise UsageError(f"--step {text}: must be a number, `newest` or `best`")
+    return int(text)
+
+
+def commit_of(run_dir: RunDir, step: Step) -> Commit:
+    """Returns the record of a committed step. Raises ConfigError if there is none."""
+    if step == "newest":
+        return committed(run_dir, step=None)
+    if step != "best":
+        try:
+            return committed(run_dir, step=operator.index(step))
+        except TypeError as error:
+            what = "must be an integer, 'newest' or 'best'"
+            raise ConfigError(f"{run_dir.root}: step {step!r}: {what}.") from error
+    best = retention.best(1)(retention.steps_of(run_log.fold(run_log.read_records(run_dir.log))))
+    if not best:
+        raise ConfigError(f"{run_dir.root}: no committed step has a held-out loss.")
+    return committed(run_dir, step=next(iter(best)))
 
 
 def source_run_dir(section: FromRun) -> RunDir:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
+import glob
 import secrets
 import shutil
 import sys
@@ -50,14 +52,15 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     parser = argparse.ArgumentParser("jaxres branch", allow_abbrev=False)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run to branch from")
     parser.add_argument("--to", required=True, metavar="DIR", help="directory of the new run")
-    parser.add_argument("--step", type=int, metavar="N", help="committed step; default: the newest")
+    parser.add_argument("--step", metavar="N|best", help="committed step; default: the newest")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     try:
         options = parser.parse_intermixed_args(list(arguments))
     except SystemExit as end:
         return int(end.code or 0) and ExitCode.USAGE
     origin, to = (RunDir(root_of(text)) for text in (options.run_dir, options.to))
-    sys.stdout.write(branch(origin, to, step=options.step, overrides=options.overrides, env=env))
+    step = weights_source.parse_step(options.step)
+    sys.stdout.write(branch(origin, to, step=step, overrides=options.overrides, env=env))
     return ExitCode.DONE
 
 
@@ -65,7 +68,7 @@ def branch(
     origin: RunDir,
     to: RunDir,
     *,
-    step: int | None,
+    step: weights_source.Step,
     overrides: Sequence[str],
     env: Mapping[str, str],
     clock: Clock | None = None,
@@ -75,7 +78,7 @@ def branch(
     Args:
       origin: the run to branch from; it may be live.
       to: directory of the new run; must not exist.
-      step: committed step of the origin; None: the newest.
+      step: committed step of the origin.
       overrides: changes of the origin's config.
       env: environment, for the record of the claim.
       clock: time of the records; None: the system's.
@@ -88,12 +91,13 @@ def branch(
     """
     if files.exists(to.root) or files.list_names(to.root):
         raise UsageError(f"{to.root}: exists already. Choose another directory with --to.")
-    commit = weights_source.committed(origin, step=step)
+    commit = weights_source.commit_of(origin, step)
     history = run_log.fold(run_log.read_records(origin.log))
     config = _config(origin, to, overrides, step=commit.step)
     if is_remote(to.root):
         _build(origin, to, commit, history, config, clock=clock or SystemClock(), env=env)
     else:
+        _delete_killed(to.root)
         building = to.root.with_name(f".{to.root.name}.{secrets.token_hex(6)}.tmp")
         try:
             _build(
@@ -186,6 +190,15 @@ def _build(
         log.append(_copy_step(origin, to, commit, log, trajectory=claimed.claim.trajectory))
         text = f"branch of {origin.root} at step {commit.step}; nothing was trained"
         log.append(AttemptEnded(exit=ExitCode.STOPPED, reason=text, committed=True))
+
+
+def _delete_killed(to: Path) -> None:
+    """Deletes what killed processes have left of this branch; a live one holds its lock file."""
+    for left in to.parent.glob(f".{glob.escape(to.name)}.{12 * '[0-9a-f]'}.tmp"):
+        lock = RunDir(left).lock
+        with contextlib.suppress(OSError, StorageUnavailable), open(lock, "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files.delete_tree(left)
 
 
 def _copy_step(

@@ -85,8 +85,10 @@ def _parser(usage: str) -> argparse.ArgumentParser:
     export.add_argument("--names", choices=("huggingface", "jaxres", "peft", *STYLES))
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     export.add_argument("--max-shard-bytes", type=int)
-    for subparser in (export, verb(checkpoints, "import")):
-        subparser.add_argument("--step", type=int)
+    export.add_argument("--step")
+    imports = verb(checkpoints, "import")
+    imports.add_argument("--step", type=int)
+    for subparser in (export, imports):
         subparser.add_argument("--out", type=_local)
         subparser.add_argument("--json", action="store_true")
     return parser

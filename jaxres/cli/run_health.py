@@ -109,6 +109,7 @@ def outlook(
     is_supervised: bool,
     supervision: LastSupervisorEvent | None,
     root: str,
+    is_slurm_job: bool,
     changed_steps: int | None,
     stacks: str,
 ) -> RunHealth:
@@ -123,11 +124,14 @@ def outlook(
       is_supervised: whether a supervisor started the newest attempt.
       supervision: newest decision of a supervisor.
       root: path of the run directory.
+      is_slurm_job: whether it was submitted by `launch slurm`.
       changed_steps: train.steps of the newest attempt if it differs from that of the last one that
         trained; None: it does not.
       stacks: path of the stack dump of a hung worker.
     """
     command = f"python -m jaxres.train {root}"
+    if is_slurm_job:
+        command = f"python -m jaxres.launch slurm {root} --nodes N"
     if changed_steps is not None:  # Without it the config of the last attempt that trained counts.
         command += f" train.steps={changed_steps}"
     is_newest = supervision is not None and supervision.attempt >= attempt

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxres import inference
+from jaxres.checkpoint.weights_source import parse_step
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.inference import LoadedModel
@@ -70,23 +71,13 @@ def _check(prompt: str, options: argparse.Namespace, given: Mapping[str, Any]) -
         raise UsageError("\n".join(lines))
 
 
-def parse_step(text: str | None) -> inference.Step:
-    """Returns the step that an option names: a number, `best`, or `newest`."""
-    if text in (None, "newest"):
-        return "newest"
-    if text == "best":
-        return "best"
-    if not text.isdecimal():
-        raise UsageError(f"--step {text}: must be a number, `newest` or `best`")
-    return int(text)
-
-
 def _stream(loaded: LoadedModel, prompt: str, count: int, sampling: dict[str, Any]) -> None:
     """Prints a text as it is drawn; characters of several tokens when they are complete."""
-    sys.stdout.write(prompt)
     tokens: list[int] = []
     printed = ""
     for drawn in loaded.stream(prompt, tokens=count, **sampling):
+        if not tokens:  # Nothing is printed of a model that draws none.
+            sys.stdout.write(prompt)
         tokens.append(int(drawn[0]))
         text = loaded.text_tokenizer().decode(tokens)
         if text.startswith(printed) and not text.endswith("\ufffd"):

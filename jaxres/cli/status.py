@@ -36,6 +36,7 @@ from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
 from jaxres.runlog.scrub_progress import StepCheck
+from jaxres.storage import files
 from jaxres.supervisor import run_lock
 
 RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
@@ -124,6 +125,7 @@ def read_status(
         is_supervised=bool(history.claims) and history.claims[-1].slots is not None,
         supervision=supervision,
         root=str(run_dir.root),
+        is_slurm_job=files.exists(run_dir.root / "slurm" / "job.sh"),
         changed_steps=steps if built is not None and steps != built else None,
         stacks=str(run_dir.stacks(history.attempt, 0)),
     )

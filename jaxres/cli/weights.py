@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> tuple[str, int]:
 def export(options: argparse.Namespace) -> str:
     """Exports the parameters of a committed step; returns the output (text or JSON)."""
     run_dir = RunDir(options.run_dir)
-    commit = _committed(run_dir, step=options.step)
+    commit = _committed(run_dir, weights_source.parse_step(options.step))
     config = resolve_run(run_dir.root, [])[0].config
     limit = options.max_shard_bytes
     if limit is None:
@@ -60,7 +60,7 @@ def export(options: argparse.Namespace) -> str:
             **named,
         )
     except Unrestorable:
-        _committed(run_dir, step=commit.step)  # A live run may have pruned it meanwhile.
+        _committed(run_dir, commit.step)  # A live run may have pruned it meanwhile.
         raise
     fields = _fields(out, params, digest) | {"step": source.step, "names": names}
     return _text(fields, [f"step {source.step}, read back and equal"], as_json=options.json)
@@ -110,9 +110,9 @@ def _adapters(run_dir: RunDir, config: RunConfig, commit: Commit) -> tuple[Weigh
     return source, named
 
 
-def _committed(run_dir: RunDir, *, step: int | None) -> Commit:
+def _committed(run_dir: RunDir, step: weights_source.Step) -> Commit:
     try:
-        return weights_source.committed(run_dir, step=step)
+        return weights_source.commit_of(run_dir, step)
     except ConfigError as error:
         raise UsageError(str(error)) from error
 
@@ -247,7 +247,7 @@ def _import_one(
 
 
 def _digest_of_step(run_dir: RunDir, step: int, *, dtype: str) -> str:
-    commit = _committed(run_dir, step=step)
+    commit = _committed(run_dir, step)
     config = resolve_run(run_dir.root, [])[0].config
     return weights_export.digest_of(
         weights_export.of_run(weights_source.from_run(run_dir, config, commit)).cast(dtype)

@@ -121,8 +121,11 @@ class RendezvousLeader:
             self.peers.send(Goodbye(error.exit_code, f"{name}: {error}"))
         self.peers.close()
 
-    def wait_for_all(self) -> tuple[Hello, ...]:
+    def wait_for_all(self, end: Callable[[], RunError | None] = lambda: None) -> tuple[Hello, ...]:
         """Waits until every host has joined, and returns their hellos by id, this host first.
+
+        Args:
+          end: called again and again; an error that it returns ends the wait on every host.
 
         Raises:
           ConfigError: hosts are not compatible; the error is sent to every host.
@@ -143,6 +146,8 @@ class RendezvousLeader:
                 raise self._mismatch()
             if now >= self._until:
                 raise self._abort(PeerLost(self._absent_message(absent)))
+            if (error := end()) is not None:
+                raise self._abort(error)
             self._on_message(self.peers.next(POLL_SECONDS))
             self.peers.send_heartbeat(Heartbeat())
         self.peers.on_accepted = self._reject_late

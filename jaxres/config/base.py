@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from jaxres.storage.path import RunPath, is_path, parse_path, run_root
+
+OTHER_FORM = "other_form"
+"""Type of pydantic's error for text that has not the form of its field."""
+
+
+def form(pattern: str, words: str) -> AfterValidator:
+    """Declares text that matches a pattern as a whole; `words` say in messages what it must be."""
+    compiled = re.compile(pattern)
+
+    def check(value: str) -> str:
+        if compiled.fullmatch(value):
+            return value
+        raise PydanticCustomError(OTHER_FORM, "must be {words}", {"words": words})
+
+    return AfterValidator(check)
+
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 MOST_COUNT = 10**12

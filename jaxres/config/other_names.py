@@ -7,8 +7,8 @@ from __future__ import annotations
 
 _KEYS = {
     "optimizer.learning_rate": "lr max_lr base_lr peak_lr learning_rate",
-    "optimizer.schedule.warmup_fraction": "warmup warmup_steps warmup_ratio num_warmup_steps "
-    "warmup_iters lr_warmup_steps",
+    "optimizer.schedule.warmup_fraction": "warmup warmup_ratio",
+    "optimizer.schedule.warmup_steps": "warmup_steps num_warmup_steps warmup_iters lr_warmup_steps",
     "optimizer.clip_norm": "max_grad_norm grad_clip gradient_clip_val clip_grad_norm "
     "gradient_clipping max_norm",
     "optimizer.b1": "beta1 adam_beta1 adam_b1",
@@ -55,10 +55,22 @@ NOTES = {
 
 _COUNTS_EPOCHS = "epochs num_epochs num_train_epochs max_epochs"
 _RESUMES = "resume resume_from_checkpoint resume_from ckpt_path load_checkpoint"
-ADVICE = dict.fromkeys(
-    _COUNTS_EPOCHS.split(),
-    "a run is train.steps long; `jaxres data inspect CONFIG.yaml` says how many an epoch takes",
-) | dict.fromkeys(_RESUMES.split(), "the same command in the same run.dir resumes a run")
+_EXPERTS = "moe num_experts num_local_experts n_routed_experts expert ep expert_parallel"
+_AXES = "pipeline pp pipeline_parallel pipeline_parallel_degree cp context context_parallel"
+ADVICE = {
+    name: text
+    for names, text in (
+        (
+            _COUNTS_EPOCHS,
+            "a run is train.steps long; `jaxres data inspect CONFIG.yaml` says how many an epoch "
+            "takes",
+        ),
+        (_RESUMES, "the same command in the same run.dir resumes a run"),
+        (_EXPERTS, "a mixture of experts needs a model of your own (model.kind: custom)"),
+        (_AXES, "a mesh has the axes data, fsdp and tensor"),
+    )
+    for name in names.split()
+}
 """Name in another trainer -> what to do instead, where no key has its meaning."""
 
 

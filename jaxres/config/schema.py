@@ -19,6 +19,7 @@ from jaxres.config.base import (
     Seconds,
     Section,
     Seed,
+    form,
     free,
     later,
 )
@@ -52,7 +53,7 @@ from jaxres.config.schema_training import (
     LossScaleSection,
 )
 
-Line = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$")]
+Line = Annotated[str, form(r"[^\x00-\x1f]{1,200}", "one line of 1 to 200 characters")]
 """Text on one line."""
 
 

@@ -18,14 +18,15 @@ from jaxres.config.base import (
     Seed,
     VocabSize,
     content_path,
+    form,
     free,
 )
 
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+ImportPath = Annotated[str, form(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "package.module:function")]
 
 HELDOUT = "heldout"
 """Name of the held-out part of the training data among the validation sets."""
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,40}$"
+SetName = Annotated[str, form(r"[A-Za-z0-9_-]{1,40}", "1 to 40 letters, digits, - or _")]
 
 
 class FilesSource(Section):
@@ -154,7 +155,7 @@ SingleSource = DocumentSource | TokensSource | CustomSource
 class WeightedSource(Section):
     """One source of a mixture."""
 
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    name: SetName
     """Name of the source; its rows are shuffled by it, so it belongs to the trajectory."""
     weight: NonNegativeFloat
     """Share of the rows, relative to the other weights; 0: none before the schedule gives some."""
@@ -227,7 +228,7 @@ Tokenizer = Annotated[BytesTokenizer | HuggingfaceTokenizer, Field(discriminator
 class ValidationSet(Section):
     """A data set of which nothing is trained on."""
 
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    name: SetName
     """Name in the console, the metrics and TensorBoard."""
     source: Annotated[SingleSource, Field(discriminator="kind")]
     """Source of the rows; text has the tokenizer of the training data."""

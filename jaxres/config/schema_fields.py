@@ -54,8 +54,13 @@ class FieldSpec:
 
     def child(self, key: str) -> FieldSpec | None:
         """Returns the description of a key in any of these sections; None for an unknown key."""
-        infos = [s.model_fields[key] for s in self.sections if key in s.model_fields]
-        return slot_of(infos[0]) if infos else None
+        return _child(self.sections, key)
+
+
+@functools.lru_cache(4096)
+def _child(sections: tuple[type[Section], ...], key: str) -> FieldSpec | None:
+    infos = [s.model_fields[key] for s in sections if key in s.model_fields]
+    return slot_of(infos[0]) if infos else None
 
 
 def kind_of(section: type[Section]) -> str:

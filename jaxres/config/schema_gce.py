@@ -17,18 +17,30 @@ from jaxres.config.base import (
     PositiveInt,
     Seconds,
     Section,
+    form,
     free,
 )
 
-Zone = Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z]$")]
-
-LabelKey = Annotated[str, Field(pattern=r"^[a-z][-_a-z0-9]{0,62}$")]
-LabelValue = Annotated[str, Field(pattern=r"^[-_a-z0-9]{0,63}$")]
-Tag = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
-MetadataKey = Annotated[str, Field(pattern=r"^[-_a-zA-Z0-9]{1,128}$")]
-PolicyName = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")]
+_RESOURCE = form(
+    r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?",
+    "1 to 63 small letters, digits and -, the first a letter and the last no -",
+)
+Zone = Annotated[str, form(r"[a-z]+-[a-z]+[0-9]+-[a-z]", "a zone such as us-central1-a")]
+LabelKey = Annotated[
+    str,
+    form(r"[a-z][-_a-z0-9]{0,62}", "1 to 63 small letters, digits, - and _, the first a letter"),
+]
+LabelValue = Annotated[str, form(r"[-_a-z0-9]{0,63}", "at most 63 small letters, digits, - and _")]
+Tag = Annotated[str, _RESOURCE]
+MetadataKey = Annotated[str, form(r"[-_a-zA-Z0-9]{1,128}", "1 to 128 letters, digits, - and _")]
+PolicyName = Annotated[str, _RESOURCE]
+PythonVersion = Annotated[
+    str, form(r"3\.1[1-9](\.[0-9]+)?", "a version of Python from 3.11, such as 3.12")
+]
 NicType = Literal["GVNIC", "VIRTIO_NET", "IDPF", "MRDMA", "IRDMA"]
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[
+    str, form(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, the first no digit")
+]
 
 
 MOST_HOSTS = 10_000
@@ -114,7 +126,7 @@ class PythonRuntime(Section):
     kind: Literal["python"] = "python"
     python: str = free("python3")
     """Python interpreter of the VM's image."""
-    python_version: Annotated[str, Field(pattern=r"^3\.1[1-9](\.[0-9]+)?$")] | None = free(None)
+    python_version: PythonVersion | None = free(None)
     """Version of Python, such as "3.12", that uv installs with packages; null: the image's Python.
 
     The image then needs neither Python nor pip; `python` is not used. Needs the internet."""

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxres.config import other_names
+from jaxres.config.base import OTHER_FORM
 from jaxres.config.errors import Problem, did_you_mean, show, show_limit
 from jaxres.config.schema import RunConfig
-from jaxres.config.schema_data import NAME_PATTERN
 from jaxres.config.schema_fields import ROOT, FieldSpec, LeafField, iter_fields, kind_of, kinds
 from jaxres.config.schema_operations import NOT_A_NAME
 
@@ -32,7 +32,6 @@ _MUST_BE = {
     "dict_type": "a section of free keys",
     "model_type": "a section",
     "model_attributes_type": "a section",
-    "string_pattern_mismatch": "package.module:function",
 }
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),
@@ -95,13 +94,13 @@ def _explain(details: ErrorDetails, data: dict[str, Any]) -> Problem:
         )
     if what == NOT_A_NAME:
         return Problem(key, details["msg"])
+    if what == OTHER_FORM:
+        return Problem(key, f"{details['msg']}{got}")
     if what in _BOUNDS:
         relation, name = _BOUNDS[what]
         return Problem(key, f"must be {relation} {show_limit(context[name])}{got}")
     if what == "string_type" and Path in (slot.child(key.rpartition(".")[2]) or slot).types:
         what = "path_type"
-    if what == "string_pattern_mismatch" and context["pattern"] == NAME_PATTERN:
-        return Problem(key, f"must be 1 to 40 letters, digits, - or _{got}")
     if what in _MUST_BE:
         return Problem(key, f"must be {_MUST_BE[what]}{got}")
     if what == "literal_error":

@@ -180,7 +180,7 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
         argument_checks.require_feasible(loaded.config, nodes=nodes, gpus_per_node=gpus or 0)
     counts = _counts(options, loaded.config, gpus)
     journal = _journal(run_dir, options.folder)
-    text = _script(options, run_dir, journal)
+    text = _script(options, loaded.config, run_dir, journal)
     if options.is_dry_run:
         sys.stdout.write(text)
         return ExitCode.DONE
@@ -194,7 +194,7 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
         )
     faulty = faulty_hosts.read(run_dir)
     files.make_dir(journal.folder)
-    # Its overrides may have a token; only its owner's `sbatch` reads it.
+    # Its config may have a token; only its owner's `sbatch` reads it.
     files.replace(journal.folder / "job.sh", text.encode(), mode=PRIVATE)
     job = journal.submit(_exclude(options, {host.identity.name for host in faulty}))
     found = filter(str.isdecimal, _unfinished(run_dir, journal))
@@ -205,6 +205,10 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
         raise Fenced(f"job {others[0]} of this run was submitted at the same time; {job} is not")
     shown = str(counts[-1]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     _say(f"job {job} is submitted ({shown} nodes); its output: {_output(journal, job)}")
+    with suppress(RunError):
+        there = slurm_commands.nodes_of(options.job.partitions)
+        if 0 < there < options.job.least:
+            _say(f"the job waits until there are so many: {there} nodes are in the partition now")
     _say(f"`{COMMAND} status {where}` shows where it is; `stop` instead of it ends it")
     return ExitCode.DONE
 
@@ -238,12 +242,19 @@ def _job_name(run_dir: RunDir) -> str:
     return f"jaxres-{re.sub('[^A-Za-z0-9_.-]', '-', run_dir.root.name)}-{digest}"
 
 
-def _script(options: _Options, run_dir: RunDir, journal: Journal) -> str:
+def _script(options: _Options, config: RunConfig, run_dir: RunDir, journal: Journal) -> str:
+    """Returns the job's script; what is done to the config file later does not change the job."""
     named = dataclasses.replace(options.job, name=_job_name(run_dir))
+    file = str(journal.folder / "config.yaml")
     command = [sys.executable, "-m", "jaxres.launch", "slurm", "job"]
-    command += [*_training_arguments(options, run_dir), *options.flags]
-    output = str(journal.folder / "job-%j.txt")
-    return slurm_job.script(named, output=output, command=shlex.join(command))
+    command += [file, f"run.dir={run_dir.root}", *options.flags]
+    return slurm_job.script(
+        named,
+        output=str(journal.folder / "job-%j.txt"),
+        file=file,
+        config=configs.dump_yaml(configs.with_absolute_paths(config)),
+        command=shlex.join(command),
+    )
 
 
 def _training_arguments(options: _Options, run_dir: RunDir) -> list[str]:
@@ -547,7 +558,9 @@ def _status(arguments: Sequence[str]) -> int:
     if found is None:
         finals = [entry for entry in journal.read() if isinstance(entry, Final | Submitted)]
         end = f"ended ({exit_name(finals[-1].exit)})" if isinstance(finals[-1], Final) else ""
-        _say(f"job {job}: {end or 'not in the queue; `sacct` may say why'}")
+        _say(f"job {job}: {end or f'not in the queue; `sacct --jobs={job}` may say why'}")
+        if not end:  # The process of the job's script can't have decided: it was killed.
+            _say(f"nothing submits it again; `{COMMAND} {run_dir.root} --nodes N ...` goes on")
     else:
         state, reason, nodes, left, partition = found.split("|")
         detail = f"on {nodes}, {left} left" if nodes else f"waits ({reason})"

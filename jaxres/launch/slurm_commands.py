@@ -128,6 +128,24 @@ def known_nodes() -> set[str]:
     return set(call("sinfo", "--noheader", "--all", "--Node", "--format=%N").split())
 
 
+def nodes_of(partitions: Sequence[str]) -> int:
+    """Returns the number of nodes of the largest of some partitions; none: of the default one."""
+    found: dict[str, int] = {}
+    for line in call("sinfo", "--noheader", "--all", "--format=%P|%D").splitlines():
+        name, bar, number = line.partition("|")
+        if bar and number.strip().isdecimal():
+            found[name] = found.get(name, 0) + int(number)
+    is_default = not partitions
+    return max(
+        (
+            n
+            for name, n in found.items()
+            if name.removesuffix("*") in partitions or (is_default and name.endswith("*"))
+        ),
+        default=0,
+    )
+
+
 def step_flags(nodes: Sequence[str]) -> list[str]:
     """Returns the flags of srun for one task on each of these nodes of this job."""
     flags = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]

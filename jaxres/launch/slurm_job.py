@@ -9,6 +9,7 @@ job is in a journal in the shared folder of the run's jobs; how an attempt ended
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from jaxres.storage.codec import TaggedCodec
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp
 
+END_OF_CONFIG = "END_OF_CONFIG"
 LEAST_SECONDS = 120.0
 """Less time than this before the job's limit is not worth another attempt in the same job."""
 EARLY_SECONDS = 60.0
@@ -419,12 +421,14 @@ def gpus_per_node(sbatch: Sequence[str]) -> int | None:
     return int(found[-1]) if found else None
 
 
-def script(options: JobOptions, *, output: str, command: str) -> str:
+def script(options: JobOptions, *, output: str, file: str, config: str, command: str) -> str:
     """Returns the job's script.
 
     Args:
       options: options of the job.
       output: path of the output, with Slurm's `%j` for the number of the job.
+      file: path at which the script writes the config, for all attempts.
+      config: the resolved config.
       command: command of the process that starts the training, quoted for the shell.
     """
     is_fixed = options.least == options.most
@@ -445,4 +449,5 @@ def script(options: JobOptions, *, output: str, command: str) -> str:
     lines += options.sbatch
     head = "".join(f"#SBATCH {line}\n" for line in lines)
     setup = f"{options.setup}\n" if options.setup else ""
-    return f"#!/bin/bash\n{head}set -e\n{setup}exec {command}\n"
+    write = f"(umask 077; cat > {shlex.quote(file)}) <<'{END_OF_CONFIG}'\n{config}{END_OF_CONFIG}"
+    return f"#!/bin/bash\n{head}set -e\n{setup}{write}\nexec {command}\n"

@@ -32,7 +32,10 @@ class RunDir:
         """Folder of the local files; for a run directory on a disk, the run directory itself."""
         if not is_remote(self.root):
             return self.root
-        return SCRATCH.expanduser() / str(self.root).partition("//")[2].replace("/", "+")
+        name = str(self.root).partition("//")[2]
+        for character, written in (("%", "%25"), ("+", "%2B"), ("/", "+")):
+            name = name.replace(character, written)  # Another run has another folder.
+        return SCRATCH.expanduser() / name
 
     @property
     def config(self) -> RunPath:

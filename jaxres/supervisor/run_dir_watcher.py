@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxres.clock import Clock
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
-from jaxres.faults import RunError, StorageUnavailable
+from jaxres.faults import RunError, StoppedError, StorageUnavailable
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, newer_claim
@@ -70,6 +70,7 @@ class RunDirWatcher:
         run_lock: RunLock,
         clock: Clock,
         step: Callable[[], int],
+        report: Callable[[WatcherEvent], object] | None = None,
     ) -> None:
         """Prepares the watcher; starts no thread yet.
 
@@ -80,6 +81,7 @@ class RunDirWatcher:
           run_lock: its heartbeat is written every second, in a bucket every five.
           clock: the supervisor's clock.
           step: returns the newest finished step, for the names of moved request files.
+          report: called with each event, in the watcher's thread; None: `reports` returns them.
         """
         self._run_dir = run_dir
         self._attempt = attempt
@@ -89,6 +91,7 @@ class RunDirWatcher:
         self._step = step
         self._poll_seconds = BUCKET_POLL_SECONDS if run_dir.is_remote else POLL_SECONDS
         self._threads = WatcherThreads[WatcherEvent]()
+        self._report = report or self._threads.put
         self._polling_since = math.inf
         self._heartbeat_at = -math.inf
         self._is_stop_reported = False
@@ -123,7 +126,7 @@ class RunDirWatcher:
             try:
                 is_watching = self._poll()
             except Exception as error:  # noqa: BLE001 - raised by the supervisor's thread.
-                self._threads.put(WatcherFailed(error))
+                self._report(WatcherFailed(error))
                 is_watching = False
             self._polling_since = math.inf
             self.has_answered = True
@@ -151,7 +154,7 @@ class RunDirWatcher:
                 return True
         except StorageUnavailable:
             return True  # No verdict without storage; the run log fences later writes.
-        self._threads.put(Superseded(claim))
+        self._report(Superseded(claim))
         return False
 
     def _take_requests(self) -> None:
@@ -163,9 +166,9 @@ class RunDirWatcher:
         stop, save = self._run_dir.request("stop"), self._run_dir.request("save")
         if not self._is_stop_reported and _exists(stop):
             self._is_stop_reported = True
-            self._threads.put(StopRequested(stop))
+            self._report(StopRequested(stop))
         if _exists(save) and self._move(save):
-            self._threads.put(SaveRequested())
+            self._report(SaveRequested())
 
     def _move(self, request: RunPath) -> bool:
         """Moves a request file into the attempt's folder; returns whether that succeeded."""
@@ -180,6 +183,35 @@ def _exists(path: RunPath) -> bool:
     with contextlib.suppress(RunError, OSError):
         return files.file_exists(path)
     return False
+
+
+@contextlib.contextmanager
+def stop_while_waiting(run_dir: RunDir) -> Iterator[Callable[[], RunError | None]]:
+    """Looks for a `stop` file, in a thread, while this process waits for other hosts.
+
+    Yields what returns the error that ends the wait, once, after it has deleted the file: no
+    attempt has begun, and the next start shall train.
+    """
+    stop, threads = run_dir.request("stop"), WatcherThreads[RunPath]()
+    seconds = BUCKET_POLL_SECONDS if run_dir.is_remote else POLL_SECONDS
+
+    def watch() -> None:
+        while not _exists(stop):
+            if threads.closed.wait(seconds):
+                return
+        threads.put(stop)
+
+    def stopped() -> RunError | None:
+        if not threads.take():
+            return None
+        files.delete(stop)
+        return StoppedError(f"{stop}: stopped before the hosts had connected; nothing to save")
+
+    threads.start("stop-file", watch)
+    try:
+        yield stopped
+    finally:
+        threads.close(seconds=CLOSE_SECONDS)
 
 
 def stop_requested_before(run_dir: RunDir) -> AttemptResult | None:

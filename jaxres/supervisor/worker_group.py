@@ -41,6 +41,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
 from jaxres.storage import files
+from jaxres.supervisor import run_dir_watcher
 
 
 def _ignore_claim(claim: Claim) -> None:
@@ -103,10 +104,12 @@ def as_leader(
     Raises:
       ConfigError: the address is not available, or hosts differ in what must be equal.
       PeerLost: some hosts did not connect in time.
+      StoppedError: a `stop` file was put into the run directory meanwhile; it is deleted.
     """
     settings = _settings(config, run_dir, member, address, secret=secret, clock=SystemClock())
     with reserve_port() as kept, RendezvousLeader(settings) as leader:
-        leader.wait_for_all()
+        with run_dir_watcher.stop_while_waiting(run_dir) as stopped:
+            leader.wait_for_all(stopped)
         workers_at = str(Address(address.host, kept.getsockname()[1]))
 
         def announce(claim: Claim) -> PeerLinks:

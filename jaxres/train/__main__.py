@@ -32,6 +32,7 @@ from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
 from jaxres.supervisor.follower import follow
 from jaxres.supervisor.run_config import parse_target
+from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.worker_group import as_leader
 from jaxres.telemetry import stdio
 from jaxres.train import oom_advice
@@ -156,7 +157,16 @@ def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult
     def record(exit: ExitCode, reason: str) -> None:
         attempt_runner.record_stop(log, AttemptResult(exit, reason))
 
-    with worker.inline_stacks(run_dir, claim.attempt) as stacks:
+    watch = RunDirWatcher(
+        run_dir,
+        attempt=claim.attempt,
+        last_seq=opened.last_seq,
+        run_lock=opened.run_lock,
+        clock=opened.clock,
+        step=lambda: received.requests.step,
+        report=received.on_watcher_event,
+    )
+    with worker.inline_stacks(run_dir, claim.attempt) as stacks, watch:
         received.on_attempt(stacks, lambda exit: record(exit, "before the first finished step"))
         try:
             worker.import_all()

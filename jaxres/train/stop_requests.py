@@ -20,7 +20,8 @@ from jaxres.exit_codes import STOP_SIGNALS, ExitCode
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.threads import spawn_thread
-from jaxres.supervisor import signals
+from jaxres.supervisor import run_dir_watcher, signals
+from jaxres.supervisor.run_dir_watcher import WatcherEvent
 from jaxres.supervisor.spawn import LEAVE
 from jaxres.telemetry import stdio
 
@@ -38,12 +39,13 @@ class StopRequests:
         self._stop: ExitCode | None = None
         self._has_time = True
         self._save = threading.Event()
-        self._stepped = False
+        self.step = 0
+        """Newest finished step of the attempt; 0: none is finished."""
 
     @property
     def has_stepped(self) -> bool:
         """Whether a step is completed."""
-        return self._stepped
+        return self.step > 0
 
     def requested_stop(self) -> ExitCode | None:
         """Returns the requested exit, or None."""
@@ -77,7 +79,7 @@ class StopRequests:
 
     def on_step(self, line: MetricsLine) -> None:
         """Records that a step is completed: from now on there is a state to save."""
-        self._stepped = True
+        self.step = line.step
 
 
 @contextlib.contextmanager
@@ -194,6 +196,21 @@ class InlineSignals:
                 _print(f"{number.name}: stopping before the first step; a second one interrupts")
             else:
                 self._exit_early(exit, number.name)
+
+    def on_watcher_event(self, event: WatcherEvent) -> None:
+        """Handles what an operator asks for by files in the run directory; called in any thread."""
+        match event:
+            case run_dir_watcher.StopRequested(path):
+                self.requests.request_stop(ExitCode.STOPPED)
+                when = "after the current" if self.requests.has_stepped else "before the first"
+                _print(f"{path}: stopping {when} step, with exit {ExitCode.STOPPED.value}")
+            case run_dir_watcher.SaveRequested():
+                self.requests.request_save()
+                _print("save requested: one extra checkpoint after the current step")
+            case run_dir_watcher.Superseded(claim):
+                _print(f"attempt {claim.attempt} has claimed this run: nothing is committed here")
+            case run_dir_watcher.WatcherFailed(error):
+                _print(f"the files `stop` and `save` have no effect any more: {error}")
 
     def _exit_early(self, exit: ExitCode, name: str) -> None:
         """Exits at once, if this process may and an attempt is claimed."""

@@ -113,7 +113,10 @@ BAD_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(BAD_CONFIGS, "two axes for all the rest", "no section", "mesh of other devices"),
+)
 def test_bad_config_is_rejected_before_anything_is_written(workspace: Workspace, name: str) -> None:
     bad = BAD_CONFIGS[name]
     trainer = workspace.start("run", *bad.overrides, env=dict(bad.env))

@@ -29,6 +29,7 @@ from tests.promises.trainer import (
     starts,
     trajectory,
 )
+from tests.tiers import slow_but
 from tests.waiting import SURE_SECONDS
 
 MANY = (*MLP, "checkpoint.save_every_steps=10", "checkpoint.keep_last=20")
@@ -200,7 +201,10 @@ def test_a_finished_run_whose_last_step_is_damaged_trains_the_missing_steps_agai
 
 @pytest.mark.parametrize(
     ("any_workspace", "kind"),
-    [("local", "claim"), ("local", "start"), ("local", "commit"), ("bucket", "commit")],
+    slow_but(
+        [("local", "claim"), ("local", "start"), ("local", "commit"), ("bucket", "commit")],
+        ("local", "commit"),
+    ),
     indirect=["any_workspace"],
 )
 def test_a_damaged_log_record_is_rejected_and_starts_nothing(

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import run_lock
 from tests.promises.trainer import (
     FAULTY,
     PACED,
@@ -50,6 +52,27 @@ def test_an_interrupted_cell_saves_the_last_finished_step_and_the_next_goes_on(
     assert saved >= 13
     assert saved == process.steps()[-1], "the last finished step was saved"
     assert "CALL 2: returned 0" in process.printed()
+    assert starts(process.run_dir) == [0, saved]
+    assert_bit_exact(process.run_dir, fault_free)
+
+
+@pytest.mark.slow
+def test_the_files_save_and_stop_hold_for_a_cell(
+    workspace: Workspace, fault_free: RunDir, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    process = notebook(workspace, 2, FAULT="build:2:gate", GATE=str(gate))
+    process.wait_step(13)
+    assert run_lock.liveness(process.run_dir, clock=SystemClock(), watch=True) == "alive"
+    process.run_dir.request("save").touch()
+    process.run_dir.request("stop").touch()
+    process.wait_printed(f"CALL 1: returned {ExitCode.STOPPED.value}")
+    saved = run_history(process.run_dir).step
+    assert not process.run_dir.request("stop").exists()
+    gate.touch()
+    assert process.wait_exit() == 0, process.printed()
+    assert "stopping after the current step" in process.printed()
+    assert "save requested" in process.printed()
     assert starts(process.run_dir) == [0, saved]
     assert_bit_exact(process.run_dir, fault_free)
 

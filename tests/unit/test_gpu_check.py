@@ -23,6 +23,7 @@ def results(out):
     return {line["name"]: line for line in lines}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_hangs_or_leaves_a_process_is_told_and_stops_no_other(tmp_path, capsys):
     assert main(["--out", str(tmp_path)], PARTS) == 1
     found = results(tmp_path)
@@ -91,6 +92,7 @@ def test_a_second_start_goes_on_with_what_has_not_passed(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_second_start_takes_first_what_has_never_run(tmp_path, capsys):
     two = [part for part in PARTS if part.name in ("fails", "fine")]
     assert main(["--out", str(tmp_path), "--only", "fails"], two) == 1

@@ -444,6 +444,7 @@ def run_command(*arguments):
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.slow
 def test_the_digest_of_a_step_is_that_of_the_state_and_needs_no_jax(attempt):
     attempt.save(8, 16)
     code = (

@@ -178,6 +178,7 @@ def test_states_that_cannot_be_compared_are_refused_with_the_usual_exit_codes(
     assert run_diff(root, root)[0] == 85
 
 
+@pytest.mark.slow
 def test_the_comparison_needs_no_jax(attempt):
     attempt.save(8)
     source = (

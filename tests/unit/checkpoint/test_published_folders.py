@@ -131,6 +131,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_the_message_of_an_unknown_end_says_works(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path, "gpt2")
@@ -224,6 +225,7 @@ def test_a_token_of_plain_text_needs_a_row(tmp_path: Path) -> None:
         started(load(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_prompt_with_a_token_without_row_is_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "gemma3")
     add_token(folder, special=False)

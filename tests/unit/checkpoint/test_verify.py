@@ -197,6 +197,7 @@ def test_verify_of_a_step_that_is_not_committed_exits_with_1(run_dir):
     assert "step 16: damaged: MANIFEST.json is missing" in out
 
 
+@pytest.mark.slow
 def test_verify_needs_no_jax(run_dir):
     code = (
         "import sys; from jaxres.cli import checkpoints; "

@@ -96,6 +96,7 @@ def test_an_export_of_adapters_is_one_llama_that_computes_the_same(tmp_path, cap
     assert np.abs(here - logits(cfg.model, without, TOKENS)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_adapters_alone_added_as_peft_does_give_the_merged_export(tmp_path, capsys):
     adapters = LoraSection(rank=2, alpha=3.0, targets=("*attention/*", "*feed_forward/up"))
     cfg = config().model_copy(update={"lora": adapters})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,26 @@ def test_the_batch_size_of_a_mixture_with_a_schedule_and_arrays_of_adafactor_are
     assert keeps(text, "optimizer.momentum", None, 0.9)
     assert not keeps(text, "optimizer.momentum", 0.8, 0.9)
     assert keeps(text, "optimizer.min_dim_size_to_factor", 128, 16)
+
+
+def test_the_best_step_is_branched_from(origin: RunDir, tmp_path: Path) -> None:
+    """The run has no held-out loss, so that none is the best."""
+    assert branch(origin, tmp_path / "b", "--step", "best") == ExitCode.CONFIG
+    assert branch(origin, tmp_path / "b", "--step", "newest") == 0
+
+
+def test_what_a_killed_branch_has_left_is_deleted_by_the_next_and_a_live_one_stays(
+    origin: RunDir, tmp_path: Path
+) -> None:
+    dead, live = (tmp_path / f".b.{12 * letter}.tmp" for letter in "ab")
+    other = tmp_path / f".c.{12 * 'a'}.tmp"
+    for left in (dead, live, other):
+        shutil.copytree(origin.root, left)
+        RunDir(left).lock.touch()
+    with RunDir(live).lock.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert branch(origin, tmp_path / "b") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [live.name, other.name, "b"]
 
 
 def test_a_branch_writes_over_nothing(

@@ -122,6 +122,7 @@ def test_a_large_replicated_array_is_a_warning(run_doctor) -> None:
     assert "embed=1000 (model.d_model) is not divisible by mesh.fsdp=16" in out
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_is_a_warning(run_doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Disk", (), {"free": 9}))
     code, out, _ = run_doctor("mesh.data=8")
@@ -199,6 +200,7 @@ def test_bad_arguments_are_one_clear_error(
     assert err.count(f"(exit {code}") == 1
 
 
+@pytest.mark.slow
 def test_a_bad_config_is_rejected_before_jax_is_imported() -> None:
     ended = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "jaxres", "doctor", str(TINY), "train.step=3"],

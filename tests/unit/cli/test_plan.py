@@ -223,6 +223,7 @@ def test_each_assumption_has_its_source_in_the_docs():
         assert f"| `{one.flag}` | {one.value:,.10g} {one.unit} | {one.source} |" in text
 
 
+@pytest.mark.slow
 def test_the_command_imports_no_jax():
     code = (
         "import sys; from jaxres.__main__ import main; "

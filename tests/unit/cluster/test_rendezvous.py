@@ -17,6 +17,8 @@ from jaxres.cluster.messages import MAX_BYTES, Disconnected, JobResult, encode
 from jaxres.cluster.rendezvous import RendezvousFollower, RendezvousLeader
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, PeerLost, PreemptedError, RunError, StoppedError
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import run_dir_watcher
 from tests.manual_clock import ManualClock
 from tests.unit.cluster.supervisors import (
     ATTEMPT,
@@ -404,6 +406,25 @@ def test_an_exit_of_one_host_before_the_start_ends_all(address, end):
     )
     assert_all_end([led, reported], end, "host 1 (node1): SIGx")
     assert str(ended) == "SIGx"
+
+
+def test_a_stop_file_ends_the_wait_for_hosts_on_all_and_stops_no_later_start(address, tmp_path):
+    run_dir = RunDir(tmp_path)
+
+    def leads():
+        watch = run_dir_watcher.stop_while_waiting(run_dir)
+        with leader(address, num_hosts=3) as running_leader, watch as stopped:
+
+            def end():
+                if running_leader.peers.links:
+                    run_dir.request("stop").touch()
+                return stopped()
+
+            running_leader.wait_for_all(end)
+
+    led, reported = together(leads, partial(follow, address, hello(1, num_hosts=3)))
+    assert_all_end([led, reported], StoppedError, "stopped before the hosts had connected")
+    assert not run_dir.request("stop").exists()
 
 
 def test_an_exit_of_the_leader_before_the_start_ends_all(address):

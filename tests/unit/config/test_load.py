@@ -237,6 +237,8 @@ def test_a_missing_key_is_reported_with_the_way_to_set_it(write: Write):
         ),
         ("data.tokenizer.kind=bpe", 'must be bytes or huggingface (got "bpe")'),
         ("data.source.include=x", 'must be a list (got "x")'),
+        ("hooks=[{target: a}]", 'must be package.module:function (got "a")'),
+        ("run.tags=['']", 'must be one line of 1 to 200 characters (got "")'),
         ("data.source.include=[3]", "must be text (in quotes, where it looks like something else)"),
     ],
 )
@@ -249,6 +251,24 @@ def test_an_invalid_value_is_rejected_with_the_allowed_values(
     assert problems[0].startswith("command line (")
     assert f": {key}" in problems[0]
     assert line in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "launch.gce.capacity_options=[{kind: spot, zones: [us-central1]}]",
+            'must be a zone such as us-central1-a (got "us-',
+        ),
+        ("launch.gce.labels={a: B}", 'must be at most 63 small letters, digits, - and _ (got "B")'),
+        ("launch.gce.labels={A: b}", 'small letters, digits, - and _, the first a letter (got "A'),
+        ("launch.gce.tags=[a-]", 'and the last no - (got "a-")'),
+    ],
+)
+def test_text_of_another_form_is_rejected_with_its_own_form(write: Write, override: str, line: str):
+    problems = lines(write(), override)
+    assert any(line in problem for problem in problems), problems
+    assert not any("package.module:function" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +294,16 @@ def test_an_invalid_value_is_rejected_with_the_allowed_values(
             "train.epochs: unknown key; a run is train.steps long; `jaxres data inspect "
             "CONFIG.yaml` says how many an epoch takes (keys here:",
         ),
+        (
+            "optimizer.warmup_steps=3",
+            "optimizer.warmup_steps: unknown key; here it is optimizer.schedule.warmup_steps (",
+        ),
+        (
+            "model.moe=true",
+            "model.moe: unknown key; a mixture of experts needs a model of your own (",
+        ),
+        ("mesh.expert=2", "mesh.expert: unknown key; a mixture of experts needs a model of your"),
+        ("mesh.pipeline=2", "mesh.pipeline: unknown key; a mesh has the axes data, fsdp and tens"),
         ("base=x.yaml", "base: unknown key"),
     ],
 )

@@ -180,6 +180,7 @@ def test_an_object_that_changes_during_the_download_is_one_error(
         open_dataset(text(corpus, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_unavailable_storage(corpus: GcsPath, tmp_path: Path) -> None:
     """Uses the kernel's limit on the file size, in a separate process."""
     process = multiprocessing.get_context("spawn").Process(

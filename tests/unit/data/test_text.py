@@ -19,7 +19,6 @@ from jaxres.data.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from tests.damage import change_meta, flip_bit_at, remove_digests
-from tests.tiers import slow_but
 from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[3]
@@ -320,7 +319,8 @@ def release(process):
     process.stdin.flush()
 
 
-@pytest.mark.parametrize("damaged", slow_but([False, True], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [False, True])
 def test_processes_that_build_concurrently_all_get_a_complete_corpus(corpus, tmp_path, damaged):
     cache = tmp_path / "cache"
     if damaged:
@@ -360,6 +360,7 @@ def test_a_killed_build_does_not_affect_the_next_one(corpus, tmp_path):
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_data_imports_no_jax():
     code = "import sys, jaxres.data; print([m for m in ('jax', 'grain') if m in sys.modules])"
     done = subprocess.run(

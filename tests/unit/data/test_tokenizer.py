@@ -213,6 +213,7 @@ print(open_dataset(section, progress=print).fingerprint)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_build_continues_where_it_was(tmp_path: Path, trained: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("a", "b", "c"):
@@ -239,6 +240,7 @@ def test_a_killed_build_continues_where_it_was(tmp_path: Path, trained: Path) ->
     assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_part_of_a_killed_build_is_not_used(tmp_path: Path, trained: Path) -> None:
     lines = "".join(json.dumps({"text": f"text {n} " * 100}) + "\n" for n in range(90))
     (tmp_path / "a.jsonl").write_text(lines)

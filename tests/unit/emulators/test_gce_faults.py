@@ -254,6 +254,7 @@ def test_the_metadata_server_of_a_vm_can_fail_or_be_unreachable() -> None:
         assert gce.bugs == []
 
 
+@pytest.mark.slow
 def test_one_call_creates_a_thousand_simulated_vms(gce: GceEmulator, clients: Clients) -> None:
     names = [f"vm-{number:04}" for number in range(1000)]
     reported = clients.wait(clients.bulk(*names))

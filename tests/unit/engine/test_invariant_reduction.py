@@ -188,6 +188,7 @@ def plain_step(model: Model, reduction: InvariantReduction, *, microbatches: int
     return function, state.init(model, transform, seed=0)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_state_is_refused() -> None:
     """Its state goes from one part of the batch to the next, on one device after the other."""
     mesh = meshes.build(MeshSection(), devices=jax.devices()[:1])

@@ -16,7 +16,6 @@ from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import replica_fingerprint
 from jaxres.engine.replica_fingerprint import Copies
-from tests.tiers import slow_but
 
 MESHES = {
     "data=8": {"data": 8},
@@ -89,7 +88,8 @@ def group_of(copies: Copies, state: Any, leaf: str, device: int) -> tuple[int, .
     return next(group for group in copies.groups[kind] if device in group)
 
 
-@pytest.mark.parametrize("name", slow_but(MESHES, "data=4 fsdp=2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_each_of_1000_random_flipped_bits_is_found_and_its_device_is_named(name: str) -> None:
     state, fingerprints, copies = on(name)
     chance = random.Random(0)

@@ -87,6 +87,7 @@ def vm(tmp_path: Path) -> Iterator[Vm]:
     vm.end()
 
 
+@pytest.mark.slow
 def test_a_container_whose_client_was_killed_ends_before_another_one_starts(vm: Vm) -> None:
     vm.start_and_wait().kill()
     (first,) = docker.running(vm.docker).values()
@@ -98,6 +99,7 @@ def test_a_container_whose_client_was_killed_ends_before_another_one_starts(vm: 
     assert vm.signals() == "SIGTERM\n", "the first one could not save"
 
 
+@pytest.mark.slow
 def test_a_container_that_outlives_docker_stays_alone(vm: Vm) -> None:
     client = vm.start_and_wait()
     (vm.docker / "down").touch()

@@ -279,6 +279,7 @@ def test_a_launcher_that_stands_by_ends_with_the_job_that_it_waits_for(
     assert (found.phase, shell.gce.vms()) == ("ended", {})
 
 
+@pytest.mark.slow
 def test_a_detached_launcher_that_stands_by_waits_in_its_unit(shell: Shell) -> None:
     state = record(shell, phase="running", attempt=1)
     desired = state.read()

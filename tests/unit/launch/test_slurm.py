@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from jaxres.config import load
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.launch import slurm, slurm_commands
@@ -33,11 +36,35 @@ def test_a_submission_names_the_job_and_where_its_output_is(commands, capsys):
 
 
 def test_the_script_of_a_job_is_for_its_owner_only(commands):
-    """Its command has the overrides, which may have a token."""
+    """It has the config, which may have a token."""
     assert submit("--nodes", "2", "hooks=[{target: 'a:b', args: {token: opensesame1}}]") == 0
     script = Path("run/slurm/job.sh")
     assert "opensesame1" in script.read_text()
     assert script.stat().st_mode & 0o77 == 0
+
+
+def test_a_job_trains_with_the_config_of_its_submission(commands, capsys):
+    """What is done to the file while the job waits or runs is for the next submission."""
+    submit("--nodes", "2", "--dry-run", "train.steps=33")
+    script = Path("job.sh")
+    script.write_text(capsys.readouterr().out.replace(sys.executable, "echo"))
+    Path("run/slurm").mkdir(parents=True)
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=True)
+    config, root = Path("run/slurm/config.yaml").resolve(), Path("run").resolve()
+    assert done.stdout.startswith(f"-m jaxres.launch slurm job {config} run.dir={root} --nodes=2")
+    assert config.stat().st_mode & 0o77 == 0
+    assert load(config, [f"run.dir={root}"]).config.train.steps == 33
+
+
+@pytest.mark.parametrize(
+    ("partition", "waits"), [("", True), ("small", True), ("small,big", False)]
+)
+def test_a_submission_says_how_many_nodes_there_are_if_they_are_too_few(
+    commands, capsys, partition, waits
+):
+    commands.set("sinfo", "main*|3\nsmall|1\nbig|2\nbig|4\n")
+    submit("--nodes", "5", *([f"--partition={partition}"] if partition else []))
+    assert ("the job waits until there are so many" in capsys.readouterr().out) == waits
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(commands, capsys):
@@ -267,7 +294,9 @@ def test_status_names_state_nodes_and_output(commands, capsys):
     assert "job 17: PENDING, partition main, waits (Priority)" in capsys.readouterr().out
     commands.set("squeue", code=1, error=UNKNOWN)
     slurm.main(["status", "run"], env={})
-    assert "job 17: not in the queue; `sacct` may say why" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "job 17: not in the queue; `sacct --jobs=17` may say why" in printed
+    assert "nothing submits it again; `python -m jaxres.launch slurm /" in printed
     Journal(Path("run/slurm")).append(Final(81))
     slurm.main(["status", "run"], env={})
     assert "job 17: ended (81 DIVERGED)" in capsys.readouterr().out
@@ -352,7 +381,7 @@ def test_a_controller_that_never_answers_ends_the_job_within_its_budget(commands
     commands.set("sinfo", code=1, error=NO_CONTROLLER)
     with pytest.raises(StorageUnavailable):
         trains("restart.max_storage_attempts=2")
-    assert len(commands.calls("sinfo")) == 3
+    assert len([call for call in commands.calls("sinfo") if "--Node" in call]) == 3
     assert journal(Final) == [], "another job may go on"
 
 

@@ -195,18 +195,31 @@ def test_the_script_is_a_valid_one_with_the_options_of_the_job():
         sbatch=("--gpus-per-node=8",),
         setup="source venv/bin/activate",
     )
-    text = slurm_job.script(options, output="/s/job-%j.txt", command="python -m x 'a b'")
+    text = slurm_job.script(
+        options,
+        output="/s/job-%j.txt",
+        file="/s/config.yaml",
+        config="a: 1\n",
+        command="python -m x 'a b'",
+    )
     assert subprocess.run(["bash", "-n"], input=text.encode()).returncode == 0
     lines = text.splitlines()
     wanted = ["--nodes=2-4", "--requeue", "--dependency=singleton", "--signal=TERM@300"]
     wanted += ["--partition=a,b", "--time=24:00:00", "--no-kill", "--gpus-per-node=8"]
     assert [f"#SBATCH {option}" in lines for option in wanted] == [True] * len(wanted)
     assert "--ntasks" not in text, "of a range of nodes Slurm would give the least number"
-    assert lines[-2:] == ["source venv/bin/activate", "exec python -m x 'a b'"]
+    assert lines[-5:] == [
+        "source venv/bin/activate",
+        "(umask 077; cat > /s/config.yaml) <<'END_OF_CONFIG'",
+        "a: 1",
+        "END_OF_CONFIG",
+        "exec python -m x 'a b'",
+    ]
 
 
 def test_a_job_with_a_fixed_number_of_nodes_ends_with_a_lost_node_and_is_requeued():
-    text = slurm_job.script(JobOptions(name="x", least=2, most=2), output="o", command="c")
+    options = JobOptions(name="x", least=2, most=2)
+    text = slurm_job.script(options, output="o", file="f", config="", command="c")
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --ntasks-per-node=1\n" in text
     assert "--no-kill" not in text

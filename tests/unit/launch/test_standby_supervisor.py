@@ -142,6 +142,7 @@ def test_a_standby_that_is_not_ready_forks_its_worker_once_the_imports_are_done(
     assert opened["forked"], (tmp_path / "output-0001.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: Path) -> None:
     """Here each of the two notes that it imports, and then waits until its parent is gone."""
     log = tmp_path / "run" / RunDir(tmp_path / "run").log.name
@@ -168,6 +169,7 @@ def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: P
     assert is_started, "the standby imports first"
 
 
+@pytest.mark.slow
 def test_a_standby_ends_with_its_agent(tmp_path: Path) -> None:
     pid = agent(tmp_path, "wait_ready(); print(pid, flush=True); os._exit(0)")
     wait_until(lambda: not Path(f"/proc/{pid}/exe").exists(), "end of it with its agent")

@@ -97,6 +97,7 @@ def test_of_two_agents_in_one_folder_the_second_does_not_run(tmp_path: Path) -> 
         pass
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_agent_is_free(tmp_path: Path) -> None:
     holds = (
         "import pathlib, sys, time; from jaxres.launch.vm_agent import agent_lock\n"

@@ -380,6 +380,7 @@ def on_gpu(**overrides):
     return build(platform="gpu", compute_dtype="bfloat16", num_kv_heads=2, **overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
 @pytest.mark.parametrize(("remat", "forward"), [("none", 1), ("selective", 1), ("block", 2)])
 def test_auto_attention_on_cuda_uses_cudnn_and_selective_remat_keeps_its_result(remat, forward):
@@ -389,6 +390,7 @@ def test_auto_attention_on_cuda_uses_cudnn_and_selective_remat_keeps_its_result(
     assert text.count("CAUSAL") == forward + 1, "cuDNN computes what the mask leaves out"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
 def test_layers_are_unrolled_on_an_accelerator_up_to_a_number_of_them():
     few = lowered_for_cuda(on_gpu(num_layers=3))
@@ -398,6 +400,7 @@ def test_layers_are_unrolled_on_an_accelerator_up_to_a_number_of_them():
     assert "stablehlo.while" in lowered_for_cuda(on_gpu(num_layers=3, scan_layers=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
 def test_with_deterministic_kernels_cudnn_s_backward_pass_is_called_in_one_place():
     # XLA fails to execute a program with two of them.
@@ -408,6 +411,7 @@ def test_with_deterministic_kernels_cudnn_s_backward_pass_is_called_in_one_place
     assert "stablehlo.while" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_the_output_layer_s_gradients_are_products_in_the_type_of_activations(name):
     dtype = jnp.dtype(name)
@@ -433,6 +437,7 @@ def test_the_output_layer_s_gradients_are_products_in_the_type_of_activations(na
         assert float(error) <= largest * (1e-5 if name == "float32" else 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -15,7 +15,6 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, sharding_report
 from jaxres.train import assemble, jitted_steps
 from jaxres.train.components import Components
-from tests.tiers import slow_but
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 CASES = {  # Devices, hosts, parameters (arXiv 2407.21783; 1B: its model card).
@@ -50,11 +49,10 @@ def parts(request: pytest.FixtureRequest, tokens: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "name"),
-    slow_but(
-        [(name, name) for name in CASES], ("llama-1b", "llama-1b"), ("llama-70b", "llama-70b")
-    ),
+    [(name, name) for name in CASES],
     indirect=["parts"],
     ids=list(CASES),
 )

@@ -35,6 +35,7 @@ def test_the_parameters_have_the_documented_names(model, params):
     assert model.flops_per_token == 6 * (64 * 16 + 2 * 16 * 16)
 
 
+@pytest.mark.slow
 def test_initial_parameters_have_the_same_bits_on_one_device_and_on_eight(model, params):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = NamedSharding(mesh, PartitionSpec(None, "data"))  # every parameter has two dims or more

@@ -30,6 +30,7 @@ from jaxres.runlog.run_log import (
 )
 from jaxres.storage import files
 from jaxres.supervisor import restart_policy
+from tests.tiers import slow_but
 from tests.unit.runlog.example_records import CLAIM
 
 EVERY = 128
@@ -96,7 +97,7 @@ def answers(records):
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(12), *range(4)))
 def test_a_summary_changes_no_answer_whatever_follows(seed):
     records = random_log(random.Random(seed), 150)
     for end in range(1, len(records), 7):

@@ -526,7 +526,7 @@ def race_in_process(folder, writer, rounds, barrier, queue):
 
 
 def test_exactly_one_of_several_processes_wins_each_of_many_races(tmp_path):
-    rounds, context = 200, multiprocessing.get_context("spawn")
+    rounds, context = 60, multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(2), context.Queue()
     processes = [
         context.Process(target=race_in_process, args=(tmp_path, writer, rounds, barrier, queue))

@@ -83,7 +83,7 @@ def test_written_file_reads_back_and_create_does_not_overwrite_it(folder: RunPat
 
 def test_exactly_one_of_many_processes_creates_each_name(folder: RunPath) -> None:
     rounds, begin = 20, time.time() + (1.0 if isinstance(folder, Path) else 4.0)
-    names = "abcdef" if isinstance(folder, Path) else "abc"  # Google's client takes a second each.
+    names = "abcd" if isinstance(folder, Path) else "abc"  # Google's client takes a second each.
     racers = [started(CREATE, folder, name, begin, 1000, rounds) for name in names]
     won = [racer.communicate(timeout=SURE_SECONDS)[0].split() for racer in racers]
     winners = {number: racer for racer, numbers in enumerate(won) for number in numbers}
@@ -96,12 +96,13 @@ def test_exactly_one_of_many_processes_creates_each_name(folder: RunPath) -> Non
 
 def test_file_of_a_killed_writer_is_complete_or_absent(folder: RunPath) -> None:
     chance = random.Random(3)
-    for attempt in range(6 if isinstance(folder, Path) else 2):
+    for attempt in range(3 if isinstance(folder, Path) else 1):
         part = folder / f"attempt{attempt}"
         files.make_dir(part)
         writer = started(CREATE, part, "x", 0, SIZE_BYTES, 100_000)
         while len(files.list_names(part)) < 2:
             assert writer.poll() is None
+            time.sleep(0.01)  # Else this process takes the core from the writer.
         time.sleep(chance.uniform(0, 0.05))
         writer.kill()
         assert writer.wait() == -signal.SIGKILL

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import slow_but
 from tests.waiting import SURE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +60,7 @@ def supervisor(folder, code):
     return json.loads(found.stdout)
 
 
+@pytest.mark.slow
 def test_a_fork_is_like_a_spawned_worker_and_the_server_has_no_threads_or_files(
     tmp_path,
 ):
@@ -143,7 +143,8 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
     assert "not answered for" in reported[2]
 
 
-@pytest.mark.parametrize("state", slow_but(["ready", "imports"], "imports"))
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["ready", "imports"])
 def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
     """Also one whose imports hang, as on storage that is away."""
     (modules := tmp_path / "modules").mkdir()
@@ -166,7 +167,7 @@ def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", slow_but([0, 1], 1), ids=["host 0", "host 1"])
+@pytest.mark.parametrize("own", [0, 1], ids=["host 0", "host 1"])
 def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(tmp_path, own):
     """The imports last until the other host has received three heartbeats, and then fail."""
     (modules := tmp_path / "modules").mkdir()

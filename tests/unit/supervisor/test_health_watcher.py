@@ -234,6 +234,7 @@ def test_a_gpu_that_can_not_be_read_exports_no_values_of_before(gpus, watch, mon
     wait_for(watcher, lambda: exported() == [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "why"), [("init 9", "Driver Not Loaded"), ("gpus 0", "this machine has no GPU")]
 )
@@ -374,6 +375,7 @@ for _ in sys.stdin:
 """A process that keeps 16 MB more for each line that it reads."""
 
 
+@pytest.mark.slow
 def test_a_process_of_the_run_that_leaks_is_told_once(watch, monkeypatch):
     monkeypatch.setattr(host_health, "READ_SECONDS", 0.0)
     read, grown = host_health.read, []

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.waiting import SURE_SECONDS
 
 BODY = """
@@ -46,6 +48,7 @@ def run(name: str) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
+@pytest.mark.slow
 def test_a_stop_in_code_that_raises_another_error_is_a_stop():
     code, printed = run("wrapped")
     assert printed.startswith("SIGTERM before the run had begun"), printed
@@ -56,6 +59,7 @@ def test_a_stop_in_code_that_catches_it_reaches_the_supervisor_of_the_run():
     assert run("caught") == (1, "")
 
 
+@pytest.mark.slow
 def test_an_error_after_a_stop_that_was_handled_is_a_bug():
     code, printed = run("fails_after_it_ended")
     assert "RuntimeError: an error of its own" in printed

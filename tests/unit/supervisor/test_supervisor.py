@@ -362,6 +362,7 @@ def hang_storage(supervisor):
     )
 
 
+@pytest.mark.slow
 def test_hanging_storage_delays_no_deadline(start):
     supervisor = start({"steps": 30}, step_seconds=STEP, compile_seconds=STEP)
     supervisor.wait_steps(30)

@@ -80,6 +80,7 @@ def test_a_slow_host_sleeps_in_each_later_step(
     assert fault_request.done(run_dir, number=0, host=1) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_wrong_product_fails_the_test_of_the_first_device_of_its_host(
     host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

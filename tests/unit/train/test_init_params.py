@@ -161,6 +161,7 @@ def committed(root):
     return weights_source.committed(RunDir(root), step=None)
 
 
+@pytest.mark.slow
 def test_parameters_of_a_checkpoint_of_stock_orbax_are_bit_exact(corpus, tmp_path, fresh):
     params = jax.tree.map(lambda x: np.asarray(x) + 1, fresh.params)
     with ocp.CheckpointManager(tmp_path / "manager") as manager:

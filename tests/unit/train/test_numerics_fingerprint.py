@@ -57,6 +57,7 @@ def test_a_module_that_is_younger_than_the_process_has_no_digest(tmp_path, diges
     assert digest("math:floor") == UNKNOWN, "a module without source"
 
 
+@pytest.mark.slow
 def test_the_defaults_of_settings_are_those_of_jax():
     code = "import jax; from jaxres.train import numerics_fingerprint as n; import sys; "
     code += "sys.exit(str({k: jax.config.values[k] for k in n.DEFAULTS} == dict(n.DEFAULTS)))"

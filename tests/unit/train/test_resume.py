@@ -139,6 +139,7 @@ def test_a_started_run_without_any_record_of_its_config_is_refused(tmp_path, sta
         quickstart(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [ExitCode.STORAGE, ExitCode.CONFIG])
 def test_a_failed_process_exits_at_once_despite_its_threads(code):
     source = (

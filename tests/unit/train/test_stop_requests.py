@@ -108,7 +108,7 @@ def test_the_command_exits_at_once_at_a_second_stop(number, code):
     ended, _, err = run(
         f"""
 with InlineSignals(is_command=True) as received:
-    received.requests.on_step(None)
+    received.requests.step = 1
     os.kill(me, signal.SIGHUP)
     wait(lambda: received.requests.requested_stop() is not None)
     os.kill(me, signal.SIGHUP)
@@ -146,7 +146,7 @@ def test_in_a_notebook_a_stop_is_a_flag_and_a_second_one_an_interrupt_and_all_is
 try:
     with InlineSignals(is_command=False) as received:
         received.allow_interrupts()
-        received.requests.on_step(None)
+        received.requests.step = 1
         os.kill(me, signal.SIGINT)
         wait(lambda: received.requests.requested_stop() is not None)
         print(received.requests.requested_stop().name)
