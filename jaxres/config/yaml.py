@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
 
 from jaxres.config.errors import Problem, shorten
 
@@ -38,19 +39,20 @@ class Node:
     where: str
 
 
-class _Loader(yaml.composer.Composer, yaml.CSafeLoader):
+class _Loader(Composer, yaml.CSafeLoader):
     """Follows the rules of this module and keeps line numbers; libyaml gives the events."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's name and type)
 
     def __init__(self, text: str) -> None:
         yaml.CSafeLoader.__init__(self, text)
-        yaml.composer.Composer.__init__(self)
+        Composer.__init__(self)
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Refuses aliases, so that each value has one location and a small file stays small."""
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
+            event = self.peek_event()
+            mark = None if event is None else event.start_mark
             raise yaml.MarkedYAMLError(
                 problem="aliases (*name) are not supported", problem_mark=mark
             )

@@ -115,7 +115,7 @@ BAD_PARTS = {
 
 @pytest.mark.parametrize(
     "name",
-    slow_but(BAD_CONFIGS, "two axes for all the rest", "no section", "mesh of other devices"),
+    slow_but(BAD_CONFIGS, "two axes for all the rest", "unknown key", "uneven microbatches"),
 )
 def test_bad_config_is_rejected_before_anything_is_written(workspace: Workspace, name: str) -> None:
     bad = BAD_CONFIGS[name]
