@@ -34,6 +34,12 @@ def test_a_flipped_bit_of_an_object_has_no_other_trace() -> None:
     assert found.crc32c != stored.crc32c, "a reader's checksum is that of the damaged bytes"
 
 
+def test_no_two_runs_in_buckets_share_their_local_files() -> None:
+    names = ("a/b", "a+b", "a%2Bb", "a%b", "a++b", "a/+b")
+    folders = {RunDir(GcsPath("bucket", name)).local for name in names}
+    assert len(folders) == len(names)
+
+
 def test_a_run_in_a_bucket_is_held_by_local_files() -> None:
     run = GcsPath("bucket", "run-1")
     folder = break_hook.folder_of(run)

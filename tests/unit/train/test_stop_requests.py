@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from jaxres.exit_codes import ExitCode
+from jaxres.supervisor import run_dir_watcher
+from jaxres.train.stop_requests import InlineSignals
 from tests.waiting import SURE_SECONDS
 
 HEAD = """
@@ -161,6 +165,16 @@ os.kill(me, signal.SIGINT)
     )
     assert (code, out) == (0, "STOPPED\ninterrupted\nhandled\n"), err
     assert "saving after the current step" in err
+
+
+def test_without_a_supervisor_the_files_of_an_operator_are_requests(capsys):
+    received = InlineSignals(is_command=False)
+    received.on_watcher_event(run_dir_watcher.SaveRequested())
+    assert (received.requests.save_requested(), received.requests.requested_stop()) == (True, None)
+    received.requests.step = 7
+    received.on_watcher_event(run_dir_watcher.StopRequested(Path("run/stop")))
+    assert received.requests.requested_stop() == ExitCode.STOPPED
+    assert "run/stop: stopping after the current step, with exit 76" in capsys.readouterr().err
 
 
 def test_in_a_notebook_no_import_is_interrupted():
