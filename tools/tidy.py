@@ -71,10 +71,10 @@ EMULATORS = "testing"
 """Folder of jaxres with emulated services: their time and environment are those of the machine."""
 ENVIRONMENT = (
     *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py", "standby.py"),
-    "faulty_worker_hook.py",
+    *("faulty_worker_hook.py", "jax_coordination.py"),
 )
 """Commands, also called from Python; keys of compiled programs; the fork server; what `chaos` asks
-of a hook before it is called."""
+of a hook before it is called; a key that a worker has to take out of its environment."""
 
 
 RETIRED = re.compile(

@@ -13,6 +13,7 @@ import functools
 import importlib
 import ipaddress
 import math
+import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxres.clock import Clock
-from jaxres.cluster import connection
+from jaxres.cluster import connection, coordination_tls
 from jaxres.cluster.host_group import HostRank
 from jaxres.faults import ConfigError, PeerLost
 
@@ -141,6 +142,7 @@ def join(member: HostRank, *, heartbeat_seconds: float, clock: Clock) -> JaxCoor
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         coordinator_bind_address=coordinator if member.leads and _is_loopback(address) else None,
         cluster_detection_method="deactivate",
+        **coordination_tls.arguments(os.environ, host=member.host),
     )
     if (own := gloo_address(address)) is not None:
         _use_in_gloo(own)

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
+from jaxres.cluster import coordination_tls
+from jaxres.cluster.authentication import Secret
 from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.cluster.peer_connections import PeerLinks
@@ -108,6 +110,8 @@ class ClaimedAttempt:
     """Hosts whose workers run under this supervisor."""
     peers: PeerLinks | None
     """Connections to the supervisors of the other hosts; None: there are none."""
+    secret: Secret | None = None
+    """That of the run, which the other hosts have too; None: there are none."""
     preemption_watcher: PreemptionWatcher | None = None
     """Watches for preemption notices of this machine; None: nothing does."""
     health_watcher: HealthWatcher | None = None
@@ -313,7 +317,7 @@ def claim_attempt(
     # Late records of the attempt before may precede the claim.
     run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
     return log, ClaimedAttempt(
-        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None
+        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None, job.secret
     )
 
 
@@ -379,7 +383,7 @@ def run_local_workers(
         limits=opened.config.deadlines,
         run_lock=opened.run_lock,
         clock=opened.clock,
-        env=worker_env(env, opened.config, opened.run_dir, claim),
+        env=worker_env(env, opened.config, opened.run_dir, claim, secret=opened.secret),
         num_hosts=claim.num_hosts,
         peers=opened.peers,
         wakeup=wakeup,
@@ -397,12 +401,21 @@ def run_local_workers(
 
 
 def worker_env(
-    env: Mapping[str, str], config: RunConfig, run_dir: RunDir, claim: Claim
+    env: Mapping[str, str],
+    config: RunConfig,
+    run_dir: RunDir,
+    claim: Claim,
+    *,
+    secret: Secret | None = None,
 ) -> dict[str, str]:
-    """Returns the environment of an attempt's workers: without secrets, with threads and tag."""
+    """Returns the environment of an attempt's workers: without secrets, with threads and tag.
+
+    `secret`: that of the run, of which the key of the attempt follows; None: there is none.
+    """
     secretless = alert_sender.scrub_secrets(config.alerts, env)
-    threads = {"NPROC": str(claim.threads)}
-    return processes.tag_env({**WORKER_VARIABLES, **secretless, **threads}, run_dir, claim)
+    own = {"NPROC": str(claim.threads)}
+    own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
+    return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)
 
 
 def delete_memory(run_dir: RunDir, config: RunConfig) -> None:

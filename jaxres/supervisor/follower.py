@@ -70,7 +70,7 @@ def follow(
             config, run_dir, member, address, secret=secret, identity=identity, clock=clock
         )
         exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
-        attempt_number, peers = stack.enter_context(joined)
+        attempt_number, peers, shared = stack.enter_context(joined)
         recording = attempt_alerts.recording(config, run_dir, host=member.host, clock=clock)
         health.on_fault = stack.enter_context(recording).on_fault
         signals.block()
@@ -86,7 +86,7 @@ def follow(
             limits=config.deadlines,
             run_lock=None,
             clock=clock,
-            env=worker_env(env, config, run_dir, claim),
+            env=worker_env(env, config, run_dir, claim, secret=shared),
             num_hosts=member.num_hosts,
             peers=peers,
             fork=fork,

@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster import connection
-from jaxres.cluster.authentication import load_secret
+from jaxres.cluster.authentication import Secret, load_secret
 from jaxres.cluster.compatibility import key_digests, values_of
 from jaxres.cluster.connection import reserve_port
 from jaxres.cluster.detect import Address
@@ -63,6 +63,8 @@ class WorkerGroup:
     """Slots of the hosts, of which a restart loop may exclude some; None: no restart loop."""
     coordinator: str | None = None
     """Address of the JAX coordinator; None: there is a single worker."""
+    secret: Secret | None = None
+    """That of the run; None: all workers run under this supervisor."""
     announce: Callable[[Claim], PeerLinks | None] = _ignore_claim
     """Sends the claim to the other hosts; returns once all have read it in the run directory."""
     cancel: Callable[[int, str], None] = _ignore_cancel
@@ -120,6 +122,7 @@ def as_leader(
             member.num_hosts,
             (member.host,),
             coordinator=workers_at,
+            secret=settings.secret,
             announce=announce,
             cancel=lambda code, reason: leader.peers.send(Goodbye(code, reason)),
         )
@@ -135,8 +138,8 @@ def as_follower(
     secret: str,
     identity: HostIdentity,
     clock: Clock,
-) -> Iterator[tuple[int, PeerLinks]]:
-    """Connects to the leader; yields the attempt that it has claimed, and the connection.
+) -> Iterator[tuple[int, PeerLinks, Secret]]:
+    """Connects to the leader; yields the attempt that it has claimed, connection and secret.
 
     The secret is as for `as_leader`; `identity` is that of this machine.
 
@@ -150,7 +153,7 @@ def as_follower(
         announcement = follower.join()
         can_read = functools.partial(_can_read_claim, run_dir)
         peers = follower.confirm(announcement, can_read, visible_seconds=_visible_seconds(config))
-        yield announcement.attempt, peers
+        yield announcement.attempt, peers, settings.secret
 
 
 def _settings(

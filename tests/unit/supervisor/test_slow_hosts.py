@@ -149,6 +149,7 @@ def test_the_attempt_of_each_leader_is_reviewed_at_its_end_unless_the_run_is_don
         clock=SystemClock(),
         hosts=(0,),
         peers=SimpleNamespace(links=links),
+        secret=None,
         **dict.fromkeys(("run_lock", "last_seq", "on_news", "preemption_watcher"), None),
         **dict.fromkeys(("health_watcher", "run_metrics"), None),
     )
