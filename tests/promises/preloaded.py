@@ -40,6 +40,10 @@ class Mount:
         env = {"HANG_UNDER": str(folder), "HANG_WHILE": str(flag)}
         return cls(flag, env | {"LD_PRELOAD": built("hanging", built_in)})
 
+    def has_held(self, pid: int) -> bool:
+        """Returns whether a call of a process has waited."""
+        return Path(f"{self.flag}.{pid}").exists()
+
     @contextmanager
     def hanging(self) -> Iterator[None]:
         """Makes storage hang within the block, by a flag file."""

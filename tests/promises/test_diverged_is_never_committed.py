@@ -54,18 +54,19 @@ def test_nonfinite_loss_ends_the_run_before_its_step_is_saved(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rate", "says", "committed"),
-    [("1e30", "step 2: loss nan", [1]), ("1e39", "the state after its update is not finite", [])],
-    ids=["large rate", "rate that is inf in float32"],
+    ("decay", "says", "committed"),
+    [("0", "step 2: loss nan", [1]), ("1e30", "the state after its update is not finite", [])],
+    ids=["large rate", "rate and decay whose product is inf in float32"],
 )
 def test_state_with_a_nonfinite_or_huge_update_is_not_saved(
-    workspace: Workspace, rate: str, says: str, committed: list[int]
+    workspace: Workspace, decay: str, says: str, committed: list[int]
 ) -> None:
     """The loss of the first step is finite; the updated state is huge or not finite."""
     trainer = workspace.start(
         "run",
         *MLP,
-        f"optimizer.learning_rate={rate}",
+        "optimizer.learning_rate=1e30",
+        f"optimizer.weight_decay={decay}",
         "checkpoint.save_every_steps=1",
         "guards.on_nonfinite=stop",
     )

@@ -46,6 +46,7 @@ def test_storage_that_hangs_longer_than_the_step_limit_restarts_nothing(
     with mount.hanging():
         gate.touch()
         second = start(workspace, hosts=hosts, **mount.env)
+        second.wait(lambda: mount.has_held(second.process.pid), what="a read of the second start")
         time.sleep(seconds)
         before = trainer.process.poll()
     assert before is None, trainer.printed()

@@ -41,7 +41,6 @@ def test_a_restart_and_the_end_are_each_delivered_once_although_the_server_fails
     assert "2 incidents were not delivered to slack:DEAD" in trainer.printed()
 
 
-@pytest.mark.slow
 def test_a_missing_variable_is_a_config_error(workspace: Workspace) -> None:
     trainer = workspace.launch("run", TARGETS, hosts=1, config=FAULTY, restart=True)
     trainer.assert_fails(ExitCode.CONFIG, "variable HOOK is not set", "variable DEAD is not set")

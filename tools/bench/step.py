@@ -73,7 +73,7 @@ def built(config: RunConfig, *, live: bool) -> Iterator[BuiltTrainer]:
             host="bench",
             pid=os.getpid(),
             boot_id="",
-            nonce="",
+            nonce="0",
             coordinator=None,
             num_hosts=1,
             threads=int(os.environ["NPROC"]),

@@ -33,7 +33,6 @@ from tools.gpu.runs import (
 )
 
 KILLED_SECONDS = 10.0
-COMMIT_SECONDS = 120.0
 RELEASE_SECONDS = 20.0
 NOISE_MIB = 64
 TOO_LARGE = (
@@ -159,15 +158,15 @@ def _committed(run_dir: RunDir) -> int:
 def _wait_for_commit(run_dir: RunDir, process: subprocess.Popen[bytes], *, after: int) -> bool:
     """Waits for a commit after a step; returns False if the run has ended before.
 
+    A run that commits nothing is ended by the limit of its part.
+
     Raises:
-      AssertionError: the run has failed, or there is no commit within two minutes.
+      AssertionError: the run has failed.
     """
-    until = time.monotonic() + COMMIT_SECONDS
     while not files.exists(run_dir.root) or _committed(run_dir) <= after:
         if (code := process.poll()) is not None:
             assert code == 0, f"the run has ended with exit {code} before it could be killed"
             return False
-        assert time.monotonic() < until, f"no commit after step {after}"
         time.sleep(0.005)
     return True
 
