@@ -26,6 +26,8 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
+from jaxres.config.errors import raise_all
+from jaxres.config.yaml import parse, plain
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.launch import argument_checks, k8s_manifest
@@ -34,6 +36,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
+from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import restart_policy, signals
 from jaxres.supervisor.attempt import print_message
@@ -48,6 +51,7 @@ usage: python -m jaxres.launch k8s CONFIG.yaml [section.field=value ...] --image
            [--namespace NAME] [--name NAME]
            [--claim NAME:/path ...] [--service-account NAME] [--shm-size SIZE] [--queue NAME]
            [--topology LABEL] [--exclude-node NODE ...] [--grace-seconds S] [--max-restarts N]
+           [--patch FILE.yaml]
 
 Prints the manifest of a job that trains with one pod a node (kubectl apply -f -), or submits it.
 Kubernetes starts the hosts again after a preemption or a failure, until the last step is committed
@@ -64,6 +68,8 @@ secret, or arguments of custom data.
     cloud.google.com/gke-nodepool. --exclude-node: node that gets no pod.
 --grace-seconds: time from SIGTERM to SIGKILL (preemption.sigterm_seconds, else by measured saves).
 --max-restarts: most restarts for failures (100).
+--patch: file with `metadata` and `spec` that are added to the template of the pods: requests and
+    limits, tolerations, nodeSelector, imagePullSecrets, variables of secrets (docs/kubernetes.md).
 """
 CALL_SECONDS = 60.0
 JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
@@ -109,6 +115,7 @@ def _parse(arguments: Sequence[str]) -> _Command:
     parser.add_argument("--exclude-node", action="append", default=[])
     parser.add_argument("--grace-seconds", type=int)
     parser.add_argument("--max-restarts", type=int, default=k8s_manifest.MAX_RESTARTS)
+    parser.add_argument("--patch", type=Path)
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--submit", action="store_true")
     given, others = parser.parse_known_args(list(arguments))
@@ -166,7 +173,7 @@ def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
         gpus_per_node=given.gpus_per_node,
         kind=given.kind,
         namespace=given.namespace,
-        name=argument_checks.job_name(given.name or k8s_manifest.object_name(run_dir.root)),
+        name=_name(given, run_dir.root),
         queue=given.queue,
         topology=given.topology,
         service_account=given.service_account,
@@ -177,8 +184,39 @@ def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
             loaded.config, longest_save_seconds(run_dir), asked=given.grace_seconds
         ),
         max_restarts=given.max_restarts,
+        patch={} if given.patch is None else _patch(given.patch),
     )
     return k8s_manifest.manifests(loaded.config, run_dir.root, options), options
+
+
+def _name(given: argparse.Namespace, root: RunPath) -> str:
+    """Returns the name of the job, which is in the names of its pods."""
+    name = argument_checks.job_name(given.name or k8s_manifest.object_name(root))
+    longest = k8s_manifest.longest_name(given.nodes)
+    if given.kind == "jobset" and len(name) > longest:
+        raise UsageError(
+            f"--name {name}: has {len(name)} characters, at most {longest} with {given.nodes} "
+            f"nodes: JobSet refuses names of pods, such as {k8s_manifest.pod_name(name, 0)}, of "
+            "more than 63"
+        )
+    return name
+
+
+def _patch(path: Path) -> Manifest:
+    """Reads what is added to the template of the pods.
+
+    Raises:
+      UsageError: there is no such file.
+      ConfigError: it is no YAML, or none of a template.
+    """
+    if (text := files.read(path)) is None:
+        raise UsageError(f"--patch {path}: no such file")
+    node, problems = parse(text.decode(errors="replace"), lambda line: f"{path}:{line + 1}")
+    raise_all(problems)
+    found = {} if node is None else plain(node)
+    if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
+        raise ConfigError(f"--patch {path}: expected `metadata` and `spec`, as of a pod's template")
+    return found
 
 
 def _claims(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:

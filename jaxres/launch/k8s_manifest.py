@@ -9,16 +9,18 @@ each failed pod is replaced by itself.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from textwrap import indent
 from typing import Any, Literal
 
 from jaxres.config import RunConfig, dump_yaml, file_mode, yaml
 from jaxres.exit_codes import MAX_SIGNAL, ROWS, SIGNAL_BASE, ExitCode, RestartRule, exit_row
+from jaxres.faults import ConfigError
 from jaxres.secret_values import PRIVATE
 from jaxres.storage.path import RunPath
 
@@ -50,8 +52,9 @@ GRACE_RESERVE_SECONDS = 30.0
 MAX_RESTARTS = 100
 """Restarts of a JobSet for failures. jaxres counts failures without a new commit by itself and ends
 the run with 84; this limit ends what fails before the run log is reached."""
-MAX_NAME = 34
-"""Characters of the name of a run, so that the host name of a pod has at most 63."""
+MAX_POD_NAME = 63
+MAX_NAME = 30
+"""Characters of the name of a run, so that the names of 10,000 pods have at most 63."""
 
 
 class Consequence(StrEnum):
@@ -114,6 +117,8 @@ class ClusterOptions:
     """Time from SIGTERM to SIGKILL."""
     max_restarts: int = MAX_RESTARTS
     """Restarts for failures: of the whole JobSet, or of each host of a Job."""
+    patch: Manifest = field(default_factory=dict)
+    """Merged into the template of the pods, see `merged`."""
     has_secret: bool = False
     """Whether the config is in a Secret; set by `manifests`."""
 
@@ -285,8 +290,53 @@ def _job_spec(
         "parallelism": options.nodes,
         "backoffLimit": backoff_limit,
         "podFailurePolicy": {"rules": rules},
-        "template": {"spec": _pod_spec(root, options)},
+        "template": merged({"spec": _pod_spec(root, options)}, options.patch),
     }
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(o, dict) and "name" in o for o in value)
+
+
+def longest_name(nodes: int) -> int:
+    """Returns how many characters the name of a JobSet may have, which is in those of its pods."""
+    return MAX_POD_NAME - len(pod_name("", nodes - 1))
+
+
+def pod_name(name: str, index: int) -> str:
+    """Returns the name of a pod of a JobSet; the cluster draws the last five characters."""
+    return f"{name}-{HOSTS}-0-{index}-abcde"
+
+
+def merged(made: Any, patch: Any, path: str = "") -> Any:
+    """Returns a part of a manifest with a patch: it adds, and replaces nothing.
+
+    Sections are merged, and items of lists by their `name`. A list whose items have none is added
+    only where there is no list: terms of an affinity, for example, are alternatives.
+
+    Raises:
+      ConfigError: the patch has another value where there is one.
+
+    >>> merged({"a": [{"name": "x", "b": 1}]}, {"a": [{"name": "x", "c": 2}], "d": 3})
+    {'a': [{'name': 'x', 'b': 1, 'c': 2}], 'd': 3}
+    """
+    if isinstance(made, dict) and isinstance(patch, dict):
+        both = {key: merged(made[key], patch[key], f"{path}.{key}") for key in made & patch.keys()}
+        return {**made, **patch, **both}
+    if _has_names(made) and _has_names(patch):
+        added = {each["name"]: each for each in patch}
+        items = [
+            merged(each, added.pop(name, each), f"{path}[{name}]")
+            for each in made
+            for name in [each["name"]]
+        ]
+        return [*items, *added.values()]
+    if made != patch:
+        raise ConfigError(
+            f"--patch: {path.lstrip('.')} is {json.dumps(made)} by jaxres, and can't be "
+            f"{json.dumps(patch)}: the patch adds to the manifest and replaces nothing of it"
+        )
+    return made
 
 
 def _exit_codes(wanted: Consequence) -> Manifest:

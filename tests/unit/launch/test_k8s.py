@@ -12,7 +12,7 @@ import yaml
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, Fenced, StorageRefused, StorageUnavailable
+from jaxres.faults import ConfigError, Fenced, StorageRefused, StorageUnavailable, UsageError
 from jaxres.launch import k8s, k8s_manifest
 from jaxres.runlog.run_log import AttemptEnded, Commit, Record
 from jaxres.supervisor.restart_policy import GiveUp, Restart
@@ -40,6 +40,25 @@ def submit(server, tmp_path: Path):
         return k8s.main([*ARGUMENTS, *arguments, "--submit"], env=env)
 
     return call
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "says"),
+    [
+        (["--nodes", "10", "--name", "a" * 48], UsageError, "at most 47 with 10 nodes"),
+        (["--patch", "nowhere.yaml"], UsageError, "--patch nowhere.yaml: no such file"),
+        (["--patch", "list.yaml"], ConfigError, "expected `metadata` and `spec`"),
+        (["--patch", "half.yaml"], ConfigError, "half.yaml:2: not valid YAML"),
+    ],
+)
+def test_what_a_cluster_would_refuse_of_names_and_patches_is_refused(
+    tmp_path, monkeypatch, words, kind, says
+):
+    monkeypatch.chdir(tmp_path)
+    Path("list.yaml").write_text("containers: []")
+    Path("half.yaml").write_text("{")
+    with pytest.raises(kind, match=says):
+        k8s.main([*ARGUMENTS, *words, "--print"], env={})
 
 
 @pytest.mark.parametrize("kind", ["jobset", "job"])

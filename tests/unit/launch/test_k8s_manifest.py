@@ -28,6 +28,7 @@ CONFIG = RunConfig.model_validate(
     {"data": {"source": {"kind": "text", "path": "x"}}, "train": {"steps": 9}}
 )
 ROOT = GcsPath("bucket", "runs/first")
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 END, FREE, AGAIN = "FailJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet"
 AFTER = {
     ExitCode.USAGE: END,
@@ -316,3 +317,59 @@ def test_gpus_that_the_mesh_can_not_use_are_refused_before_the_cluster_is_asked(
 def test_a_run_directory_that_kubernetes_would_expand_is_escaped():
     command = k8s_manifest.pod_command(PurePosixPath("/data/$(HOSTNAME)/a$$b"), 180)
     assert "run.dir=/data/$$(HOSTNAME)/a$$$$b" in command
+
+
+PATCH = """
+spec:
+  tolerations: [{key: nvidia.com/gpu, operator: Exists}]
+  containers:
+  - name: train
+    resources: {requests: {memory: 8Gi}, limits: {memory: 9Gi}}
+    env: [{name: A, valueFrom: {secretKeyRef: {name: b, key: c}}}]
+"""
+
+
+@pytest.mark.parametrize("kind", ["jobset", "job"])
+def test_a_patch_is_added_to_the_pods_and_the_real_types_accept_it(kind):
+    patch = yaml.safe_load(PATCH)
+    made = pod_spec(kind=kind, gpus_per_node=8)
+    found = pod_spec(kind=kind, gpus_per_node=8, patch=patch)
+    assert k8s_manifest.changed_fields(made, found) == []
+    assert found["tolerations"] == patch["spec"]["tolerations"]
+    container = found["containers"][0]
+    assert container["resources"]["limits"] == {"memory": "9Gi", "nvidia.com/gpu": "8"}
+    assert container["resources"]["requests"] == {"memory": "8Gi"}
+    assert container["env"][-1]["name"] == "A"
+    emulator.check(owner(kind=kind, gpus_per_node=8, patch=patch))
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        ({"spec": {"restartPolicy": "Always"}}, 'spec.restartPolicy is "Never" by jaxres'),
+        ({"spec": {"containers": [{"name": "train", "command": ["sh"]}]}}, "[train].command is"),
+        (
+            {"spec": {"containers": [{"name": "train", "env": [{"name": "JAXRES_HOST_ID"}]}]}},
+            None,
+        ),
+        (
+            {"spec": {"affinity": {"nodeAffinity": {REQUIRED: {"nodeSelectorTerms": [{}]}}}}},
+            "nodeSelectorTerms is",
+        ),
+    ],
+)
+def test_a_patch_replaces_nothing(patch, says):
+    made = pod_spec(excluded_nodes=("bad",))
+    if says is None:
+        assert pod_spec(excluded_nodes=("bad",), patch=patch) == made
+        return
+    with pytest.raises(ConfigError) as refused:
+        pod_spec(excluded_nodes=("bad",), patch=patch)
+    assert says in str(refused.value)
+
+
+def test_the_names_of_pods_are_no_longer_than_jobset_accepts():
+    for nodes in (1, 10, 11, 10_000):
+        longest = k8s_manifest.longest_name(nodes)
+        assert len(k8s_manifest.pod_name("a" * longest, nodes - 1)) == 63
+        assert len(k8s_manifest.object_name(PurePosixPath("/" + 99 * "a"))) <= longest
