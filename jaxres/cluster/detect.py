@@ -321,6 +321,11 @@ def _example(flag: str) -> str:
     return {COORDINATOR: "10.0.0.1:6000", NUM_HOSTS: "2", HOST_ID: "0"}[flag]
 
 
+def slurm_port(job: int, step: int) -> int:
+    """Returns the port of host 0 in a step of a job; steps may run concurrently."""
+    return SLURM_PORTS[(job + 1009 * step) % len(SLURM_PORTS)]
+
+
 def _slurm(environment: Mapping[str, str]) -> dict[str, _Claimed]:
     """Returns the values of a Slurm task; {} if the step has only one task.
 
@@ -334,7 +339,7 @@ def _slurm(environment: Mapping[str, str]) -> dict[str, _Claimed]:
     if tasks <= 1 or step >= SLURM_NO_REAL_STEP:
         return {}
     first = first_host(environment["SLURM_STEP_NODELIST"])
-    port = SLURM_PORTS[(job + 1009 * step) % len(SLURM_PORTS)]  # Steps may run concurrently.
+    port = slurm_port(job, step)
     return {
         COORDINATOR: _Claimed(Address(first, port), "SLURM_STEP_NODELIST"),
         NUM_HOSTS: _Claimed(tasks, "SLURM_STEP_NUM_TASKS"),

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from jaxres import config as configs
 from jaxres import faults
+from jaxres.cluster.detect import COORDINATOR, VARIABLES, Address, slurm_port
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema_operations import RestartSection
@@ -466,9 +467,24 @@ class _Job:
         training = ["jaxres.train", *_training_arguments(self.options, self.run_dir)]
         command = ["srun", *flags, sys.executable, "-m", *training]
         told = self._continue_after_limit
-        code, is_stopped = _srun(command, is_restart, self.wakeup, self.env, on_stop=told)
+        env = {**self.env, **self._coordinator(decision.nodes)}
+        code, is_stopped = _srun(command, is_restart, self.wakeup, env, on_stop=told)
         self._record(Ended(code))
         return code, is_stopped
+
+    def _coordinator(self, nodes: Sequence[str]) -> dict[str, str]:
+        """Returns the variable for hosts that can't resolve the name of the first node.
+
+        Slurm itself reaches nodes by the addresses of its configuration.
+        """
+        if len(nodes) == 1 or VARIABLES[COORDINATOR] in self.env:
+            return {}
+        with suppress(RunError):  # Then by its name, as without jaxres's launcher.
+            if address := slurm_commands.node_address(nodes[0]):
+                begun = sum(isinstance(entry, Begun) for entry in self.journal.read())
+                port = slurm_port(int(self.number), begun)
+                return {VARIABLES[COORDINATOR]: str(Address(address, port))}
+        return {}
 
     def _record(self, entry: slurm_job.Entry) -> bool | None:
         """Appends to the journal; None: it could not, and the job was told to end."""

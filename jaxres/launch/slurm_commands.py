@@ -146,6 +146,12 @@ def nodes_of(partitions: Sequence[str]) -> int:
     )
 
 
+def node_address(node: str) -> str:
+    """Returns the address of a node in Slurm's configuration if it is not its name; else empty."""
+    found = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node))
+    return "" if found is None or found[1] in (node, "(null)") else found[1]
+
+
 def step_flags(nodes: Sequence[str]) -> list[str]:
     """Returns the flags of srun for one task on each of these nodes of this job."""
     flags = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]

@@ -355,6 +355,27 @@ def test_an_attempt_gets_all_nodes_and_the_cpus_of_the_job(commands, trains):
     assert "--immediate=300" in call, "a step before that never ends would be waited for"
 
 
+@pytest.mark.parametrize(
+    ("address", "given", "told"),
+    [
+        ("10.0.0.7", {}, "10.0.0.7:62466"),
+        ("fd00::7", {}, "[fd00::7]:62466"),
+        ("n1", {}, ""),
+        ("10.0.0.7", {"JAXRES_COORDINATOR": "mine:5"}, "mine:5"),
+    ],
+)
+def test_hosts_meet_at_the_address_that_slurm_has_of_the_first_node(
+    commands, trains, monkeypatch, address, given, told
+):
+    """The name of a node need not resolve: Slurm reaches it by NodeAddr."""
+    monkeypatch.delenv("JAXRES_COORDINATOR", raising=False)
+    names = f'[ "$2" = node ] && echo "NodeName=$4 NodeAddr={address} Port=6818" || echo n1 n2'
+    commands._write("scontrol", f"{names}\n")
+    commands._write("srun", f'printf %s "$JAXRES_COORDINATOR" > {commands.folder}/told\n')
+    assert trains(**given) == 0
+    assert (commands.folder / "told").read_text() == told
+
+
 def test_an_attempt_in_a_job_that_has_lost_a_node_does_not_wait_for_the_step_before(
     commands, trains
 ):
