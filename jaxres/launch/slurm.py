@@ -12,9 +12,7 @@ import hashlib
 import os
 import re
 import secrets
-import select
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +27,7 @@ from jaxres.cluster.detect import COORDINATOR, VARIABLES, Address, slurm_port
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema_operations import RestartSection
-from jaxres.exit_codes import STOP_SIGNALS, ExitCode, RestartRule, exit_name, exit_row
+from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.faults import Fenced, RunError, UsageError
 from jaxres.launch import argument_checks, local, slurm_commands, slurm_job
 from jaxres.launch.slurm_job import (
@@ -53,7 +51,6 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import signals, time_limit
 from jaxres.supervisor.attempt import print_message
-from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 from jaxres.supervisor.run_config import parse_target, recorded_root, resolve_run
 
 T = TypeVar("T")
@@ -80,7 +77,6 @@ itself: with 0 when the last step is committed, with the code of what can't be r
 --dry-run: prints the script, submits nothing.
 """
 VERBS = ("status", "logs", "stop", "job")
-POLL_SECONDS = 0.5
 STEP_SECONDS = 300
 """Longest wait for the nodes of the job, on which the step before may still end."""
 TAIL_LINES = 40
@@ -293,7 +289,7 @@ def _job(options: _Options, *, env: Mapping[str, str]) -> int:
         found = with_retries(
             lambda: resolve_run(target, overrides),
             _restart_limits(target, overrides),
-            wait=partial(_wait, wakeup),
+            wait=partial(slurm_commands.wait, wakeup),
             what="the run can't be read",
         )
         if found is None:
@@ -468,7 +464,9 @@ class _Job:
         command = ["srun", *flags, sys.executable, "-m", *training]
         told = self._continue_after_limit
         env = {**self.env, **self._coordinator(decision.nodes)}
-        code, is_stopped = _srun(command, is_restart, self.wakeup, env, on_stop=told)
+        code, is_stopped = slurm_commands.run_step(
+            command, is_restart, self.wakeup, env, on_stop=told
+        )
         self._record(Ended(code))
         return code, is_stopped
 
@@ -499,7 +497,7 @@ class _Job:
         return with_retries(call, self.config.restart, wait=self._wait, what=what)
 
     def _wait(self, seconds: float) -> bool:
-        return _wait(self.wakeup, seconds)
+        return slurm_commands.wait(self.wakeup, seconds)
 
 
 def _ended_between_attempts() -> int:
@@ -512,39 +510,6 @@ def _step_flags(nodes: Sequence[str], *, has_lost_node: bool) -> list[str]:
     # The step before has to end first, but Slurm never takes one on a lost node for ended.
     wait = "--overlap" if has_lost_node else f"--immediate={STEP_SECONDS}"
     return [*slurm_commands.step_flags(nodes), wait]
-
-
-def _srun(
-    command: Sequence[str],
-    is_restart: bool,
-    wakeup: int,
-    env: Mapping[str, str],
-    *,
-    on_stop: Callable[[], None],
-) -> tuple[int, bool]:
-    """Trains one attempt on nodes; returns srun's exit code, and whether this job was told to end.
-
-    Slurm signals the tasks itself, so no signal is passed on: a second one would end them at once.
-    `on_stop` is called when this job is told to end, while the tasks may still run.
-    """
-    own = {**env, RESTART_VARIABLE: "1" if is_restart else "0"}
-    if cpus := env.get("SLURM_CPUS_PER_TASK"):  # srun does not take it over from sbatch.
-        own["SRUN_CPUS_PER_TASK"] = cpus
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
-    is_stopped = False
-    while not is_stopped and process.poll() is None:
-        is_stopped = _wait(wakeup, POLL_SECONDS)
-    is_stopped |= _wait(wakeup, 0.0)
-    if is_stopped:
-        on_stop()
-    code = process.wait()
-    return (128 - code if code < 0 else code), is_stopped
-
-
-def _wait(wakeup: int, seconds: float) -> bool:
-    """Waits; returns at once, and True, if this process is told to end."""
-    ready, _, _ = select.select([wakeup], [], [], seconds)
-    return bool(ready) and any(number in STOP_SIGNALS for number in signals.drain(wakeup))
 
 
 def _say(text: str) -> None:

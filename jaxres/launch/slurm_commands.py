@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 import re
+import select
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from jaxres.exit_codes import STOP_SIGNALS
 from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.supervisor import signals
+from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 
 CALL_SECONDS = 60.0
+POLL_SECONDS = 0.5
 TIME_LIMIT = "TimeLimit"
 """Reason that squeue prints of a job that its time limit ends."""
 WATCH = """\
@@ -214,3 +219,36 @@ class ScriptWatch:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
+
+
+def run_step(
+    command: Sequence[str],
+    is_restart: bool,
+    wakeup: int,
+    env: Mapping[str, str],
+    *,
+    on_stop: Callable[[], None],
+) -> tuple[int, bool]:
+    """Trains one attempt on nodes; returns srun's exit code, and whether this job was told to end.
+
+    Slurm signals the tasks itself, so no signal is passed on: a second one would end them at once.
+    `on_stop` is called when this job is told to end, while the tasks may still run.
+    """
+    own = {**env, RESTART_VARIABLE: "1" if is_restart else "0"}
+    if cpus := env.get("SLURM_CPUS_PER_TASK"):  # srun does not take it over from sbatch.
+        own["SRUN_CPUS_PER_TASK"] = cpus
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
+    is_stopped = False
+    while not is_stopped and process.poll() is None:
+        is_stopped = wait(wakeup, POLL_SECONDS)
+    is_stopped |= wait(wakeup, 0.0)
+    if is_stopped:
+        on_stop()
+    code = process.wait()
+    return (128 - code if code < 0 else code), is_stopped
+
+
+def wait(wakeup: int, seconds: float) -> bool:
+    """Waits; returns at once, and True, if this process is told to end."""
+    ready, _, _ = select.select([wakeup], [], [], seconds)
+    return bool(ready) and any(number in STOP_SIGNALS for number in signals.drain(wakeup))
