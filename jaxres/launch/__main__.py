@@ -20,13 +20,19 @@ from jaxres.supervisor.attempt_runner import hard_exit
 from jaxres.telemetry import stdio
 
 
+KEYS = "`python -m jaxres.train --help`"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if any(argument in ("-h", "--help") for argument in arguments):
         from jaxres.launch import gce, k8s, local, sky, slurm
 
-        usages = {"gce": gce.USAGE, "slurm": slurm.USAGE, "k8s": k8s.USAGE, "sky": sky.USAGE}
-        usage = usages.get(arguments[0], local.USAGE)
+        short = {"slurm": slurm.USAGE, "k8s": k8s.USAGE, "sky": sky.USAGE}
+        if arguments[0] in short:  # No key of a config is about them.
+            sys.stdout.write(f"{short[arguments[0]]}\nThe keys of a config: {KEYS}\n")
+            return ExitCode.DONE
+        usage = gce.USAGE if arguments[0] == "gce" else local.USAGE
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")
         return ExitCode.DONE
     os.environ.update(gcs_client.library_environment(os.environ))

@@ -69,6 +69,11 @@ def test_an_unknown_target_is_refused(arguments):
 
 
 def test_help_exits_with_0(capsys):
+    for place in ("slurm", "k8s", "sky"):
+        assert launch.main([place, "--help"]) == ExitCode.DONE
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: python -m jaxres.launch {place} ")
+        assert len(shown.splitlines()) < 60, "an operator looks for an option"
     assert launch.main(["local", "--help"]) == ExitCode.DONE
     assert "virtual CPU devices" in capsys.readouterr().out
 
