@@ -26,6 +26,7 @@ from jaxres.config.base import (
     RunRoot,
     Seconds,
     Section,
+    form,
     free,
 )
 from jaxres.config.schema_gce import GceSection
@@ -128,11 +129,21 @@ class WandbTracker(Section):
     """Seconds between two looks at the run's files."""
 
 
+TrackingUri = Annotated[
+    str,
+    form(
+        r"databricks|(?!file:)[a-z][a-z0-9+.-]*://.+",
+        "an address such as http://HOST:5000, or a database such as sqlite:////shared/mlflow.db "
+        "(MLflow 3 writes into no folder)",
+    ),
+]
+
+
 class MlflowTracker(Section):
     """Experiment tracker: an MLflow tracking server."""
 
     kind: Literal["mlflow"] = "mlflow"
-    tracking_uri: str | None = free(None)
+    tracking_uri: TrackingUri | None = free(None)
     """Address, as in http://HOST:5000; null: the variable MLFLOW_TRACKING_URI."""
     experiment: Annotated[str, Field(min_length=1)] = free("jaxres")
     """Experiment of the run; it is made if it does not exist."""

@@ -19,7 +19,6 @@ from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
 from jaxres.telemetry import stdio
 
-
 KEYS = "`python -m jaxres.train --help`"
 
 

@@ -93,11 +93,14 @@ def _follow(copy: Copy, section: TrackerSection, *, every_seconds: float) -> int
                 return 0
             wait, failed = every_seconds, False
         except Exception as error:  # noqa: BLE001 - a service or its client failed in any way.
-            if ended:
-                return 1
+            then = (
+                "the rest is sent at the next start" if ended else "training goes on, this retries"
+            )
             if not failed:
                 text = redact_text(f"{type(error).__name__}: {error}".splitlines()[0])
-                stdio.eprint(f"tracker {section.kind}: {text}; training goes on, this retries\n")
+                stdio.eprint(f"tracker {section.kind}: {text}; {then}\n")
+            if ended:
+                return 1
             copy.reset()
             wait, failed = min(2 * max(wait, 1.0), LONGEST_RETRY_SECONDS), True
 
