@@ -53,7 +53,7 @@ def variables(secret: Secret | None, nonce: str, *, num_hosts: int) -> dict[str,
     return {VARIABLE: hmac.digest(key, f"jaxres coordination {nonce}".encode(), "sha256").hex()}
 
 
-def arguments(env: MutableMapping[str, str], *, host: int) -> dict[str, str]:
+def arguments(env: MutableMapping[str, str], *, host: int) -> dict[str, Any]:
     """Takes the key out of the environment; returns arguments of `jax.distributed.initialize`.
 
     None without a key. The files last as long as this process.
@@ -79,13 +79,14 @@ def certificates(key: bytes, *, host: int) -> tuple[str, bytes, bytes, bytes]:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509 import oid
 
     curve = ec.SECP256R1()
     # 512 bits, so that no scalar is likelier than another.
     drawn = int.from_bytes(hmac.digest(key, b"ca", "sha512"))
     ca_key = ec.derive_private_key(drawn % (curve.group_order - 1) + 1, curve)
     own_key = ec.generate_private_key(curve)
-    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "jaxres attempt")])
+    issuer = x509.Name([x509.NameAttribute(oid.NameOID.COMMON_NAME, "jaxres attempt")])
     prefix = f"jaxres://{hmac.digest(key, b'name', 'sha256').hex()[:16]}/"
 
     def certificate(name: x509.Name, public: Any, serial: int) -> x509.CertificateBuilder:
@@ -98,7 +99,7 @@ def certificates(key: bytes, *, host: int) -> tuple[str, bytes, bytes, bytes]:
     uri = x509.UniformResourceIdentifier(f"{prefix}host-{host}")
     own = certificate(x509.Name([]), own_key.public_key(), x509.random_serial_number())
     own = own.add_extension(x509.SubjectAlternativeName([uri]), critical=True)
-    uses = [x509.ExtendedKeyUsageOID.SERVER_AUTH, x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    uses = [oid.ExtendedKeyUsageOID.SERVER_AUTH, oid.ExtendedKeyUsageOID.CLIENT_AUTH]
     own = own.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     pem, sha256 = serialization.Encoding.PEM, hashes.SHA256()
     return (
