@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -190,6 +190,8 @@ class ObservedState:
     lacking_seconds: float = 0.0
     """Seconds for which VMs of the job have been lacking since this controller began; 0: all are
     created."""
+    unreachable: frozenset[str] = frozenset()
+    """Zones that have not answered: what exists there is unknown, and `vms` lacks it."""
     first_reports: Mapping[str, float] = field(default_factory=dict[str, float])
     """When this controller first saw a report of an agent, in seconds since the epoch, by name."""
     since_create_seconds: float = 0.0
@@ -198,6 +200,10 @@ class ObservedState:
     """Unwanted groups that are deleted, with their resize requests and templates."""
     stop_requested: bool = False
     down_requested: bool = False
+
+    def listed_in(self, zone: str) -> Mapping[str, VmStatus] | None:
+        """Returns the listed VMs for a judgement about a zone; None: it has not answered."""
+        return None if zone in self.unreachable else self.vms
 
 
 @dataclass
@@ -275,12 +281,21 @@ class StateObserver:
             self._reports[name] = generation, report, still + since
 
     def update_vms(
-        self, vms: Mapping[str, VmStatus] | None, wanted: Mapping[str, bool], *, now: float
+        self,
+        vms: Mapping[str, VmStatus] | None,
+        wanted: Mapping[str, bool],
+        *,
+        now: float,
+        unknown: Container[str] = (),
     ) -> None:
-        """Records the VMs that the service lists; None: it has not answered.
+        """Records the VMs that the service lists.
 
-        `wanted` has for each VM whether it is known to be created. Absence before that moment does
-        not count as absence afterwards.
+        Args:
+          vms: the VMs; None: it has not answered.
+          wanted: for each VM whether it is known to be created. Absence before that moment does not
+            count as absence afterwards.
+          now: time of the list.
+          unknown: VMs in zones that have not answered.
         """
         since = 0.0 if self._service_at is None else min(MAX_GAP_SECONDS, now - self._service_at)
         self._vms, self._service_at = vms, None if vms is None else now
@@ -289,7 +304,7 @@ class StateObserver:
         for name, is_made in wanted.items():
             was_made, absent = before.get(name, (not is_made, 0.0))
             absent = absent if was_made == is_made else 0.0
-            if vms is None:
+            if vms is None or name in unknown:
                 self._absent[name] = is_made, absent
             elif name not in vms:
                 self._absent[name] = is_made, absent + since
