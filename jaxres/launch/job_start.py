@@ -108,8 +108,9 @@ def start_or_resume(
       Fenced: another launcher holds the lease.
       StorageUnavailable: the bucket or the Compute API does not answer.
     """
-    compute, paths = compute_for(config, env), LaunchPaths(run)
-    compute.set_console(print_line)
+    paths = LaunchPaths(run)
+    (lease := lease_wait.new_lease(paths, config, print_line)).watch()
+    (compute := compute_for(config, env)).set_console(print_line)
     desired = (record := StateObject(paths.desired_state)).read_valid()
     is_new = desired is None or desired.phase == "ended"
     can_be_over = is_new and clear is None and not record.damage
@@ -121,9 +122,8 @@ def start_or_resume(
     known = () if desired is None else desired.prices
     prices = option_prices.for_job(config, compute, clock, print_line, known=known, is_new=is_new)
     may_be_led = not is_new or bool(record.damage) or _may_have_vms(config, compute, paths)
-    lease = lease_wait.new_lease(paths, config, print_line)
-    acquire = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
-    acquire(waits=waits, desired=desired, may_be_led=may_be_led)
+    acquire = functools.partial(lease_wait.acquire, waits=waits, console=print_line)
+    acquire(lease, run, clock, desired=desired, may_be_led=may_be_led)
     with lease_wait.holding(lease):
         before, desired = desired, record.read_valid()
         if (end := _ended_meanwhile(before, desired)) is not None:

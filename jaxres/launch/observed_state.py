@@ -93,7 +93,9 @@ def _ascii(text: str) -> str:
 MAX_GAP_SECONDS = 2.0
 """Most that one observation adds to a duration: a suspended controller observes nothing."""
 SLOW_BUCKET_SECONDS = 1.5
-"""Latency above which the bucket was unavailable to the agents too, though it has answered."""
+"""Wait for one answer of the bucket above which it is no silence: agents wait as long."""
+OUTAGE_SECONDS = 5.0
+"""The same above which the bucket was unavailable to the agents too, though it has answered."""
 HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
 HOST_ERROR = "compute.instances.hostError"
 EVENTS = {
@@ -260,10 +262,12 @@ class StateObserver:
         Args:
           listed: generation and metadata by name.
           now: time of the list.
-          waited: seconds since the last observation that were spent waiting for the bucket.
+          waited: longest wait for one answer of the bucket since the last observation.
         """
-        was_unavailable = self._bucket_at is None or waited > SLOW_BUCKET_SECONDS
-        since = 0.0 if self._bucket_at is None else min(MAX_GAP_SECONDS, now - self._bucket_at)
+        was_unavailable = self._bucket_at is None or waited > OUTAGE_SECONDS
+        since = 0.0 if self._bucket_at is None else now - self._bucket_at
+        since = max(0.0, since - waited) if waited > SLOW_BUCKET_SECONDS else since
+        since = min(MAX_GAP_SECONDS, since)
         if was_unavailable:  # The agents could not report either: their silence starts at 0 again.
             since = 0.0
             self._reports = {name: (g, r, 0.0) for name, (g, r, _) in self._reports.items()}

@@ -132,7 +132,6 @@ class SimulatedCloud:
     damages: list[str] = field(default_factory=list)
     """What was done to the lease and the desired state."""
     lost_zones: set[str] = field(default_factory=set)
-    """Zones whose part of the service does not answer."""
     _past: list[tuple[str, bytes]] = field(default_factory=list)
     """All contents of the lease and the desired state so far, by key."""
 
@@ -268,8 +267,9 @@ class SimulatedCloud:
     def read_all(self, paths: Sequence[GcsPath]) -> list[bytes | None]:
         return [self.read(path) for path in paths]
 
-    def stat(self, path: GcsPath) -> object:
-        return self.read_at(path)
+    def stat(self, path: GcsPath) -> gcs_objects.Stat | None:
+        found = self.read_at(path)
+        return None if found is None else gcs_objects.Stat(len(found[0]), found[1], "", None)
 
     def delete(self, path: GcsPath) -> bool:
         self._bucket_request("delete")
@@ -324,8 +324,9 @@ class SimulatedCloud:
 
     def list(self, run: str) -> ListedVms:
         self._compute_request("list")
-        vms = {n: vm for n, vm in self.vms_listed().items() if vm.zone not in self.lost_zones}
-        return ListedVms(vms, dict.fromkeys(self.lost_zones, "is unreachable"))
+        lost, vms = self.lost_zones, self.vms_listed().items()
+        found = {name: vm for name, vm in vms if vm.zone not in lost}
+        return ListedVms(found, dict.fromkeys(lost, "is unreachable"))
 
     def vms_listed(self) -> dict[str, VmStatus]:
         observed = [m for m in self.vms.values() if m.listed_from <= self.now]
