@@ -122,8 +122,8 @@ def start_or_resume(
     known = () if desired is None else desired.prices
     prices = option_prices.for_job(config, compute, clock, print_line, known=known, is_new=is_new)
     may_be_led = not is_new or bool(record.damage) or _may_have_vms(config, compute, paths)
-    acquire = functools.partial(lease_wait.acquire, waits=waits, console=print_line)
-    acquire(lease, run, clock, desired=desired, may_be_led=may_be_led)
+    acquire = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
+    acquire(waits=waits, desired=desired, may_be_led=may_be_led)
     with lease_wait.holding(lease):
         before, desired = desired, record.read_valid()
         if (end := _ended_meanwhile(before, desired)) is not None:

@@ -269,7 +269,7 @@ class SimulatedCloud:
 
     def stat(self, path: GcsPath) -> gcs_objects.Stat | None:
         found = self.read_at(path)
-        return None if found is None else gcs_objects.Stat(len(found[0]), found[1], "", None)
+        return found and gcs_objects.Stat(len(found[0]), found[1], "", None)
 
     def delete(self, path: GcsPath) -> bool:
         self._bucket_request("delete")
@@ -324,8 +324,8 @@ class SimulatedCloud:
 
     def list(self, run: str) -> ListedVms:
         self._compute_request("list")
-        lost, vms = self.lost_zones, self.vms_listed().items()
-        found = {name: vm for name, vm in vms if vm.zone not in lost}
+        lost = self.lost_zones
+        found = {name: vm for name, vm in self.vms_listed().items() if vm.zone not in lost}
         return ListedVms(found, dict.fromkeys(lost, "is unreachable"))
 
     def vms_listed(self) -> dict[str, VmStatus]:
