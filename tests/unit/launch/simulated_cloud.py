@@ -324,9 +324,8 @@ class SimulatedCloud:
 
     def list(self, run: str) -> ListedVms:
         self._compute_request("list")
-        lost = self.lost_zones
-        found = {name: vm for name, vm in self.vms_listed().items() if vm.zone not in lost}
-        return ListedVms(found, dict.fromkeys(lost, "is unreachable"))
+        vms = {n: vm for n, vm in self.vms_listed().items() if vm.zone not in self.lost_zones}
+        return ListedVms(vms, dict.fromkeys(self.lost_zones, "is unreachable"))
 
     def vms_listed(self) -> dict[str, VmStatus]:
         observed = [m for m in self.vms.values() if m.listed_from <= self.now]

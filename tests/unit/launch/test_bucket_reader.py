@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.launch.bucket_reader import BucketReader
+from jaxres.launch.bucket_reader import MAX_REQUESTS, BucketReader
 from jaxres.launch.gce_api import ApiUnavailable
 from jaxres.launch.observed_state import SLOW_BUCKET_SECONDS, AgentReport
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.service_answers import MAX_CALLS, ServiceAnswers
+from jaxres.runlog import faulty_hosts
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record, file_name
-from jaxres.storage import gcs_objects
+from jaxres.storage import gcs_objects, threads
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
 from tests.unit.runlog.example_records import CLAIM
@@ -68,21 +70,29 @@ def test_a_cycle_makes_as_many_requests_for_one_vm_as_for_many(
 
 
 def test_the_requests_of_a_cycle_are_made_at_the_same_time(
-    run: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
+    run: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits until all four have begun."""
-    reader, together = reader_of(run, ManualClock(), vms=2), threading.Barrier(4)
+    reader, batches = reader_of(run, ManualClock(), vms=2), list[tuple[int, int]]()
 
-    def joined(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            together.wait(SURE_SECONDS)
-            return call(*arguments, **named)
+    def call_all(calls: Sequence[Callable[[], Any]], *, most: int) -> list[Any]:
+        batches.append((len(calls), most))
+        return [call() for call in calls]
 
-        return run
-
-    for name in ("stat", "list_metadata", "read"):
-        monkeypatch.setattr(gcs_objects, name, joined(getattr(gcs_objects, name)))
+    monkeypatch.setattr(threads, "call_all", call_all)
     assert len(reader.read()[0]) == 2
+    assert batches == [(4, MAX_REQUESTS)], "requests wait for each other"
+
+
+def test_calls_are_made_at_the_same_time_and_return_in_order() -> None:
+    """Each waits until all have begun."""
+    together = threading.Barrier(4)
+
+    def call(number: int) -> int:
+        together.wait(SURE_SECONDS)
+        return number
+
+    calls = [partial(call, number) for number in range(4)]
+    assert threads.call_all(calls, most=4) == [0, 1, 2, 3]
 
 
 def test_requests_one_after_the_other_are_no_slow_answer(run: GcsPath) -> None:
@@ -101,20 +111,19 @@ def test_requests_one_after_the_other_are_no_slow_answer(run: GcsPath) -> None:
 
 
 def test_files_of_excluded_hosts_are_read_at_the_same_time(
-    run: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
+    run: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxres.runlog import faulty_hosts
-
     for number in range(4):
         faulty_hosts.exclude(RunDir(run), f"host-{number}", slot=None, reason="r", now=1.0)
-    read, together = gcs_objects.read, threading.Barrier(4)
+    read_all, batches = gcs_objects.read_all, list[int]()
 
-    def joined(path: GcsPath) -> bytes | None:
-        together.wait(SURE_SECONDS)
-        return read(path)
+    def counted(paths: list[GcsPath]) -> list[bytes | None]:
+        batches.append(len(paths))
+        return read_all(paths)
 
-    monkeypatch.setattr(gcs_objects, "read", joined)
+    monkeypatch.setattr(gcs_objects, "read_all", counted)
     assert len(faulty_hosts.excluded_hosts(RunDir(run))) == 4
+    assert batches == [4], "files wait for each other"
 
 
 def test_vms_are_looked_up_at_the_same_time_and_a_silent_zone_is_asked_no_more() -> None:
