@@ -6,7 +6,7 @@ Home of: no_capacity.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,20 +82,38 @@ def zone_choices(options: Sequence[CapacityOption]) -> Iterator[ZoneChoice]:
             yield ZoneChoice(number, zone)
 
 
+def zones_of(options: Sequence[CapacityOption]) -> frozenset[str]:
+    """Returns all zones in which a job may have VMs."""
+    return frozenset(site.zone for site in zone_choices(options))
+
+
 def choose(
-    options: Sequence[CapacityOption], backoffs: Sequence[Backoff], *, now: float
+    options: Sequence[CapacityOption],
+    backoffs: Sequence[Backoff],
+    *,
+    now: float,
+    unreachable: Container[str] = (),
 ) -> ZoneChoice | float:
     """Returns the first zone that is not skipped, or the time when the first one may be retried.
 
     NEVER: none can be retried. A zone whose capacity is not freed yet is waited for: the next ones
     are less preferred.
+
+    Args:
+      options: the capacity options.
+      backoffs: zones that are skipped for a while.
+      now: seconds since the epoch.
+      unreachable: zones that do not answer now.
     """
     known = {(c.option, c.zone): c for c in backoffs}
     retry_times = []
     for site in zone_choices(options):
         backoff = known.get((site.option, site.zone))
         if backoff is None or backoff.until <= now:
-            return site
+            if site.zone not in unreachable:
+                return site
+            retry_times.append(now)
+            continue
         retry_times.append(backoff.until)
         if backoff.error == "not_freed":
             break

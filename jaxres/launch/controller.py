@@ -8,25 +8,26 @@ attempt ends.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection
-from jaxres.faults import Fenced, StorageUnavailable, Unrestorable
+from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch import (
     instance_groups,
     instance_spec,
     job_conditions,
     reconcile,
-    run_speed,
+    service_answers,
     step_line,
     transition_events,
 )
 from jaxres.launch.boot_observer import BootObserver
+from jaxres.launch.bucket_reader import BucketReader
 from jaxres.launch.deletions import Deletions
 from jaxres.launch.desired_state import DesiredState, JobEnd, PendingCreate, StateObject, VmSpec
 from jaxres.launch.gce_api import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
@@ -38,14 +39,14 @@ from jaxres.launch.observed_state import (
     AgentReport,
     CreateFailed,
     ObservedState,
-    RunLogSummary,
     StateObserver,
     VmStatus,
 )
 from jaxres.launch.paths import LaunchPaths
 from jaxres.launch.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.reconcile import CYCLE_SECONDS
-from jaxres.runlog import faulty_hosts, launch_events, run_log
+from jaxres.launch.service_answers import ServiceAnswers
+from jaxres.runlog import launch_events
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import is_remote
@@ -56,6 +57,8 @@ LIST_SECONDS = 5.0
 operations. Every cycle lists both while an attempt ends, and the VMs while none runs."""
 MAX_EXISTS_CALLS = 50
 """Most VMs looked up by name in one cycle; the renewal of the lease waits for these calls."""
+ALERT_REQUESTS = 4
+"""Fewest requests to the bucket, one after the other, that a look at the incidents takes."""
 DELETE_RETRY_SECONDS = 10.0
 """Time until the deletion of a VM that still exists is requested again."""
 STOPPING_RETRY_SECONDS = 90.0
@@ -85,16 +88,14 @@ class Controller:
     boottime: Callable[[], float] = boot_seconds
     """Seconds of a clock that keeps running in suspend: VMs cost money then, too."""
     _observer: StateObserver = field(default_factory=StateObserver)
-    _records: list[run_log.Record] = field(default_factory=list)
-    _log: RunLogSummary = field(default_factory=RunLogSummary)
     _operations: dict[str, str | CreateFailed] = field(default_factory=dict)
     """Operation that a request has started, or how it was refused, by request id."""
-    _vms: dict[str, VmStatus] | None = None
+    _vms: Mapping[str, VmStatus] | None = None
+    _unlisted_zones: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why the newest list lacks zones, by zone."""
     _listed_at: float = -LIST_SECONDS
     _events_at: float = -LIST_SECONDS
     _observed_at: float = 0.0
-    _waited: float = 0.0
-    """Seconds spent waiting for the bucket since the agents' reports were read last."""
     _looked_up: dict[str, str | None] = field(default_factory=dict)
     """Status of suspected VMs, by name; None: there is no such VM."""
     _looked_up_at: dict[str, float] = field(default_factory=dict)
@@ -113,18 +114,14 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
-    _left_out_at: float = -LIST_SECONDS
-    """When the hosts that the run leaves out were read last."""
-    _log_is_damaged: bool = False
-    """Whether a record of the run log can't be used and that has been printed."""
     _printed_progress: str = ""
     """Progress of the training that was printed last, at `_step_printed_at`."""
     _step_printed_at: float = -inf
-    _unavailable: set[str] = field(default_factory=set)
-    """Services that do not answer and have been printed."""
 
     def __post_init__(self) -> None:
-        """Adds the observer of boots, and the deletions."""
+        """Adds the reader of the bucket, the observer of boots, and the deletions."""
+        self._bucket = BucketReader(self.paths, self.clock, self.console)
+        self._answers = ServiceAnswers(self.console)
         self._boots = BootObserver(self.paths, self.compute, self.console)
         self._deletions = Deletions(self.compute, self.console, self.clock)
 
@@ -157,7 +154,7 @@ class Controller:
         desired = self.state_object.desired
         assert desired is not None, "there is no desired state yet"
         try:
-            with self._count_wait():
+            with self._bucket.count_wait():
                 self.lease.renew()
             observed = self._observe(desired)
             following = reconcile.decide(desired, observed, self.config)
@@ -167,7 +164,7 @@ class Controller:
             if new != desired:
                 if not self.lease.held():
                     return None
-                with self._count_wait():
+                with self._bucket.count_wait():
                     desired = self.state_object.write(
                         new, epoch=self.lease.epoch, held=self.lease.held
                     )
@@ -175,17 +172,17 @@ class Controller:
                 self.console(message)
             self._print_step(desired, observed)
             self._update_alerts(desired)
-            self._report_availability("the bucket", True)
+            self._answers.report("the bucket", True)
         except StorageUnavailable as error:
             self._observer.bucket_unavailable()
-            self._report_availability("the bucket", False, str(error))
+            self._answers.report("the bucket", False, str(error))
             return None
         self._apply(desired, observed)
         return desired
 
     def _update_alerts(self, desired: DesiredState) -> None:
         if self.alerts is not None:
-            with self._count_wait():
+            with self._bucket.count_wait(requests=ALERT_REQUESTS):
                 self.alerts.update(desired)
 
     def _store_events(self, desired: DesiredState) -> int:
@@ -197,7 +194,7 @@ class Controller:
         if not events:
             return 0
         path = self.paths.events / f"{desired.id}-{events[0].number:08d}.jsonl"
-        with self._count_wait():
+        with self._bucket.count_wait():
             gcs_objects.write(path, launch_events.encode(events), over=0)
         return events[-1].number + 1
 
@@ -217,37 +214,12 @@ class Controller:
             self._step_printed_at = now
             self.console(line)
 
-    def _report_availability(self, service: str, answers: bool, error: str = "") -> None:
-        """Prints once that a service does not answer, and once that it answers again."""
-        if answers and service in self._unavailable:
-            self._unavailable.discard(service)
-            self.console(f"{service} answers again")
-        elif not answers and service not in self._unavailable:
-            self._unavailable.add(service)
-            cause = re.sub(r"; rerun the same command[^.;)]*", "", error)  # This launcher retries.
-            self.console(
-                f"{service} does not answer; training continues, no VM counts as lost ({cause})"
-            )
-
-    @contextlib.contextmanager
-    def _count_wait(self) -> Iterator[None]:
-        """Adds the time spent in the block to the time waited for the bucket."""
-        began = self.clock.monotonic()
-        try:
-            yield
-        finally:
-            self._waited += self.clock.monotonic() - began
-
     # Observation.
 
     def _observe(self, desired: DesiredState) -> ObservedState:
-        with self._count_wait():
-            self._read_log()
-            stop = gcs_objects.stat(self.paths.stop) is not None
-            down = gcs_objects.stat(self.paths.down) is not None
-            listed = gcs_objects.list_metadata(self.paths.reports)
+        listed, stop, down = self._bucket.read()
         now = self.clock.monotonic()
-        self._observer.update_reports(listed, now=now, waited=self._waited)
+        self._observer.update_reports(listed, now=now, waited=self._bucket.waited)
         is_running, ready_seconds = desired.phase == "running", 60 * self._gce().ready_minutes
         reports = [
             AgentReport.of(metadata)
@@ -257,9 +229,9 @@ class Controller:
         any_ended = any(
             r is not None and (r.attempt, r.state) == (desired.attempt, "ended") for r in reports
         )
-        since, self._observed_at, self._waited = now - self._observed_at, now, 0.0
+        since, self._observed_at, self._bucket.waited = now - self._observed_at, now, 0.0
         self._observer.update_progress(
-            self._log,
+            self._bucket.log,
             desired.attempt,
             is_on=is_running,
             any_ended=any_ended,
@@ -267,29 +239,26 @@ class Controller:
             heartbeat=self._heartbeat(desired),
         )
         lacks_vms = job_conditions.lacks_vms(desired)
-        self._observer.update_waits(self._log.step, lacks_vms=lacks_vms, since=since)
-        wanted = {vm.name: vm.created for vm in desired.all_vms}
+        self._observer.update_waits(self._bucket.log.step, lacks_vms=lacks_vms, since=since)
         creation, not_found = None, frozenset[str]()
-        is_ending = is_running and (any_ended or self._log.last_end_seq > desired.seq_before)
+        is_ending = is_running and (any_ended or self._bucket.log.last_end_seq > desired.seq_before)
         vms = (*desired.vms, *desired.early_vms, *desired.spares)
         boots = self._boots.observe(vms, listed, now=self._wall(), ready_seconds=ready_seconds)
         try:
             if not is_running or is_ending or now - self._listed_at >= LIST_SECONDS:
-                self._vms = self.compute.list(desired.run)
-                self._listed_at = now
-                self._observer.update_vms(self._vms, wanted, now=now)
+                self._list_vms(desired, now=now)
+            self._answers.silent_zones = dict(self._unlisted_zones)
             if is_ending or now - self._events_at >= LIST_SECONDS:
-                for zone in {vm.zone for vm in (*desired.vms, *desired.spares) if vm.created}:
-                    self._observer.update_events(self.compute.events(zone))
-                self._events_at = now
+                self._read_events(desired, now=now)
             creation = self._creation(desired)
             not_found = self._not_found(desired)
             self._look_up_suspects(desired)
-            self._report_availability("the Compute API", True)
+            self._answers.report("the Compute API", True)
+            self._answers.report_zones()
         except ApiUnavailable as error:
             self._vms = None
-            self._observer.update_vms(None, wanted, now=now)
-            self._report_availability("the Compute API", False, str(error))
+            self._observer.update_vms(None, _wanted(desired), now=now)
+            self._answers.report("the Compute API", False, str(error))
         snapshot = self._observer.snapshot(
             wall=self._wall(),
             creation=creation,
@@ -299,19 +268,48 @@ class Controller:
             down_requested=down,
         )
         gone = frozenset(self.compute.resize_requests.gone)
-        return replace(snapshot, boots=boots, looked_up=dict(self._looked_up), gone_groups=gone)
+        return replace(
+            snapshot,
+            boots=boots,
+            looked_up=dict(self._looked_up),
+            gone_groups=gone,
+            unreachable=frozenset(self._answers.silent_zones),
+        )
+
+    def _list_vms(self, desired: DesiredState, *, now: float) -> None:
+        found = self.compute.list(desired.run)
+        self._vms, self._unlisted_zones, self._listed_at = found.vms, found.unreachable, now
+        unknown = {vm.name for vm in desired.all_vms if vm.zone in found.unreachable}
+        self._observer.update_vms(found.vms, _wanted(desired), now=now, unknown=unknown)
+
+    def _read_events(self, desired: DesiredState, *, now: float) -> None:
+        zones = {vm.zone for vm in (*desired.vms, *desired.spares) if vm.created}
+        found = self._answers.ask(
+            {zone: (zone, partial(self.compute.events, zone)) for zone in zones}
+        )
+        for events in found.values():
+            self._observer.update_events(events)
+        if len(found) == len(zones):
+            self._events_at = now
 
     def _suspects(self, desired: DesiredState) -> list[VmSpec]:
         """Returns the VMs whose agents are silent, or that the service has ended."""
         known, observer = desired.vms + desired.spares, self._observer
-        return find_suspects(known, observer.silent, self._vms, observer.events, self._gce())
+        return find_suspects(
+            known,
+            observer.silent,
+            self._vms,
+            observer.events,
+            self._gce(),
+            unreachable=self._answers.silent_zones,
+        )
 
     def _heartbeat(self, desired: DesiredState) -> int | None:
         """Returns the generation of the heartbeat of the run lock; None: no VM is suspected."""
         owner = RunDir(self.paths.run).owner
         if desired.phase != "running" or not self._suspects(desired) or not is_remote(owner):
             return None
-        with self._count_wait():
+        with self._bucket.count_wait():
             found = gcs_objects.stat(owner)
         return None if found is None else found.generation
 
@@ -323,9 +321,12 @@ class Controller:
         self._looked_up_at = {n: at for n, at in self._looked_up_at.items() if n in names}
         due = [vm for vm in suspects if now - self._looked_up_at.get(vm.name, -inf) >= LIST_SECONDS]
         due.sort(key=lambda vm: self._looked_up_at.get(vm.name, -inf))
-        for vm in due[:MAX_EXISTS_CALLS]:
-            self._looked_up[vm.name] = self.compute.status(vm.name, vm.zone)
-            self._looked_up_at[vm.name] = now
+        due = due[:MAX_EXISTS_CALLS]
+        found = self._answers.ask(
+            {vm.name: (vm.zone, partial(self.compute.status, vm.name, vm.zone)) for vm in due}
+        )
+        self._looked_up |= found
+        self._looked_up_at |= dict.fromkeys(found, now)
 
     def _gce(self) -> GceSection:
         gce = self.config.launch.gce
@@ -341,58 +342,34 @@ class Controller:
             self._boot_wall = self.clock.wall() - self.boottime()
         return self._boot_wall + self.boottime()
 
-    def _read_log(self) -> None:
-        folder = RunDir(self.paths.run).log
-        try:
-            records = run_log.read_records(folder)
-        except Unrestorable as error:  # The hosts decide what follows; VMs must still be ended.
-            if not self._log_is_damaged:
-                self.console(f"{error} The launcher continues with what it has read before")
-            self._log_is_damaged = True
-            return
-        known = run_log.last_seq(self._records)
-        if has_news := run_log.last_seq(records) > known:
-            self._records = records
-            history = run_log.fold(self._records)
-            end = history.last_stop
-            self._log = RunLogSummary(
-                history.step,
-                run_log.last_seq(records),
-                end.body if end and isinstance(end.body, run_log.AttemptEnded) else None,
-                end.seq if end else 0,
-                run_speed.longest_wait(run_log.in_force(self._records)),
-                run_speed.measure(self._records),
-            )
-        now = self.clock.monotonic()
-        if has_news or now - self._left_out_at >= LIST_SECONDS:  # `jaxres hosts` works at any time.
-            self._left_out_at = now
-            known = faulty_hosts.read(RunDir(self.paths.run), self._records)
-            self._log = replace(self._log, faulty_hosts=known)
-
     def _creation(self, desired: DesiredState) -> CreateFailed | bool | None:
-        """Returns the result of the pending creation."""
-        if desired.creation is None:
+        """Returns the result of the pending creation; None also if its zone does not answer."""
+        if (creation := desired.creation) is None:
             return None
-        request, zone = desired.creation.request_id, _zone(desired, desired.creation.names)
-        found = self._operations.get(request)
+        zone = _zone(desired, creation.names)
+        asked = self._answers.ask({zone: (zone, lambda: self._result(creation, zone))})
+        if asked.get(zone) not in (None, False):
+            self._pending = None
+        return asked.get(zone)
+
+    def _result(self, creation: PendingCreate, zone: str) -> CreateFailed | bool | None:
+        found = self._operations.get(creation.request_id)
         if found is None:  # A previous launcher may have requested it.
-            found = self.compute.find_operation(desired.creation, zone)
+            found = self.compute.find_operation(creation, zone)
             if found is None:
                 return None
-            self._operations[request] = found
-        result = (
-            found if isinstance(found, CreateFailed) else self.compute.create_result(found, zone)
-        )
-        if result is not False:
-            self._pending = None
-        return result
+            self._operations[creation.request_id] = found
+        return found if isinstance(found, CreateFailed) else self.compute.create_result(found, zone)
 
     def _not_found(self, desired: DesiredState) -> frozenset[str]:
         vms = self._vms
         if vms is None:
             return frozenset()
         absent = [vm for vm in desired.deleting if vm.name not in vms][:MAX_EXISTS_CALLS]
-        return frozenset(vm.name for vm in absent if not self.compute.exists(vm.name, vm.zone))
+        found = self._answers.ask(
+            {vm.name: (vm.zone, partial(self.compute.exists, vm.name, vm.zone)) for vm in absent}
+        )
+        return frozenset(name for name, exists in found.items() if not exists)
 
     # Actions.
 
@@ -404,16 +381,18 @@ class Controller:
         try:
             if (request := reconcile.request_to_send(desired)) is not None:
                 self._create(desired, request)
-            self._delete_groups(desired)
-            self._delete(reconcile.vms_to_delete(desired, observed), desired)
         except ApiUnavailable as error:
-            self._report_availability("the Compute API", False, str(error))
+            self._answers.report("the Compute API", False, str(error))
+        self._delete_groups(desired)
+        self._delete(reconcile.vms_to_delete(desired, observed), desired)
+        self._answers.report_zones()
 
     def _create(self, desired: DesiredState, creation: PendingCreate) -> None:
         now = self.clock.monotonic()
         if (
             creation.request_id in self._operations
             or now < self._not_before
+            or _zone(desired, creation.names) in self._answers.silent_zones
             or not self._holds_lease()
         ):
             return
@@ -433,20 +412,28 @@ class Controller:
         self._retry_seconds, self._not_before = CYCLE_SECONDS / 2, now
 
     def _delete_groups(self, desired: DesiredState) -> None:
-        for group in instance_groups.unwanted(desired):
-            if self._holds_lease():
-                self._deletions.request_group(group)
+        unwanted = instance_groups.unwanted(desired)
+        self._request_deletions(
+            {g.name: (g.zone, partial(self._deletions.request_group, g)) for g in unwanted}
+        )
+
+    def _request_deletions(self, calls: Mapping[str, tuple[str, Callable[[], bool]]]) -> None:
+        """Requests deletions, some at a time, while the lease is certainly held."""
+        due, most = list(calls), service_answers.MAX_CALLS
+        while due and self._holds_lease():
+            self._answers.ask({name: calls[name] for name in due[:most]})
+            due = due[most:]
 
     def _delete(self, vms: Sequence[VmSpec], desired: DesiredState) -> None:
+        """Requests the deletions of VMs; in a zone that does not answer once it does."""
         intended = {vm.name for vm in desired.deleting}
+        calls = dict[str, tuple[str, Callable[[], bool]]]()
         for vm in vms:
             listed = (self._vms or {}).get(vm.name)
             is_stopping = listed is None or listed.status in ("STOPPING", "PENDING_STOP")
             retry_seconds = STOPPING_RETRY_SECONDS if is_stopping else DELETE_RETRY_SECONDS
             if not self._deletions.is_due(vm.name, every_seconds=retry_seconds):
                 continue
-            if not self._holds_lease():
-                return
             if vm.name not in intended and vm.name not in self._unknown_vms:
                 self._unknown_vms.add(vm.name)
                 cause = "created by a launcher that lost the lease"
@@ -454,7 +441,8 @@ class Controller:
                     cause = "created for an earlier run in the same place"
                 self.console(f"{vm.name}: not in the desired state ({cause}); deleting")
             group = instance_groups.group_of(desired.groups, vm.name)
-            self._deletions.request(vm.name, vm.zone, group)
+            calls[vm.name] = vm.zone, partial(self._deletions.request, vm.name, vm.zone, group)
+        self._request_deletions(calls)
 
     def _run_id(self) -> str:
         return "" if self.state_object.desired is None else self.state_object.desired.id
@@ -462,7 +450,7 @@ class Controller:
     def _holds_lease(self) -> bool:
         """Returns whether the lease is certainly held now."""
         try:
-            with self._count_wait():
+            with self._bucket.count_wait():
                 self.lease.renew()
         except StorageUnavailable:
             return False
@@ -524,6 +512,11 @@ def delete_requests(paths: LaunchPaths) -> None:
         gcs_objects.delete(path)
     gcs_objects.delete_tree(paths.reports)
     gcs_objects.delete_tree(paths.boots)
+
+
+def _wanted(desired: DesiredState) -> dict[str, bool]:
+    """Returns for each VM of the state whether it is known to be created."""
+    return {vm.name: vm.created for vm in desired.all_vms}
 
 
 def machine_for(

@@ -103,7 +103,9 @@ def _delete_unneeded(
     unneeded = [
         vm
         for vm in desired.early_vms
-        if vm.replaces not in leaving and vm.replaces in observed.reports
+        if vm.replaces not in leaving
+        and vm.replaces in observed.reports
+        and vm.zone not in observed.unreachable
     ]
     if not unneeded:
         return found

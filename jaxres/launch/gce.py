@@ -18,6 +18,7 @@ from jaxres.faults import (
 )
 from jaxres.launch import (
     bucket_setup,
+    capacity_options,
     controller,
     draining,
     gce_check,
@@ -295,12 +296,15 @@ def _end_orphans(
 ) -> int:
     """Deletes the VMs of a job that has ended, or whose desired state is missing or damaged."""
     run, compute, desired = paths.run, compute_for(config, env), record.desired
-    vms = orphaned_vms.list_all(compute, paths.label)
-    groups = orphaned_vms.list_groups(compute, paths.label)
-    if not vms and not groups and desired is not None:
+    listed = orphaned_vms.list_all(compute, paths.label)
+    groups, missing = orphaned_vms.list_groups(compute, paths.label)
+    vms, silent = listed.vms, {**missing, **listed.unreachable}
+    zones = capacity_options.zones_of(job_start.gce_section(config).capacity_options)
+    is_empty = not vms and not groups and zones.isdisjoint(silent)
+    if is_empty and desired is not None:
         sys.stdout.write(f"{run}: has ended; no VM is left\n")
         return ExitCode.DONE
-    if not vms and not groups and not record.damage:
+    if is_empty and not silent and not record.damage:
         raise UsageError(
             f"{run}: no job of `launch gce` was started here, and no VM in the project "
             f"{compute.project} has its label {paths.label}; there is nothing to end"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema_gce import FlexStartOption, GceSection
 from jaxres.faults import ConfigError
+from jaxres.launch.aggregated_lists import ListedVms, accept_partial_success, read_pages
 from jaxres.launch.desired_state import InstanceGroup, PendingCreate, VmSpec
 from jaxres.launch.instance_spec import Machine
 from jaxres.launch.observed_state import EVENTS, CreateFailed, VmStatus
@@ -44,7 +45,6 @@ RETRY_SECONDS = 45.0
 MAX_PAUSE_SECONDS = 8.0
 T = TypeVar("T")
 RUN_LABEL, ID_LABEL, CODE_LABEL = "jaxres-run", "jaxres-id", "jaxres-code"
-UNREACHABLE = "UNREACHABLE"
 NoticeSupport = Literal["requested", "omitted", "refused"]
 """omitted: the last creation failed by an error that may be about the preemption notice. refused:
 a creation without it was accepted after such an error."""
@@ -95,31 +95,29 @@ class Compute:
         """Sets the function that prints what the API did not accept."""
         self._console = console
 
-    def client(self, kind: str) -> Any:
-        """Returns the client of a kind; without credentials if an endpoint is given."""
-        if kind not in self._clients:
-            self._clients[kind] = getattr(_library(), kind)(**self._options)
-        return self._clients[kind]
+    def client(self, kind: str, *, is_of_lists: bool = False) -> Any:
+        """Returns the client of a kind; without credentials if an endpoint is given.
 
-    def list(self, run: str) -> dict[str, VmStatus]:
-        """Returns the VMs of a run, in all zones."""
-        compute = _library()
-        request = compute.AggregatedListInstancesRequest(
-            project=self.project,
-            filter=f"labels.{RUN_LABEL}={run}",
-        )
-        client = self.client("InstancesClient")
+        `is_of_lists`: that of lists of all zones, see aggregated_lists.py.
+        """
+        name = f"{kind} of lists" if is_of_lists else kind
+        if name not in self._clients:
+            made = getattr(_library(), kind)(**self._options)
+            self._clients[name] = accept_partial_success(made) if is_of_lists else made
+        return self._clients[name]
 
-        def ask() -> dict[str, VmStatus]:
-            pages = client.aggregated_list(request=request, retry=None, timeout=TIMEOUT_SECONDS)
-            found = {}
-            for zone, scoped in pages:
-                if scoped.warning.code == UNREACHABLE:  # Its VMs may still exist.
-                    raise ApiUnavailable(f"{zone}: {scoped.warning.message}")
-                found |= {vm.name: _observed(vm) for vm in scoped.instances}
-            return found
+    def list(self, run: str) -> ListedVms:
+        """Returns the VMs of a run, in all zones that are reachable."""
+        key = {"project": self.project, "filter": f"labels.{RUN_LABEL}={run}"}
+        found, missing = self.list_zones("InstancesClient", "instances", key)
+        return ListedVms({vm.name: _observed(vm) for vm in found}, missing)
 
-        return self.list_call(ask)
+    def list_zones(
+        self, kind: str, word: str, key: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, str]]:
+        """Returns what all zones have in a field of a list, and why zones are missing, by zone."""
+        call = _call(self.client(kind, is_of_lists=True).aggregated_list, key)
+        return self.list_call(lambda: read_pages(call().pages, word))
 
     def events(self, zone: str) -> dict[int, str]:
         """Returns the newest operation of the service itself (see EVENTS) on VMs of a zone, by id.

@@ -68,9 +68,9 @@ def show_status(
         config = given
     else:
         config = job_config.any_config(paths, desired, given)
-    orphans, problem = _orphans(config, paths, desired, compute_for)
+    orphans, silent, problem = _orphans(config, paths, desired, compute_for)
     if desired is None:
-        if not record.damage and orphans == []:
+        if not record.damage and orphans == [] and not silent:
             raise UsageError(
                 f"{run}: no job of `launch gce` was started here, and no VM has its label "
                 f"{paths.label}"
@@ -81,9 +81,12 @@ def show_status(
         priced = option_prices.fill(config, desired.prices)
         fields, lines = _job_status(paths, desired, priced, now=clock.wall())
         fields["image"] = desired.image or None
+    fields["unreachable_zones"] = sorted(silent)
     fields["orphaned_vms"] = None if orphans is None else [dataclasses.asdict(v) for v in orphans]
     if problem:
         lines.append(f"  VMs with the label {paths.label} can't be listed: {problem}")
+    if silent:
+        lines.append(f"  {orphaned_vms.describe_silent(silent)}")
     if orphans:
         lines += [f"  {orphaned_vms.describe(vm)}: no desired state has it" for vm in orphans]
         lines.append("  `launch gce down CONFIG.yaml` deletes them, or the launcher that leads")
@@ -96,14 +99,17 @@ def _orphans(
     paths: LaunchPaths,
     desired: DesiredState | None,
     compute_for: Callable[[RunConfig], Compute],
-) -> tuple[list[VmStatus] | None, str]:
-    """Returns VMs that no desired state has; None: unknown, and why the API can't be asked."""
+) -> tuple[list[VmStatus] | None, Mapping[str, str], str]:
+    """Returns VMs that no desired state has, zones that do not answer, and why the API does not.
+
+    None instead of VMs: they are unknown.
+    """
     try:
         compute, seconds = compute_for(config), orphaned_vms.SHORT_RETRY_SECONDS
         listed = orphaned_vms.list_all(compute, paths.label, seconds=seconds)
     except (ConfigError, StorageUnavailable) as error:
-        return None, str(error)
-    return orphaned_vms.orphans_of(listed.values(), desired), ""
+        return None, {}, str(error)
+    return orphaned_vms.orphans_of(listed.vms.values(), desired), listed.unreachable, ""
 
 
 def _job_status(

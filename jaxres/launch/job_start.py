@@ -20,9 +20,15 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import PreemptedError, StoppedError, format_exit_message
+from jaxres.faults import (
+    PreemptedError,
+    StoppedError,
+    StorageUnavailable,
+    format_exit_message,
+)
 from jaxres.launch import (
     boot_image,
+    capacity_options,
     code_package,
     controller,
     elastic,
@@ -36,7 +42,7 @@ from jaxres.launch import (
     preflight,
 )
 from jaxres.launch.controller import Controller
-from jaxres.launch.desired_state import DesiredState, JobEnd, StateObject
+from jaxres.launch.desired_state import DesiredState, InstanceGroup, JobEnd, StateObject
 from jaxres.launch.gce_api import Compute
 from jaxres.launch.job_alerts import JobAlerts
 from jaxres.launch.lease import Lease
@@ -102,8 +108,9 @@ def start_or_resume(
       Fenced: another launcher holds the lease.
       StorageUnavailable: the bucket or the Compute API does not answer.
     """
-    compute, paths = compute_for(config, env), LaunchPaths(run)
-    compute.set_console(print_line)
+    paths = LaunchPaths(run)
+    (lease := lease_wait.new_lease(paths, config, print_line)).watch()
+    (compute := compute_for(config, env)).set_console(print_line)
     desired = (record := StateObject(paths.desired_state)).read_valid()
     is_new = desired is None or desired.phase == "ended"
     can_be_over = is_new and clear is None and not record.damage
@@ -114,8 +121,7 @@ def start_or_resume(
         _check_before_lease(config, run, compute, env=env)
     known = () if desired is None else desired.prices
     prices = option_prices.for_job(config, compute, clock, print_line, known=known, is_new=is_new)
-    may_be_led = not is_new or bool(record.damage or orphaned_vms.list_all(compute, paths.label))
-    lease = lease_wait.new_lease(paths, config, print_line)
+    may_be_led = not is_new or bool(record.damage) or _may_have_vms(config, compute, paths)
     acquire = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     acquire(waits=waits, desired=desired, may_be_led=may_be_led)
     with lease_wait.holding(lease):
@@ -187,10 +193,23 @@ def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunC
     return config
 
 
+def _may_have_vms(config: RunConfig, compute: Compute, paths: LaunchPaths) -> bool:
+    """Returns whether VMs of the run exist, or may exist in a zone of the config."""
+    listed = orphaned_vms.list_all(compute, paths.label)
+    zones = capacity_options.zones_of(gce_section(config).capacity_options)
+    return bool(listed.vms) or not zones.isdisjoint(listed.unreachable)
+
+
 def _orphans(compute: Compute, paths: LaunchPaths) -> list[VmStatus]:
-    """Returns the VMs of the run that no job has, and prints them."""
+    """Returns the VMs of the run that no job has, and prints them.
+
+    The launcher deletes those in a zone that does not answer now once it lists them.
+    """
     seconds = orphaned_vms.SHORT_RETRY_SECONDS
-    vms = list(orphaned_vms.list_all(compute, paths.label, seconds=seconds).values())
+    listed = orphaned_vms.list_all(compute, paths.label, seconds=seconds)
+    if listed.unreachable:
+        print_line(orphaned_vms.describe_silent(listed.unreachable))
+    vms = list(listed.vms.values())
     for vm in vms:
         print_line(f"{orphaned_vms.describe(vm)}: left by an earlier run here; deleting")
     return vms
@@ -211,9 +230,22 @@ def _new_job(
     if before is not None and (line := boot_image.change(before.image, image)):
         print_line(line)
     print_line(f"{paths.run}: {gce_section(config).most_hosts} VMs are requested")
-    groups = orphaned_vms.list_groups(compute, paths.label)  # Left by an earlier run here.
+    groups = _groups_left(gce, compute, paths)
     later = future_reservations.not_begun(gce, reader, now=clock.wall())
     return replace(desired, image=image, groups=(*groups,), backoffs=later)
+
+
+def _groups_left(gce: GceSection, compute: Compute, paths: LaunchPaths) -> list[InstanceGroup]:
+    """Returns the managed instance groups that an earlier run here has left.
+
+    Raises:
+      StorageUnavailable: they are unknown in a zone of the config; they would create VMs again.
+    """
+    groups, silent = orphaned_vms.list_groups(compute, paths.label)
+    zones = capacity_options.zones_of(gce.capacity_options)
+    if own := {zone: why for zone, why in silent.items() if zone in zones}:
+        raise StorageUnavailable(f"{orphaned_vms.describe_silent(own)}; rerun the same command")
+    return groups
 
 
 def _upload_job(

@@ -34,7 +34,7 @@ RENEW_SHARE = 1 / 3
 MAX_HANG_SECONDS = 600.0
 """A launcher that has not renewed its lease itself for so long loses it, though its thread runs."""
 COUNTED_SECONDS = 1.0
-"""A waiter does not count the time of a read of the lease that takes longer."""
+"""Most of the duration of one read of the lease that a waiter counts."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Lease:
         """Generation of another launcher's lease, and since when it is unchanged; later by the time
         in which the bucket did not answer."""
         self._other_name, self._other_seconds = "", seconds
+        self._found: _Found | None = None
+        """The lease as `acquire` has read it last."""
         self._lock = threading.RLock()
         """Held while the lease is written: the launcher and its thread both renew it."""
         self._used_at = now()
@@ -148,18 +150,32 @@ class Lease:
         self._used_at = self._now()
         return self._write(epoch=epoch, over=found.generation, started=self._now())
 
+    def watch(self) -> None:
+        """Begins to measure how long another launcher's lease is unchanged, as `acquire` does.
+
+        A launcher that calls this first waits meanwhile: its start-up is part of the wait.
+        """
+        found = self._read_and_count()
+        if found.terms is not None and not found.terms.released:
+            self._other = found.generation, self._now()
+
     def _read_and_count(self) -> _Found:
         """Reads the lease; the time in which the bucket does not answer is no part of the wait.
 
-        The holder could not renew the lease meanwhile.
+        The holder could not renew the lease meanwhile. A bucket or a machine that is only slow
+        delays the wait by what a read takes beyond COUNTED_SECONDS. What a lease has is read once.
         """
         asked = self._now()
         try:
-            return self._read()
+            known = self._found
+            current = None if known is None else gcs_objects.stat(self._path)
+            if known is None or current is None or current.generation != known.generation:
+                self._found = self._read()
+            return self._found
         finally:
             took = self._now() - asked
             if self._other is not None and took > COUNTED_SECONDS:
-                self._other = self._other[0], self._other[1] + took
+                self._other = self._other[0], self._other[1] + took - COUNTED_SECONDS
 
     def _describe(self, found: _Found) -> str:
         if found.terms is not None:

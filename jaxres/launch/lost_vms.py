@@ -75,7 +75,7 @@ def is_notice_due(report: AgentReport, *, now: float) -> bool:
 
 def find_suspected(desired: DesiredState, observed: ObservedState, gce: GceSection) -> set[str]:
     """Returns the VMs whose agents have reported before and are silent now."""
-    return {vm.name for vm in desired.vms if vm.created and _is_silent(vm.name, observed, gce)}
+    return {vm.name for vm in desired.vms if vm.created and _is_silent(vm, observed, gce)}
 
 
 def find_suspects(
@@ -84,6 +84,8 @@ def find_suspects(
     listed: Container[str] | None,
     events: Container[str],
     gce: GceSection,
+    *,
+    unreachable: Container[str] = (),
 ) -> list[VmSpec]:
     """Returns the VMs that are looked up one by one.
 
@@ -95,16 +97,15 @@ def find_suspects(
       listed: names of the newest list; None: there is none.
       events: names of the VMs with an operation of the service itself.
       gce: the config of the VMs.
+      unreachable: zones that have not answered; there no list lacks a VM.
     """
-    return [
-        vm
-        for vm in vms
-        if vm.created
-        and (
-            silent.get(vm.name, -1.0) >= _least_silence(vm.name, listed, gce)
-            or _is_ended(vm.name, listed, events)
-        )
-    ]
+    suspects = list[VmSpec]()
+    for vm in (vm for vm in vms if vm.created):
+        known = None if vm.zone in unreachable else listed
+        is_silent = silent.get(vm.name, -1.0) >= _least_silence(vm.name, known, gce)
+        if is_silent or _is_ended(vm.name, known, events):
+            suspects.append(vm)
+    return suspects
 
 
 def _is_ended(name: str, listed: Container[str] | None, events: Container[str]) -> bool:
@@ -117,27 +118,27 @@ def _least_silence(name: str, listed: Container[str] | None, gce: GceSection) ->
     return min(gce.lost_seconds, UNLISTED_SECONDS) if is_unlisted else gce.lost_seconds
 
 
-def _is_silent(name: str, observed: ObservedState, gce: GceSection) -> bool:
-    least = _least_silence(name, observed.vms, gce)
-    return name in observed.reports and observed.silent.get(name, 0.0) >= least
+def _is_silent(vm: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
+    least = _least_silence(vm.name, observed.listed_in(vm.zone), gce)
+    return vm.name in observed.reports and observed.silent.get(vm.name, 0.0) >= least
 
 
 def _confirmed(
-    name: str, observed: ObservedState, gce: GceSection, *, is_training: bool
+    vm: VmSpec, observed: ObservedState, gce: GceSection, *, is_training: bool
 ) -> str | None:
     """Returns what confirms the loss of a suspected VM; None: nothing does yet.
 
     `is_training`: whether the VM is a host of the running attempt, so that signs of life of the run
     are signs of life of the VM: no host trains without the others.
     """
-    if observed.vms is None or name not in observed.looked_up:
-        return None  # The Compute API has not answered yet.
-    status = observed.looked_up[name]
+    if observed.listed_in(vm.zone) is None or vm.name not in observed.looked_up:
+        return None  # The Compute API has not answered yet; an older look-up proves nothing.
+    status = observed.looked_up[vm.name]
     if status is None:
         return "it no longer exists"
     if status in GOING:
         return f"is {status}"
-    quiet = observed.silent.get(name, 0.0)
+    quiet = observed.silent.get(vm.name, 0.0)
     if is_training:
         quiet = min(quiet, observed.run_quiet_seconds)
     least = max(gce.confirm_lost_seconds, gce.lost_seconds + HEARTBEATS_SECONDS)
@@ -177,12 +178,12 @@ def _loss(
     if event == HOST_ERROR:
         return Loss(kind, cause)
     is_gone = observed.looked_up.get(vm.name, "") is None
-    if is_gone and _is_ended(vm.name, observed.vms, observed.events):
+    if is_gone and _is_ended(vm.name, observed.listed_in(vm.zone), observed.events):
         return Loss(kind, f"it no longer exists{because}")
     if report is None:
         return _boot_loss(vm, observed, gce, kind=kind, because=because)
-    if _is_silent(vm.name, observed, gce) and (
-        proof := _confirmed(vm.name, observed, gce, is_training=is_training)
+    if _is_silent(vm, observed, gce) and (
+        proof := _confirmed(vm, observed, gce, is_training=is_training)
     ):
         silent = observed.silent[vm.name]
         text = f"its agent has been silent for {silent:.0f} s ({proof}){because}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,7 +93,9 @@ def _ascii(text: str) -> str:
 MAX_GAP_SECONDS = 2.0
 """Most that one observation adds to a duration: a suspended controller observes nothing."""
 SLOW_BUCKET_SECONDS = 1.5
-"""Latency above which the bucket was unavailable to the agents too, though it has answered."""
+"""Wait for one answer of the bucket above which it is no silence: agents wait as long."""
+OUTAGE_SECONDS = 5.0
+"""The same above which the bucket was unavailable to the agents too, though it has answered."""
 HALTED = ("TERMINATED", "STOPPED", "SUSPENDED")
 HOST_ERROR = "compute.instances.hostError"
 EVENTS = {
@@ -190,6 +192,8 @@ class ObservedState:
     lacking_seconds: float = 0.0
     """Seconds for which VMs of the job have been lacking since this controller began; 0: all are
     created."""
+    unreachable: frozenset[str] = frozenset()
+    """Zones that have not answered: what exists there is unknown, and `vms` lacks it."""
     first_reports: Mapping[str, float] = field(default_factory=dict[str, float])
     """When this controller first saw a report of an agent, in seconds since the epoch, by name."""
     since_create_seconds: float = 0.0
@@ -198,6 +202,10 @@ class ObservedState:
     """Unwanted groups that are deleted, with their resize requests and templates."""
     stop_requested: bool = False
     down_requested: bool = False
+
+    def listed_in(self, zone: str) -> Mapping[str, VmStatus] | None:
+        """Returns the listed VMs for a judgement about a zone; None: it has not answered."""
+        return None if zone in self.unreachable else self.vms
 
 
 @dataclass
@@ -254,10 +262,12 @@ class StateObserver:
         Args:
           listed: generation and metadata by name.
           now: time of the list.
-          waited: seconds since the last observation that were spent waiting for the bucket.
+          waited: longest wait for one answer of the bucket since the last observation.
         """
-        was_unavailable = self._bucket_at is None or waited > SLOW_BUCKET_SECONDS
-        since = 0.0 if self._bucket_at is None else min(MAX_GAP_SECONDS, now - self._bucket_at)
+        was_unavailable = self._bucket_at is None or waited > OUTAGE_SECONDS
+        since = 0.0 if self._bucket_at is None else now - self._bucket_at
+        since = max(0.0, since - waited) if waited > SLOW_BUCKET_SECONDS else since
+        since = min(MAX_GAP_SECONDS, since)
         if was_unavailable:  # The agents could not report either: their silence starts at 0 again.
             since = 0.0
             self._reports = {name: (g, r, 0.0) for name, (g, r, _) in self._reports.items()}
@@ -275,12 +285,21 @@ class StateObserver:
             self._reports[name] = generation, report, still + since
 
     def update_vms(
-        self, vms: Mapping[str, VmStatus] | None, wanted: Mapping[str, bool], *, now: float
+        self,
+        vms: Mapping[str, VmStatus] | None,
+        wanted: Mapping[str, bool],
+        *,
+        now: float,
+        unknown: Container[str] = (),
     ) -> None:
-        """Records the VMs that the service lists; None: it has not answered.
+        """Records the VMs that the service lists.
 
-        `wanted` has for each VM whether it is known to be created. Absence before that moment does
-        not count as absence afterwards.
+        Args:
+          vms: the VMs; None: it has not answered.
+          wanted: for each VM whether it is known to be created. Absence before that moment does not
+            count as absence afterwards.
+          now: time of the list.
+          unknown: VMs in zones that have not answered.
         """
         since = 0.0 if self._service_at is None else min(MAX_GAP_SECONDS, now - self._service_at)
         self._vms, self._service_at = vms, None if vms is None else now
@@ -289,7 +308,7 @@ class StateObserver:
         for name, is_made in wanted.items():
             was_made, absent = before.get(name, (not is_made, 0.0))
             absent = absent if was_made == is_made else 0.0
-            if vms is None:
+            if vms is None or name in unknown:
                 self._absent[name] = is_made, absent
             elif name not in vms:
                 self._absent[name] = is_made, absent + since

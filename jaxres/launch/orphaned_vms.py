@@ -7,11 +7,12 @@ finds them without the bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from jaxres.clock import Clock
 from jaxres.faults import StorageUnavailable
 from jaxres.launch import gce_api
+from jaxres.launch.aggregated_lists import ListedVms
 from jaxres.launch.deletions import Deletions
 from jaxres.launch.desired_state import DesiredState, InstanceGroup
 from jaxres.launch.gce_api import ApiUnavailable, Compute
@@ -31,10 +32,8 @@ REPORT_SECONDS = 10.0
 """Longest wait for the first report of an agent."""
 
 
-def list_all(
-    compute: Compute, label: str, *, seconds: float = gce_api.RETRY_SECONDS
-) -> dict[str, VmStatus]:
-    """Returns all VMs with a run's label, by name.
+def list_all(compute: Compute, label: str, *, seconds: float = gce_api.RETRY_SECONDS) -> ListedVms:
+    """Returns the VMs with a run's label in all reachable zones, and the other zones.
 
     Raises:
       StorageUnavailable: the Compute API has not answered for so many seconds.
@@ -47,8 +46,8 @@ def list_all(
         ) from error
 
 
-def list_groups(compute: Compute, label: str) -> list[InstanceGroup]:
-    """Returns the managed instance groups of a run, and its instance templates.
+def list_groups(compute: Compute, label: str) -> tuple[list[InstanceGroup], dict[str, str]]:
+    """Returns the managed instance groups of a run, and its templates; see `leftovers`.
 
     Raises:
       StorageUnavailable: the Compute API has not answered.
@@ -84,6 +83,14 @@ def orphans_of(vms: Iterable[VmStatus], desired: DesiredState | None) -> list[Vm
     if desired is not None:
         known = desired.names | {vm.name for vm in desired.deleting}
     return sorted((vm for vm in vms if vm.name not in known), key=lambda vm: vm.name)
+
+
+def describe_silent(zones: Mapping[str, str]) -> str:
+    """Returns a line about zones that do not answer, by zone with the reason; empty: none."""
+    if not zones:
+        return ""
+    what = ", ".join(f"{zone} ({why})" for zone, why in sorted(zones.items()))
+    return f"the VMs in {what} are unknown: the Compute API of the zone does not answer"
 
 
 def describe(vm: VmStatus) -> str:
@@ -137,11 +144,12 @@ def delete_all(
       StorageUnavailable: VMs are still listed after MAX_SECONDS.
     """
     began, deletions = clock.monotonic(), Deletions(compute, console, clock)
-    known, vms = set[str](), dict[str, VmStatus]()
-    seen_at, problem = began, ""
+    known = set[str]()
+    vms: Mapping[str, VmStatus] = {}
+    seen_at, problem, silent = began, "", dict[str, str]()
     while (now := clock.monotonic()) - seen_at < ABSENT_SECONDS:
         if now - began > MAX_SECONDS:
-            left = ", ".join(sorted(vms)) or "unknown VMs"
+            left = ", ".join(sorted(vms)) or describe_silent(silent) or "unknown VMs"
             refused = "; ".join(f"{name}: {why}" for name, why in deletions.refused.items())
             raise StorageUnavailable(
                 f"{left}: not known to be deleted after {MAX_SECONDS:.0f} s "
@@ -149,7 +157,12 @@ def delete_all(
             )
         each_cycle()
         try:
-            vms = compute.list(label)
+            listed = compute.list(label)
+            groups, missing = compute.resize_requests.leftovers(label)
+            vms, before, silent = listed.vms, silent, {**missing, **listed.unreachable}
+            seen_at = now if silent else seen_at
+            if new := {zone: why for zone, why in silent.items() if zone not in before}:
+                console(f"{describe_silent(new)}; waiting for it")
             for vm in vms.values():
                 seen_at = now
                 if vm.name not in known:
@@ -157,7 +170,7 @@ def delete_all(
                 known.add(vm.name)
                 if deletions.is_due(vm.name, every_seconds=RETRY_SECONDS):
                     deletions.request(vm.name, vm.zone)
-            for group in compute.resize_requests.leftovers(label):
+            for group in groups:
                 seen_at = now
                 deletions.request_group(group)
         except ApiUnavailable as error:

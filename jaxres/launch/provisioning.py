@@ -101,7 +101,9 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
         for vm in desired.deleting
     ):
         return Transition(desired)  # They may hold the quota that the new ones need.
-    site = capacity_options.choose(gce.capacity_options, desired.backoffs, now=observed.now)
+    site = capacity_options.choose(
+        gce.capacity_options, desired.backoffs, now=observed.now, unreachable=observed.unreachable
+    )
     if not isinstance(site, ZoneChoice):
         if site < NEVER:
             return Transition(desired)
@@ -186,6 +188,8 @@ def creation_answer(
 ) -> CreateFailed | bool | None:
     """Returns the result of a creation; one that takes too long is judged by the VMs that exist."""
     answer, vms = observed.creation, observed.vms or {}
+    if answer is None and (silent := _zone_is_silent(desired, creation, observed, gce)):
+        return silent
     if answer is False and (late := instance_groups.waits_too_long(desired, observed, gce)):
         return late
     if answer is False and create_timed_out(desired, creation, observed, gce):
@@ -199,6 +203,23 @@ def creation_answer(
     ):
         return True
     return answer
+
+
+def _zone_is_silent(
+    desired: DesiredState, creation: PendingCreate, observed: ObservedState, gce: GceSection
+) -> CreateFailed | None:
+    """Returns the failure of a creation in a zone that does not answer, after `repair_minutes`.
+
+    A queue is waited for as long as its option has it.
+    """
+    vms = [vm for vm in desired.all_vms if vm.name in creation.names]
+    silent = [vm for vm in vms if vm.zone in observed.unreachable]
+    is_queue = any(isinstance(gce.capacity_options[vm.option], FlexStartOption) for vm in silent)
+    since = max((vm.requested_at for vm in silent), default=observed.now)
+    if is_queue or observed.now - since <= 60 * gce.repair_minutes:
+        return None
+    message = f"the API of {silent[0].zone} does not answer (launch.gce.repair_minutes)"
+    return CreateFailed("passing", message)
 
 
 def settle_creation(
@@ -272,7 +293,9 @@ def may_still_create(
     """Returns whether a request may still create VMs."""
     if observed.creation is False:
         return not create_timed_out(desired, creation, observed, gce)
-    is_unknown = observed.creation is None and observed.vms is not None
+    zones = {vm.zone for vm in desired.all_vms if vm.name in creation.names}
+    has_answered = observed.vms is not None and observed.unreachable.isdisjoint(zones)
+    is_unknown = observed.creation is None and has_answered
     is_lost = is_unknown and observed.since_create_seconds > LOST_REQUEST_SECONDS
     return observed.creation is None and not is_lost
 

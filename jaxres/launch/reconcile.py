@@ -252,6 +252,8 @@ def _end(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
         desired = replace(desired, creation=None)
     if desired.deleting or desired.groups or observed.vms is None or observed.vms:
         return Transition(desired, messages)
+    if observed.unreachable & capacity_options.zones_of(gce.capacity_options):
+        return Transition(desired, messages)  # A launcher without the lease may have VMs there.
     return Transition(replace(desired, phase="ended"), messages)
 
 

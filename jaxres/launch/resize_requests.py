@@ -84,6 +84,9 @@ class ComputeCalls(Protocol):
     def safe_call(self, call: Callable[[], T]) -> T: ...
     def list_call(self, ask: Callable[[], T]) -> T: ...
     def operation_result(self, name: str, zone: str | None) -> CreateFailed | bool: ...
+    def list_zones(
+        self, kind: str, word: str, key: dict[str, Any]
+    ) -> tuple[Sequence[Any], dict[str, str]]: ...
 
 
 @dataclass
@@ -255,22 +258,24 @@ class ResizeRequests:
         self._deleted_at[name, part] = now
         return True
 
-    def leftovers(self, label: str) -> list[InstanceGroup]:
-        """Returns the groups of a run, in all zones, and its templates without a group."""
+    def leftovers(self, label: str) -> tuple[list[InstanceGroup], dict[str, str]]:
+        """Returns the groups of a run in all reachable zones, and its templates without a group.
+
+        And why zones are missing, by zone; templates are left out then: groups there may use them.
+        """
         if not self.may_exist:
-            return []
+            return [], {}
         key = {
             "project": self.compute.project,
             "filter": f'description = "{description(label)}"',
         }
         templates = self.compute.prepare(CLIENTS["template"], "list", key)
-        groups = self.compute.prepare(CLIENTS["group"], "aggregated_list", key)
         names = self.compute.list_call(lambda: [one.name for one in templates()])
-        scopes = self.compute.list_call(lambda: [scoped for _, scoped in groups()])
-        found = {name: InstanceGroup(name, "", ()) for name in names}
-        for one in (one for scoped in scopes for one in scoped.instance_group_managers):
+        groups, missing = self.compute.list_zones(CLIENTS["group"], "instance_group_managers", key)
+        found = {} if missing else {name: InstanceGroup(name, "", ()) for name in names}
+        for one in groups:
             found[one.name] = InstanceGroup(one.name, one.zone.rpartition("/")[2], ())
-        return [*found.values()]
+        return [*found.values()], missing
 
     def _key(self, part: Part, name: str, zone: str) -> dict[str, Any]:
         if part == "template":

@@ -209,8 +209,9 @@ def read_reports(run_dir: RunDir) -> list[Report]:
 
 def _decoded(folder: RunPath, *, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields name and fields of each file of a folder; skips those it can't understand."""
-    for name in sorted(files.list_names(folder)):
-        data = files.read(folder / name)
+    names = sorted(files.list_names(folder))
+    contents = files.read_all([folder / name for name in names])
+    for name, data in zip(names, contents, strict=True):
         try:
             fields = decode_checksummed(data or b"", number=number)
         except (ValueError, KeyError, TypeError):

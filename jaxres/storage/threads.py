@@ -7,7 +7,8 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -30,10 +31,14 @@ def make_thread(
 
     def run() -> None:
         if blocks_signals:
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - SYNCHRONOUS)
+            _block_signals()
         target()
 
     return threading.Thread(target=run, name=f"jaxres-{name}", daemon=daemon)
+
+
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - SYNCHRONOUS)
 
 
 def spawn_thread(
@@ -52,6 +57,20 @@ def spawn_thread(
     thread = make_thread(name, target, daemon=daemon, blocks_signals=blocks_signals)
     thread.start()
     return thread
+
+
+def call_all(calls: Sequence[Callable[[], T]], *, most: int) -> list[T]:
+    """Calls functions in threads, so many at a time; returns their results in order.
+
+    Raises what the first of them has raised, once all have returned.
+    """
+    if len(calls) <= 1:
+        return [call() for call in calls]
+    with ThreadPoolExecutor(
+        min(most, len(calls)), thread_name_prefix="jaxres-call", initializer=_block_signals
+    ) as pool:
+        futures = [pool.submit(call) for call in calls]
+    return [future.result() for future in futures]
 
 
 class WatcherThreads(Generic[T]):

@@ -2,12 +2,16 @@
 
     python tools/bench/launcher.py --vms 1000 --seconds 120
     python tools/bench/launcher.py --vms 4 --seconds 5 --losses 10
+    python tools/bench/launcher.py --vms 8 --seconds 20 --losses 2 --latency 0.35
+    python tools/bench/launcher.py --vms 4 --seconds 5 --losses 0 --takeovers 3
 
 Starts the emulated service with VMs that have no processes, an emulated bucket, and a real
 `launch gce up`. This program writes the reports of all agents into the bucket, as often as an agent
 does. Prints, from one run: the time until the first attempt began; while it ran, the calls of the
 Compute API and the requests to the bucket per minute, the memory of the controller and its share of
-a core; the time until VMs that stop reporting, one by one, are lost; and the time of the shutdown.
+a core; the time until VMs that stop reporting, one by one, are lost; the time until a standby
+launcher leads once the launcher is killed; and the time of the shutdown. `--latency` delays each
+answer of the bucket and of the Compute API to a launcher.
 """
 
 from __future__ import annotations
@@ -96,6 +100,8 @@ def main() -> None:
     parser.add_argument("--vms", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--losses", type=int, default=3)
+    parser.add_argument("--takeovers", type=int, default=0)
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds")
     options = parser.parse_args()
     run = GcsPath(BUCKET, "run")
     with (
@@ -112,12 +118,15 @@ def main() -> None:
         env = {**os.environ, **gcs.env, **gce.env}
         began = time.monotonic()
         output = Path(folder, "output.txt")
-        with output.open("wb") as file:
-            command = [sys.executable, "-m", "jaxres.launch", "gce", "up", str(config)]
-            leader = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+        leader = _launch(config, output, env)
+        if options.latency:
+            gcs.fail("stall", method=".*", times=None, late_seconds=options.latency)
+            gce.fail("stall", times=None, late_seconds=options.latency)
         try:
             _measure(leader, agents, gce, gcs, began=began, seconds=options.seconds)
             _lose(options.losses, leader, agents)
+            for _ in range(options.takeovers):
+                leader = _take_over(leader, agents, config, output, env)
             _end(leader, agents, gce, gcs)
         except TimeoutError:
             print(output.read_text())
@@ -125,6 +134,53 @@ def main() -> None:
         finally:
             leader.kill()
             leader.wait()
+
+
+def _launch(
+    config: Path, output: Path, env: dict[str, str], *flags: str
+) -> subprocess.Popen[bytes]:
+    with output.open("ab") as file:
+        command = [sys.executable, "-m", "jaxres.launch", "gce", "up", str(config), *flags]
+        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _take_over(
+    leader: subprocess.Popen[bytes], agents: Agents, config: Path, output: Path, env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Kills the launcher and prints when a standby leads; returns that."""
+    standby, lines = _launch(config, output, env, "--standby"), output.read_text().count
+    waits, before = "holds the launcher lease", lines("holds the launcher lease")
+    _wait(lambda: output.read_text().count(waits) > before, standby)
+    time.sleep(random.uniform(5.0, 11.0))
+    epoch, start = _epoch(agents), time.monotonic()
+    leader.kill()
+    leader.wait()
+    lists = _lists(agents)
+    _wait(lambda: _lease_epoch(agents) > epoch, standby)
+    took = time.monotonic() - start
+    _wait(lambda: _epoch(agents) > epoch, standby)
+    wrote = time.monotonic() - start
+    _wait(lambda: _lists(agents) > lists, standby)
+    cycle = time.monotonic() - start
+    print(
+        f"after the kill of the launcher: a standby had the lease after {took:.1f} s, had written "
+        f"the desired state after {wrote:.1f} s, and listed the VMs after {cycle:.1f} s"
+    )
+    return standby
+
+
+def _lists(agents: Agents) -> int:
+    return agents.gce.calls().calls["instances.aggregatedList"]
+
+
+def _epoch(agents: Agents) -> int:
+    intent = agents.intent()
+    return 0 if intent is None else intent.epoch
+
+
+def _lease_epoch(agents: Agents) -> int:
+    data = agents.gcs.objects.get(BUCKET, agents.places.lease.key, {}).data
+    return int(json.loads(data)["epoch"])
 
 
 def _measure(

@@ -32,13 +32,14 @@ What it does not have, against the real one:
 
 What is not documented of the real one, and may differ there: the error messages where a comment
 marks them; whether missing quota or a used name (bulkInsert) is reported at once or by the
-operation (both are supported); the status of a full reservation, and whether it is reported at
-once (here: by the operation); whether bulkInsert accepts FLEX_START (here: yes, with the VMs at
-once); whether a VM without capacity is listed meanwhile (here: as PROVISIONING); the codes when a
-Spot VM is preempted during its creation; whether `preempted` changes before the power button
-without a requested notice (here: before); the state of a Spot VM with DELETE after a host error
-(here: TERMINATED, and it keeps its name); how long request ids are remembered (here: forever); all
-durations.
+operation (both are supported); the status of a full reservation, and whether it is reported at once
+(here: by the operation); what a list of all zones has for an unreachable zone (here: a warning
+UNREACHABLE and `unreachables` with returnPartialSuccess; else it fails); whether bulkInsert accepts
+FLEX_START (here: yes, with the VMs at once); whether a VM without capacity is listed meanwhile
+(here: as PROVISIONING); the codes when a Spot VM is preempted during its creation; whether
+`preempted` changes before the power button without a requested notice (here: before); the state of
+a Spot VM with DELETE after a host error (here: TERMINATED, and it keeps its name); how long request
+ids are remembered (here: forever); all durations.
 """
 
 from jaxres.testing.gce.emulator import GceEmulator

@@ -123,6 +123,8 @@ class Api:
     refused_fields: dict[str, str] = field(default_factory=dict)
     """Messages by name; empty: the field is unknown."""
     is_disabled: bool = False
+    unreachable: set[str] = field(default_factory=set)
+    """Zones whose calls are not answered; lists of all zones lack what is there."""
     list_lag: float = 0.0
     """How many emulated seconds after its birth a VM appears in lists."""
     gone_lag: float = 0.0

@@ -58,6 +58,36 @@ def listed(kind: str, items: list[dict[str, Any]], token: str | None) -> dict[st
     return reported | ({"nextPageToken": token} if token else {})
 
 
+def with_scopes(
+    reported: dict[str, Any],
+    word: str,
+    items: list[dict[str, Any]],
+    *,
+    api: Api,
+    request: ComputeRequest,
+    zones: Iterable[str],
+) -> dict[str, Any]:
+    """Adds the items of a list of all zones, by zone; those of unreachable zones are missing.
+
+    Raises:
+      GceError: a zone is unreachable, and the request is not for what the others have.
+    """
+    lost = sorted(api.unreachable)
+    if lost and request.query.get("returnPartialSuccess") != "true":
+        raise unreachable(lost[0])
+    items = [one for one in items if one.get("zone", "").rpartition("/")[2] not in lost]
+    scopes = listed_by_scope(word, items, zones)
+    for zone in lost:
+        message = f"The zone '{zone}' is unreachable."  # Words not known.
+        scopes[f"zones/{zone}"] = {"warning": {"code": "UNREACHABLE", "message": message}}
+    more = {"unreachables": [f"zones/{zone}" for zone in lost]} if lost else {}
+    return reported | {"items": scopes} | more
+
+
+def unreachable(zone: str) -> GceError:
+    return GceError(503, "backendError", f"The zone '{zone}' is unreachable.")  # Words not known.
+
+
 def listed_by_scope(word: str, items: list[dict[str, Any]], zones: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for zone in zones:
@@ -86,7 +116,8 @@ def list_instances(api: Api, request: ComputeRequest) -> dict[str, Any]:
 def all_instances(api: Api, request: ComputeRequest) -> dict[str, Any]:
     items, token = page(_instances(api, None), request.query, key=_place)
     reported = listed("instanceAggregatedList", [], token)
-    return reported | {"items": listed_by_scope("instances", items, api.catalog.zones)}
+    zones = api.catalog.zones
+    return with_scopes(reported, "instances", items, api=api, request=request, zones=zones)
 
 
 def delete(api: Api, request: ComputeRequest) -> dict[str, Any]:
@@ -231,7 +262,7 @@ def list_operations(api: Api, request: ComputeRequest) -> dict[str, Any]:
 def all_operations(api: Api, request: ComputeRequest) -> dict[str, Any]:
     items, token = page(map(api.reported, api.operations.all.values()), request.query)
     reported = listed("operationAggregatedList", [], token)
-    return reported | {"items": listed_by_scope("operations", items, ())}
+    return with_scopes(reported, "operations", items, api=api, request=request, zones=())
 
 
 def _scope(request: ComputeRequest) -> str:
@@ -262,7 +293,7 @@ def all_machines(api: Api, request: ComputeRequest) -> dict[str, Any]:
     ]
     items, token = page(found, request.query)
     reported = listed("machineTypeAggregatedList", [], token)
-    return reported | {"items": listed_by_scope("machineTypes", items, ())}
+    return with_scopes(reported, "machineTypes", items, api=api, request=request, zones=())
 
 
 def get_image(api: Api, request: ComputeRequest) -> dict[str, Any]:

@@ -56,6 +56,7 @@ ACTIONS = (
     "disable_api",
     "refuse_field",
     "lag_lists",
+    "lose_zone",
     "limit_rate",
     "add_image",
     "add_subnetwork",
@@ -446,6 +447,7 @@ class GceEmulator:
             self.api.refused_fields.clear()
             self.api.is_disabled, self.api.most_per_minute = False, None
             self.api.list_lag = self.api.gone_lag = 0.0
+            self.api.unreachable.clear()
 
     def deny(self, permission: str) -> None:
         """Takes a permission away, such as compute.instances.create."""
@@ -469,6 +471,11 @@ class GceEmulator:
         """Lets VMs appear in lists only so long after their birth, and stay after their end."""
         with self.scheduler.changed:
             self.api.list_lag, self.api.gone_lag = seconds, gone_seconds
+
+    def lose_zone(self, zone: str, *, is_lost: bool = True) -> None:
+        """Lets calls of a zone fail with 503, and lists of all zones lack it; its VMs run on."""
+        with self.scheduler.changed:
+            (self.api.unreachable.add if is_lost else self.api.unreachable.discard)(zone)
 
     def limit_rate(self, calls_per_minute: int | None) -> None:
         """Refuses calls beyond so many in a minute (a real one), until the next begins."""
@@ -577,11 +584,8 @@ class GceEmulator:
         if action not in ACTIONS:
             raise ValueError(f"{action}: not one of {', '.join(ACTIONS)}")
         reported = getattr(self, action)(**words)
-        return (
-            dataclasses.asdict(reported)
-            if isinstance(reported, OperationFaultRule | Shortage | FaultRule)
-            else reported
-        )
+        is_rule = isinstance(reported, OperationFaultRule | Shortage | FaultRule)
+        return dataclasses.asdict(reported) if is_rule else reported
 
     def state(self) -> dict[str, object]:
         counted = self.calls()

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from jaxres.testing.gce.api import NUMBER, Api, ComputeRequest
-from jaxres.testing.gce.calls import listed, listed_by_scope
+from jaxres.testing.gce.calls import listed, with_scopes
 from jaxres.testing.gce.catalog import FLEX_START, SHAPES, region_of
 from jaxres.testing.gce.checks import (
     check_disk_type,
@@ -184,8 +184,8 @@ def list_all(api: Api, request: ComputeRequest) -> dict[str, Any]:
     found = [api.groups.all[key].resource(api.url) for key in sorted(api.groups.all)]
     items, token = page(found, request.query)
     reported = listed("instanceGroupManagerAggregatedList", [], token)
-    scopes = listed_by_scope("instanceGroupManagers", items, api.catalog.zones)
-    return reported | {"items": scopes}
+    word, zones = "instanceGroupManagers", api.catalog.zones
+    return with_scopes(reported, word, items, api=api, request=request, zones=zones)
 
 
 def _delete_vms(api: Api, group: Group, names: set[str]) -> list[Vm]:

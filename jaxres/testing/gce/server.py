@@ -8,7 +8,7 @@ import traceback
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from jaxres.testing.gce import routes
+from jaxres.testing.gce import calls, routes
 from jaxres.testing.gce.api import Api, ComputeRequest
 from jaxres.testing.gce.errors import GceError, by_word
 from jaxres.testing.gcs.faults import AFTER, Faults, RequestFault
@@ -69,6 +69,8 @@ class ComputeServer:
             )
             with self.api.scheduler.changed:
                 self.api.admit(request)
+                if words.get("zone") in self.api.unreachable:
+                    raise calls.unreachable(words["zone"])
                 if route.permission:
                     what = path.removeprefix(f"{API}/")
                     self.api.need(route.permission, what)

@@ -17,6 +17,7 @@ from typing import Any
 from jaxres.config.schema_gce import FlexStartOption
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageUnavailable
+from jaxres.launch.aggregated_lists import ListedVms
 from jaxres.launch.capacity_options import CreateErrorKind
 from jaxres.launch.desired_state import (
     DesiredState,
@@ -32,7 +33,7 @@ from jaxres.launch.observed_state import HOST_ERROR, AgentReport, CreateFailed, 
 from jaxres.launch.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, Start, file_name
-from jaxres.storage import gcs_objects
+from jaxres.storage import gcs_objects, threads
 from jaxres.storage.path import GcsPath
 from tests.unit.runlog.example_records import CLAIM
 
@@ -130,6 +131,7 @@ class SimulatedCloud:
     groups_deleted: set[str] = field(default_factory=set)
     damages: list[str] = field(default_factory=list)
     """What was done to the lease and the desired state."""
+    lost_zones: set[str] = field(default_factory=set)
     _past: list[tuple[str, bytes]] = field(default_factory=list)
     """All contents of the lease and the desired state so far, by key."""
 
@@ -265,8 +267,9 @@ class SimulatedCloud:
     def read_all(self, paths: Sequence[GcsPath]) -> list[bytes | None]:
         return [self.read(path) for path in paths]
 
-    def stat(self, path: GcsPath) -> object:
-        return self.read_at(path)
+    def stat(self, path: GcsPath) -> gcs_objects.Stat | None:
+        found = self.read_at(path)
+        return found and gcs_objects.Stat(len(found[0]), found[1], "", None)
 
     def delete(self, path: GcsPath) -> bool:
         self._bucket_request("delete")
@@ -289,12 +292,13 @@ class SimulatedCloud:
             self.delete(folder / name)
 
     def patch(self, monkeypatch: Any) -> None:
-        """Replaces the functions of the bucket."""
+        """Replaces the functions of the bucket; calls are made one after the other."""
         for name in (
             *("write", "read", "read_at", "read_all", "stat", "delete", "delete_tree"),
             *("list_names", "list_metadata"),
         ):
             monkeypatch.setattr(gcs_objects, name, getattr(self, name))
+        monkeypatch.setattr(threads, "call_all", lambda calls, *, most: [call() for call in calls])
 
     def desired(self) -> DesiredState | None:
         found = self.objects.get(self.paths.desired_state.key)
@@ -304,9 +308,11 @@ class SimulatedCloud:
 
     # The Compute API, with the methods of `jaxres.launch.gce_api.Compute`.
 
-    def _compute_request(self, where: str) -> None:
+    def _compute_request(self, where: str, zone: str = "") -> None:
         self.advance(0.03)
         self._interrupt(where)
+        if zone in self.lost_zones:
+            raise ApiUnavailable(f"503: the zone {zone} is unreachable")
         if self.is_unavailable("gce"):
             self.advance(self.draw.uniform(0.01, 15.0))
             raise ApiUnavailable("503")
@@ -316,9 +322,10 @@ class SimulatedCloud:
         if not self.faults_are_over and self.draw.random() < self.rates.no_answer:
             raise ApiUnavailable("503, at random")
 
-    def list(self, run: str) -> dict[str, VmStatus]:
+    def list(self, run: str) -> ListedVms:
         self._compute_request("list")
-        return self.vms_listed()
+        vms = {n: vm for n, vm in self.vms_listed().items() if vm.zone not in self.lost_zones}
+        return ListedVms(vms, dict.fromkeys(self.lost_zones, "is unreachable"))
 
     def vms_listed(self) -> dict[str, VmStatus]:
         observed = [m for m in self.vms.values() if m.listed_from <= self.now]
@@ -328,15 +335,15 @@ class SimulatedCloud:
         }
 
     def events_of(self, zone: str) -> dict[int, str]:
-        self._compute_request("events")
+        self._compute_request("events", zone)
         return self.events
 
     def exists(self, name: str, zone: str) -> bool:
-        self._compute_request("get")
+        self._compute_request("get", zone)
         return name in self.vms
 
     def status(self, name: str, zone: str) -> str | None:
-        self._compute_request("get")
+        self._compute_request("get", zone)
         return self.vms[name].status if name in self.vms else None
 
     def create(
@@ -346,7 +353,7 @@ class SimulatedCloud:
         zone = vms[0].zone
         fate = self.draw.random()
         try:
-            self._compute_request("create")
+            self._compute_request("create", zone)
             if fate < 0.05 and not self.faults_are_over:
                 raise ApiUnavailable("read timeout")
         except (ApiUnavailable, Killed):
@@ -388,12 +395,12 @@ class SimulatedCloud:
         return request
 
     def create_result(self, operation: str, zone: str) -> CreateFailed | bool:
-        self._compute_request("operation")
+        self._compute_request("operation", zone)
         found = self.operations[operation]
         return False if self.now < found.done_at else found.error or True
 
     def find_operation(self, creation: PendingCreate, zone: str) -> str | None:
-        self._compute_request("operation")
+        self._compute_request("operation", zone)
         return creation.request_id if creation.request_id in self.operations else None
 
     def delete_vm(self, name: str, zone: str, group: InstanceGroup | None = None) -> None:
@@ -401,7 +408,7 @@ class SimulatedCloud:
         if not self.damages:
             assert desired is not None
             assert name not in desired.names, f"{name} is deleted, and it should exist"
-        self._compute_request("delete")
+        self._compute_request("delete", zone)
         if (machine := self.vms.get(name)) is not None:
             machine.is_alive, machine.status = False, "STOPPING"
             self.after(self.draw.uniform(1, 40), lambda: self._remove_vm(name))
@@ -413,7 +420,7 @@ class SimulatedCloud:
         if not self.damages:
             assert desired is not None
             assert desired.names.isdisjoint(group.names), f"{group} is deleted with VMs in use"
-        self._compute_request("delete")
+        self._compute_request("delete", group.zone)
         self.groups_deleted.add(group.name)
         if group.name not in self.groups:
             return True
@@ -427,7 +434,7 @@ class SimulatedCloud:
         return False
 
     def output(self, name: str, zone: str) -> str:
-        self._compute_request("output")
+        self._compute_request("output", zone)
         return f"{zone}: {name} boots"
 
     # VMs and their agents.

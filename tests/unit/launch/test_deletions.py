@@ -116,7 +116,7 @@ def orphans(cloud: ProtectedCloud, count: int) -> Any:
         cloud._boot_vm(f"jx-0-{number:04d}", "us-central1-a")
     cloud.damages.append("there is no desired state")
     compute = SimulatedCompute(cloud)
-    compute.resize_requests.leftovers = lambda label: []  # pyright: ignore
+    compute.resize_requests.leftovers = lambda label: ([], {})  # pyright: ignore
     return compute
 
 

@@ -12,6 +12,7 @@ from google.oauth2.credentials import Credentials
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch import preflight
+from jaxres.launch.aggregated_lists import ListedVms
 from jaxres.launch.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce_api import ApiRefused, ApiUnavailable, Compute
 from jaxres.launch.instance_spec import Machine
@@ -53,10 +54,10 @@ class ComputeFixture:
 def test_vms_are_created_listed_and_deleted(gce: GceEmulator) -> None:
     service = ComputeFixture(gce)
     assert service.outcome(service.create()) is True
-    listed = service.compute.list("jx")
+    listed = service.compute.list("jx").vms
     assert set(listed) == set(NAMES)
     assert all(vm.zone == ZONE and vm.status == "RUNNING" and vm.ip for vm in listed.values())
-    assert service.compute.list("jx-other") == {}
+    assert service.compute.list("jx-other") == ListedVms()
     for name in NAMES:
         assert service.compute.exists(name, ZONE)
         assert service.compute.status(name, ZONE) == "RUNNING"
@@ -115,7 +116,7 @@ def test_a_temporary_error_is_unavailability_and_no_response(gce: GceEmulator, k
         gce.fail(kind)
         with pytest.raises(ApiUnavailable):
             call()
-    assert set(compute.list("jx")) <= set(NAMES)
+    assert set(compute.list("jx").vms) <= set(NAMES)
 
 
 def test_credentials_that_can_not_be_renewed_are_an_outage_of_a_running_launcher(
@@ -293,7 +294,7 @@ def test_operations_of_the_service_are_known_while_a_vm_is_still_listed(
     assert service.compute.events(ZONE) == {}
     gce.host_error(NAMES[0], shows_running_seconds=36000, is_told=True)
     gce.preempt(NAMES[1], seconds=36000)
-    listed = service.compute.list("jx")
+    listed = service.compute.list("jx").vms
     assert service.compute.events(ZONE) == {
         listed[NAMES[0]].id: "compute.instances.hostError",
         listed[NAMES[1]].id: "compute.instances.preempted",
@@ -313,8 +314,11 @@ def test_messages_for_the_operator_have_no_urls_of_requests(gce: GceEmulator) ->
 
 def test_an_endpoint_in_the_config_overrides_one_in_the_environment(gce: GceEmulator) -> None:
     unreachable = {ENDPOINT: "http://127.0.0.1:9"}
-    assert compute_for(config(project=gce.project, endpoint=gce.url), unreachable).list("jx") == {}
-    assert compute_for(config(project=gce.project), {ENDPOINT: gce.url}).list("jx") == {}
+    assert (
+        compute_for(config(project=gce.project, endpoint=gce.url), unreachable).list("jx")
+        == ListedVms()
+    )
+    assert compute_for(config(project=gce.project), {ENDPOINT: gce.url}).list("jx") == ListedVms()
     with pytest.raises(ApiUnavailable):
         compute_for(config(project=gce.project), unreachable).list("jx")
 
@@ -325,7 +329,7 @@ def test_sixty_four_vms_are_one_call(gce: GceEmulator) -> None:
     names = tuple(f"jx-{n:04d}" for n in range(64))
     creation = PendingCreate(names, str(uuid.uuid4()))
     assert service.outcome(service.create(creation)) is True
-    assert set(service.compute.list("jx")) == set(names)
+    assert set(service.compute.list("jx").vms) == set(names)
     assert gce.calls().calls["instances.bulkInsert"] == 1
 
 

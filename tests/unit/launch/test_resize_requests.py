@@ -178,10 +178,10 @@ def test_groups_of_a_run_are_found_by_their_description(gce: GceEmulator) -> Non
     one = service(gce)
     request(one)
     calls = one.compute.resize_requests
-    assert calls.leftovers("jx") == [InstanceGroup(NAMES[0], ZONE, ())]
-    assert calls.leftovers("j") == calls.leftovers("jx-other") == []
-    delete(one, calls.leftovers("jx")[0])
-    assert calls.leftovers("jx") == []
+    assert calls.leftovers("jx") == ([InstanceGroup(NAMES[0], ZONE, ())], {})
+    assert calls.leftovers("j") == calls.leftovers("jx-other") == ([], {})
+    delete(one, calls.leftovers("jx")[0][0])
+    assert calls.leftovers("jx") == ([], {})
 
 
 def test_a_name_that_is_used_by_another_vm_is_refused(gce: GceEmulator) -> None:
