@@ -24,7 +24,7 @@ from jaxres.launch.observed_state import CreateFailed
 from jaxres.launch.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
-from tests.unit.launch.gce_config import OPTION, config
+from tests.unit.launch.gce_config import OPTION
 from tests.unit.launch.simulated_cloud import PREEMPTED, SimulatedCloud, SimulatedCompute
 from tests.unit.launch.test_controller_cycles import NO_FAULTS, STEPS, job
 from tests.unit.launch.test_gce_api import NAMES as TWO
@@ -127,21 +127,6 @@ def test_a_vm_in_an_unreachable_zone_is_neither_lost_nor_replaced_until_the_zone
     desired = cloud.desired()
     assert desired is not None
     assert desired.next_name == 3, "other VMs than the lost one were replaced"
-
-
-def test_operations_that_a_zone_does_not_list_hold_up_no_other_zone(cloud: Cloud) -> None:
-    """The old VM's zone answers its list only; the job moves to another zone meanwhile."""
-    answers = cloud.events_of
-
-    def events_of(zone: str) -> dict[int, str]:
-        if zone == HERE:
-            raise ApiUnavailable("503")
-        return answers(zone)
-
-    cloud.events_of = events_of  # pyright: ignore[reportAttributeAccessIssue]
-    own = config(num_hosts=1, capacity_options=[{**OPTION, "zones": [THERE]}], lease_seconds=10.0)
-    cloud.launch(own, lambda desired: runs(desired, attempt=1))
-    assert {vm.zone for vm in cloud.vms.values()} == {THERE}
 
 
 def test_a_job_begins_in_a_zone_that_answers(cloud: Cloud) -> None:
