@@ -170,8 +170,8 @@ class Lease:
             known = self._found
             current = None if known is None else gcs_objects.stat(self._path)
             if known is None or current is None or current.generation != known.generation:
-                self._found = self._read()
-            return self._found
+                known = self._found = self._read()
+            return known
         finally:
             took = self._now() - asked
             if self._other is not None and took > COUNTED_SECONDS:

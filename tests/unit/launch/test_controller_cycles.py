@@ -123,7 +123,7 @@ def test_a_service_that_accepts_no_creation_for_long_costs_no_healthy_vm(
     assert desired.next_name == 3, "healthy VMs were replaced, too"
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("seed", [0, 12, 13])
 def test_the_loss_that_has_ended_an_attempt_is_found_in_the_cycle_after_the_exit_of_a_host(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
