@@ -103,8 +103,7 @@ def test_a_field_that_nvidia_smi_does_not_know_loses_no_other(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_run_that_ends_before_it_is_killed_is_told(tmp_path, code, monkeypatch):
-    monkeypatch.setattr(recovery, "COMMIT_SECONDS", 1.0)
+def test_a_run_that_ends_before_it_is_killed_is_told(tmp_path, code):
     ended = subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({code})"])
     ended.wait()
     run_dir = recovery.RunDir(tmp_path / "run")
