@@ -130,7 +130,7 @@ def start(folder: str) -> None:
     setattr(builtins, RAN, recorder.flags)
     sys.meta_path.insert(0, _Finder(recorder))
     os.register_at_fork(after_in_child=recorder.forget)
-    sys.modules["jaxres_recorder"] = recorder  # pyright: ignore[reportArgumentType]
+    sys.modules["tools_recorder"] = recorder  # pyright: ignore[reportArgumentType]
 
 
 def pth(folder: Path) -> str:

@@ -36,7 +36,7 @@ _outcomes: dict[str, str] = {}
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Writes what a test has used, its set-up and tear-down included."""
-    recorder: Any = sys.modules.get("jaxres_recorder")
+    recorder: Any = sys.modules.get("tools_recorder")
     if recorder is not None:
         recorder.begin(item.nodeid)
     started, used = time.monotonic(), _processor_seconds()
