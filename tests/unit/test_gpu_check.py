@@ -75,6 +75,7 @@ def test_a_process_that_does_not_end_after_sigkill_does_not_hang_the_check(tmp_p
     assert f"process {pid} has not ended 0 s after SIGKILL" in error
 
 
+@pytest.mark.slow
 def test_a_second_start_goes_on_with_what_has_not_passed(tmp_path, capsys):
     assert main(["--out", str(tmp_path), "--only", "fine"], PARTS) == 0
     with (tmp_path / "results.jsonl").open("a") as file:

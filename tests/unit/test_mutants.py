@@ -131,6 +131,7 @@ def test_only_a_call_that_fails_by_an_assertion_or_the_named_class_is_a_death(tr
     assert "tools/mutants/run.py 4\n" in printed, "the command that repeats it"
 
 
+@pytest.mark.slow
 def test_a_slow_promise_is_run_and_what_it_has_started_is_killed(tree, tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
     monkeypatch.setenv("PID_FILE", str(pid_file))

@@ -28,6 +28,7 @@ def test_importing_the_package_imports_no_part_of_it() -> None:
     assert printed.stdout == "['jaxres']\n"
 
 
+@pytest.mark.slow
 def test_a_run_is_restored_loaded_and_branched(tmp_path: Path) -> None:
     adapters = LoraSection(rank=2)
     cfg = config(vocab_size=ROWS).model_copy(update={"lora": adapters})

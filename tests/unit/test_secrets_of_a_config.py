@@ -235,6 +235,7 @@ def test_hosts_print_no_secret_of_theirs():
     assert "opensesame" not in text
 
 
+@pytest.mark.slow
 def test_kubernetes_gets_a_secret_instead_of_a_config_map():
     options = k8s_manifest.ClusterOptions(image="me/a:1", name="jaxres-a", grace_seconds=9, nodes=2)
     wrong: list[Any] = []

@@ -95,6 +95,7 @@ def _name(request: GcsRequest) -> str:
     return f"{method} {key.replace('%2F', '/').removeprefix('run/')}"
 
 
+@pytest.mark.slow
 def test_a_save_has_six_rounds_of_requests_after_its_last_part_is_verified(
     gcs_bucket: str, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.Backgrou
     return background_save.start_save(state(), step_dir, context)
 
 
+@pytest.mark.slow
 def test_starting_a_save_does_not_wait_for_the_bucket(
     step_dir: GcsPath, gcs_server: GcsServer
 ) -> None:

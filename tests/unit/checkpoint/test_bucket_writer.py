@@ -75,6 +75,7 @@ def assert_equal(one: dict[str, jax.Array], other: dict[str, jax.Array]) -> None
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
 
 
+@pytest.mark.slow
 def test_every_kind_of_array_is_saved_and_each_object_is_downloaded_once(
     step_dir: GcsPath, gcs_server: GcsServer
 ) -> None:

@@ -113,6 +113,7 @@ def test_two_runs_with_equal_states_are_equal_and_show_the_same_digest(attempt, 
     assert out.count(out.split()[-1]) == 3, "both sides and the verdict"
 
 
+@pytest.mark.slow
 def test_every_differing_array_is_listed(attempt, other, run_diff):
     attempt.save(8)
     tree = state(8)

@@ -42,7 +42,7 @@ def build(model) -> models.Model:
     return models.build(model, vocab_size=None, seq_len=families.T, platform="cpu")
 
 
-@pytest.mark.parametrize("case", slow_but(families.CONFIGS, "llama", "qwen3", "gemma3"))
+@pytest.mark.parametrize("case", slow_but(families.CONFIGS, "llama"))
 def test_logits_equal_those_of_transformers(tmp_path, case):
     folder = families.write_folder(tmp_path, families.CONFIGS[case])
     built = build(huggingface.model_of(families.CONFIGS[case])[0])

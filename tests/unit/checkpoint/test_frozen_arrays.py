@@ -55,6 +55,7 @@ def assert_all_valid(attempt):
         assert found.problems == (), found.evidence
 
 
+@pytest.mark.slow
 def test_two_copies_are_written_and_later_saves_link_them_in_turn(attempt):
     first, second, *others = saved(attempt, *map(lora, range(1, 6)))
     assert (first, second) == (0, 0)
@@ -74,6 +75,7 @@ def test_two_copies_are_written_and_later_saves_link_them_in_turn(attempt):
     assert event.bytes == sum(files.sizes(attempt.step_dir(40)).values())
 
 
+@pytest.mark.slow
 def test_a_linked_step_is_restored_bit_for_bit_and_the_next_save_writes_another_copy(attempt):
     saved(attempt, *map(lora, range(1, 5)))
     again = attempt.again()
@@ -90,6 +92,7 @@ def test_a_linked_step_is_restored_bit_for_bit_and_the_next_save_writes_another_
     assert_all_valid(again)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_that_a_restore_did_not_need_is_a_part_of_no_later_step(attempt):
     """The arrays of the restored step are valid, and all steps that share the file are not."""
     saved(attempt, *map(lora, range(1, 5)))

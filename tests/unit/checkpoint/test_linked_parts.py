@@ -62,6 +62,7 @@ def is_shared(attempt, a, b, part=LARGE):
     return found
 
 
+@pytest.mark.slow
 def test_an_array_that_has_not_changed_is_linked_to_two_copies_in_turn(attempt):
     first, second, *others = saved(attempt, *map(tree, range(1, 6)))
     assert (first, second) == (0, 0)
@@ -111,6 +112,7 @@ def test_an_array_that_changes_again_is_written(attempt):
     assert_all_valid(attempt)
 
 
+@pytest.mark.slow
 def test_a_shared_file_that_was_damaged_is_found_by_the_next_save_that_links_it(attempt):
     with attempt.checkpoints(keep_last=20) as checkpoints:
         for number in range(1, 8):

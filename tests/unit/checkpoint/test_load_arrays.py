@@ -9,6 +9,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres.checkpoint import orbax_io
 from jaxres.checkpoint.load_arrays import load
+from tests.tiers import slow_but
 from tests.unit.checkpoint.test_stored_chunks import items
 from tests.waiting import SURE_SECONDS
 
@@ -31,7 +32,7 @@ def sharding(name):
 
 
 @pytest.mark.parametrize("target", SHARDINGS)
-@pytest.mark.parametrize("source", SHARDINGS)
+@pytest.mark.parametrize("source", slow_but(SHARDINGS, "rows on 8"))
 def test_a_step_is_loaded_bit_for_bit_with_any_sharding(tmp_path, source, target):
     arrays = {
         "large": jax.device_put(items("float32"), sharding(source)),

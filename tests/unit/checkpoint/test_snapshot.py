@@ -151,6 +151,7 @@ def many_arrays(num_arrays):
     return {f"a{n}": jnp.full(4 + n % NUM_LAYOUTS, n, jnp.float32) for n in range(num_arrays)}
 
 
+@pytest.mark.slow
 def test_thousands_of_arrays_are_copied_by_a_few_programs():
     """One program for all of them takes minutes to compile on a busy machine."""
     for num_arrays in (300, 3000):

@@ -64,6 +64,7 @@ def read_by_package(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie_embeddings", slow_but([False, True], True))
 def test_an_independent_llama_computes_the_same_logits_from_an_export(
     tmp_path, capsys, tie_embeddings

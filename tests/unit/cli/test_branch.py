@@ -43,6 +43,7 @@ def arrays(run_dir: RunDir) -> dict[str, np.ndarray]:
     return manifest.read_arrays(step_dir, commit)
 
 
+@pytest.mark.slow
 def test_a_branch_has_every_array_and_names_its_origin(
     origin: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def lines(out: str) -> list[tuple[str, str]]:
     return [(row.split()[0], row.split()[1]) for row in rows if row[:4] in ("pass", "warn", "fail")]
 
 
+@pytest.mark.slow
 def test_a_valid_run_passes_and_nothing_is_written(run_doctor, tmp_path: Path) -> None:
     code, out, err = run_doctor("mesh.fsdp=2")
     assert (code, err) == (0, "")
@@ -80,6 +81,7 @@ def test_failed_checks_are_named_and_the_others_still_run(run_doctor, tmp_path: 
 PRINTING = "model={kind: custom, target: 'tests.promises.bad_models:printing', args: {ordered: %s}}"
 
 
+@pytest.mark.slow
 def test_a_loss_that_prints_is_refused_only_if_it_is_ordered_on_several_devices(run_doctor) -> None:
     code, out, _ = run_doctor(PRINTING % "true")
     assert (code, ("fail", "step") in lines(out)) == (78, True)
@@ -156,6 +158,7 @@ def test_the_hardware_is_tested_on_request_and_a_faulty_device_fails(
     assert "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE" in out
 
 
+@pytest.mark.slow
 def test_an_unwritable_run_dir_fails(run_doctor) -> None:
     code, out, _ = run_doctor("run.dir=/proc/nowhere/run")
     assert code == 78

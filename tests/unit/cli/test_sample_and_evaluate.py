@@ -49,6 +49,7 @@ def logits_of(loaded, tokens: list[int]) -> np.ndarray:
     return loaded.logits([tokens + [0] * (24 - len(tokens))])[0, : len(tokens)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

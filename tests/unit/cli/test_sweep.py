@@ -82,6 +82,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_killed_sweep_get_sigterm_so_that_they_save(tmp_path):
     fake, place = tmp_path / "python", tmp_path / "r"
     fake.write_text(

@@ -246,6 +246,7 @@ def start(address, process_count, **limits):
     return running_leader, running_leader.announce(ATTEMPT)
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit():
     address, is_suspended = free_address(), threading.Event()
     clock = PassingClock(is_suspended.is_set, step=1.5)
@@ -274,6 +275,7 @@ def test_a_killed_supervisor_is_lost_at_once_and_a_suspended_one_after_the_limit
             running_leader.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_the_job_result_is_received_even_if_the_leader_exits_at_once():
     address = free_address()
     with follower_process(address, hello(1)) as follower:
@@ -283,6 +285,7 @@ def test_the_job_result_is_received_even_if_the_leader_exits_at_once():
         assert "host 1 is unhealthy" in follower.stdout.read()
 
 
+@pytest.mark.slow
 def test_a_frozen_leader_is_lost_after_the_limit():
     address = free_address()
     with follower_process(address, hello(1), heartbeat_seconds=120.0, passes=True) as follower:

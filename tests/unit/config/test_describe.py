@@ -7,6 +7,7 @@ from jaxres.config.schema_fields import iter_fields
 from .conftest import Write
 
 
+@pytest.mark.slow
 def test_every_setting_of_every_kind_is_listed_with_its_meaning():
     text = describe()
     for leaf in iter_fields():

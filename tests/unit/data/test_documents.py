@@ -168,6 +168,7 @@ def test_a_zst_file_is_decompressed_once_however_many_frames_it_has(
     assert sum(counted.given) == path.stat().st_size
 
 
+@pytest.mark.slow
 def test_a_line_that_is_a_bomb_is_refused_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +214,7 @@ def table(texts: list[str | None]) -> pyarrow.Table:
     return pyarrow.table({"id": range(len(texts)), "body": texts})
 
 
+@pytest.mark.slow
 def test_parquet_is_read_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table([*TEXTS, None, ""]), path, row_group_size=2)

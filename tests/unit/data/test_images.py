@@ -281,6 +281,7 @@ def test_a_changed_image_or_class_changes_the_fingerprint_and_other_settings_do_
     assert open_dataset(section(folder)).fingerprint != first
 
 
+@pytest.mark.slow
 def test_images_in_a_bucket_are_copied_and_a_built_folder_is_read_where_it_is(
     folder, tmp_path, gcs_bucket
 ):

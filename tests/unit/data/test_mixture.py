@@ -79,6 +79,7 @@ def test_weights_change_at_the_row_of_their_step():
     assert np.array_equal(which[:70_000], before), "a later change leaves earlier rows as they are"
 
 
+@pytest.mark.slow
 def test_a_source_with_epochs_is_served_exactly_so_often():
     parts = [part("a", 1000, 0.5), part("b", 37, 0.3, epochs=2), part("c", 500, 0.2, epochs=7)]
     order = mix(parts, [(40, {"a": 1.0, "b": 9.0, "c": 1.0})], seed=1, rows_per_step=1)

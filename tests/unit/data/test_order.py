@@ -76,6 +76,7 @@ def naive(cursor, count, *, num_rows, seed, skips):
     return ids, cursor
 
 
+@pytest.mark.slow
 def test_cursor_and_skips_equal_a_walk_along_the_stream():
     rng = np.random.default_rng(0)
     for seed in range(150):

@@ -289,6 +289,7 @@ def test_a_folder_without_digests_is_copied(there: GcsPath, here: Path, tmp_path
     assert list((tmp_path / "staged").glob("*/tokens.bin"))
 
 
+@pytest.mark.slow
 def test_the_first_batch_of_a_large_folder_reads_only_its_blocks(
     gcs_bucket: str, tmp_path: Path, server: GcsServer
 ) -> None:

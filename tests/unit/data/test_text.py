@@ -339,6 +339,7 @@ def test_processes_that_build_concurrently_all_get_a_complete_corpus(corpus, tmp
     assert line.split()[:2] == ["done", open_tokens(entry).meta.fingerprint]
 
 
+@pytest.mark.slow
 def test_a_killed_build_does_not_affect_the_next_one(corpus, tmp_path):
     cache = tmp_path / "cache"
     process = builder(corpus, cache, "slow")

@@ -68,6 +68,7 @@ def test_a_lasting_level_becomes_usual():
     assert max(scores[-100:]) < BANDS.clip_deviations
 
 
+@pytest.mark.slow
 def test_a_slow_decrease_and_increase_is_no_spike():
     drift = np.exp(np.sin(np.arange(4000) / 300))
     _, scores = learnt(usual(4000) * drift)

@@ -203,6 +203,7 @@ def test_a_model_with_a_state_is_refused() -> None:
         jax.eval_shape(function, begin, batch(0))
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_plan_are_those_that_the_step_computes() -> None:
     """Each part has the rows that one call of the loss gets, with the key that it gets."""
     seen = list[tuple[tuple[int, ...], int]]()

@@ -119,6 +119,7 @@ def test_a_scaled_and_unscaled_gradient_is_bit_equal(microbatches: int, devices:
         assert here.grad_norm == pytest.approx(measured(plain, values).grad_norm, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(("microbatches", "devices"), slow_but([(1, 1), (2, 8)], (1, 1)))
 def test_float16_overflows_are_masked_and_halve_the_scale_until_none_remains(

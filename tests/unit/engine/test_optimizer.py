@@ -209,6 +209,7 @@ def test_the_state_is_a_plain_dict_whose_names_do_not_change(config, names):
     assert jax.tree.structure(state) == jax.tree.structure(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "reference"),
     [

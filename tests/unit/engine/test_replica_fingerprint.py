@@ -16,6 +16,7 @@ from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import replica_fingerprint
 from jaxres.engine.replica_fingerprint import Copies
+from tests.tiers import slow_but
 
 MESHES = {
     "data=8": {"data": 8},
@@ -108,7 +109,7 @@ def test_each_of_1000_random_flipped_bits_is_found_and_its_device_is_named(name:
     assert copies.suspects(np.asarray(fingerprints(state))) == ()
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(MESHES, *list(MESHES)[:1]))
 def test_exchanged_items_of_one_copy_are_found(name: str) -> None:
     def exchange(data: np.ndarray) -> None:
         flat = data.reshape(-1)
@@ -120,6 +121,7 @@ def test_exchanged_items_of_one_copy_are_found(name: str) -> None:
         assert 3 in copies.suspects(np.asarray(fingerprints(spoilt))), leaf
 
 
+@pytest.mark.slow
 def test_equal_arrays_and_positions_have_different_fingerprints() -> None:
     fingerprint = jax.jit(replica_fingerprint.array_fingerprint, static_argnums=1)
     ones = jnp.zeros((16,)).at[3].set(1)

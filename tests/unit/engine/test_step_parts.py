@@ -135,6 +135,7 @@ def test_metrics_are_means_by_weight_over_all_rows_and_by_source() -> None:
         np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_source_without_rows_in_a_batch_has_no_loss() -> None:
     measured = Stepper(SGD)({**batch(0), SOURCE_KEY: np.zeros(B, np.int32)})
     assert np.isnan(measured.model_metrics["two/loss"])
@@ -142,6 +143,7 @@ def test_a_source_without_rows_in_a_batch_has_no_loss() -> None:
     assert measured.applied
 
 
+@pytest.mark.slow
 def test_the_model_state_goes_through_all_microbatches_and_is_over_the_rows_of_all_devices() -> (
     None
 ):
@@ -158,6 +160,7 @@ def test_the_model_state_goes_through_all_microbatches_and_is_over_the_rows_of_a
     np.testing.assert_allclose(mean, 0.1 * arrays["x_BD"].mean(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_masked_step_changes_neither_model_state_nor_average() -> None:
     stepper = Stepper(SGD.model_copy(update={"ema_decay": 0.5}))
     stepper(batch(0))
@@ -171,6 +174,7 @@ def test_a_masked_step_changes_neither_model_state_nor_average() -> None:
     assert stepper(batch(2)).applied
 
 
+@pytest.mark.slow
 def test_the_average_follows_the_trained_parameters_and_is_what_is_evaluated() -> None:
     config = SGD.model_copy(update={"ema_decay": 0.75, "freeze": ("head/*",)})
     stepper = Stepper(config)
@@ -185,6 +189,7 @@ def test_the_average_follows_the_trained_parameters_and_is_what_is_evaluated() -
     assert "head" not in stepper.state.ema
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_keeps_its_bits_and_has_no_optimizer_state() -> None:
     config = AdamwOptimizer(freeze=("head/*",), weight_decay=0.5, schedule=ConstantSchedule())
     stepper = Stepper(config)

@@ -112,6 +112,7 @@ def test_a_container_that_outlives_docker_stays_alone(vm: Vm) -> None:
     assert vm.signals() == "SIGTERM\n"
 
 
+@pytest.mark.slow
 def test_a_sigterm_for_the_client_reaches_the_agent_in_the_container(vm: Vm) -> None:
     client = vm.start_and_wait()
     client.terminate()
@@ -120,12 +121,14 @@ def test_a_sigterm_for_the_client_reaches_the_agent_in_the_container(vm: Vm) -> 
     assert docker.running(vm.docker) == {}
 
 
+@pytest.mark.slow
 def test_a_save_in_a_container_may_take_as_long_as_the_config_lets_it(vm: Vm) -> None:
     vm.start_and_wait()
     (start,) = docker.started(vm.docker, NAME)
     assert start["stop_timeout"] == instance_spec.stop_seconds(config())
 
 
+@pytest.mark.slow
 def test_the_check_of_the_python_leaves_a_running_container_alone(vm: Vm) -> None:
     client = vm.start_and_wait()
     done = subprocess.run([vm.agent, "check"], env=vm.env, timeout=SURE_SECONDS)
@@ -134,6 +137,7 @@ def test_the_check_of_the_python_leaves_a_running_container_alone(vm: Vm) -> Non
     assert client.poll() is None
 
 
+@pytest.mark.slow
 def test_a_stopped_unit_leaves_no_container(vm: Vm) -> None:
     """`stopped` is what systemd runs after the client has ended in whatever way."""
     vm.start_and_wait().kill()
@@ -150,6 +154,7 @@ def test_a_stopped_unit_leaves_no_container(vm: Vm) -> None:
     assert vm.signals() == "SIGTERM\n"
 
 
+@pytest.mark.slow
 def test_values_of_the_environment_are_on_no_command_line(vm: Vm) -> None:
     vm.start_and_wait()
     (pid,) = docker.running(vm.docker).values()
@@ -157,6 +162,7 @@ def test_values_of_the_environment_are_on_no_command_line(vm: Vm) -> None:
     assert not [entry for entry in docker.log(vm.docker) if SECRET in str(entry)]
 
 
+@pytest.mark.slow
 def test_the_stand_in_refuses_what_docker_does_not_know(vm: Vm) -> None:
     for words in (["run", "--nome=x", "i"], ["start", "x"], ["stop", "absent"], ["rm", "absent"]):
         done = subprocess.run(

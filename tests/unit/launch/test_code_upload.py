@@ -36,6 +36,7 @@ def work(data: bytes) -> dict[str, tarfile.TarInfo]:
         return {m.name: m for m in tar if m.name.startswith("work/")}
 
 
+@pytest.mark.slow
 def test_equal_folders_give_equal_bytes(tmp_path: Path) -> None:
     one, other = fill(tmp_path / "one"), fill(tmp_path / "other", reverse=True)
     os.utime(other / "train.py", (1, 1))
@@ -63,6 +64,7 @@ def test_the_packed_code_contains_jaxres_itself(tmp_path: Path) -> None:
     assert not [n for n in names if "__pycache__" in n or n.startswith("work/")]
 
 
+@pytest.mark.slow
 def test_links_inside_pipes_and_loops_neither_block_nor_are_refused(tmp_path: Path) -> None:
     folder = fill(tmp_path / "package")
     os.mkfifo(folder / "pipe")
@@ -218,6 +220,7 @@ def write(folder: Path, texts: Mapping[str, str]) -> None:
         (folder / name).write_text(text)
 
 
+@pytest.mark.slow
 def test_files_that_look_like_secrets_are_refused_by_name_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

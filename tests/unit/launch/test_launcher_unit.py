@@ -119,6 +119,7 @@ def test_the_unit_is_started_again_but_after_a_final_exit_code(uid: int) -> None
     }
 
 
+@pytest.mark.slow
 def test_a_detached_job_is_recorded_and_left_to_a_unit_that_only_continues_it(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_detached_job_is_recorded_and_left_to_a_unit_that_only_continues_it(
         assert f"python -m jaxres.launch gce {verb} {shell.paths.run}" in printed
 
 
+@pytest.mark.slow
 def test_secrets_reach_the_unit_by_a_file_that_only_its_user_reads(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_what_keeps_the_unit_from_its_start_is_told_before_the_job_is_recorded(
     assert StateObject(shell.paths.desired_state).read() is None
 
 
+@pytest.mark.slow
 def test_a_unit_that_systemd_refuses_leaves_a_job_that_up_continues(shell: Shell) -> None:
     shell.set("systemd-run-fails", "Failed to start transient service unit: no")
     with pytest.raises(ConfigError) as found:
@@ -230,6 +233,7 @@ def record(shell: Shell, **changes: object) -> StateObject:
 ENDED = {"phase": "ended", "end": JobEnd(ExitCode.STOPPED, "stopped by an operator", 1.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     slow_but([["--resume-only"], ["--resume-only", "--detach"]], ["--resume-only", "--detach"]),
@@ -258,6 +262,7 @@ class Waits(SystemClock):
         then()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_stands_by_ends_with_the_job_that_it_waits_for(
     shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def generation(path: GcsPath) -> int:
     return found.generation
 
 
+@pytest.mark.slow
 def test_a_lease_is_renewed_while_the_launcher_waits_for_a_call(path: GcsPath) -> None:
     clock = ManualClock(1000.0)
     holder, waiter = leases(path, clock)

@@ -68,6 +68,7 @@ def test_an_unknown_target_is_refused(arguments):
         launch._launch(arguments)
 
 
+@pytest.mark.slow
 def test_help_exits_with_0(capsys):
     for place in ("slurm", "k8s", "sky"):
         assert launch.main([place, "--help"]) == ExitCode.DONE

@@ -154,6 +154,7 @@ def test_lines_that_were_not_uploaded_are_counted(gcs_bucket: str) -> None:
     assert "one\n--- 96 bytes were not uploaded ---\nnine\n" in printed
 
 
+@pytest.mark.slow
 def test_a_lost_desired_state_is_waited_for_and_not_for_ever(gcs_bucket: str) -> None:
     job = Job(gcs_bucket)
     job.write(attempt(1, "a"))

@@ -91,6 +91,7 @@ def job(gce: GceEmulator, gcs_bucket: str, tmp_path: Path) -> Job:
     return Job(gce, gcs_bucket, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", slow_but(["down", "stop"], "down"))
 def test_vms_of_a_deleted_folder_are_found_by_label_and_deleted(
     job: Job, verb: str, capsys: pytest.CaptureFixture[str]

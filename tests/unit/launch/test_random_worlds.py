@@ -420,6 +420,7 @@ def ends(seeds: Sequence[int]) -> Counter[int | str]:
     return counts
 
 
+@pytest.mark.slow
 def test_every_job_trains_or_ends_and_no_healthy_vm_is_deleted_in_a_few_worlds() -> None:
     assert ends(range(20))[ExitCode.DONE] > 10
 

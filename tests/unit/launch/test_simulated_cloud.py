@@ -224,6 +224,7 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     return ExitCode(desired.end.exit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [*slow_but([0, 3, 6, 9], 0), *campaign(range(12, 60, 3))])
 def test_no_vm_is_left_or_lost_under_random_faults(
     first: int, monkeypatch: pytest.MonkeyPatch

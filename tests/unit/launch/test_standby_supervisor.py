@@ -64,6 +64,7 @@ def agent(folder: Path, code: str) -> Any:
     return json.loads(found.stdout)
 
 
+@pytest.mark.slow
 def test_the_standby_becomes_the_training_of_one_attempt(tmp_path: Path) -> None:
     code, second = agent(
         tmp_path,

@@ -279,6 +279,7 @@ ABSENT = PythonRuntime(python="/opt/nowhere/python3")
 BASE_PATH = "/usr/bin:/bin"
 
 
+@pytest.mark.slow
 def test_the_driver_is_awaited_before_the_agent_starts(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="2", FOUND="2", LATE="20")
     output = process.communicate(timeout=SURE_SECONDS)[0].decode()
@@ -304,6 +305,7 @@ def test_a_gpu_that_is_missing_is_reported_and_no_agent_starts(tmp_path: Path) -
     assert len((tmp_path / "asked").read_text().split()) == 12, "it was awaited for minutes"
 
 
+@pytest.mark.slow
 def test_a_driver_that_never_answers_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {"nvidia-smi": SMI}, NUM_GPUS="1", FOUND="1", LATE="99")
     output = process.communicate(timeout=SURE_SECONDS)[0].decode()
@@ -311,6 +313,7 @@ def test_a_driver_that_never_answers_is_reported(tmp_path: Path) -> None:
     assert reports(tmp_path)[-1] == BootReport("driver", "failed", error), output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvidia-smi", path=BASE_PATH) is not None, reason="it is present")
 def test_an_image_without_a_driver_is_named_with_one_that_has_it(tmp_path: Path) -> None:
     process = start(tmp_path, ABSENT, {}, NUM_GPUS="1")

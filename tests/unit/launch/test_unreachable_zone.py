@@ -87,6 +87,7 @@ def lines_about(cloud: Cloud, zone: str) -> list[str]:
     return [line for line in cloud.printed if zone in line and "does not answer" in line]
 
 
+@pytest.mark.slow
 def test_an_unrelated_zone_that_is_unreachable_delays_no_recovery_and_no_end(
     cloud: Cloud,
 ) -> None:
@@ -104,6 +105,7 @@ def test_an_unrelated_zone_that_is_unreachable_delays_no_recovery_and_no_end(
     assert "no VM there counts as lost" in lines_about(cloud, FAR)[0]
 
 
+@pytest.mark.slow
 def test_a_vm_in_an_unreachable_zone_is_neither_lost_nor_replaced_until_the_zone_answers(
     cloud: Cloud,
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_job_begins_in_a_zone_that_answers(cloud: Cloud) -> None:
     assert {vm.zone for vm in cloud.vms.values()} == {THERE}
 
 
+@pytest.mark.slow
 def test_a_deletion_in_an_unreachable_zone_holds_up_no_other_and_follows(cloud: Cloud) -> None:
     cloud.launch(job(hosts=2), lambda desired: runs(desired, attempt=1))
     desired = cloud.desired()

@@ -80,6 +80,7 @@ def test_a_sigterm_while_the_training_is_started_requests_its_save(
     assert received(process) == [signal.SIGHUP]
 
 
+@pytest.mark.slow
 def test_of_two_agents_in_one_folder_the_second_does_not_run(tmp_path: Path) -> None:
     with agent_lock(tmp_path):
         with pytest.raises(Fenced), agent_lock(tmp_path):

@@ -96,6 +96,7 @@ def change(batch, start, end):
     return {**batch, "tokens_BT": tokens.at[:, start:end].set((tokens[:, start:end] + 1) % V)}
 
 
+@pytest.mark.slow
 def test_a_document_does_not_attend_to_its_neighbours():
     model, batch = build(), batch_of(documents=((0, 5), (5, 12), (12, T)))
     before = nats_BT(model, params_of(model), batch)
@@ -164,6 +165,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_heads():
     )
 
 
+@pytest.mark.slow
 def test_rotary_scores_depend_on_the_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
 
@@ -328,6 +330,7 @@ def test_initial_weights_are_small_and_smaller_at_outputs_and_differ_by_layer():
     assert jnp.all(params["norm"]["scale"] == 1)
 
 
+@pytest.mark.slow
 def test_an_untrained_model_has_the_loss_of_a_uniform_guess():
     model = build()
     loss = jax.jit(mean_loss(model))(initial(model), batch_of())

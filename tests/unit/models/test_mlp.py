@@ -20,6 +20,7 @@ def params(model) -> models.Params:
     return jax.jit(model.init)(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_the_parameters_have_the_documented_names(model, params):
     assert jax.tree.map(jnp.shape, params) == {
         "embedding": (64, 16),

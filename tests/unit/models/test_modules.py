@@ -13,6 +13,7 @@ from flax import linen, nnx
 from jaxres.faults import ConfigError
 from jaxres.models import Model, from_linen, from_nnx
 from jaxres.models.interface import compute_loss
+from tests.tiers import slow_but
 
 
 def batch():
@@ -62,7 +63,7 @@ def linen_model() -> Model:
     return from_linen(Linen(), loss, example=(jnp.zeros((1, 4)),))
 
 
-@pytest.mark.parametrize("make", [nnx_model, linen_model])
+@pytest.mark.parametrize("make", slow_but([nnx_model, linen_model], linen_model))
 def test_the_loss_is_a_pure_function_with_dropout_by_key_and_batch_statistics(make: Any) -> None:
     model = make()
     key = jax.random.key(1)

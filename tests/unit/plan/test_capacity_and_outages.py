@@ -46,6 +46,7 @@ def test_waits_for_a_machine_cost_what_the_closed_form_says(share: float, wait: 
     assert without - expected > 4 * BOUND, "waits count"
 
 
+@pytest.mark.slow
 def test_several_missing_machines_are_waited_for_at_once() -> None:
     lost = Interruption(
         name="preempted",
@@ -62,6 +63,7 @@ def test_several_missing_machines_are_waited_for_at_once() -> None:
     assert goodput_model.long_run_goodput(plan) == pytest.approx(math.exp(-1))
 
 
+@pytest.mark.slow
 def test_an_outage_costs_the_work_since_its_begin_and_the_wait_for_its_end() -> None:
     mtbf, length, gap = 20_000.0, 1000.0, 9000.0
     kind = Interruption(name="x", per_hour=HOUR / mtbf, restart_seconds=0.0, leaves="storage")

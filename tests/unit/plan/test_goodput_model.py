@@ -65,6 +65,7 @@ def test_the_simulation_agrees_with_the_closed_form_for_several_kinds(kinds, sta
     assert sum(found.mean_shares.values()) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_failures_are_exponential_a_run_survives_as_the_formula_says():
     saves = goodput_model.tier(stall_seconds=1, commit_seconds=1, losses_per_hour=0.01)
     plan = Plan(interruptions=(failure(100, 60),), storage=saves)
@@ -74,6 +75,7 @@ def test_failures_are_exponential_a_run_survives_as_the_formula_says():
     assert found.interruptions.mean() == pytest.approx(1, abs=0.04)
 
 
+@pytest.mark.slow
 def test_recovery_time_lowers_goodput_as_much_as_it_lasts():
     saves = goodput_model.tier(stall_seconds=1, commit_seconds=1, losses_per_hour=1)
     quick, slow = (Plan(interruptions=(failure(1, s),), storage=saves) for s in (0.0, 3600.0))

@@ -291,6 +291,7 @@ def test_hosts_agree_on_a_history_that_the_summary_has_passed(run_dir):
     assert run_log.last_seq(log.records_through(log.last_seq)) == log.last_seq
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_for_long_keeps_few_records(run_dir):
     reader = run_log.LogReader(run_dir.log)
     log, most = long_log(run_dir, saves=25), 0

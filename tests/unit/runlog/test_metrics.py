@@ -4,6 +4,7 @@ import math
 import struct
 
 import numpy as np
+import pytest
 
 from jaxres.runlog import run_log
 from jaxres.runlog.metrics import MetricsLine, MetricsLog, read_history, surviving_metrics
@@ -57,6 +58,7 @@ def written(run_dir, *found, attempt=1):
         log.sync()
 
 
+@pytest.mark.slow
 def test_floats_read_back_bit_for_bit(tmp_path):
     run_dir, random = RunDir(tmp_path), np.random.default_rng(0)
     doubles = np.frombuffer(random.bytes(8 * 2000), "<f8")

@@ -254,6 +254,7 @@ def test_unreadable_record_is_refused_by_name(tmp_path, fields, why):
     assert text.endswith("Nothing was changed.")
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_record_is_accepted(tmp_path):
     """Each flipped bit is refused, or does not change the record."""
     data = record(1, COMMIT).encode()
@@ -525,6 +526,7 @@ def race_in_process(folder, writer, rounds, barrier, queue):
     queue.put((writer, won))
 
 
+@pytest.mark.slow
 def test_exactly_one_of_several_processes_wins_each_of_many_races(tmp_path):
     rounds, context = 60, multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(2), context.Queue()

@@ -214,6 +214,7 @@ def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(
     assert code == (70 if own == 0 else 75), "it has not gone on"
 
 
+@pytest.mark.slow
 def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
     """The imports would take longer than the test may, and then fail."""
     (modules := tmp_path / "modules").mkdir()

@@ -10,6 +10,7 @@ from jaxres.runlog import faulty_hosts
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.run_log import Record
 from jaxres.supervisor.spawn import LEAVE
+from tests.tiers import slow_but
 from tests.unit.runlog.example_records import CLAIM
 from tests.unit.supervisor.test_supervisor import supervisors
 
@@ -50,7 +51,7 @@ def stopped_after_a_warning(supervisor):
     return supervisor.ended()
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("num_hosts", slow_but([1, 2], 2))
 def test_a_fault_that_leaves_a_good_state_saves_and_the_end_is_unhealthy(start, gpus, num_hosts):
     supervisor = start(*[SAVES] * num_hosts)
     watched(supervisor)
@@ -108,6 +109,7 @@ def test_a_fault_is_recorded_although_the_supervisor_is_killed_during_the_save(s
     assert "the remapping of a row of memory is pending" in faulty.reason
 
 
+@pytest.mark.slow
 def test_a_hang_while_the_save_is_requested_counts_as_the_hardwares(start, gpus):
     supervisor = start({"on_stop": [75, None]}, limits={"save_seconds": 1.0})
     watched(supervisor)
@@ -117,6 +119,7 @@ def test_a_hang_while_the_save_is_requested_counts_as_the_hardwares(start, gpus)
     assert supervisor.signalled(signal.SIGTERM) == [0]
 
 
+@pytest.mark.slow
 def test_a_warning_is_printed_once_and_ends_nothing(start, gpus):
     supervisor = start(SAVES, lost="warn")
     watched(supervisor)
@@ -128,6 +131,7 @@ def test_a_warning_is_printed_once_and_ends_nothing(start, gpus):
     assert "training continues" in supervisor.printed()
 
 
+@pytest.mark.slow
 def test_a_hung_library_is_a_warning_and_training_continues(start, gpus):
     supervisor = start(SAVES, answer_seconds=0.2)
     watched(supervisor)
@@ -136,6 +140,7 @@ def test_a_hung_library_is_a_warning_and_training_continues(start, gpus):
     assert (ended["code"], found(supervisor)) == (75, [("silent", "warn")])
 
 
+@pytest.mark.slow
 def test_a_fault_while_a_stop_is_in_progress_ends_a_save_only_if_the_state_may_be_wrong(
     start, gpus
 ):

@@ -179,6 +179,7 @@ def test_a_library_that_hangs_is_found_and_its_process_killed(gpus, watch, funct
     assert not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_again_until_the_library_answers(gpus, watch, monkeypatch):
     monkeypatch.setattr(health_watcher, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(health_watcher, "START_SECONDS", 0.5)
@@ -203,6 +204,7 @@ def ended_and_started_again(watcher, monkeypatch):
     return next_found(watcher)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_gone_when_the_process_starts_again_is_lost(gpus, watch, monkeypatch):
     gpus.set("gpus 2")
     watcher = watch()

@@ -190,6 +190,7 @@ def test_without_a_metadata_server_no_thread_starts(words, env, why):
         assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.slow
 def test_a_notice_before_the_first_poll_is_a_sigterm_with_its_reason(server):
     body = f"""
 import os, time

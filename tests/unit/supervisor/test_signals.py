@@ -55,6 +55,7 @@ def test_a_stop_in_code_that_raises_another_error_is_a_stop():
     assert code == 75
 
 
+@pytest.mark.slow
 def test_a_stop_in_code_that_catches_it_reaches_the_supervisor_of_the_run():
     assert run("caught") == (1, "")
 
@@ -66,6 +67,7 @@ def test_an_error_after_a_stop_that_was_handled_is_a_bug():
     assert code == 70
 
 
+@pytest.mark.slow
 def test_signals_that_the_shell_has_set_to_be_ignored_stay_ignored():
     """Ctrl-C at a command in the foreground reaches those in the background too."""
     assert run("ignored") == (7, "")

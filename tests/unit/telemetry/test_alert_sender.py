@@ -491,6 +491,7 @@ def test_the_wait_of_a_retry_after_header_is_respected_up_to_a_limit(
     assert (answer.may_be_repeated, answer.wait_seconds) == (True, waits)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
 def test_a_server_with_an_untrusted_certificate_receives_no_request(tmp_path):
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"

@@ -132,6 +132,7 @@ def test_a_character_that_a_stream_does_not_have_is_escaped_and_ends_nothing(tmp
     assert b"\\u28ff" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_command_with_closed_streams_has_its_exit_code():
     command = f'exec "{sys.executable}" -m jaxres status /nowhere <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command]).returncode == ExitCode.USAGE

@@ -138,6 +138,7 @@ def bits(state):
     return {path: (x.shape, x.tobytes()) for path, x in flat(state.params).items()}
 
 
+@pytest.mark.slow
 def test_parameters_of_another_run_are_bit_exact_on_another_mesh(corpus, tmp_path, source):
     root, arrays = source
     where = {"kind": "run", "path": str(root)}
@@ -182,6 +183,7 @@ def test_parameters_of_a_checkpoint_of_stock_orbax_are_bit_exact(corpus, tmp_pat
     assert origin.keys() == {"params", "path"}
 
 
+@pytest.mark.slow
 def test_all_but_the_parameters_equals_a_start_from_the_seed(corpus, tmp_path, source, fresh):
     where = {"kind": "safetensors", "path": str(next((source[0] / "exports").iterdir()))}
     parts = parts_of(corpus, tmp_path, **where)
@@ -196,6 +198,7 @@ def test_all_but_the_parameters_equals_a_start_from_the_seed(corpus, tmp_path, s
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, fresh)
 
 
+@pytest.mark.slow
 def test_arrays_that_may_be_missing_are_initialised_from_the_seed(corpus, tmp_path, source, fresh):
     where = {"kind": "run", "path": str(source[0]), "rename": {"params/head": "params/old"}}
     with pytest.raises(ConfigError, match="params/head"):
@@ -284,6 +287,7 @@ def test_a_rollback_to_step_0_takes_the_weights_again(corpus, tmp_path, source, 
     assert bits(states[0]) == {path: (x.shape, x.tobytes()) for path, x in source[1].items()}
 
 
+@pytest.mark.slow
 def test_after_the_first_commit_moved_weights_are_compared_and_may_be_gone(
     corpus, tmp_path, source
 ):
@@ -349,6 +353,7 @@ def test_a_damaged_source_is_a_config_error_of_this_run(corpus, tmp_path, source
         init_params.build(parts.config.init_from, parts, context_at(tmp_path)[0])
 
 
+@pytest.mark.slow
 def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tmp_path, source):
     root, _ = source
     (export,) = (root / "exports").iterdir()
@@ -373,6 +378,7 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
                 started(parts, context)
 
 
+@pytest.mark.slow
 def test_a_run_of_unknown_tokens_is_not_trained_on_unchosen_bytes(corpus, tmp_path, source):
     copied = shutil.copytree(source[0], tmp_path / "copy")
     record_tokenizer(copied, None)

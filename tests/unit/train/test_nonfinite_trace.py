@@ -73,6 +73,7 @@ def test_a_nonfinite_gradient_is_found_in_the_backward_pass():
     assert "test_nonfinite_trace.py" in found.where
 
 
+@pytest.mark.slow
 def test_without_another_batch_minus_infinity_is_allowed():
     def masked(x):
         return jnp.sum(jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)))

@@ -32,6 +32,7 @@ def flipped(array):
     return jax.device_put(data, array.sharding)
 
 
+@pytest.mark.slow
 def test_sound_hardware_passes_every_test_on_every_device(tmp_path):
     what = run_tests(tmp_path)
     for number in range(8):
@@ -72,6 +73,7 @@ def test_a_wrong_answer_of_one_device_names_host_and_device(monkeypatch, tmp_pat
     assert raised.value.exit_code == ExitCode.UNHEALTHY
 
 
+@pytest.mark.slow
 def test_a_device_with_a_wrong_sum_is_named(monkeypatch, tmp_path):
     real = preflight.summed
 
@@ -86,6 +88,7 @@ def test_a_device_with_a_wrong_sum_is_named(monkeypatch, tmp_path):
         run_tests(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_bandwidth_of_the_sum_is_measured_on_a_compiled_sum(monkeypatch, tmp_path):
     lowered = []
     real = preflight._add_rows
@@ -105,6 +108,7 @@ def test_the_bandwidth_of_the_sum_is_measured_on_a_compiled_sum(monkeypatch, tmp
     assert len({id(each) for each in functions}) == 1, "each sum was compiled again"
 
 
+@pytest.mark.slow
 def test_a_file_that_reads_back_differently_is_a_fault_of_the_host(monkeypatch, tmp_path):
     real = files.sync_file
 
@@ -120,6 +124,7 @@ def test_a_file_that_reads_back_differently_is_a_fault_of_the_host(monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_can_not_be_written_any_more_is_an_error_of_the_storage(monkeypatch, tmp_path):
     def refuse(path, *arguments, **others):
         raise OSError(errno.EROFS, "Read-only file system", str(path))
@@ -132,6 +137,7 @@ def test_a_disk_that_can_not_be_written_any_more_is_an_error_of_the_storage(monk
         run_tests(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_not_filled_further(monkeypatch, tmp_path):
     monkeypatch.setattr(files, "free_bytes", lambda folder: 3 * SMALL.transfer_bytes)
     assert run_tests(tmp_path)[-1] == "sum over 8 devices"

@@ -52,6 +52,7 @@ with worker_signals() as requests:
     assert (code, out, err) == (0, f"{exit}\n", "")
 
 
+@pytest.mark.slow
 def test_under_a_supervisor_the_exit_signal_is_a_preemption_without_time():
     code, out, err = run(
         """
@@ -66,6 +67,7 @@ with worker_signals() as requests:
     assert (code, out, err) == (0, "PREEMPTED False\n", "")
 
 
+@pytest.mark.slow
 def test_a_save_is_requested_until_it_is_cleared():
     code, out, err = run(
         """
@@ -80,6 +82,7 @@ with worker_signals() as requests:
     assert (code, out, err) == (0, "False None\n", "")
 
 
+@pytest.mark.slow
 def test_the_command_exits_at_once_at_a_stop_before_the_first_step():
     code, out, err = run(
         """
@@ -93,6 +96,7 @@ with InlineSignals(is_command=True) as received:
     assert "nothing new to save" in err
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_attempt_is_claimed_is_recorded_before_the_command_exits():
     code, out, err = run(
         """
@@ -143,6 +147,7 @@ before = state()
 """
 
 
+@pytest.mark.slow
 def test_in_a_notebook_a_stop_is_a_flag_and_a_second_one_an_interrupt_and_all_is_restored():
     code, out, err = run(
         NOTEBOOK
@@ -177,6 +182,7 @@ def test_without_a_supervisor_the_files_of_an_operator_are_requests(capsys):
     assert "run/stop: stopping after the current step, with exit 76" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_in_a_notebook_no_import_is_interrupted():
     code, out, err = run(
         NOTEBOOK
@@ -198,6 +204,7 @@ with InlineSignals(is_command=False) as received:
     assert (code, out) == (0, "imported\ninterrupted\n"), err
 
 
+@pytest.mark.slow
 def test_in_a_notebook_a_stop_before_the_first_step_exits_nothing():
     code, out, err = run(
         NOTEBOOK
@@ -213,6 +220,7 @@ with InlineSignals(is_command=False) as received:
     assert "stopping before the first step" in err
 
 
+@pytest.mark.slow
 def test_without_a_supervisor_the_stacks_of_all_threads_are_written_on_request(tmp_path):
     code, _, err = run(
         NOTEBOOK
@@ -230,6 +238,7 @@ with InlineSignals(is_command=False) as received:
     assert (tmp_path / "stacks").read_text().count("Thread 0x") >= 2
 
 
+@pytest.mark.slow
 def test_a_signal_that_was_blocked_before_is_not_lost():
     code, out, _ = run(
         """
