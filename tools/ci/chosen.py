@@ -12,7 +12,7 @@ import pytest
 from tools.ci import change, selection
 from tools.ci.results import Results, read
 from tools.ci.selection import Case, Selection
-from tools.mutants import run as mutants
+from tools.mutants import tables as mutants
 
 NUM_PRINTED = 12
 _said: list[str] = []

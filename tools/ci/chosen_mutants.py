@@ -11,7 +11,7 @@ import sys
 from tools.ci import change, selection
 from tools.ci.chosen import mutants_of, report
 from tools.ci.results import BUILD, MUTANTS, ROOT, read
-from tools.mutants import run as mutants
+from tools.mutants import tables as mutants
 
 
 def main() -> int:

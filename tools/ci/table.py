@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.ci import executed
 from tools.ci.results import ROOT, TESTS, lines
-from tools.mutants import run as mutants
+from tools.mutants import tables as mutants
 
 SHARE = 0.8
 """The families that cost this share are described; the others are one row."""

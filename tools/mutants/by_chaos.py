@@ -32,8 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxres.chaos.verdict import PROMISES  # noqa: E402 (of this tree)
-from tools.mutants.run import HERE, SLOTS, Mutant, read  # noqa: E402
-from tools.mutants.trees import apply, copy_tree  # noqa: E402
+from tools.mutants.run import SLOTS  # noqa: E402
+from tools.mutants.tables import Mutant, apply, read_all  # noqa: E402
+from tools.mutants.trees import copy_tree  # noqa: E402
 
 BROKEN = re.compile(rf"^  ({'|'.join(map(re.escape, PROMISES))}): ")
 LIMIT_SECONDS = 1200
@@ -115,7 +116,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--at-a-time", type=int, default=SLOTS)
     options = parser.parse_args(arguments)
-    mutants = [read(HERE / f"{name}.patch") for name in options.names or CAUGHT]
+    known = {mutant.name: mutant for mutant in read_all()}
+    mutants = [known[name] for name in options.names or CAUGHT]
     given = {key: getattr(options, key) for key in ("config", "only", "hosts")}
     changes = {key: value for key, value in given.items() if value is not None}
     until = time.monotonic() + 60 * options.minutes
@@ -136,7 +138,7 @@ def _try(mutant: Mutant, case: Case, caches: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="jaxres-by-chaos-") as folder:
         tree = Path(folder, "tree")
         copy_tree(ROOT, tree)
-        if why := apply(mutant.patch, tree):
+        if why := apply(mutant, tree):
             sys.exit(f"{mutant.name} does not apply: {why}")
         found = _caught_by(tree, case, caches, log=Path(folder, "log"))
     seconds = time.monotonic() - started

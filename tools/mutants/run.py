@@ -8,29 +8,22 @@
     ... --results FILE                          append a line of JSON for each one, and leave out
                                                 those that have died according to FILE
 
-A mutant is a patch whose first lines say which test must fail:
-
-    # promise: tests/promises/test_x.py::test_y
-    # raises: OverflowError
-
-It dies if a call of the promise ends with an assertion of the test or with pytest.fail; also with
-the class that `raises` names, where the test can only end with another exception. It does not die
-by a failure at the collection, in a fixture or by the limit of its time, nor by an assertion of the
-product. All cases of the promise run: at least one must fail, and none for a wrong reason. Slow
-cases run only where no other one fails, those of a campaign only where there is no other one. No
-wording is compared. A change with a syntax error or an undefined name counts as one that does not
-apply.
+The mutants are in tests/mutants; `tables.py` says in which form. One dies if a call of its promise
+ends with an assertion of the test or with pytest.fail; also with the class that it names, where the
+test can only end with another exception. It does not die by a failure at the collection, in a
+fixture or by the limit of its time, nor by an assertion of the product. All cases of the promise
+run: at least one must fail, and none for a wrong reason. Slow cases run only where no other one
+fails, those of a campaign only where there is no other one. No wording is compared. A change with a
+syntax error or an undefined name counts as one that does not apply.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import math
 import queue
-import re
 import shutil
 import signal
 import subprocess
@@ -44,13 +37,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # As a script.
     sys.path.insert(0, str(ROOT))
 
 from tools.ci.results import lines  # noqa: E402
 from tools.mutants.forks import MODULES, ForkServer, environment  # noqa: E402
+from tools.mutants.tables import Mutant, read_all  # noqa: E402
 from tools.mutants.trees import Tree, copy_tree  # noqa: E402
 
 LIMIT_SECONDS = 900.0
@@ -63,31 +56,7 @@ CAMPAIGN = "campaign and not gpu"
 TIERS = ("not campaign and not gpu and not slow", "slow and not campaign and not gpu", CAMPAIGN)
 """The first as in pyproject.toml, since conftest.py compiles fast in it."""
 NONE_COLLECTED = 5
-TOO_WIDE = ("Exception", "BaseException")
 Verdict = Literal["died", "survived", "wrong reason", "no verdict", "does not apply", "not run"]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A wrong change, and the promise it breaks.
-
-    Attributes:
-      raises: the class with which the promise fails; None: an assertion of the test.
-      files: what it changes.
-    """
-
-    name: str
-    patch: Path
-    promise: str
-    raises: str | None
-    files: frozenset[str]
-
-    @property
-    def digest(self) -> str:
-        """A digest of the change, the promise and the class."""
-        change = [line for line in self.patch.read_text().splitlines() if not line.startswith("# ")]
-        text = "\n".join([self.promise, self.raises or "", *change])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -124,30 +93,6 @@ class Result:
         again = f"    again: {sys.executable} tools/mutants/run.py {self.mutant}"
         log = [f"    {line}" for line in self.log.splitlines()]
         return "\n".join([f"{short}{where} ({self.seconds:.1f} s): {self.reason}", *log, again])
-
-
-def read(patch: Path) -> Mutant:
-    """Reads a mutant's header and the files it touches.
-
-    Raises:
-      ValueError: the header is incomplete, or names a class that every error has.
-    """
-    text = patch.read_text()
-    header = dict(re.findall(r"^# (promise|raises): (\S.*)$", text, re.MULTILINE))
-    if "promise" not in header or header.get("raises") in TOO_WIDE:
-        raise ValueError(f"{patch}: needs `# promise: TEST`, and no `# raises:` of {TOO_WIDE}")
-    return Mutant(
-        name=patch.stem,
-        patch=patch,
-        promise=header["promise"],
-        raises=header.get("raises"),
-        files=frozenset(re.findall(r"^(?:---|\+\+\+) [ab]/(\S+)", text, re.MULTILINE)),
-    )
-
-
-def read_all() -> list[Mutant]:
-    """Reads all mutants."""
-    return [read(path) for path in sorted(HERE.glob("*.patch"))]
 
 
 def main(arguments: list[str]) -> int:
@@ -307,7 +252,7 @@ class Bench:
         return Result(mutant.name, seconds=seconds, digest=mutant.digest, **facts)
 
     def _try(self, mutant: Mutant, tree: Tree, slot: Path) -> dict[str, Any]:
-        if why := tree.apply(mutant.patch):
+        if why := tree.apply(mutant):
             return {"verdict": "does not apply", "reason": why}
         time.sleep(0.02)  # jaxres trusts only files that are older than the process.
         reports: list[dict[str, Any]] = []

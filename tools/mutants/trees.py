@@ -17,10 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.mutants.tables import Mutant, apply
+
 BYTECODE = "__pycache__"
 FIRST_TIME = 1_000_000_000
 """Seconds: before the time of any file that is copied."""
-PATCH = ("patch", "-p1", "-s", "--force", "--no-backup-if-mismatch", "-i")
 
 
 def copy_tree(root: Path, tree: Path) -> None:
@@ -31,13 +32,6 @@ def copy_tree(root: Path, tree: Path) -> None:
         if Path(root, name).is_file() or Path(root, name).is_symlink():
             Path(tree, name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(Path(root, name), Path(tree, name), follow_symlinks=False)
-
-
-def apply(patch: Path, tree: Path) -> str:
-    """Applies a patch; returns why it does not apply, or an empty string."""
-    command = [*PATCH, str(patch)]
-    tried = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-    return f"{tried.stdout}{tried.stderr}".strip() if tried.returncode else ""
 
 
 def errors(paths: Iterable[Path]) -> str:
@@ -78,17 +72,14 @@ class Tree:
         shutil.copytree(self.original, self.folder, symlinks=True)
         self._known = _facts(self.folder)
 
-    def apply(self, patch: Path) -> str:
-        """Applies a patch; returns why it can't be used, or an empty string."""
-        why = apply(patch, self.folder)
-        changed = [
-            self.folder / name
-            for name, facts in _facts(self.folder).items()
-            if self._known.get(name) != facts and stat.S_ISREG(facts[0])
-        ]
+    def apply(self, mutant: Mutant) -> str:
+        """Applies a mutant; returns why it can't be used, or an empty string."""
+        if why := apply(mutant, self.folder):
+            return why
+        changed = [self.folder / name for name in mutant.files]
         for path in changed:
             self._set_time(path)
-        return why or errors(changed)
+        return errors(changed)
 
     def restore(self) -> None:
         """Removes what was added and brings back what was changed or removed.

@@ -7,6 +7,7 @@ from pathlib import Path
 from jaxres import faults
 from jaxres.chaos import coverage
 from jaxres.chaos.scenarios import ALL
+from tools.mutants.tables import read_all
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs" / "chaos.md"
@@ -49,9 +50,9 @@ def test_each_row_has_a_scenario() -> None:
 
 def test_each_row_has_a_mutant_and_its_promise() -> None:
     assert set(MUTANTS) == {row.name for row in faults.ALL}
+    promises = {mutant.name: mutant.promise for mutant in read_all()}
     for name in MUTANTS.values():
-        patch = (ROOT / "tools" / "mutants" / f"{name}.patch").read_text()
-        file, _, test = patch.partition("# promise: ")[2].splitlines()[0].partition("::")
+        file, _, test = promises[name].partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
 
 
