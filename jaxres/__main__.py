@@ -135,7 +135,7 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
     from jaxres.config.errors import one_line
     from jaxres.storage import files
     from jaxres.supervisor.jax_settings import backend_error
-    from jaxres.train.oom_advice import is_oom
+    from jaxres.train.checks.oom_advice import is_oom
 
     if os.environ.get(TRACEBACK):
         traceback.print_exc()
@@ -156,7 +156,7 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
 
 
 def _train_or_launch(args: Sequence[str]) -> NoReturn:
-    from jaxres.supervisor import signals
+    from jaxres.host import signals
 
     signals.block()  # Before all other imports: a signal during them waits for `main`.
     from jaxres.supervisor.attempt_runner import hard_exit

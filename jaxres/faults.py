@@ -56,13 +56,13 @@ class Fenced(RunError):
 
 
 class PreemptedError(RunError):
-    """A preemption notice arrived before there was a state to save. Home: supervisor/signals.py."""
+    """A preemption notice arrived before there was a state to save. Home: host/signals.py."""
 
     exit_code = ExitCode.PREEMPTED
 
 
 class StoppedError(RunError):
-    """The operator's stop arrived before there was a state to save. Home: supervisor/signals.py."""
+    """The operator's stop arrived before there was a state to save. Home: host/signals.py."""
 
     exit_code = ExitCode.STOPPED
 
@@ -237,7 +237,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "straggler",
         "loop",
-        "train/stragglers.py",
+        "train/checks/stragglers.py",
         "a host or device that the others wait for, or a throughput below the attempt's own usual: "
         "name it and its cause, alert; training continues; past a budget the host is proposed for "
         "exclusion, or left out at the next start (`guards.throughput.exclude`)",
@@ -246,7 +246,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "damaged_checkpoint",
         "loop",
-        "checkpoint/verify.py",
+        "checkpoint/read/verify.py",
         "quarantine on proof only, restore the next older valid step, print both; if none is "
         "valid, or a record of the log is damaged, nothing is started; damage found while the run "
         "trains (checkpoint.scrub) is only reported",
@@ -296,7 +296,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "out_of_memory",
         "process",
-        "train/oom_advice.py",
+        "train/checks/oom_advice.py",
         "exit with a message that names the settings to change; kills by the kernel's OOM killer "
         "are distinguished from other kills",
         exit=ExitCode.OUT_OF_MEMORY,
@@ -305,7 +305,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "unhealthy_device",
         "host",
-        "supervisor/health.py",
+        "supervisor/health/health.py",
         "a GPU has a fault (memory, Xid, lost): save if the state is good, or stop at once; the "
         "host is excluded or replaced, also in later starts of the run; other faults are warnings "
         "(`hardware.health`)",
@@ -315,7 +315,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "missing_device",
         "process",
-        "train/device_check.py",
+        "train/checks/device_check.py",
         "a host has fewer devices than are known to belong to it: it does not train; "
         "`launch local` excludes it, `launch gce` replaces its VM at once",
         exit=ExitCode.UNHEALTHY,
@@ -324,7 +324,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "failed_preflight",
         "process",
-        "train/preflight.py",
+        "train/checks/preflight.py",
         "a test of devices, links or disk has a wrong answer: the host does not train; "
         "`launch local` excludes it, `launch gce` replaces its VM at once",
         exit=ExitCode.UNHEALTHY,
@@ -333,7 +333,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "hang",
         "host",
-        "supervisor/watchdog.py",
+        "supervisor/process/watchdog.py",
         "dump the stacks of all threads, then kill the process",
         exit=ExitCode.HUNG,
         done=True,
@@ -375,7 +375,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "host_lost",
         "cluster",
-        "launch/provisioning.py",
+        "launch/gce/decide/provisioning.py",
         "`launch gce` replaces the VM in the zone of the others, which are kept; if it can't, it "
         "releases all and provisions them again",
         done=True,
@@ -383,14 +383,14 @@ ALL: tuple[Fault, ...] = (
     _row(
         "no_capacity",
         "cluster",
-        "launch/capacity_options.py",
+        "launch/gce/state/capacity_options.py",
         "leave a capacity option out for as long as its cause lasts, try the next one",
         done=True,
     ),
     _row(
         "launcher_lost",
         "cluster",
-        "launch/lease.py",
+        "launch/gce/state/lease.py",
         "lease with an epoch; the successor adopts the running attempt; a launcher that has lost "
         "the lease exits",
         done=True,
@@ -398,7 +398,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "launch_state_lost",
         "cluster",
-        "launch/orphaned_vms.py",
+        "launch/gce/orphaned_vms.py",
         "the launcher that leads writes its lease and the desired state again; else `launch gce` "
         "moves damaged ones aside, finds the VMs by label and deletes those of no desired state",
         done=True,

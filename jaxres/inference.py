@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxres.checkpoint import manifest, weights_export
-from jaxres.checkpoint.verify import verify_step
-from jaxres.checkpoint.weights_source import Step, commit_of, from_run
+from jaxres.checkpoint.read import manifest
+from jaxres.checkpoint.read.verify import verify_step
+from jaxres.checkpoint.weights import export as weights_export
+from jaxres.checkpoint.weights.source import Step, commit_of, from_run
 from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.data import tokenizer as tokenizers
 from jaxres.data.tokenizer import FILE_NAME, Tokenizer, limited

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import inference
-from jaxres.checkpoint import weights_source
-from jaxres.checkpoint.weights_source import Step
+from jaxres.checkpoint.weights import source as weights_source
+from jaxres.checkpoint.weights.source import Step
 from jaxres.cli import branch as branch_command
 from jaxres.cli import history as history_command
 from jaxres.cli import runs as runs_command

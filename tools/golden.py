@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jaxres import config, exit_codes, faults  # noqa: E402
-from jaxres.launch import k8s  # noqa: E402
+from jaxres.launch.k8s import command as k8s  # noqa: E402
 
 K8S_EXAMPLE = (
     *("quickstart", "run.dir=gs://my-bucket/runs/first", "--image", "my-registry/jaxres:1"),

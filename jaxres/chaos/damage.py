@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import stored_chunks
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read import stored_chunks
 from jaxres.data.token_digests import BLOCK_BYTES
 from jaxres.runlog.run_log import Commit
 

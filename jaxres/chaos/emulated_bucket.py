@@ -16,7 +16,7 @@ from jaxres.storage import gcs_client
 from jaxres.storage.path import GcsPath
 from jaxres.testing.environment import environment
 from jaxres.testing.gcs import GcsServer
-from jaxres.train import break_hook
+from jaxres.train.chaos_hooks import break_hook
 
 PACKAGES = ("google.cloud.storage", "gcsfs", "google_crc32c")
 

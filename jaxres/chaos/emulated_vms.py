@@ -22,12 +22,12 @@ from jaxres.chaos.short_runs import Runner
 from jaxres.config import RunConfig
 from jaxres.config.base import Section
 from jaxres.config.schema_gce import GceSection, PythonRuntime, SpotOption, StandardOption
-from jaxres.launch.desired_state import DesiredState, StateObject
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
 from jaxres.testing.gce import GceEmulator
-from jaxres.train import break_hook
+from jaxres.train.chaos_hooks import break_hook
 
 PACKAGE = "google.cloud.compute"
 PROGRAMS = ("bash", "curl", "tar", "sha256sum")

@@ -8,8 +8,8 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 
 from jaxres.chaos.short_runs import Runner
-from jaxres.supervisor.health_messages import is_visible
-from jaxres.supervisor.health_watcher import may_use_gpus
+from jaxres.supervisor.health.health_messages import is_visible
+from jaxres.supervisor.health.health_watcher import may_use_gpus
 from jaxres.testing.nvml import COMPILERS, FakeNvml, compiler
 
 PATH = "LD_LIBRARY_PATH"

@@ -1,4 +1,4 @@
-"""One short run with faults, while the hook of `train/break_hook.py` holds it after a step.
+"""One short run with faults, held after a step by the hook `train/chaos_hooks/break_hook.py`.
 
 What the scenarios share: they look at the run, wait, start it and stop it by this class. Holds are
 numbered as the planned faults are.
@@ -26,7 +26,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
 from jaxres.testing.gcs import GcsServer
 from jaxres.testing.nvml import FakeNvml
-from jaxres.train import break_hook, fault_request
+from jaxres.train.chaos_hooks import break_hook, fault_request
 
 END_POLLS = 100_000
 """Most looks at a process that is to end: half an hour of them, and longer on a slow machine."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from jaxres.clock import Clock
+from jaxres.host.proc_stat import read_proc_stat
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.memory_folder import memory_folder
 from jaxres.storage.path import RunPath
-from jaxres.supervisor.proc_stat import read_proc_stat
 
 GONE_POLLS = 600
 """Most looks at the processes of an ended run until they have disappeared: half a minute of them,

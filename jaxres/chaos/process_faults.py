@@ -14,8 +14,8 @@ from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.schedule import Fault
 from jaxres.chaos.verdict import Injection
 from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.host import proc_stat
 from jaxres.runlog import step_dirs
-from jaxres.supervisor import proc_stat
 
 LOOK_SECONDS = 0.001
 """Pause between two looks at the saves: a tiny one takes a few hundredths of a second."""

@@ -1,7 +1,8 @@
 """Injects the planned faults into a short run: real signals, real damage to real files.
 
-The hook of `train/break_hook.py` holds the worker at the planned step, so that a fault is there on
-any machine, however fast its steps are. The next hold is planned before a worker trains on.
+The hook of `train/chaos_hooks/break_hook.py` holds the worker at the planned step, so that a fault
+is there on any machine, however fast its steps are. The next hold is planned before a worker trains
+on.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode
-from jaxres.train import array_edit_hook, break_hook
-from jaxres.train.fault_request import WORKER_HOOK
+from jaxres.train.chaos_hooks import array_edit_hook, break_hook
+from jaxres.train.chaos_hooks.fault_request import WORKER_HOOK
 
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]

@@ -1,7 +1,8 @@
 """Short runs of a config: real processes of `launch local`, broken by real signals.
 
-`jaxres resume-check` and `jaxres chaos run` use them. The hook of `train/break_hook.py` holds the
-worker after a planned step, so that the break is there on any machine, however fast its steps are.
+`jaxres resume-check` and `jaxres chaos run` use them. The hook of `train/chaos_hooks/break_hook.py`
+holds the worker after a planned step, so that the break is there on any machine, however fast its
+steps are.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import config as configs
-from jaxres.checkpoint import manifest as manifests
+from jaxres.checkpoint.read import manifest as manifests
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, Severity, exit_name, exit_row
 from jaxres.faults import ConfigError, UsageError
+from jaxres.host import proc_stat
+from jaxres.host.processes import start_command
 from jaxres.runlog import attempt_history, metrics, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.guarantee import PROGRAM
@@ -32,9 +35,7 @@ from jaxres.runlog.records import Start
 from jaxres.runlog.resume_verdict import AttemptFacts, Break, RunFacts
 from jaxres.storage import memory_folder
 from jaxres.storage.path import GcsPath, RunPath
-from jaxres.supervisor import proc_stat
-from jaxres.supervisor.processes import start_command
-from jaxres.train import break_hook
+from jaxres.train.chaos_hooks import break_hook
 
 POLL_SECONDS = 0.02
 LIMIT_SECONDS = 6 * 3600.0

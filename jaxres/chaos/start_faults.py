@@ -21,7 +21,7 @@ from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import attempt_history
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
-from jaxres.train.fault_request import WRONG_PRODUCT
+from jaxres.train.chaos_hooks.fault_request import WRONG_PRODUCT
 
 UNKNOWN_KEY = "train.no_such_key=1"
 EXPECTED_KILLS = 1 + LOOP_ATTEMPTS

@@ -1,7 +1,7 @@
 """Scenarios that change the state of a run in the memory of its workers.
 
 Each function is called while every worker holds after the planned step, and returns what it did.
-The hook of `train/array_edit_hook.py` edits once the hold ends.
+The hook of `train/chaos_hooks/array_edit_hook.py` edits once the hold ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import metrics
 from jaxres.runlog.event_log import read_events
-from jaxres.train.fault_request import Kind
+from jaxres.train.chaos_hooks.fault_request import Kind
 
 
 def why_not(config: RunConfig) -> str:

@@ -11,7 +11,7 @@ from jaxres.chaos.emulated_vms import ZONE, EmulatedVms
 from jaxres.chaos.held_run import HeldRun
 from jaxres.chaos.schedule import Fault
 from jaxres.chaos.verdict import Injection
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog import launch_events
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import gcs_objects, memory_folder

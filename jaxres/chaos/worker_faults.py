@@ -1,7 +1,7 @@
 """Scenarios of a worker that runs out of memory, or that is slower than the others.
 
 Each function is called while every worker holds after the planned step, and returns what it did.
-The hook of `train/faulty_worker_hook.py` causes the faults once the hold ends.
+The hook of `train/chaos_hooks/faulty_worker_hook.py` causes the faults once the hold ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxres.chaos.verdict import Injection
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.runlog import metrics
 from jaxres.runlog.event_log import read_events
-from jaxres.train import fault_request
+from jaxres.train.chaos_hooks import fault_request
 
 ADVICE = b"Change one of these and run the same command again"
 OOM_ATTEMPTS = 2

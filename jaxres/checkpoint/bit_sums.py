@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxres.checkpoint.block_digests import ArrayInfo, Box
+from jaxres.checkpoint.digests.block_digests import ArrayInfo, Box
 
 THREADS = 2
 WORDS: Mapping[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}

@@ -23,25 +23,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
-from jaxres.checkpoint import background_save, frozen_arrays, orbax_io
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.background_save import BackgroundSave
 from jaxres.checkpoint.commit_tracker import CommitTracker, FrozenPart, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import finalize
-from jaxres.checkpoint.frozen_arrays import (
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read.readback import HostReport, gather_reports, verify_own_files
+from jaxres.checkpoint.read.step_download import StepDownload
+from jaxres.checkpoint.read.verify import verify_step
+from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.restore.orbax_io import Tree, array_infos
+from jaxres.checkpoint.restore.restore import NewestValid, Restored, all_damaged_error, restore
+from jaxres.checkpoint.snapshot import SnapshotMemory
+from jaxres.checkpoint.throttle import Throttle
+from jaxres.checkpoint.write import background_save, frozen_arrays
+from jaxres.checkpoint.write.background_save import BackgroundSave
+from jaxres.checkpoint.write.frozen_arrays import (
     NOTHING_LINKED,
     LinkedFiles,
     LinkSource,
     split_state,
 )
-from jaxres.checkpoint.linked_parts import WrittenParts
-from jaxres.checkpoint.orbax_io import Tree, array_infos
-from jaxres.checkpoint.readback import HostReport, gather_reports, verify_own_files
-from jaxres.checkpoint.restore import NewestValid, Restored, all_damaged_error, restore
-from jaxres.checkpoint.snapshot import SnapshotMemory
-from jaxres.checkpoint.step_download import StepDownload
-from jaxres.checkpoint.throttle import Throttle
-from jaxres.checkpoint.verify import verify_step
+from jaxres.checkpoint.write.linked_parts import WrittenParts
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.config.schema import CheckpointSection

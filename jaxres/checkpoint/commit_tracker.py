@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from jaxres.checkpoint import pruning
-from jaxres.checkpoint.background_save import BackgroundSave
-from jaxres.checkpoint.block_digests import ArrayInfo
-from jaxres.checkpoint.frozen_arrays import FrozenSums, LinkSource
-from jaxres.checkpoint.step_download import StepDownload
+from jaxres.checkpoint.digests.block_digests import ArrayInfo
+from jaxres.checkpoint.read.step_download import StepDownload
+from jaxres.checkpoint.retention import pruning
+from jaxres.checkpoint.write.background_save import BackgroundSave
+from jaxres.checkpoint.write.frozen_arrays import FrozenSums, LinkSource
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
 from jaxres.config.schema import CheckpointSection

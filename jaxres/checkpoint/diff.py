@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.content_digest import array_row, block_grid, digest_of_rows
-from jaxres.checkpoint.manifest import ArrayInfo, Manifest
+from jaxres.checkpoint.digests.content_digest import array_row, block_grid, digest_of_rows
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read.manifest import ArrayInfo, Manifest
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.block_digests import (
+from jaxres.checkpoint.digests.block_digests import (
     ArrayInfo,
     BlockTable,
     Box,
@@ -23,9 +22,9 @@ from jaxres.checkpoint.block_digests import (
     index_of,
     items_of,
 )
-from jaxres.checkpoint.content_digest import block_digest, digest_of_rows
-from jaxres.checkpoint.frozen_arrays import NOTHING_LINKED, LinkedFiles
-from jaxres.checkpoint.manifest import (
+from jaxres.checkpoint.digests.content_digest import block_digest, digest_of_rows
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read.manifest import (
     DIGESTS,
     FORMAT,
     FROZEN_DIGESTS,
@@ -35,8 +34,9 @@ from jaxres.checkpoint.manifest import (
     FileInfo,
     Manifest,
 )
-from jaxres.checkpoint.readback import HostReport, checksums, drop_from_memory, file_info
-from jaxres.checkpoint.tensorstore_reader import ArrayReader
+from jaxres.checkpoint.read.readback import HostReport, checksums, drop_from_memory, file_info
+from jaxres.checkpoint.read.tensorstore_reader import ArrayReader
+from jaxres.checkpoint.write.frozen_arrays import NOTHING_LINKED, LinkedFiles
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Claim, Commit, Record

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import xxhash
 
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import pruning
-from jaxres.checkpoint.manifest import MANIFEST, CheckpointDamaged, FileInfo
-from jaxres.checkpoint.readback import READ_BYTES
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read.manifest import MANIFEST, CheckpointDamaged, FileInfo
+from jaxres.checkpoint.read.readback import READ_BYTES
+from jaxres.checkpoint.retention import pruning
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.clock import Clock
 from jaxres.config import file_mode

@@ -21,7 +21,7 @@ import numpy as np
 from orbax.checkpoint._src.serialization import replica_slices
 
 from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, require_equal
-from jaxres.checkpoint.block_digests import (
+from jaxres.checkpoint.digests.block_digests import (
     ArrayInfo,
     Box,
     Digests,
@@ -95,7 +95,7 @@ class Snapshot:
         return BackgroundWrite(lambda: self._write(directory))
 
     async def load(self, directory: Any) -> Awaitable[None]:
-        """Not supported: jaxres/checkpoint/manifest.py reads the files without Orbax."""
+        """Not supported: jaxres/checkpoint/read/manifest.py reads the files without Orbax."""
         raise NotImplementedError(directory)
 
     async def _write(self, directory: Any) -> None:

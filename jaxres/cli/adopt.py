@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint.manifest import CheckpointDamaged
-from jaxres.checkpoint.verify import verify_step
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read.manifest import CheckpointDamaged
+from jaxres.checkpoint.read.verify import verify_step
 from jaxres.clock import Clock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, Unrestorable, UsageError
@@ -25,9 +25,9 @@ from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Quarantine, RunLo
 from jaxres.runlog.step_dirs import LOG_COPY, MANIFEST, StepDir
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.worker_group import WorkerGroup
 
 ASIDE = "log-replaced"
 """Folder in the run directory for log files that could not be kept."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import config as configs
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import weights_source
-from jaxres.checkpoint.verify import verify_step
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read.verify import verify_step
+from jaxres.checkpoint.weights import source as weights_source
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.errors import show
@@ -38,8 +38,8 @@ from jaxres.runlog.step_dirs import LOG_COPY, MANIFEST
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import attempt_runner, run_config
+from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.worker_group import WorkerGroup
 
 KEPT = ("run.seed", "data", "model", "lora", "init_from", "train.loss_scale")
 KEPT_OPTIMIZER = ("kind", "target", "args", "freeze", "ema_decay", "min_dim_size_to_factor")

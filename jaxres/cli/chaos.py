@@ -39,7 +39,8 @@ from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog.resume_verdict import RunFacts
-from jaxres.train import array_edit_hook, kept_results
+from jaxres.train import kept_results
+from jaxres.train.chaos_hooks import array_edit_hook
 from jaxres.train.kept_results import versions_here
 
 USAGE = (

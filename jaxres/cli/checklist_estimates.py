@@ -6,8 +6,8 @@ time is a lower bound until the run has measured steps.
 
 from __future__ import annotations
 
-from jaxres.checkpoint import save_interval
-from jaxres.checkpoint.save_interval import Costs
+from jaxres.checkpoint.retention import save_interval
+from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.cli.checklist_facts import Facts
 from jaxres.config import RunConfig
 from jaxres.config.schema_model import VitModel

@@ -27,14 +27,14 @@ from jaxres.cli.check import Check
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
 from jaxres.faults import ConfigError, RunError
+from jaxres.host.processes import kill_session
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
-from jaxres.supervisor import health_process
-from jaxres.supervisor.health_messages import MESSAGES, WatchStarted, WatchUnavailable
-from jaxres.supervisor.processes import kill_session
-from jaxres.supervisor.prometheus_exporter import PACKAGE as EXPORTER
+from jaxres.supervisor.companions.prometheus_exporter import PACKAGE as EXPORTER
+from jaxres.supervisor.health import health_process
+from jaxres.supervisor.health.health_messages import MESSAGES, WatchStarted, WatchUnavailable
 from jaxres.telemetry import alert_sender
 from jaxres.train import kept_results
 

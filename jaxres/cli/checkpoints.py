@@ -268,8 +268,8 @@ def _row(record: Record, body: Commit | Quarantine, status: str) -> dict[str, An
 
 
 def _digest(run_dir: RunDir, history: RunHistory, *, step: int | None) -> str:
-    from jaxres.checkpoint import manifest
-    from jaxres.checkpoint.content_digest import content_digest
+    from jaxres.checkpoint.digests.content_digest import content_digest
+    from jaxres.checkpoint.read import manifest
 
     commit = _commit(run_dir, history, step=step)
     step_dir = run_dir.root / commit.path
@@ -282,7 +282,7 @@ DAMAGED = 1
 
 
 def _verify(run_dir: RunDir, history: RunHistory, *, step: int | None) -> tuple[str, int]:
-    from jaxres.checkpoint import verify
+    from jaxres.checkpoint.read import verify
 
     wanted = [commit for commit in history.committed if step in (None, commit.step)]
     if not wanted:

@@ -32,14 +32,18 @@ from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, OutOfMemory, RunError, StorageRefused
+from jaxres.host import processes
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
-from jaxres.supervisor import gce_metadata, jax_settings, preemption, processes
-from jaxres.supervisor.gce_metadata import Response
+from jaxres.supervisor import jax_settings
+from jaxres.supervisor.preemption import gce_metadata
+from jaxres.supervisor.preemption import notices as preemption
+from jaxres.supervisor.preemption.gce_metadata import Response
 from jaxres.supervisor.run_config import find_run_dir
 from jaxres.telemetry import alert_sender, routing_check
 from jaxres.telemetry.stdio import format_bytes
-from jaxres.train import oom_advice, resume_results
+from jaxres.train import resume_results
+from jaxres.train.checks import oom_advice
 
 if TYPE_CHECKING:
     from jaxres.engine.sharding_report import Layout
@@ -243,7 +247,7 @@ class Doctor:
 
     def _devices(self) -> Checks:
         from jaxres.engine import mesh as meshes
-        from jaxres.train import assemble
+        from jaxres.train.compiled import assemble
 
         config = self._config
         if self._num_devices is None:
@@ -279,7 +283,7 @@ class Doctor:
 
     def _state(self) -> Checks:
         from jaxres.engine import sharding_report
-        from jaxres.train import assemble
+        from jaxres.train.compiled import assemble
 
         assert self._plan is not None
         shapes, model = assemble.state_shapes(
@@ -310,7 +314,7 @@ class Doctor:
             yield from self._memory_tier()
 
     def _memory_tier(self) -> Checks:
-        from jaxres.checkpoint import memory_tier
+        from jaxres.checkpoint.memory import tier as memory_tier
         from jaxres.engine import state as states
 
         section = self._config.checkpoint.memory
@@ -350,7 +354,7 @@ class Doctor:
         import jax
 
         from jaxres.engine import sharding_report
-        from jaxres.train import assemble, jitted_steps
+        from jaxres.train.compiled import assemble, jitted_steps
 
         assert self._dataset is not None
         assert self._plan is not None
@@ -404,7 +408,7 @@ class Doctor:
         import jax
 
         from jaxres.cluster.jax_coordination import first_line
-        from jaxres.train import preflight
+        from jaxres.train.checks import preflight
 
         assert self._hardware is not None
         run_dir = find_run_dir(self._loaded).local.absolute()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxres import data, inference
-from jaxres.checkpoint.weights_source import parse_step
+from jaxres.checkpoint.weights.source import parse_step
 from jaxres.cli.sample import model_parser
 from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
 from jaxres.exit_codes import ExitCode

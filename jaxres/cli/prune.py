@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from jaxres.checkpoint import pruning, retention
+from jaxres.checkpoint.retention import pruning, retention
 from jaxres.clock import Clock
 from jaxres.config.schema_operations import KeepSection
 from jaxres.exit_codes import ExitCode
@@ -22,9 +22,9 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.worker_group import WorkerGroup
 from jaxres.telemetry.stdio import format_bytes
 
 KEEP = "checkpoint.keep"

@@ -1,7 +1,8 @@
 """`jaxres checkpoints replicate`: copies a run's committed steps and log to a second place.
 
 With `--follow` it goes on with every new step. A supervisor starts it that way, as a process of its
-own (supervisor/replica_process.py), and reads the replica's progress in `RUN_DIR/replica.json`.
+own (supervisor/companions/replica_process.py), and reads the replica's progress in
+`RUN_DIR/replica.json`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from jaxres.goodput import read_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import Incident, Summary
-from jaxres.launch import option_prices, spending
-from jaxres.launch.desired_state import DesiredState, StateObject
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.checks import option_prices
+from jaxres.launch.gce.state import spending
+from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.report import comparison, number_text
 from jaxres.report.contents import Contents, Sources, collect
 from jaxres.report.page import run_page

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxres import inference
-from jaxres.checkpoint.weights_source import parse_step
+from jaxres.checkpoint.weights.source import parse_step
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.inference import LoadedModel

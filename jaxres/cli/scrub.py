@@ -1,7 +1,7 @@
 """Process that verifies one committed step of a live run: `python -m jaxres.cli.scrub`.
 
-The run's supervisor starts it when a step is due (supervisor/scrub_process.py). It writes its
-result to `RUN_DIR/scrub.json`, and only if the run still belongs to that supervisor.
+The run's supervisor starts it when a step is due (supervisor/companions/scrub_process.py). It
+writes its result to `RUN_DIR/scrub.json`, and only if the run still belongs to that supervisor.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import os
 import sys
 
 from jaxres import faults
-from jaxres.checkpoint import scrub
+from jaxres.checkpoint.read import scrub
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.argparser import path_argument
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced, RunError
+from jaxres.host import processes
 from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, RunHistory
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import processes, worker_group
+from jaxres.supervisor.process import worker_group
 from jaxres.telemetry import stdio
 
 NICE = 19

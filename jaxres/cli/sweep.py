@@ -24,8 +24,8 @@ from jaxres.cli import runs
 from jaxres.clock import Clock, SystemClock
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
-from jaxres.supervisor import signals
-from jaxres.supervisor.processes import start_command
+from jaxres.host import signals
+from jaxres.host.processes import start_command
 
 POLL_SECONDS = 0.1
 MAX_NAME = 190

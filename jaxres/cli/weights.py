@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxres.checkpoint import hf_tensors, weights_export, weights_source
-from jaxres.checkpoint.weights_export import ExportedParams
-from jaxres.checkpoint.weights_source import Weights
+from jaxres.checkpoint.weights import export as weights_export
+from jaxres.checkpoint.weights import hf_tensors
+from jaxres.checkpoint.weights import source as weights_source
+from jaxres.checkpoint.weights.export import ExportedParams
+from jaxres.checkpoint.weights.source import Weights
 from jaxres.config import RunConfig, huggingface
 from jaxres.config.schema_data import TextSource
 from jaxres.config.schema_model import GptModel

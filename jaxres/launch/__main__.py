@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxres.supervisor import signals
+from jaxres.host import signals
 
 if __name__ == "__main__":
     signals.block()  # First of all: a signal during the other imports waits for `main`.
@@ -25,7 +25,11 @@ KEYS = "`python -m jaxres.train --help`"
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if any(argument in ("-h", "--help") for argument in arguments):
-        from jaxres.launch import gce, k8s, local, sky, slurm
+        from jaxres.launch import local
+        from jaxres.launch.gce import command as gce
+        from jaxres.launch.k8s import command as k8s
+        from jaxres.launch.sky import command as sky
+        from jaxres.launch.slurm import command as slurm
 
         short = {"slurm": slurm.USAGE, "k8s": k8s.USAGE, "sky": sky.USAGE}
         if arguments[0] in short:  # No key of a config is about them.
@@ -41,10 +45,16 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(arguments: Sequence[str]) -> int:
     home.ensure(os.environ)
     if arguments[:1] == ["agent"]:  # Internal: only the startup script of a VM runs it.
-        from jaxres.launch import vm_agent
+        from jaxres.launch.gce.vm import agent as vm_agent
 
         return vm_agent.main(arguments[1:], env=os.environ)
-    from jaxres.launch import gce, k8s, local, sky, slurm, slurm_job  # An agent needs none of them.
+    # An agent needs none of them.
+    from jaxres.launch import local
+    from jaxres.launch.gce import command as gce
+    from jaxres.launch.k8s import command as k8s
+    from jaxres.launch.sky import command as sky
+    from jaxres.launch.slurm import command as slurm
+    from jaxres.launch.slurm import job as slurm_job
 
     if arguments[:1] == ["gce"]:
         return gce.main(arguments[1:], env=os.environ)

@@ -14,17 +14,20 @@ from jaxres.config import RunConfig
 from jaxres.engine import mesh_plan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
+from jaxres.host import processes
 from jaxres.storage import cpu_cores
 from jaxres.storage.path import RunPath
-from jaxres.supervisor import attempt_runner, processes, replica_process, tracker_processes
+from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.companions import replica_process, tracker_processes
+from jaxres.supervisor.process.worker_group import local_hosts
 from jaxres.supervisor.restart_loop import run_restart_loop
 from jaxres.supervisor.restart_policy import RestartPolicy
 from jaxres.supervisor.run_config import parse_target, resolve_run
-from jaxres.supervisor.worker_group import local_hosts
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.stdio import format_bytes
-from jaxres.train import completion, oom_advice
+from jaxres.train import completion
+from jaxres.train.checks import oom_advice
 
 COMMAND = "python -m jaxres.launch local"
 USAGE = """\

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxres.checkpoint import save_interval
-from jaxres.checkpoint.save_interval import Costs
+from jaxres.checkpoint.retention import save_interval
+from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.config.base import MOST_FLOAT
 from jaxres.config.schema_operations import AutoWhen
 

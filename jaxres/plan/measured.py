@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from jaxres.checkpoint import save_interval
-from jaxres.checkpoint.save_interval import Costs
+from jaxres.checkpoint.retention import save_interval
+from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import SETUP, Activity
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Incident, Summary
-from jaxres.launch.capacity_options import NO_CAPACITY
-from jaxres.launch.lost_vms import PREEMPTED, STOPPING
+from jaxres.launch.gce.decide.lost_vms import PREEMPTED, STOPPING
+from jaxres.launch.gce.state.capacity_options import NO_CAPACITY
 from jaxres.plan.observed_vms import ObservedVms
 from jaxres.plan.simulated_attempts import SimulatedJob
 from jaxres.plan.simulated_vms import Gap

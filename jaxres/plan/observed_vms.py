@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import cast
 
-from jaxres.launch.capacity_options import CreateErrorKind
+from jaxres.launch.gce.state.capacity_options import CreateErrorKind
 from jaxres.plan.simulated_vms import Answer, Gap, LostVm
 from jaxres.runlog.launch_events import LaunchEvent
 

@@ -1,6 +1,7 @@
 """What the checkpoints of a retention policy take and cost over a run. Pure.
 
-The policies are those of a run (`checkpoint/retention.py`), on the commits of an undisturbed one.
+The policies are those of a run (`checkpoint/retention/retention.py`), on the commits of an
+undisturbed one.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from jaxres.checkpoint import retention
-from jaxres.checkpoint.retention import FIRST_MONDAY, CommittedStep
+from jaxres.checkpoint.retention import retention
+from jaxres.checkpoint.retention.retention import FIRST_MONDAY, CommittedStep
 from jaxres.config.schema_operations import KeepSection
 
 GB = 1e9

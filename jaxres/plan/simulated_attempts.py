@@ -20,8 +20,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxres.checkpoint import save_interval
-from jaxres.checkpoint.save_interval import HOUR_SECONDS, Costs
+from jaxres.checkpoint.retention import save_interval
+from jaxres.checkpoint.retention.save_interval import HOUR_SECONDS, Costs
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
 from jaxres.plan.simulated_vms import Gap, SimulatedLauncher, Vms

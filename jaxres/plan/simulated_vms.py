@@ -15,12 +15,17 @@ from math import inf
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import lost_vms, reconcile
-from jaxres.launch.capacity_options import CreateErrorKind
-from jaxres.launch.desired_state import DesiredState, HostAddress
-from jaxres.launch.observed_state import AgentReport, CreateFailed, ObservedState, VmStatus
-from jaxres.launch.observed_state import RunLogSummary as LogSummary
-from jaxres.launch.reconcile import CYCLE_SECONDS
+from jaxres.launch.gce.decide import lost_vms, reconcile
+from jaxres.launch.gce.decide.reconcile import CYCLE_SECONDS
+from jaxres.launch.gce.state.capacity_options import CreateErrorKind
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress
+from jaxres.launch.gce.state.observed_state import (
+    AgentReport,
+    CreateFailed,
+    ObservedState,
+    VmStatus,
+)
+from jaxres.launch.gce.state.observed_state import RunLogSummary as LogSummary
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
 HALF_CYCLE = CYCLE_SECONDS / 2

@@ -11,13 +11,13 @@ from jaxres.config.schema import DeadlinesSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.forkserver_client import ForkServer
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption import SaveTimings
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.notices import SaveTimings
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process.forkserver_client import ForkServer
+from jaxres.supervisor.process.worker_process import Worker
 from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink, RemoteHost
 from jaxres.supervisor.run_metrics import RunMetrics
-from jaxres.supervisor.worker_process import Worker
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import News
 

@@ -34,6 +34,8 @@ from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import ConfigError, RunError
+from jaxres.host import processes, signals
+from jaxres.host.proc_stat import read_proc_stat
 from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
 from jaxres.runlog.events import Event
@@ -48,34 +50,35 @@ from jaxres.storage import cpu_cores, files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
-    attempt_alerts,
     host_exclusion,
-    processes,
-    replica_process,
     restart_policy,
     run_config,
     run_dir_watcher,
-    signals,
     slow_hosts,
-    tracker_processes,
 )
 from jaxres.supervisor.attempt import ignore_news, print_message
-from jaxres.supervisor.attempt_alerts import AttemptAlerts
+from jaxres.supervisor.companions import attempt_alerts, replica_process, tracker_processes
+from jaxres.supervisor.companions.attempt_alerts import AttemptAlerts
+from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
+from jaxres.supervisor.companions.replica_process import ReplicaProcess
+from jaxres.supervisor.companions.scrub_process import ScrubProcess
+from jaxres.supervisor.companions.tracker_processes import TrackerProcesses
 from jaxres.supervisor.failure_report import upload_artifacts
-from jaxres.supervisor.forkserver_client import ForkServer
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.proc_stat import read_proc_stat
-from jaxres.supervisor.prometheus_exporter import PrometheusExporter
-from jaxres.supervisor.replica_process import ReplicaProcess
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process.forkserver_client import ForkServer
+from jaxres.supervisor.process.worker_group import (
+    Rendezvous,
+    WorkerGroup,
+    boot_id,
+    single_host,
+    versions,
+)
+from jaxres.supervisor.process.worker_process import Fork
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.run_metrics import RunMetrics
-from jaxres.supervisor.scrub_process import ScrubProcess
 from jaxres.supervisor.supervisor import supervise
-from jaxres.supervisor.tracker_processes import TrackerProcesses
-from jaxres.supervisor.worker_group import Rendezvous, WorkerGroup, boot_id, single_host, versions
-from jaxres.supervisor.worker_process import Fork
 from jaxres.telemetry import alert_sender, stdio
 from jaxres.telemetry.heartbeat import News
 

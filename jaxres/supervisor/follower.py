@@ -13,13 +13,14 @@ from jaxres.cluster.host_group import HostRank
 from jaxres.cluster.host_identity import identify
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
+from jaxres.host import signals
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.attempt_result import AttemptResult, fault_record
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, Record
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import write_with_timeout
-from jaxres.supervisor import attempt_alerts, host_exclusion, signals
+from jaxres.supervisor import host_exclusion
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import (
     RECORD_SECONDS,
@@ -31,14 +32,15 @@ from jaxres.supervisor.attempt_runner import (
     worker_command,
     worker_env,
 )
+from jaxres.supervisor.companions import attempt_alerts
+from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.failure_report import upload_artifacts
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.prometheus_exporter import PrometheusExporter
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process.worker_group import as_follower
+from jaxres.supervisor.process.worker_process import Fork
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.supervisor import supervise
-from jaxres.supervisor.worker_group import as_follower
-from jaxres.supervisor.worker_process import Fork
 
 
 def follow(

@@ -4,7 +4,7 @@ JAX reads its settings when it is imported, and XLA its flags when it is used fi
 they can't read ends the worker, by an exception or an abort, and would count as a bug. Which values
 they can read is their business: a process of its own reads unusual ones first. Settings under which
 no run trains, or under which guards of jaxres can't work, are refused by their names. All other
-settings that may change bits are in the start record (`train/numerics_fingerprint.py`).
+settings that may change bits are in the start record (`train/compiled/numerics_fingerprint.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxres.faults import ConfigError, RunError, UnhealthyHost
 from jaxres.runlog import run_log
 from jaxres.runlog.records import Record
-from jaxres.supervisor.worker_group import versions
+from jaxres.supervisor.process.worker_group import versions
 
 FLAGS = "XLA_FLAGS"
 PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")

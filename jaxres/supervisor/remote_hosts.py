@@ -17,8 +17,8 @@ from jaxres.cluster.host_identity import UNKNOWN, HostIdentity
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.supervisor.process.watchdog import ProgressTracker
 from jaxres.supervisor.root_cause import HostStatus, RootCause, WorkerExit
-from jaxres.supervisor.watchdog import ProgressTracker
 from jaxres.telemetry.heartbeat import PhaseEntered
 
 LEADER = 0

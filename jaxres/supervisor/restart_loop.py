@@ -21,6 +21,7 @@ from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, exit_row
 from jaxres.faults import Fenced, RunError, StorageUnavailable, UnhealthyHost
+from jaxres.host import processes, signals
 from jaxres.runlog import faulty_hosts, run_log
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult, leave_record
 from jaxres.runlog.event_log import EventLog
@@ -39,26 +40,24 @@ from jaxres.supervisor import (
     attempt_runner,
     failure_report,
     host_exclusion,
-    processes,
     restart_policy,
     run_dir_watcher,
     signal_dispatch,
-    signals,
-    worker_group,
 )
 from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
+from jaxres.supervisor.companions.replica_process import ReplicaProcess
+from jaxres.supervisor.companions.scrub_process import ScrubProcess
+from jaxres.supervisor.companions.tracker_processes import TrackerProcesses
 from jaxres.supervisor.failure_report import failure_text
-from jaxres.supervisor.forkserver_client import ForkServer
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.prometheus_exporter import PrometheusExporter
-from jaxres.supervisor.replica_process import ReplicaProcess
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process import worker_group
+from jaxres.supervisor.process.forkserver_client import ForkServer
+from jaxres.supervisor.process.watchdog import LEAVE_SECONDS
 from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartHistory, RestartPolicy
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.scrub_process import ScrubProcess
-from jaxres.supervisor.tracker_processes import TrackerProcesses
-from jaxres.supervisor.watchdog import LEAVE_SECONDS
 from jaxres.telemetry import stdio
 from jaxres.telemetry.alert_monitors import SaveMonitor
 from jaxres.telemetry.alert_sender import Alerts

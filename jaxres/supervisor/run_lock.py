@@ -29,11 +29,11 @@ from typing import Any, Literal
 
 from jaxres.clock import Clock
 from jaxres.faults import Fenced, RunError
+from jaxres.host.proc_stat import read_proc_stat
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
-from jaxres.supervisor.proc_stat import read_proc_stat
 
 HEARTBEAT_SECONDS = 1.0
 BUCKET_HEARTBEAT_SECONDS = 5.0

@@ -14,14 +14,15 @@ from jaxres.runlog.supervisor_events import (
     PreemptionNoticeReceived,
     PreemptionWatchStarted,
 )
-from jaxres.supervisor import preemption, run_dir_watcher
+from jaxres.supervisor import run_dir_watcher
 from jaxres.supervisor.attempt import RunningAttempt, print_message
-from jaxres.supervisor.preemption import Decision, PreemptionNotice, SaveTimings
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.preemption import notices as preemption
+from jaxres.supervisor.preemption.notices import Decision, PreemptionNotice, SaveTimings
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process.spawn import LEAVE
+from jaxres.supervisor.process.worker_process import kill_process_groups, signal_name
 from jaxres.supervisor.remote_hosts import LeaderLink
 from jaxres.supervisor.run_dir_watcher import WatcherEvent
-from jaxres.supervisor.spawn import LEAVE
-from jaxres.supervisor.worker_process import kill_process_groups, signal_name
 
 TWICE_KILLS = (signal.SIGTERM, signal.SIGINT)
 """A second one of these signals kills the workers at once.

@@ -20,33 +20,34 @@ from jaxres.cluster.messages import JobResult
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config.schema import DeadlinesSection
 from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.host import processes, signals
+from jaxres.host.processes import oom_kill_count
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor import hardware_faults, processes, root_cause, signal_dispatch, signals
+from jaxres.supervisor import hardware_faults, root_cause, signal_dispatch
 from jaxres.supervisor.attempt import RunningAttempt, ignore_news, print_message
-from jaxres.supervisor.forkserver_client import ForkServer
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
-from jaxres.supervisor.processes import oom_kill_count
-from jaxres.supervisor.remote_hosts import LEADER, FollowerLinks, LeaderLink, RemoteHost
-from jaxres.supervisor.root_cause import HostStatus, WorkerExit
-from jaxres.supervisor.run_dir_watcher import RunDirWatcher
-from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.run_metrics import RunMetrics
-from jaxres.supervisor.watchdog import (
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process.forkserver_client import ForkServer
+from jaxres.supervisor.process.watchdog import (
     LEAVE_SECONDS,
     ProgressTracker,
     limit_seconds,
     overdue_seconds,
 )
-from jaxres.supervisor.worker_process import (
+from jaxres.supervisor.process.worker_process import (
     Fork,
     Worker,
     kill_process_groups,
     spawn_worker,
     wait_for,
 )
+from jaxres.supervisor.remote_hosts import LEADER, FollowerLinks, LeaderLink, RemoteHost
+from jaxres.supervisor.root_cause import HostStatus, WorkerExit
+from jaxres.supervisor.run_dir_watcher import RunDirWatcher
+from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.telemetry.heartbeat import News
 
 TICK_SECONDS = 0.25

@@ -6,7 +6,7 @@ worker's exit. `--inline` runs the worker in this process: same exit codes, no d
 
 from __future__ import annotations
 
-from jaxres.supervisor import signals
+from jaxres.host import signals
 
 if __name__ == "__main__":
     signals.block()  # Before all other imports: a signal during them waits for `main`.
@@ -31,15 +31,15 @@ from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
 from jaxres.supervisor.follower import follow
+from jaxres.supervisor.process.worker_group import as_leader
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
-from jaxres.supervisor.worker_group import as_leader
 from jaxres.telemetry import stdio
-from jaxres.train import oom_advice
+from jaxres.train.checks import oom_advice
 from jaxres.train.completion import is_complete
 
 if TYPE_CHECKING:
-    from jaxres.supervisor.worker_process import Fork
+    from jaxres.supervisor.process.worker_process import Fork
     from jaxres.train.stop_requests import InlineSignals
 
 COMMAND = "python -m jaxres.train"

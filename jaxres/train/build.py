@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jaxres import config as configs
 from jaxres import data, models
 from jaxres.checkpoint.checkpointer import Checkpointer
-from jaxres.checkpoint.frozen_arrays import split_state
-from jaxres.checkpoint.memory_tier import MemoryTier
+from jaxres.checkpoint.memory.tier import MemoryTier
 from jaxres.checkpoint.snapshot import prepare_copies
 from jaxres.checkpoint.throttle import Throttle
+from jaxres.checkpoint.write.frozen_arrays import split_state
 from jaxres.config import RunConfig
 from jaxres.config.schema_training import GuardsSection
 from jaxres.data import Dataset
@@ -32,37 +32,31 @@ from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
+from jaxres.host import processes
 from jaxres.models import Model
 from jaxres.runlog.events import HardwareTested, Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files, memory_folder
-from jaxres.supervisor import processes
-from jaxres.train import (
-    assemble,
-    compile_cache,
-    data_loader,
+from jaxres.train import data_loader, hooks, init_params, resume_results, save_scheduler
+from jaxres.train.checks import (
     device_check,
-    hooks,
-    init_params,
-    jitted_steps,
     oom_advice,
     performance_guard,
     preflight,
     replica_check,
-    resume_results,
-    save_scheduler,
 )
+from jaxres.train.checks.device_probe import DeviceProbe
+from jaxres.train.checks.performance_guard import PerformanceGuard
+from jaxres.train.checks.preflight import Measured
+from jaxres.train.checks.replay_check import ReplayCheck, RotatedStep
+from jaxres.train.checks.replica_check import ReplicaCheck
+from jaxres.train.compiled import assemble, compile_cache, jitted_steps
+from jaxres.train.compiled.jitted_steps import CompiledSteps
+from jaxres.train.compiled.numerics_fingerprint import numerics_fingerprint
 from jaxres.train.components import Components, DataLoader, Diagnostics, StepSchedule, Trainer
 from jaxres.train.consensus import Consensus, SingleHostConsensus, StepConsensus
 from jaxres.train.context import AttemptContext
-from jaxres.train.device_probe import DeviceProbe
 from jaxres.train.hooks import Hook, Hooks
-from jaxres.train.jitted_steps import CompiledSteps
-from jaxres.train.numerics_fingerprint import numerics_fingerprint
-from jaxres.train.performance_guard import PerformanceGuard
-from jaxres.train.preflight import Measured
-from jaxres.train.replay_check import ReplayCheck, RotatedStep
-from jaxres.train.replica_check import ReplicaCheck
 
 
 @dataclass(frozen=True)

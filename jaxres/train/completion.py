@@ -3,7 +3,7 @@
 A step is verified before it is committed. Storage may damage it later, and then no restart would
 notice: a complete run is not restored. So the command that finds nothing left to train reads the
 whole checkpoint once. If it is damaged, an attempt follows: it restores an older step, quarantines
-the damaged one, and trains the missing steps again (checkpoint/restore.py).
+the damaged one, and trains the missing steps again (checkpoint/restore/restore.py).
 
 A worker that is killed after its last commit leaves steps that it has pruned and not deleted. No
 attempt follows that would delete them, so they are deleted here.
@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from jaxres import config as configs
-from jaxres.checkpoint import pruning
+from jaxres.checkpoint.retention import pruning
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.faults import Fenced, StorageUnavailable
@@ -56,7 +56,7 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
     if configs.moved_content(newest_config(run_dir), config):
         # A worker compares the content: a run that has not trained on it is not complete.
         return Completion(is_complete=False, unconfirmed=newest.path)
-    from jaxres.checkpoint.verify import verify_step  # TensorStore: slow to import.
+    from jaxres.checkpoint.read.verify import verify_step  # TensorStore: slow to import.
 
     what = f"{run_dir.root}: step {newest.step} of {config.train.steps} is committed already"
     step_dir = (run_dir.root / newest.path).absolute()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxres import data
 from jaxres.checkpoint.checkpointer import Checkpointer
-from jaxres.checkpoint.memory_tier import MemoryTier
+from jaxres.checkpoint.memory.tier import MemoryTier
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
 from jaxres.config import RunConfig
@@ -37,13 +37,13 @@ from jaxres.runlog.events import Emit
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.run_log import RunHistory, RunLog
 from jaxres.storage.path import RunPath
+from jaxres.train.checks.device_probe import DeviceProbe
+from jaxres.train.checks.host_times import LocalTimes
+from jaxres.train.checks.performance_guard import PerformanceGuard
+from jaxres.train.checks.replay_check import Replay, ReplayCheck
+from jaxres.train.checks.replica_check import ReplicaCheck
 from jaxres.train.consensus import Consensus
-from jaxres.train.device_probe import DeviceProbe
 from jaxres.train.hooks import Hooks
-from jaxres.train.host_times import LocalTimes
-from jaxres.train.performance_guard import PerformanceGuard
-from jaxres.train.replay_check import Replay, ReplayCheck
-from jaxres.train.replica_check import ReplicaCheck
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxres.engine import mesh as meshes
 from jaxres.engine.guards import most_severe
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, Verdict, fault
-from jaxres.train.host_times import LocalTimes, MeanTimes, Times
+from jaxres.train.checks.host_times import LocalTimes, MeanTimes, Times
 from jaxres.train.stop_requests import StopRequests
 
 FACTS = (

@@ -26,7 +26,7 @@ from typing import Any
 
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
-from jaxres.supervisor import processes
+from jaxres.host import processes
 from jaxres.telemetry import stdio
 
 PROCESS_NAME = "jaxres-fork"
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def prepare() -> None:
     """Imports all modules that a worker needs, and checks that nothing prevents a fork."""
-    from jaxres.train import compile_cache, session, worker  # noqa: F401
+    from jaxres.train.compiled import compile_cache
 
     compile_cache.remember_sources()
     refuse_unforkable_state()

@@ -19,12 +19,13 @@ import jax
 import numpy as np
 
 from jaxres import config as configs
-from jaxres.checkpoint import weights_mapping, weights_source
-from jaxres.checkpoint.content_digest import array_row
-from jaxres.checkpoint.manifest import ArrayInfo
-from jaxres.checkpoint.orbax_weights import from_orbax
-from jaxres.checkpoint.weights_mapping import WeightMapping
-from jaxres.checkpoint.weights_source import ADAPTERS, PARAMS, Weights
+from jaxres.checkpoint.digests.content_digest import array_row
+from jaxres.checkpoint.read.manifest import ArrayInfo
+from jaxres.checkpoint.weights import mapping as weights_mapping
+from jaxres.checkpoint.weights import source as weights_source
+from jaxres.checkpoint.weights.mapping import WeightMapping
+from jaxres.checkpoint.weights.orbax_weights import from_orbax
+from jaxres.checkpoint.weights.source import ADAPTERS, PARAMS, Weights
 from jaxres.config.schema_model import AnyModel
 from jaxres.config.schema_training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
 from jaxres.data import hf_bytes_tokenizer

@@ -15,7 +15,7 @@ from jaxres import config as configs
 from jaxres.config import RunConfig
 from jaxres.faults import RunError
 from jaxres.storage import files
-from jaxres.supervisor.worker_group import versions
+from jaxres.supervisor.process.worker_group import versions
 
 DRIVER = "nvidia driver"
 DRIVER_FILE = Path("/proc/driver/nvidia/version")

@@ -28,6 +28,8 @@ from jaxres.faults import Continue, RollbackRun, RunError, SkipRows, StopRun, Ve
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.train.checks.host_times import LocalTimes
+from jaxres.train.checks.replay_check import Replay
 from jaxres.train.components import (
     NOT_COMPARED,
     BadRows,
@@ -37,8 +39,6 @@ from jaxres.train.components import (
     Trainer,
 )
 from jaxres.train.diagnostics import diagnose
-from jaxres.train.host_times import LocalTimes
-from jaxres.train.replay_check import Replay
 from jaxres.train.resume import apply_rollback, bad_rows_topic, restore_or_start, withdraw_commits
 
 LAG = 2

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxres import data
-from jaxres.checkpoint.restore import restore
+from jaxres.checkpoint.restore.restore import restore
 from jaxres.config import RunConfig
 from jaxres.data import Batch
 from jaxres.data.mixture import SOURCE_KEY
@@ -26,9 +26,9 @@ from jaxres.models import Model
 from jaxres.models.interface import compute_loss
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
-from jaxres.train import assemble, compile_cache, jitted_steps
+from jaxres.train.checks.nonfinite_trace import NonFinite, first_nonfinite
+from jaxres.train.compiled import assemble, compile_cache, jitted_steps
 from jaxres.train.components import Components
-from jaxres.train.nonfinite_trace import NonFinite, first_nonfinite
 from jaxres.train.resume import check_dataset
 
 

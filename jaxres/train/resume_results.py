@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxres.config import RunConfig
 from jaxres.train import kept_results
-from jaxres.train.device_check import kinds_of
+from jaxres.train.checks.device_check import kinds_of
 from jaxres.train.kept_results import version_changes, versions_here
 
 FOLDER = "resume-checks"

@@ -13,8 +13,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from jaxres.checkpoint import save_interval
-from jaxres.checkpoint.save_interval import Costs, Interval
+from jaxres.checkpoint.retention import save_interval
+from jaxres.checkpoint.retention.save_interval import Costs, Interval
 from jaxres.clock import Clock
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
 from jaxres.runlog.events import (

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxres.checkpoint import write_check
+from jaxres.checkpoint.write import write_check
 from jaxres.cluster.host_group import HostGroup, HostRank
 from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
@@ -38,8 +38,10 @@ from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 from jaxres.supervisor import jax_settings
 from jaxres.telemetry.tensorboard import TensorBoard
-from jaxres.train import compile_cache, data_loader, oom_advice
+from jaxres.train import data_loader
 from jaxres.train.build import BuiltTrainer, build
+from jaxres.train.checks import oom_advice
+from jaxres.train.compiled import compile_cache
 from jaxres.train.components import Trainer
 from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LoopResult, train

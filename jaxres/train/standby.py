@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 import sys
 
-from jaxres.supervisor import signals
-from jaxres.supervisor.spawn import StartedForkServer, start_fork_server
+from jaxres.host import signals
+from jaxres.supervisor.process.spawn import StartedForkServer, start_fork_server
 
 if __name__ == "__main__":
     signals.block()  # Before all other imports: a signal waits for the attempt.
@@ -33,12 +33,13 @@ from collections.abc import Iterator
 
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
+from jaxres.host import processes
 from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import parse_path
-from jaxres.supervisor import attempt_runner, processes
+from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt import print_message
-from jaxres.supervisor.forkserver_client import ForkServer
+from jaxres.supervisor.process.forkserver_client import ForkServer
 from jaxres.telemetry import stdio
 from jaxres.train import __main__ as train
 

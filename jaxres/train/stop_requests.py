@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode
+from jaxres.host import signals
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.storage.threads import spawn_thread
-from jaxres.supervisor import run_dir_watcher, signals
+from jaxres.supervisor import run_dir_watcher
+from jaxres.supervisor.process.spawn import LEAVE
 from jaxres.supervisor.run_dir_watcher import WatcherEvent
-from jaxres.supervisor.spawn import LEAVE
 from jaxres.telemetry import stdio
 
 OTHER_SIGNALS: frozenset[int] = frozenset({signal.SIGUSR2, LEAVE})

@@ -30,6 +30,7 @@ from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_name, exit_row
 from jaxres.faults import RunError
+from jaxres.host.processes import kill_me_with_parent, name_process
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import EventLog
@@ -41,7 +42,6 @@ from jaxres.storage import files
 from jaxres.storage.path import parse_path
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor import restart_policy
-from jaxres.supervisor.processes import kill_me_with_parent, name_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.console import Console
 from jaxres.telemetry.console_log import ConsoleLog

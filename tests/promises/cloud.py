@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.faults import RunError
-from jaxres.launch import gce
-from jaxres.launch.desired_state import DesiredState, StateObject
-from jaxres.launch.observed_state import AgentReport
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce import command as gce
+from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.observed_state import AgentReport
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath

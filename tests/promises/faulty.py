@@ -34,7 +34,8 @@ import numpy as np
 
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError
-from jaxres.train import compile_cache, preflight
+from jaxres.train.checks import preflight
+from jaxres.train.compiled import compile_cache
 
 VOCAB = 64
 NUM_ROWS = 2000

@@ -36,7 +36,7 @@ CLONE_NEWNS = 0x00020000
 IMPORTED = (
     "jaxres.train.__main__",
     "jaxres.train.worker",
-    "jaxres.train.compile_cache",
+    "jaxres.train.compiled.compile_cache",
     "jaxres.train.session",
     "jaxres.train.forkserver",
     "jaxres.launch.__main__",
@@ -150,7 +150,7 @@ def _hide(spares: list[Spare]) -> None:
 
     One that has become a worker is no longer in the list, and is a child like any other.
     """
-    from jaxres.supervisor import processes
+    from jaxres.host import processes
 
     children, find = processes._children, processes._find_leftovers
 

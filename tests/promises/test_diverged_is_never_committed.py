@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import manifest
+from jaxres.checkpoint.read import manifest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, Workspace, history, run_history

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxres.checkpoint import manifest
+from jaxres.checkpoint.read import manifest
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import MLP, Workspace, assert_bit_exact, run_history, starts
 from tests.tiers import campaign_but

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.checkpoint import verify
+from jaxres.checkpoint.read import verify
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir

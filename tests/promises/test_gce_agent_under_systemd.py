@@ -17,10 +17,10 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import code_package, instance_spec
-from jaxres.launch.desired_state import DesiredState, HostAddress, StateObject
-from jaxres.launch.observed_state import AgentReport
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, StateObject
+from jaxres.launch.gce.state.observed_state import AgentReport
+from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.vm import code_package, instance_spec
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
 from jaxres.storage import gcs_objects

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import gce
+from jaxres.launch.gce import command as gce
 from jaxres.storage import gcs_objects
 from tests.promises.cloud import Cloud
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import gce, gce_check
-from jaxres.launch.desired_state import StateObject
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce import check_command as gce_check
+from jaxres.launch.gce import command as gce
+from jaxres.launch.gce.state.desired_state import StateObject
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.desired_state import LossCount
+from jaxres.launch.gce.state.desired_state import LossCount
 from jaxres.runlog.metrics import read_attempt
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import Cloud

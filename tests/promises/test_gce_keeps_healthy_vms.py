@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import gce
+from jaxres.launch.gce import command as gce
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import assert_bit_exact

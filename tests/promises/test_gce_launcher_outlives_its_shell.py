@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch import launcher_unit
-from jaxres.launch.launcher_unit import LauncherUnit
-from jaxres.launch.lease import Lease
+from jaxres.launch.gce import launcher_unit
+from jaxres.launch.gce.launcher_unit import LauncherUnit
+from jaxres.launch.gce.state.lease import Lease
 from jaxres.runlog.paths import RunDir
 from tests.promises import booted_systemd
 from tests.promises.booted_systemd import Systemd

@@ -10,7 +10,7 @@ import pytest
 from jaxres import faults
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
-from jaxres.launch import gce
+from jaxres.launch.gce import command as gce
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 from tests.promises.cloud import OPTION, SPOT, Cloud

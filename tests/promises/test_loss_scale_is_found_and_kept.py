@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import manifest
+from jaxres.checkpoint.read import manifest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import FAULTY, ROOT, Workspace, assert_bit_exact, history, run_history

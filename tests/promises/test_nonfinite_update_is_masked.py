@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import manifest
+from jaxres.checkpoint.read import manifest
 from jaxres.data import Permutation, sample_ids_at
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir

@@ -1,6 +1,7 @@
 """A host whose GPU reports a fault exits with 82, names the GPU, and saves only a good state.
 
-NVIDIA's library is a compiled fake; `tests/unit/supervisor/test_health_watcher.py` has all faults.
+NVIDIA's library is a compiled fake; `tests/unit/supervisor/health/test_health_watcher.py` has all
+faults.
 """
 
 from __future__ import annotations

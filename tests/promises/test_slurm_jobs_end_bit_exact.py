@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.slurm_job import Begun, Ended, Final, Submitted
-from jaxres.launch.slurm_journal import Journal
+from jaxres.launch.slurm.job import Begun, Ended, Final, Submitted
+from jaxres.launch.slurm.journal import Journal
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor import time_limit
+from jaxres.supervisor.preemption import time_limit
 from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
 from tests.promises.trainer import (

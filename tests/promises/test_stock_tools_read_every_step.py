@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import pytest
 
-from jaxres.checkpoint import orbax_io
-from jaxres.checkpoint.block_digests import dtype_named
+from jaxres.checkpoint.digests.block_digests import dtype_named
+from jaxres.checkpoint.restore import orbax_io
 from jaxres.cluster.host_group import ALONE
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir

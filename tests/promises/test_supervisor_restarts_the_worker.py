@@ -15,7 +15,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.spawn import FORK_SERVER
+from jaxres.supervisor.process.spawn import FORK_SERVER
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises.leftovers import assert_nothing_left, members
 from tests.promises.test_diverged_is_never_committed import FOLDER

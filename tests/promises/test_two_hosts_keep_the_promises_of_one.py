@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from jaxres.checkpoint.readback import writer_of
+from jaxres.checkpoint.read.readback import writer_of
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files

@@ -29,8 +29,8 @@ from jaxres.runlog.step_dirs import LOG_COPY
 from jaxres.storage import files, memory_folder
 from jaxres.storage import path as paths
 from jaxres.storage.path import GcsPath
-from jaxres.supervisor.forkserver_client import WORKER
-from jaxres.train import break_hook
+from jaxres.supervisor.process.forkserver_client import WORKER
+from jaxres.train.chaos_hooks import break_hook
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork

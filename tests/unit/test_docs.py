@@ -24,7 +24,11 @@ from jaxres.cli import data as data_command
 from jaxres.cluster import detect
 from jaxres.config.schema_model import CustomModel
 from jaxres.faults import UsageError
-from jaxres.launch import gce, k8s, local, sky, slurm
+from jaxres.launch import local
+from jaxres.launch.gce import command as gce
+from jaxres.launch.k8s import command as k8s
+from jaxres.launch.sky import command as sky
+from jaxres.launch.slurm import command as slurm
 from jaxres.models import custom
 from jaxres.supervisor.run_config import parse_target
 from tests.emulators import kubernetes, skypilot

@@ -19,16 +19,11 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from jaxres.chaos.schedule import PlannedRun
 from jaxres.chaos.verdict import Broken, ChaosFacts, Injection
-from jaxres.checkpoint import (
-    block_digests,
-    diff,
-    finalize,
-    manifest,
-    readback,
-    restore,
-    retention,
-    tensorstore_reader,
-)
+from jaxres.checkpoint import diff, finalize
+from jaxres.checkpoint.digests import block_digests
+from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
+from jaxres.checkpoint.restore import restore
+from jaxres.checkpoint.retention import retention
 from jaxres.cli import (
     chaos,
     chaos_results,
@@ -49,8 +44,8 @@ from jaxres.engine.state import Progress
 from jaxres.goodput import summary
 from jaxres.goodput.intervals import Activity, Interval
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.launch import desired_state, lease, observed_state, spending
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.state import desired_state, lease, observed_state, spending
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.plan.measured import Measured
 from jaxres.runlog import (
     attempt_history,
@@ -74,8 +69,9 @@ from tests.unit.launch import gce_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_names.json"
 ADVICE = (
-    "this is a format change: bump the format's number (runlog/records.py, checkpoint/manifest.py, "
-    "cluster/messages.py, launch/desired_state.py, launch/lease.py), list the names in CHANGELOG, "
+    "this is a format change: bump the format's number (runlog/records.py, "
+    "checkpoint/read/manifest.py, cluster/messages.py, launch/gce/state/desired_state.py, "
+    "launch/gce/state/lease.py), list the names in CHANGELOG, "
     "then write the file again: python -m tests.unit.test_format_names"
 )
 SCALARS: Mapping[Any, Any] = {bool: True, int: 7, float: 1.5, str: "x", bytes: b"x", Any: "x"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 
-from jaxres.launch import k8s_manifest
+from jaxres.launch.k8s import manifest as k8s_manifest
 from tests.emulators import kubernetes
 from tests.waiting import SURE_SECONDS
 

@@ -19,7 +19,9 @@ def complaint(mutant: Mutant, tree: Path) -> str:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
     file, _, test = mutant.promise.partition("::")
-    if test and not re.search(rf"def {re.escape(test.partition('[')[0])}\(", (ROOT / file).read_text()):
+    if test and not re.search(
+        rf"def {re.escape(test.partition('[')[0])}\(", (ROOT / file).read_text()
+    ):
         return f"{mutant.name}: there is no {mutant.promise}"
     return (why := apply(mutant, tree)) and f"{mutant.name}: {why}"
 

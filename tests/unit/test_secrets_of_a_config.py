@@ -19,12 +19,14 @@ from jaxres.config import RunConfig
 from jaxres.config.schema_operations import GenericTarget
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
-from jaxres.launch import k8s_manifest, sky_task
+from jaxres.launch.k8s import manifest as k8s_manifest
+from jaxres.launch.sky import task as sky_task
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.paths import RunDir
 from jaxres.secret_values import HIDDEN
 from jaxres.storage.path import GcsPath
-from jaxres.supervisor import run_config, tracker_process
+from jaxres.supervisor import run_config
+from jaxres.supervisor.companions import tracker_process
 from jaxres.telemetry import stdio
 from jaxres.telemetry.incidents import Incident, messages
 from tests.emulators import kubernetes, skypilot

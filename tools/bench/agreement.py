@@ -36,8 +36,8 @@ from jaxres.config.schema import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Continue, StopRun
+from jaxres.train.checks.host_times import LocalTimes
 from jaxres.train.consensus import FACTS, StepConsensus, facts_shape
-from jaxres.train.host_times import LocalTimes
 from jaxres.train.loop import LAG
 
 BLOCKS, STEPS_A_BLOCK = 12, 100

@@ -126,7 +126,7 @@ def _against_a_limit(server: GcsServer, limit: float, *, megabytes: float) -> No
     """Saves a state by both writers and restores it in turns; prints the rates and the limit."""
     import jax
 
-    from jaxres.checkpoint.restore import restore
+    from jaxres.checkpoint.restore.restore import restore
     from tools.bench import checkpoint
 
     make = checkpoint.make_arrays(number=24, gigabytes=megabytes / 1000)

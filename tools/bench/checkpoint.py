@@ -35,11 +35,13 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxres import models
-from jaxres.checkpoint import array_writer, orbax_io, verify
 from jaxres.checkpoint.checkpointer import Checkpointer
-from jaxres.checkpoint.load_arrays import load
-from jaxres.checkpoint.restore import restore
-from jaxres.checkpoint.tensorstore_reader import ARRAYS
+from jaxres.checkpoint.read import verify
+from jaxres.checkpoint.read.tensorstore_reader import ARRAYS
+from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.restore.load_arrays import load
+from jaxres.checkpoint.restore.restore import restore
+from jaxres.checkpoint.write import array_writer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema import CheckpointSection, MeshSection

@@ -45,9 +45,9 @@ from jaxres.engine.guards import StepObservation  # noqa: E402
 from jaxres.faults import Continue  # noqa: E402
 from jaxres.models import Model  # noqa: E402
 from jaxres.runlog.events import StragglerFound  # noqa: E402
-from jaxres.supervisor import host_health  # noqa: E402
-from jaxres.supervisor.host_health import HostReading  # noqa: E402
-from jaxres.supervisor.watchdog import ProgressTracker, limit_seconds  # noqa: E402
+from jaxres.supervisor.health import host_health  # noqa: E402
+from jaxres.supervisor.health.host_health import HostReading  # noqa: E402
+from jaxres.supervisor.process.watchdog import ProgressTracker, limit_seconds  # noqa: E402
 from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished  # noqa: E402
 from tests.unit.train.simulated_job import SimulatedJob  # noqa: E402
 

@@ -28,8 +28,8 @@ from jaxres.config import RunConfig
 from jaxres.goodput.live_timeline import LiveTimeline
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.codec import TaggedCodec
-from jaxres.supervisor.host_health import HostReading
-from jaxres.supervisor.prometheus_exporter import PrometheusExporter
+from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
+from jaxres.supervisor.health.host_health import HostReading
 from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.telemetry.heartbeat import PhaseEntered, StepFinished, decode, encode
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from checkpoint import CLAIM
 
 from jaxres.checkpoint.checkpointer import Checkpointer
-from jaxres.checkpoint.frozen_arrays import sums_of
+from jaxres.checkpoint.write.frozen_arrays import sums_of
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema import CheckpointSection

@@ -56,7 +56,7 @@ from jaxres.engine import optimizer, replica_fingerprint
 from jaxres.engine import schedule as schedules
 from jaxres.engine import state as states
 from jaxres.engine import step as steps
-from jaxres.supervisor import host_health
+from jaxres.supervisor.health import host_health
 from jaxres.train.components import Trainer
 from jaxres.train.loop import train
 

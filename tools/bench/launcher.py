@@ -31,10 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxres.launch.desired_state import DesiredState, decode_state  # noqa: E402
-from jaxres.launch.observed_state import AgentReport  # noqa: E402
-from jaxres.launch.paths import LaunchPaths  # noqa: E402
-from jaxres.launch.vm_agent import REPORT_SECONDS  # noqa: E402
+from jaxres.launch.gce.state.desired_state import DesiredState, decode_state  # noqa: E402
+from jaxres.launch.gce.state.observed_state import AgentReport  # noqa: E402
+from jaxres.launch.gce.state.paths import LaunchPaths  # noqa: E402
+from jaxres.launch.gce.vm.agent import REPORT_SECONDS  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
 from jaxres.testing.gce import GceEmulator  # noqa: E402
 from jaxres.testing.gcs import GcsServer  # noqa: E402

@@ -20,7 +20,7 @@ import jax
 from step import CONFIG, SETTLE_SECONDS, built, interval, short
 
 from jaxres import config as configs
-from jaxres.checkpoint.memory_tier import MemoryTier, size_bytes
+from jaxres.checkpoint.memory.tier import MemoryTier, size_bytes
 from jaxres.engine.state import to_plain
 from jaxres.storage import memory_folder
 from jaxres.telemetry.stdio import format_bytes

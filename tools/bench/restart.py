@@ -127,13 +127,13 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     import numpy as np
 
     from jaxres import config as configs
-    from jaxres.checkpoint.load_arrays import load
+    from jaxres.checkpoint.restore.load_arrays import load
     from jaxres.data import dataset
     from jaxres.data.token_folder import open_tokens
     from jaxres.engine import mesh as meshes
     from jaxres.engine import optimizer
     from jaxres.engine.state import from_plain, to_plain
-    from jaxres.train import assemble, compile_cache, jitted_steps
+    from jaxres.train.compiled import assemble, compile_cache, jitted_steps
 
     config = configs.load_recorded(run_dir.attempt(1) / "config.yaml", ()).config
     compile_cache.use_compilation_cache(caches / "floor")

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint import background_save, orbax_io
-from jaxres.checkpoint.load_arrays import load
+from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.restore.load_arrays import load
+from jaxres.checkpoint.write import background_save
 
 ROUNDS = 5
 LEAVES = 14

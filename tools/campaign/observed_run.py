@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxres.chaos import leftovers, short_runs
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import verify
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read import verify
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import SIGNAL_BASE
 from jaxres.faults import RunError
+from jaxres.host import proc_stat
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import AttemptEnded
 from jaxres.runlog.run_log import RunHistory
 from jaxres.storage.path import GcsPath
-from jaxres.supervisor import proc_stat
 from jaxres.train.forkserver import PROCESS_NAME
 from tests.promises.trainer import TrainingProcess, run_history
 from tools.campaign.plan import Kill

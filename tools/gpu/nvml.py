@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxres.supervisor import nvml
+from jaxres.supervisor.health import nvml
 
 
 def readings(index: int = 0) -> dict[str, object]:

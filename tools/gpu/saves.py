@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jaxres.checkpoint.content_digest import array_digest
+from jaxres.checkpoint.digests.content_digest import array_digest
 from jaxres.checkpoint.snapshot import HASH_THREADS
 from tools.bench import checkpoint as bench
 from tools.gpu.runs import Figures, every, seconds, sized

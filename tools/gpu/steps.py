@@ -14,7 +14,7 @@ from jaxres import config as configs
 from jaxres import data
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report
-from jaxres.train import assemble, jitted_steps
+from jaxres.train.compiled import assemble, jitted_steps
 from jaxres.train.components import Components
 from tools.gpu.runs import NO_GPU, REHEARSED, Figures, every, quickstart, seconds, sized
 

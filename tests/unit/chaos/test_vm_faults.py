@@ -13,7 +13,7 @@ from jaxres.chaos import emulated_bucket, emulated_vms, vm_faults
 from jaxres.chaos.short_runs import shortened
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage.path import GcsPath
-from jaxres.train import break_hook
+from jaxres.train.chaos_hooks import break_hook
 
 TINY = Path(__file__).parents[3] / "tests" / "promises" / "tiny.yaml"
 OWN = """

@@ -77,8 +77,8 @@ def write_config(folder: Path, fields: Mapping[str, Any]) -> None:
 
 def write_folder(folder: Path, fields: Mapping[str, Any]) -> Path:
     """Writes config.json and the numbers of a model, under Hugging Face's names."""
-    from jaxres.checkpoint import hf_tensors, safetensors
-    from jaxres.checkpoint.manifest import ArrayInfo
+    from jaxres.checkpoint.read.manifest import ArrayInfo
+    from jaxres.checkpoint.weights import hf_tensors, safetensors
     from jaxres.config import huggingface
 
     write_config(folder, fields)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres.checkpoint import bit_sums, host_arrays, snapshot
-from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint import bit_sums, snapshot
+from jaxres.checkpoint.digests.block_digests import ArrayInfo
+from jaxres.checkpoint.write import host_arrays
 from jaxres.runlog.events import SaveFailed
 from tests.tiers import slow_but
 from tests.unit.checkpoint.conftest import progress, sharding, state

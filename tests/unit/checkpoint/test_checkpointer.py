@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jaxres.checkpoint import array_writer, orbax_io
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import restore as restoring
-from jaxres.checkpoint.content_digest import content_digest
+from jaxres.checkpoint.digests.content_digest import content_digest
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.restore import restore as restoring
+from jaxres.checkpoint.write import array_writer
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable

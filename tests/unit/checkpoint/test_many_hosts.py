@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from jaxres.checkpoint import finalize
-from jaxres.checkpoint import manifest as manifests
-from jaxres.checkpoint import restore as restoring
-from jaxres.checkpoint.frozen_arrays import NOTHING_LINKED
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.restore import restore as restoring
+from jaxres.checkpoint.write.frozen_arrays import NOTHING_LINKED
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir

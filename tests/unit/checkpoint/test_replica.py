@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.checkpoint.manifest import MANIFEST, digest_of
+from jaxres.checkpoint.read.manifest import MANIFEST, digest_of
+from jaxres.checkpoint.read.verify import verify_step
 from jaxres.checkpoint.replica import Replica
 from jaxres.checkpoint.throttle import BandwidthLimit
-from jaxres.checkpoint.verify import verify_step
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, Unrestorable
 from jaxres.runlog import replica_files

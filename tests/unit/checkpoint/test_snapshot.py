@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint import manifest, snapshot
-from jaxres.checkpoint.block_digests import ArrayInfo
+from jaxres.checkpoint import snapshot
+from jaxres.checkpoint.digests.block_digests import ArrayInfo
+from jaxres.checkpoint.read import manifest
 from jaxres.checkpoint.snapshot import SnapshotMemory
 from jaxres.checkpoint.throttle import Throttle
 

@@ -9,8 +9,8 @@ import pytest
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.clock import SystemClock
 from tests.unit.checkpoint.conftest import progress
+from tests.unit.checkpoint.restore.test_restore import state
 from tests.unit.checkpoint.test_checkpointer import commits
-from tests.unit.checkpoint.test_restore import state
 
 
 @dataclass

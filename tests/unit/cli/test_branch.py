@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxres.__main__ import main
-from jaxres.checkpoint import manifest
-from jaxres.checkpoint.verify import verify_step
+from jaxres.checkpoint.read import manifest
+from jaxres.checkpoint.read.verify import verify_step
 from jaxres.cli.branch import decides_arrays_or_rows
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode

@@ -12,7 +12,7 @@ import pytest
 
 from jaxres.cli import doctor
 from jaxres.cli.checklist import ITEMS
-from jaxres.train import preflight
+from jaxres.train.checks import preflight
 from tests.waiting import SURE_SECONDS
 
 ROOT = Path(__file__).parents[3]

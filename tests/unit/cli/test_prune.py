@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxres import config
-from jaxres.checkpoint import pruning
+from jaxres.checkpoint.retention import pruning
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import prune as prune_cli
 from jaxres.clock import SystemClock

@@ -12,9 +12,9 @@ from jaxres import config as configs
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import report
 from jaxres.goodput import summary
-from jaxres.launch.catalog_prices import CatalogPrice
-from jaxres.launch.desired_state import DesiredState, Spending, encode_state
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.state.catalog_prices import CatalogPrice
+from jaxres.launch.gce.state.desired_state import DesiredState, Spending, encode_state
+from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath

@@ -14,7 +14,8 @@ from jaxres.chaos.short_runs import Topology, shortened
 from jaxres.cli import resume_check
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageRefused
-from jaxres.train import break_hook, kept_results, resume_results
+from jaxres.train import kept_results, resume_results
+from jaxres.train.chaos_hooks import break_hook
 from jaxres.train.resume_results import CheckResult, Found
 
 ROOT = Path(__file__).parents[3]

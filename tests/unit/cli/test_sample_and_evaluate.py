@@ -17,7 +17,7 @@ import pytest
 import jaxres
 from jaxres import inference, models
 from jaxres.__main__ import main
-from jaxres.checkpoint import weights_export
+from jaxres.checkpoint.weights import export as weights_export
 from jaxres.cli import evaluate
 from jaxres.config.schema_data import HuggingfaceTokenizer
 from jaxres.config.schema_model import MlpModel

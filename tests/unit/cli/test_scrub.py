@@ -7,16 +7,16 @@ import socket
 
 import pytest
 
-from jaxres.checkpoint import scrub
+from jaxres.checkpoint.read import scrub
+from jaxres.checkpoint.read.verify import Defect, VerificationReport
 from jaxres.checkpoint.throttle import BandwidthLimit
-from jaxres.checkpoint.verify import Defect, VerificationReport
 from jaxres.cli.scrub import check_step
 from jaxres.clock import SystemClock
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Prune, RunLog
-from jaxres.supervisor.worker_group import boot_id
+from jaxres.supervisor.process.worker_group import boot_id
 from tests.unit.runlog.example_records import CLAIM
 
 CLOCK = SystemClock()

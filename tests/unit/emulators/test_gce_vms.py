@@ -21,8 +21,8 @@ from google.api_core import exceptions
 from google.auth.exceptions import InvalidOperation
 from google.cloud import compute_v1 as compute
 
-from jaxres.supervisor import gce_metadata
-from jaxres.supervisor.gce_metadata import Response
+from jaxres.supervisor.preemption import gce_metadata
+from jaxres.supervisor.preemption.gce_metadata import Response
 from jaxres.testing.gce import GceEmulator, keeper
 from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING
 from tests.unit.emulators.gce_requests import PROJECT, ZONE, Clients, spot

@@ -17,8 +17,8 @@ from jax.experimental import serialize_executable
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature, Unusable
 from jaxres.faults import ConfigError
-from jaxres.train import compile_cache
-from jaxres.train.compile_cache import Program, StepToCompile
+from jaxres.train.compiled import compile_cache
+from jaxres.train.compiled.compile_cache import Program, StepToCompile
 from tests.compiling import nothing_kept
 
 X = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)

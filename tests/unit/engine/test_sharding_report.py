@@ -19,7 +19,7 @@ from jaxres.engine import optimizer, sharding_report, state
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.engine.sharding_report import Layout, ShardedArray
 from jaxres.faults import ConfigError
-from jaxres.train import oom_advice
+from jaxres.train.checks import oom_advice
 
 MIB = 2**20
 

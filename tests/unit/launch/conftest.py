@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.launch import slurm
-from jaxres.supervisor import signals
+from jaxres.host import signals
+from jaxres.launch.slurm import command as slurm
 from tests.unit.launch.fake_slurm import JOB, Commands, submit
 
 

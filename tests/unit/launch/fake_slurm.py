@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from jaxres.launch import slurm
-from jaxres.launch.slurm_journal import Journal
+from jaxres.launch.slurm import command as slurm
+from jaxres.launch.slurm.journal import Journal
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "6"}
 

@@ -19,17 +19,17 @@ from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config import RunConfig
 from jaxres.config.schema_gce import GceSection, ReservationOption
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.launch.boot_report import BootReport, VmBoot
-from jaxres.launch.capacity_options import CreateErrorKind
-from jaxres.launch.desired_state import DesiredState
-from jaxres.launch.observed_state import (
+from jaxres.launch.gce.state.boot_report import BootReport, VmBoot
+from jaxres.launch.gce.state.capacity_options import CreateErrorKind
+from jaxres.launch.gce.state.desired_state import DesiredState
+from jaxres.launch.gce.state.observed_state import (
     HOST_ERROR,
     AgentReport,
     CreateFailed,
     RunLogSummary,
     VmStatus,
 )
-from jaxres.launch.run_speed import RunSpeed
+from jaxres.launch.gce.state.run_speed import RunSpeed
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.run_log import AttemptEnded

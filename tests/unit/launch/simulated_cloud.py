@@ -17,9 +17,10 @@ from typing import Any
 from jaxres.config.schema_gce import FlexStartOption
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageUnavailable
-from jaxres.launch.aggregated_lists import ListedVms
-from jaxres.launch.capacity_options import CreateErrorKind
-from jaxres.launch.desired_state import (
+from jaxres.launch.gce.api.aggregated_lists import ListedVms
+from jaxres.launch.gce.api.compute import ApiUnavailable
+from jaxres.launch.gce.state.capacity_options import CreateErrorKind
+from jaxres.launch.gce.state.desired_state import (
     DesiredState,
     InstanceGroup,
     PendingCreate,
@@ -27,10 +28,9 @@ from jaxres.launch.desired_state import (
     VmSpec,
     decode_state,
 )
-from jaxres.launch.gce_api import ApiUnavailable
-from jaxres.launch.instance_spec import Machine
-from jaxres.launch.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
-from jaxres.launch.paths import LaunchPaths
+from jaxres.launch.gce.state.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
+from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, Start, file_name
 from jaxres.storage import gcs_objects, threads
@@ -306,7 +306,7 @@ class SimulatedCloud:
             return None if found is None else decode_state(found[0], self.paths.desired_state)
         return None
 
-    # The Compute API, with the methods of `jaxres.launch.gce_api.Compute`.
+    # The Compute API, with the methods of `jaxres.launch.gce.api.compute.Compute`.
 
     def _compute_request(self, where: str, zone: str = "") -> None:
         self.advance(0.03)

@@ -14,7 +14,7 @@ from jaxres.config.schema_model import CustomModel
 from jaxres.engine import mesh as meshes
 from jaxres.faults import ConfigError
 from jaxres.models.interface import compute_loss
-from jaxres.train import assemble
+from jaxres.train.compiled import assemble
 
 
 def init(key):

@@ -13,7 +13,7 @@ from jaxres import data, models
 from jaxres.data.token_writer import write_tokens
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, sharding_report
-from jaxres.train import assemble, jitted_steps
+from jaxres.train.compiled import assemble, jitted_steps
 from jaxres.train.components import Components
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxres.checkpoint import retention
-from jaxres.checkpoint.retention import FIRST_MONDAY, CommittedStep
+from jaxres.checkpoint.retention import retention
+from jaxres.checkpoint.retention.retention import FIRST_MONDAY, CommittedStep
 from jaxres.config.schema_operations import KeepSection
 from jaxres.plan.retention_bill import StorageBill, storage_bill
 

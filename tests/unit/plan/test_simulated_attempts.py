@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from jaxres.checkpoint import save_interval
-from jaxres.checkpoint.save_interval import Costs
+from jaxres.checkpoint.retention import save_interval
+from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen
 from jaxres.plan import goodput_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.reconcile import CYCLE_SECONDS
+from jaxres.launch.gce.decide.reconcile import CYCLE_SECONDS
 from jaxres.plan.simulated_vms import Answer, Gap, LostVm, SimulatedLauncher, Vms
 from jaxres.supervisor.restart_policy import KILLED, GiveUp, Restart
 from tests.unit.launch.gce_config import config

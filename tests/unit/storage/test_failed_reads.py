@@ -15,7 +15,7 @@ import pytest
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.checkpoint import safetensors
+from jaxres.checkpoint.weights import safetensors
 from jaxres.cli import scrub
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import ALONE
@@ -27,9 +27,10 @@ from jaxres.data.source_files import list_files
 from jaxres.data.tokenizer import open_tokenizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.host import signals
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
-from jaxres.supervisor import attempt_runner, signals
+from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.train import worker
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxres import config as configs
-from jaxres.checkpoint import safetensors, weights_source
+from jaxres.checkpoint.weights import safetensors
+from jaxres.checkpoint.weights import source as weights_source
 from jaxres.cli import evaluate
 from jaxres.config.schema_data import (
     DataSection,

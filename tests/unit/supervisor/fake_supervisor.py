@@ -21,9 +21,10 @@ from jaxres.config.schema import DeadlinesSection
 from jaxres.config.schema_operations import HealthSection, PreemptionSection
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import local_store
-from jaxres.supervisor import run_dir_watcher, supervisor, watchdog
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor import run_dir_watcher, supervisor
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process import watchdog
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import stdio
 from tests.hanging import waiting_opener

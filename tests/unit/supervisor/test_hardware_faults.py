@@ -9,7 +9,7 @@ import pytest
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.run_log import Record
-from jaxres.supervisor.spawn import LEAVE
+from jaxres.supervisor.process.spawn import LEAVE
 from tests.tiers import slow_but
 from tests.unit.runlog.example_records import CLAIM
 from tests.unit.supervisor.test_supervisor import supervisors

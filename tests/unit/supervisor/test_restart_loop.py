@@ -21,14 +21,15 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import local_store
-from jaxres.supervisor import restart_loop, run_dir_watcher, worker_group
+from jaxres.supervisor import restart_loop, run_dir_watcher
 from jaxres.supervisor import run_lock as owners
-from jaxres.supervisor.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption_watcher import PreemptionWatcher
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.process import worker_group
+from jaxres.supervisor.process.worker_group import boot_id
 from jaxres.supervisor.restart_loop import LoopState
 from jaxres.supervisor.restart_policy import RestartHistory, RestartPolicy
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.worker_group import boot_id
 from jaxres.testing.metadata import MetadataServer
 from tests.hanging import waiting_opener
 from tests.unit.runlog.example_records import CLAIM

@@ -13,9 +13,9 @@ from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog
 from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.worker_group import WorkerGroup
 from tests.promises.trainer import ROOT, TINY
 from tests.unit.runlog.example_records import CLAIM
 

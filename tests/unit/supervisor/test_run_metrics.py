@@ -14,8 +14,8 @@ from jaxres.goodput.intervals import BY_LAUNCHER, Activity
 from jaxres.runlog.attempt_result import AttemptResult, stop_record
 from jaxres.runlog.records import Commit, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
-from jaxres.supervisor.health_messages import GpuReading
-from jaxres.supervisor.host_health import HostReading
+from jaxres.supervisor.health.health_messages import GpuReading
+from jaxres.supervisor.health.host_health import HostReading
 from jaxres.supervisor.run_metrics import FAULTS, METRICS, VERDICTS, RunMetrics
 from jaxres.telemetry.heartbeat import (
     ExitMessage,

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jaxres.runlog.event_log import read_events
-from jaxres.supervisor.spawn import LEAVE
+from jaxres.supervisor.process.spawn import LEAVE
 from jaxres.testing.metadata import MetadataServer
 from tests.unit.supervisor.test_supervisor import supervisors
 

@@ -11,7 +11,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from jaxres.testing.environment import environment
 from jaxres.testing.gcs import GcsServer
-from jaxres.train import break_hook
+from jaxres.train.chaos_hooks import break_hook
 
 
 def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from jaxres.runlog.events import (
     SaveStarted,
     TrainingStarted,
 )
-from jaxres.train.host_times import TIMED_STEPS, Times
-from jaxres.train.performance_guard import PerformanceGuard, Place
+from jaxres.train.checks.host_times import TIMED_STEPS, Times
+from jaxres.train.checks.performance_guard import PerformanceGuard, Place
 from tests.manual_clock import ManualClock
 
 DEVICES_A_HOST = 2

@@ -13,8 +13,8 @@ from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, fault
 from jaxres.train import build
+from jaxres.train.checks.host_times import TIMED_STEPS, LocalTimes
 from jaxres.train.consensus import HostFlags, SingleHostConsensus, StepConsensus
-from jaxres.train.host_times import TIMED_STEPS, LocalTimes
 
 FULL = StopRun(fault("storage_unavailable"), "20 saves in a row have failed")
 

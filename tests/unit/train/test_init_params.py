@@ -12,7 +12,8 @@ import pytest
 
 from jaxres import config as configs
 from jaxres import data
-from jaxres.checkpoint import weights_export, weights_source
+from jaxres.checkpoint.weights import export as weights_export
+from jaxres.checkpoint.weights import source as weights_source
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
@@ -26,7 +27,8 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory, RunLog, Start
 from jaxres.telemetry.observers import Observers
-from jaxres.train import assemble, init_params
+from jaxres.train import init_params
+from jaxres.train.compiled import assemble
 from jaxres.train.context import AttemptContext
 from tests import bpe
 from tests.unit.checkpoint import llama_run

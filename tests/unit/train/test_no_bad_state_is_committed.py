@@ -25,10 +25,10 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import Continue
 from jaxres.runlog import run_log
 from jaxres.runlog.run_log import Commit, Record
+from jaxres.train.checks.replica_check import ReplicaCheck
 from jaxres.train.components import BadRows, DataLoader, StepSchedule
 from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import train
-from jaxres.train.replica_check import ReplicaCheck
 from jaxres.train.stop_requests import StopRequests
 from tests.tiers import slow_but
 from tests.unit.train.test_loop import fake_run

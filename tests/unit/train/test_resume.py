@@ -17,7 +17,7 @@ from jaxres.runlog.records import Branch
 from jaxres.runlog.run_log import Commit, Record, RunLog, Start, fold
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.worker_group import WorkerGroup
+from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.train import __main__ as train_command
 from jaxres.train import completion
 from jaxres.train.completion import Completion

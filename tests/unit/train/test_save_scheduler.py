@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jaxres.checkpoint.save_interval import optimum
+from jaxres.checkpoint.retention.save_interval import optimum
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen
 from jaxres.runlog.events import (
     SaveCommitted,

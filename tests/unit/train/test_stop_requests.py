@@ -56,7 +56,7 @@ with worker_signals() as requests:
 def test_under_a_supervisor_the_exit_signal_is_a_preemption_without_time():
     code, out, err = run(
         """
-from jaxres.supervisor.spawn import LEAVE
+from jaxres.supervisor.process.spawn import LEAVE
 with worker_signals() as requests:
     assert requests.may_save()
     os.kill(me, LEAVE)

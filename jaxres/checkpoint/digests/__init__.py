@@ -1,0 +1,1 @@
+"""Digests and sums of arrays."""

@@ -1,0 +1,1 @@
+"""The memory tier: states in this host's memory and in a neighbour's."""

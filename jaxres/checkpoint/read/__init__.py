@@ -1,0 +1,1 @@
+"""The files of a step, read and verified without JAX."""

@@ -1,0 +1,1 @@
+"""From the files of a step to arrays on devices."""

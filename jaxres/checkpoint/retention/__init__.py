@@ -1,0 +1,1 @@
+"""Which steps are kept, and how often one is saved."""

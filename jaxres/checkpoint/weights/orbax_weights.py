@@ -1,0 +1,173 @@
+"""Parameters of a checkpoint that stock Orbax wrote, read by TensorStore. Needs no jax, no orbax.
+
+Orbax (v0 and v1) keeps a tree in one folder with `_METADATA`, which names each leaf and the format
+of the arrays: Zarr 2 or 3, in an OCDBT database or in a folder for each array.
+https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxres.checkpoint.digests.block_digests import ArrayInfo
+from jaxres.checkpoint.read.manifest import is_storage_fault
+from jaxres.checkpoint.read.tensorstore_reader import kvstore
+from jaxres.checkpoint.weights.source import Weights
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
+from jaxres.storage import files
+from jaxres.storage.path import RunPath, is_remote
+
+METADATA = "_METADATA"
+STEP_METADATA = "_CHECKPOINT_METADATA"
+"""File of a step that has the times at which its save began and was committed."""
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the name of a folder whose save has not ended: Orbax renames it at the end."""
+SUCCESS = "commit_success.txt"
+"""File that Orbax writes last. In a bucket, where no folder is renamed, a step without it is
+unfinished."""
+ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
+NNX_LEAF = "value"
+"""Key of the array in a variable of Flax NNX; left out of names where it has no siblings."""
+
+
+def from_orbax(place: RunPath) -> Weights:
+    """Returns the arrays of a checkpoint, with the keys of its tree, joined by `/`, as names.
+
+    Args:
+      place: folder of one saved tree, or of a step whose only tree it is.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or it is unfinished or damaged.
+      StorageUnavailable: storage could not be read.
+    """
+    folder = _tree_folder(place)
+    _check_finished(folder)
+    try:
+        metadata = json.loads(files.read_whole(folder / METADATA))
+        leaves = _leaves(metadata["tree_metadata"])
+        is_ocdbt = metadata.get("use_ocdbt", True)
+        driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
+        # Versions of Orbax without this mark leave out chunks that have only zeros.
+        has_all_chunks = metadata.get("store_array_data_equal_to_fill_value", False)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / METADATA}: can't be read ({error!r}).") from error
+
+    import tensorstore
+
+    arrays: dict[str, Any] = {}
+    for name, keys in leaves.items():
+        inside = ".".join(keys)
+        store = kvstore(folder / inside)
+        if is_ocdbt:
+            store = {"driver": "ocdbt", "base": kvstore(folder), "path": f"{inside}/"}
+        with _named(folder, name):
+            spec = {
+                "driver": driver,
+                "kvstore": store,
+                "fill_missing_data_reads": not has_all_chunks,
+            }
+            arrays[name] = tensorstore.open(spec, read=True).result()
+
+    def read(name: str) -> np.ndarray:
+        with _named(folder, name):
+            return np.asarray(arrays[name].read().result())
+
+    tensors = {name: _info(array) for name, array in arrays.items()}
+    filled = "" if has_all_chunks else " (chunks that are missing in it are read as zeros)"
+    return Weights(f"{folder}{filled}", tensors, read, facts=None)
+
+
+@contextlib.contextmanager
+def _named(folder: RunPath, name: str) -> Iterator[None]:
+    """Names the array in errors of TensorStore, which are a ConfigError unless storage fails."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if is_storage_fault(error):
+            kind = StorageRefused if "PERMISSION_DENIED" in str(error) else StorageUnavailable
+            raise kind(f"{folder}: {name} could not be read ({error})") from error
+        raise ConfigError(
+            f"{folder}: {name} can't be read ({error}). Copy the checkpoint again, or give another "
+            "step."
+        ) from error
+
+
+def _tree_folder(place: RunPath) -> RunPath:
+    """Returns the folder with the one tree that a path means."""
+    if files.file_exists(place / METADATA):
+        return place
+    names = files.list_names(place)
+    trees = [name for name in names if files.file_exists(place / name / METADATA)]
+    trees = [name for name in trees if UNFINISHED not in name] or trees
+    if len(trees) == 1:
+        return place / trees[0]
+    if trees:
+        raise ConfigError(
+            f"{place}: has several trees: {', '.join(trees)}. Give the folder of one of them."
+        )
+    steps = sorted((name for name in names if name.isdigit()), key=int)
+    if steps:
+        raise ConfigError(
+            f"{place}: is a folder of steps. Give one of them, such as {place / steps[-1]}."
+        )
+    raise ConfigError(f"{place}: no checkpoint of Orbax here (no file {METADATA}).")
+
+
+def _check_finished(folder: RunPath) -> None:
+    """Raises a ConfigError if Orbax has not finished a tree, or the step that it is in."""
+    places = (folder, folder.parent)
+    is_marked = [files.file_exists(each / SUCCESS) for each in places]
+    path = str(folder) if is_remote(folder) else os.path.realpath(str(folder))
+    if UNFINISHED in path:
+        why = f"the path has {UNFINISHED}, which Orbax removes when a save has ended"
+    elif is_remote(folder) and not any(is_marked):
+        why = f"a finished checkpoint in a bucket has {SUCCESS}"
+    elif not all(map(_is_committed, places, is_marked)):
+        why = f"{STEP_METADATA} has no time of a commit"
+    else:
+        return
+    raise ConfigError(
+        f"{folder}: Orbax has not finished this checkpoint ({why}): arrays may be missing. Give a "
+        "finished step, or wait for the end of the save."
+    )
+
+
+def _is_committed(place: RunPath, is_marked: bool) -> bool:
+    """Returns whether a folder is no step whose save has begun and not ended."""
+    if is_marked or not files.file_exists(place / STEP_METADATA):
+        return True
+    try:
+        times = json.loads(files.read_whole(place / STEP_METADATA))
+        has_begun = times.get("init_timestamp_nsecs") is not None  # Not in steps of jaxres.
+        return not has_begun or times.get("commit_timestamp_nsecs", 0) is not None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{place / STEP_METADATA}: can't be read ({error!r}). Copy the checkpoint again, or "
+            "give another step."
+        ) from error
+
+
+def _leaves(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns name -> keys of the leaves that are arrays."""
+    leaves = [
+        tuple(str(part["key"]) for part in leaf["key_metadata"])
+        for leaf in tree.values()
+        if leaf["value_metadata"]["value_type"] in ARRAY_TYPES
+    ]
+    siblings = Counter(keys[:-1] for keys in leaves)
+    found: dict[str, tuple[str, ...]] = {}
+    for keys in leaves:
+        is_variable = keys[-1] == NNX_LEAF and len(keys) > 1 and siblings[keys[:-1]] == 1
+        found["/".join(keys[:-1] if is_variable else keys)] = keys
+    return found
+
+
+def _info(array: Any) -> ArrayInfo:
+    return ArrayInfo(array.dtype.numpy_dtype.name, tuple(array.shape))

@@ -1,0 +1,231 @@
+"""Reads and writes safetensors files one tensor at a time, without jax.
+
+The package of that name is not used: it needs all tensors of a file in memory at once, and its
+numpy writer (0.8.0) silently writes wrong numbers for an array that is not C-contiguous. Files are
+read, not memory-mapped: truncating a mapped file kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxres.checkpoint.read.manifest import ArrayInfo
+from jaxres.faults import ConfigError
+from jaxres.storage import files as storage
+from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.path import require_inside
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+"""Limit of the format's reference reader."""
+_TYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "BOOL": np.bool_,
+}
+DTYPES = {code: np.dtype(kind) for code, kind in _TYPES.items()}
+"""Type code of the format -> dtype of the numbers; all little-endian."""
+TYPE_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
+"""Name of a dtype -> type code of the format."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Location, dtype and shape of one tensor."""
+
+    file: Path
+    name: str
+    info: ArrayInfo
+    """Shape and dtype; the dtype is NumPy's name, or the format's type code if NumPy has none."""
+    start: int
+    """Offset in the file, in bytes."""
+    size: int
+    """Size in bytes."""
+
+    def read(self) -> np.ndarray:
+        """Reads the numbers.
+
+        Raises:
+          ConfigError: the type is unknown, or the file was truncated.
+          StorageUnavailable: storage could not be read.
+        """
+        if self.info.dtype not in TYPE_CODES:
+            raise broken(self.file, f"{self.name} is of an unknown type: {self.info}")
+        with (
+            storage.typed_errors(self.file),
+            open(self.file, "rb", opener=storage.only_files) as file,
+        ):
+            file.seek(self.start)
+            data = bytearray(self.size)
+            if file.readinto(data) != self.size:
+                raise broken(self.file, f"{self.name} is cut off")
+        return np.frombuffer(data, np.dtype(self.info.dtype)).reshape(self.info.shape)
+
+
+def broken(path: Path, what: str) -> ConfigError:
+    """Returns the error for a file that is damaged or incomplete."""
+    return ConfigError(
+        f"{path}: not a valid safetensors file: {what}. Copy or download it again; nothing was "
+        "loaded from it."
+    )
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
+    """Returns name -> tensor of one file; checks the header against the size of the file.
+
+    Raises:
+      ConfigError: the file does not exist, or is not a valid safetensors file.
+      StorageUnavailable: storage could not be read.
+    """
+    with storage.typed_errors(path):
+        if not storage.is_file(path):
+            what = "no such file. Give a safetensors file, or a folder of them."
+            raise ConfigError(f"{path}: {what}")
+    with storage.typed_errors(path), open(path, "rb", opener=storage.only_files) as file:
+        size = os.fstat(file.fileno()).st_size
+        storage.refuse_lfs_pointer(file.read(len(storage.LFS_POINTER)), path)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise broken(path, f"a header of {length} bytes in a file of {size}")
+        header = file.read(length)
+    try:
+        fields = json.loads(header, object_pairs_hook=_once_each)
+        metadata = dict(fields.pop("__metadata__", None) or {})
+        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in fields.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(path, f"its header can't be read ({error!r})") from error
+    _refuse_quantized(path, metadata)
+    end = 8 + length
+    for tensor in sorted(tensors, key=lambda t: (t.start, t.size)):
+        if tensor.start != end:
+            raise broken(path, f"{tensor.name} begins at byte {tensor.start}, expected {end}")
+        end += tensor.size
+    if end != size:
+        raise broken(path, f"it has {size} bytes, its header describes {end}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _refuse_quantized(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a file's metadata say that its numbers are quantized."""
+    for key, value in metadata.items():
+        if "quant" in str(key).lower() and value not in ("", "none", "null", "{}"):
+            raise ConfigError(
+                f"{path}: its __metadata__ has {key}: {str(value)[:200]}: the numbers are "
+                "quantized, which jaxres does not convert. Convert the model to bfloat16 with the "
+                "program that quantized it, or take the original."
+            )
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return dict(pairs)
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
+    code, shape = entry["dtype"], tuple(entry["shape"])
+    start, stop = entry["data_offsets"]
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) or stop < start:
+        raise ValueError(f"{name}: shape {shape}, bytes {start} to {stop}")
+    dtype = DTYPES.get(code)
+    if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
+        raise ValueError(f"{name}: {code}{list(shape)} in {stop - start} bytes")
+    info = ArrayInfo(dtype.name if dtype is not None else str(code), shape)
+    return Tensor(path, name, info, base + start, stop - start)
+
+
+def open_path(path: Path) -> dict[str, Tensor]:
+    """Returns name -> tensor of a file, or of a folder with one file or several and their index.
+
+    Raises:
+      ConfigError: the path does not exist, or a file is damaged or missing.
+      StorageUnavailable: storage could not be read.
+    """
+    if not storage.is_dir(path):
+        return open_file(path)
+    index = storage.read(path / INDEX)
+    if index is not None:
+        return _open_index(path, index)
+    files = [name for name in storage.list_names(path) if name.endswith(".safetensors")]
+    if SINGLE_FILE in files or len(files) == 1:
+        return open_file(path / (SINGLE_FILE if SINGLE_FILE in files else files[0]))
+    present = f"several ({', '.join(files[:3])}, ...) and no {INDEX}" if files else "none"
+    raise ConfigError(
+        f"{path}: expected one safetensors file here, or {INDEX}; there are {present}."
+    )
+
+
+def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
+    storage.refuse_lfs_pointer(index, folder / INDEX)
+    try:
+        weight_map: dict[str, str] = json.loads(index)["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise broken(folder / INDEX, f"it can't be read ({error!r})") from error
+    try:
+        files = [require_inside(str(file)) for file in files]
+    except ValueError as error:
+        raise ConfigError(
+            f"{folder / INDEX}: {error}. Put the files there, and give their names relative to it."
+        ) from error
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in open_file(folder / file).items():
+            if weight_map.get(name) != file:
+                expected = weight_map.get(name, "no file")
+                raise broken(folder / file, f"it has {name}, which {INDEX} assigns to {expected}")
+            tensors[name] = tensor
+    absent = sorted(weight_map.keys() - tensors.keys())
+    if absent:
+        raise broken(
+            folder / weight_map[absent[0]], f"{absent[0]}, which {INDEX} assigns to it, is missing"
+        )
+    return tensors
+
+
+def write_file(
+    path: Path, infos: Mapping[str, ArrayInfo], contents: Iterator[tuple[str, np.ndarray]]
+) -> None:
+    """Writes a file durably; consumes one item of `contents` for each info, in the same order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Some readers require it.
+    end = 0
+    for name, info in infos.items():
+        size = math.prod(info.shape) * np.dtype(info.dtype).itemsize
+        header[name] = {
+            "dtype": TYPE_CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [end, end + size],
+        }
+        end += size
+    text = canonical_json(header)
+    text += b" " * (-len(text) % 8)
+    with storage.typed_errors(path), path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for expected, info in infos.items():
+            name, array = next(contents)
+            assert (name, array.dtype.name, array.shape) == (expected, info.dtype, info.shape)
+            _write_numbers(file, array)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_numbers(file: IO[bytes], array: np.ndarray) -> None:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    file.write(flat.view(np.uint8).data)

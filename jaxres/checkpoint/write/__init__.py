@@ -1,0 +1,1 @@
+"""From arrays on devices to files of a step."""

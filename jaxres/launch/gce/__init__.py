@@ -1,0 +1,1 @@
+"""`launch gce`: VMs of Compute Engine for a run, replaced until it is complete."""

@@ -1,0 +1,435 @@
+"""Decides the next desired state of a job on VMs from the observed state. Pure.
+
+The caller writes each decision before it acts on it. Every action may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jaxres.config import RunConfig
+from jaxres.config.schema_gce import GceSection
+from jaxres.exit_codes import ExitCode, exit_row
+from jaxres.launch.gce.decide import (
+    cheaper_option,
+    draining,
+    early_replacement,
+    elastic,
+    instance_groups,
+    job_conditions,
+    lost_vms,
+    provisioning,
+    replacement_budget,
+    spare_requests,
+)
+from jaxres.launch.gce.decide.lost_vms import Loss
+from jaxres.launch.gce.decide.provisioning import may_still_create, release_all, replace_vms
+from jaxres.launch.gce.state import capacity_options, spending, transition_events
+from jaxres.launch.gce.state.desired_state import (
+    DesiredState,
+    JobEnd,
+    PendingCreate,
+    Transition,
+    VmSpec,
+)
+from jaxres.launch.gce.state.observed_state import AgentReport, ObservedState
+from jaxres.launch.gce.state.spending import lifetime_seconds
+from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
+from jaxres.supervisor import restart_policy
+from jaxres.supervisor.restart_policy import GiveUp, Restart
+
+CYCLE_SECONDS = 1.0
+"""Time between two decisions of a launcher."""
+IN_A_FULL_ZONE = "healthy, in a zone without capacity for the others"
+"""Kind of VMs that are replaced though nothing has happened to them."""
+
+
+def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
+    """Returns the next desired state; the same one if nothing changes."""
+    gce = config.launch.gce
+    assert gce is not None, config
+    found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
+    found = transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
+    spent = dollars(found.desired, gce, now=observed.now)
+    found = job_conditions.note(found, observed, config, dollars=spent)
+    return draining.note(spending.note_attempt(desired, found, now=observed.now), observed)
+
+
+def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
+    gce = config.launch.gce
+    assert gce is not None, config
+    desired = instance_groups.without_gone(_without_gone(desired, observed, gce), observed)
+    longest = restart_policy.longest_delay(config.restart)
+    if desired.not_before > observed.now + longest:  # The last launcher's clock was ahead.
+        desired = replace(desired, not_before=observed.now + longest)
+    if desired.phase == "ended":
+        return Transition(desired)
+    if desired.phase == "ending":
+        return _end(desired, observed, gce)
+    desired = replace(desired, end=desired.end or _requested_end(desired, observed, config))
+    if desired.end is not None and (
+        desired.phase == "placing" or _must_end_now(desired, observed, config)
+    ):
+        return _end(desired, observed, gce)
+    if desired.phase == "placing":
+        most = config.restart.max_preemptions_without_commit
+        if not any(vm.name in observed.reports for vm in desired.vms):
+            most = config.restart.max_attempts_without_commit  # No agent has ever reported.
+        found = cheaper_option.move(desired, observed, gce)
+        if not found.messages:
+            found = elastic.resize(desired, observed, config)
+        if not found.messages:
+            found = provisioning.provision(desired, observed, gce, most_unready=most)
+        found = spare_requests.note(found, observed, config)
+        return cheaper_option.note(found, observed, config)
+    found = early_replacement.note(while_running(desired, observed, config), observed, config)
+    found = elastic.note(spare_requests.note(found, observed, config), observed, config)
+    return cheaper_option.note(found, observed, config)
+
+
+def _count_replacements(
+    before: DesiredState, found: Transition, observed: ObservedState, gce: GceSection
+) -> Transition:
+    """Counts the VMs that a decision replaces; ends a job that has used its budget."""
+    after = found.desired
+    replaced = [
+        (vm, found.losses.get(vm.name) or found.unused.get(vm.name, IN_A_FULL_ZONE))
+        for vm in before.vms
+        if vm.name not in after.names and (vm.created or vm.name in found.losses)
+    ]
+    if after.phase == "running":
+        replaced = [
+            (vm, found.unused[vm.name]) for vm in before.early_vms if vm.name in found.unused
+        ]
+    is_only_spares = not replaced
+    replaced += [(vm, found.unused[vm.name]) for vm in before.spares if vm.name in found.unused]
+    if not replaced or after.phase not in ("placing", "running") or after.end is not None:
+        return found
+    count = replacement_budget.add(
+        before.replacements,
+        replaced,
+        step=observed.log.step,
+        now=observed.now,
+        vm_seconds=sum(lifetime_seconds(vm, gce, now=observed.now) for vm, _ in replaced),
+        dollars=sum(spending.cost(vm, gce, now=observed.now) for vm, _ in replaced),
+    )
+    end = replacement_budget.end_of_job(
+        count,
+        most=gce.max_replacements_without_commit,
+        requested=before.next_name,
+        has_prices=all(option.dollars_per_hour is not None for option in gce.capacity_options),
+        now=observed.now,
+    )
+    end = None if is_only_spares else end  # A lost spare ends no job.
+    return replace(found, desired=replace(after, replacements=count, end=end))
+
+
+def _note_suspicions(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
+    """Records which VMs may be lost, and adds a line for each change."""
+    desired = found.desired
+    suspected = tuple(sorted(lost_vms.find_suspected(desired, observed, gce)))
+    if suspected == desired.suspected:
+        return found
+    lines = lost_vms.suspicion_messages(desired.suspected, suspected, observed, desired.names)
+    return replace(
+        found,
+        desired=replace(desired, suspected=suspected),
+        messages=(*found.messages, *lines),
+    )
+
+
+def request_to_send(desired: DesiredState) -> PendingCreate | None:
+    """Returns the creation to request, if it is not yet; None: there is none, or it is not needed.
+
+    Nothing is requested for a job that ends, or if all its VMs are being deleted by now.
+    """
+    creation = desired.creation
+    if creation is None or desired.end is not None or desired.names.isdisjoint(creation.names):
+        return None
+    return creation
+
+
+def vms_to_delete(desired: DesiredState, observed: ObservedState) -> list[VmSpec]:
+    """Returns the VMs to delete: the intended ones, and VMs of this run that are not in the state.
+
+    The latter were created by a launcher that had lost the lease. VMs of groups that are deleted
+    are deleted with them.
+    """
+    known = desired.names | {vm.name for vm in desired.deleting}
+    listed = (observed.vms or {}).values()
+    unknown = [VmSpec(vm.name, vm.zone, 0, observed.now) for vm in listed if vm.name not in known]
+    with_group = {name for group in instance_groups.unwanted(desired) for name in group.names}
+    return [vm for vm in (*desired.deleting, *unknown) if vm.name not in with_group]
+
+
+def dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
+    """Returns the costs of the VMs so far, by the prices of the capacity options."""
+    return spending.total(desired, gce, now=now)
+
+
+def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str:
+    """Returns the costs so far, or the hours of the VMs if an option has no price."""
+    if all(option.dollars_per_hour is not None for option in gce.capacity_options):
+        return f"${dollars(desired, gce, now=now):.2f}"
+    return f"{vm_hours(desired, gce, now=now):.2f} VM hours"
+
+
+def vm_hours(desired: DesiredState, gce: GceSection, *, now: float) -> float:
+    """Returns the hours of all VMs so far."""
+    running_seconds = sum(lifetime_seconds(vm, gce, now=now) for vm in desired.all_vms)
+    return (desired.vm_seconds + running_seconds) / 3600
+
+
+def _requested_end(
+    desired: DesiredState, observed: ObservedState, config: RunConfig
+) -> JobEnd | None:
+    """Returns the end that a request, `launch.max_hours` or `launch.max_dollars` demands."""
+    section, gce = config.launch, config.launch.gce
+    assert gce is not None, config
+    spent = dollars(desired, gce, now=observed.now)
+    if observed.down_requested:
+        return JobEnd(ExitCode.STOPPED, "taken down by `launch gce down`", observed.now)
+    if (
+        section.max_hours is not None
+        and observed.now - desired.started_at > 3600 * section.max_hours
+    ):
+        return JobEnd(
+            ExitCode.NO_PROGRESS, f"launch.max_hours={section.max_hours:g} is reached", observed.now
+        )
+    if section.max_dollars is not None and spent > section.max_dollars:
+        limit = f"launch.max_dollars={section.max_dollars:g}"
+        return JobEnd(
+            ExitCode.NO_PROGRESS, f"{limit} is reached (${spent:.2f} spent)", observed.now
+        )
+    if observed.stop_requested and desired.phase == "placing":
+        reason = "stop was requested while no attempt ran: nothing new to save"
+        return JobEnd(ExitCode.STOPPED, reason, observed.now)
+    return None
+
+
+def _must_end_now(desired: DesiredState, observed: ObservedState, config: RunConfig) -> bool:
+    """Returns whether an attempt that should save and stop has used its time, or gets none."""
+    assert desired.end is not None, desired
+    limit = config.deadlines.save_seconds + SETTLE_SECONDS
+    return observed.down_requested or observed.now - desired.end.since > limit
+
+
+def _without_gone(desired: DesiredState, observed: ObservedState, gce: GceSection) -> DesiredState:
+    """Removes VMs that are deleted: neither listed nor found, and not being created."""
+    being_created = () if desired.creation is None else desired.creation.names
+    gone = [
+        vm
+        for vm in desired.deleting
+        if observed.vms is not None
+        and vm.name not in observed.vms
+        and vm.name in observed.not_found
+        and vm.name not in being_created
+    ]
+    if not gone:
+        return desired
+    if any(vm.created for vm in gone):
+        backoffs = capacity_options.without_quota(desired.backoffs)
+        desired = replace(desired, freed_at=observed.now, backoffs=backoffs)
+    return replace(
+        desired,
+        deleting=tuple(vm for vm in desired.deleting if vm not in gone),
+        spent_dollars=desired.spent_dollars
+        + sum(spending.cost(vm, gce, now=observed.now) for vm in gone),
+        vm_seconds=desired.vm_seconds
+        + sum(lifetime_seconds(vm, gce, now=observed.now) for vm in gone),
+        spending=spending.add(desired, gone, gce, now=observed.now),
+    )
+
+
+def _end(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
+    """Deletes all VMs; the job has ended once none exists and none is being created."""
+    assert desired.end is not None, desired
+    messages: tuple[str, ...] = ()
+    if desired.phase != "ending":
+        messages = (f"{desired.end.reason}; VMs to be deleted: {len(desired.names)}",)
+        released = release_all(desired, now=observed.now)
+        desired = replace(released, phase="ending", creation=desired.creation)
+    if desired.creation is not None:
+        if may_still_create(desired, desired.creation, observed, gce):
+            return Transition(desired, messages)
+        desired = replace(desired, creation=None)
+    if desired.deleting or desired.groups or observed.vms is None or observed.vms:
+        return Transition(desired, messages)
+    if observed.unreachable & capacity_options.zones_of(gce.capacity_options):
+        return Transition(desired, messages)  # A launcher without the lease may have VMs there.
+    return Transition(replace(desired, phase="ended"), messages)
+
+
+SETTLE_SECONDS = 45.0
+"""Longest wait for the exits of the other hosts after the first one, if none of them saves."""
+STALL_WAITS, LEAST_STALL_MINUTES = 3, 60.0
+"""An attempt is stalled after so many times the longest wait for a commit so far, and not before so
+many minutes."""
+START_SECONDS = 120.0
+"""Longest time until an agent has started its training process."""
+
+
+def while_running(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
+    """Returns the next state while an attempt runs."""
+    gce = config.launch.gce
+    assert gce is not None, config
+    names = {m.name for m in desired.hosts}
+    hosts = (vm for vm in desired.vms if vm.name in names)
+    lost = lost_vms.find_lost(hosts, observed, gce, is_training=True)
+    ended = {
+        name: report
+        for name in names
+        if (report := observed.reports.get(name)) is not None
+        and (report.attempt, report.state) == (desired.attempt, "ended")
+    }
+    codes = {name: ExitCode.BUG if r.exit is None else r.exit for name, r in ended.items()}
+    if not lost and not codes:
+        return _check_stall(desired, observed, config)
+    is_settled = bool(lost) or len(codes) == len(desired.hosts)
+    may_be_lost = lost_vms.find_suspected(desired, observed, gce) & names - codes.keys()
+    is_early = (observed.ended_seconds or 0.0) < _settle_seconds(codes, config)
+    if not is_settled and (is_early or may_be_lost):
+        return Transition(desired)
+    outcome = _attempt_outcome(desired, codes, ended, lost, observed, config)
+    unhealthy = [name for name, code in codes.items() if code == ExitCode.UNHEALTHY]
+    return _after_attempt(desired, outcome, observed, config, unhealthy=unhealthy)
+
+
+def _settle_seconds(codes: Mapping[str, int], config: RunConfig) -> float:
+    saves = all(exit_row(code).is_graceful for code in codes.values())
+    return SETTLE_SECONDS + (config.deadlines.save_seconds if saves else 0.0)
+
+
+def _attempt_outcome(
+    desired: DesiredState,
+    codes: Mapping[str, int],
+    ended: Mapping[str, AgentReport],
+    lost: Mapping[str, Loss],
+    observed: ObservedState,
+    config: RunConfig,
+) -> AttemptOutcome[str]:
+    """Returns the outcome of the attempt: its most severe exit, or the loss of a VM."""
+    name = min(codes, key=lambda name: (_severity_key(codes[name]), name), default=None)
+    code = ExitCode.PEER_LOST if name is None else codes[name]
+    if lost and not exit_row(code).outranks_lost_host:
+        gone, loss = next(iter(lost.items()))
+        return _outcome(desired, ExitCode.PREEMPTED, f"{gone}: {loss.text}", observed)
+    assert name is not None, lost
+    reason = f"{name}: {ended[name].reason}" if len(desired.hosts) > 1 else ended[name].reason
+    recorded = observed.log.last_end
+    if (
+        recorded is not None
+        and recorded.exit == code
+        and observed.log.last_end_seq > desired.seq_before
+    ):
+        reason = recorded.reason  # The supervisors' own result, which names the host.
+    if code == ExitCode.DONE and observed.log.step < config.train.steps:
+        code, reason = (
+            ExitCode.BUG,
+            f"{reason}; it exited with 0 but the newest step is {observed.log.step}",
+        )
+    if code == ExitCode.FENCED and desired.deleting:
+        # A VM that is being deleted may still hold the run lock.
+        code, reason = (
+            ExitCode.PEER_LOST,
+            f"{reason} (a VM that was judged lost still held the run lock)",
+        )
+    is_one_of_many = len(desired.hosts) > 1 and [*codes.values()].count(codes[name]) == 1
+    culprit = name if is_one_of_many or code == ExitCode.UNHEALTHY else None
+    return _outcome(desired, code, reason, observed, culprit=culprit)
+
+
+def _outcome(
+    desired: DesiredState,
+    code: int,
+    reason: str,
+    observed: ObservedState,
+    *,
+    culprit: str | None = None,
+) -> AttemptOutcome[str]:
+    before, after = desired.step_before, observed.log.step
+    return AttemptOutcome(code, reason, before, after, culprit, desired.attempt)
+
+
+def _severity_key(code: int) -> tuple[int, int]:
+    """Returns the sort key of an exit: the most severe first; the order in time is unknown here."""
+    row = exit_row(code)
+    return -row.severity, row.tie_break
+
+
+def _check_stall(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
+    """Ends an attempt without commits for too long: its processes are restarted, within budgets."""
+    gce = config.launch.gce
+    assert gce is not None, config
+    reports = {m.name: observed.reports.get(m.name) for m in desired.hosts}
+    late = [n for n, r in reports.items() if r is None or r.attempt != desired.attempt]
+    stall = gce.stall_minutes
+    if stall is None and observed.log.longest_wait is not None:
+        stall = max(LEAST_STALL_MINUTES, STALL_WAITS * observed.log.longest_wait / 60)
+    if late and observed.no_commit_seconds > START_SECONDS:
+        reason = f"{late[0]}: has not started training within {START_SECONDS:.0f} s"
+    elif stall is not None and observed.no_commit_seconds > 60 * stall:
+        reason = f"no new committed step for {stall:g} minutes (launch.gce.stall_minutes)"
+    else:
+        return Transition(desired)
+    culprit = late[0] if len(late) == 1 < len(desired.hosts) else None
+    outcome = _outcome(desired, ExitCode.HUNG, reason, observed, culprit=culprit)
+    return _after_attempt(desired, outcome, observed, config, unhealthy=())
+
+
+def _after_attempt(
+    desired: DesiredState,
+    outcome: AttemptOutcome[str],
+    observed: ObservedState,
+    config: RunConfig,
+    *,
+    unhealthy: Sequence[str],
+) -> Transition:
+    """Decides what follows the end of an attempt: the end of the job, or another attempt.
+
+    Every VM whose host has reported itself unhealthy is replaced, also if it is the only one.
+    """
+    gce = config.launch.gce
+    assert gce is not None, config
+    desired = replace(
+        desired.with_outcome(outcome), phase="placing", hosts=(), reason=outcome.reason
+    )
+    message = f"attempt {outcome.attempt} ended ({outcome.code}): {outcome.reason}"
+    if desired.end is not None and outcome.code != ExitCode.DONE:
+        reason = f"{desired.end.reason}; newest committed step {observed.log.step}"
+        return Transition(replace(desired, end=replace(desired.end, reason=reason)), (message,))
+    decision = _restart(desired.history, config, seed=desired.attempt)
+    if not isinstance(decision, Restart):
+        reason = decision.reason
+        if decision.exit == ExitCode.DONE:
+            reason = f"the last step, {observed.log.step}, is committed"
+        return Transition(
+            replace(desired, end=JobEnd(decision.exit, reason, observed.now)), (message,)
+        )
+    desired = replace(desired, not_before=observed.now + decision.after_seconds)
+    lost = lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
+    for name in {*unhealthy, _to_replace(desired.history)}:
+        if name in desired.names:
+            kind = f"{lost_vms.BY_EXIT} {outcome.code}"
+            lost[name] = Loss(kind, f"is replaced: {outcome.reason}")
+    settled = early_replacement.settle(desired, lost, observed)
+    messages = (f"{message}; {decision.reason}", *settled.messages)
+    if not (rest := {name: loss for name, loss in lost.items() if name in settled.desired.names}):
+        return replace(settled, messages=messages)
+    replaced = replace_vms(settled.desired, rest, observed, gce)
+    losses = {**settled.losses, **replaced.losses}
+    return Transition(replaced.desired, (*messages, *replaced.messages), losses)
+
+
+def _restart(
+    history: Sequence[AttemptOutcome[str]], config: RunConfig, *, seed: int
+) -> Restart | GiveUp:
+    """Applies the supervisor's restart policy; the launcher itself checks hours and hosts."""
+    outcomes = [AttemptOutcome[int](p.code, p.reason, p.step_before, p.step_after) for p in history]
+    return restart_policy.decide_next(outcomes, config, seed=seed)
+
+
+def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:
+    """Returns the VM that two consecutive failures name; None: they name none."""
+    return history[-1].culprit if is_named_twice(history) else None

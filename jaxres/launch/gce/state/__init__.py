@@ -1,0 +1,1 @@
+"""What a job of `launch gce` is, wants and sees."""

@@ -1,0 +1,433 @@
+"""Desired state of a job on VMs: one object in the run's bucket, written by the controller only.
+
+A launcher writes the desired state first and acts on it afterwards. Its actions follow from the
+desired state and from what it observes, so a successor resumes wherever its predecessor was killed.
+The agents on the VMs read the object too: it has the current attempt and its hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxres.faults import ConfigError, Fenced, StorageUnavailable
+from jaxres.launch.gce.state.capacity_options import Backoff
+from jaxres.launch.gce.state.catalog_prices import CatalogPrice
+from jaxres.runlog.attempt_result import AttemptOutcome
+from jaxres.runlog.launch_events import LaunchEvent
+from jaxres.storage import codec, gcs_objects
+from jaxres.storage.path import GcsPath
+
+SpendingCause = Literal["training", "boot", "waiting", "spare"]
+Phase = Literal["placing", "running", "ending", "ended"]
+FORMAT = 2
+WRITES = 3
+MAX_HISTORY = 200
+"""Number of attempts whose outcomes are kept."""
+
+
+@dataclass(frozen=True)
+class VmSpec:
+    """A VM that should exist, or that should be deleted."""
+
+    name: str
+    """Name of the VM; never used again for another one."""
+    zone: str
+    option: int
+    """Index of its capacity option in launch.gce.capacity_options."""
+    requested_at: float
+    """When its creation was requested, in seconds since the epoch, for the costs; 0: not yet."""
+    created: bool = False
+    """Whether its creation is known to have succeeded."""
+    deleting_since: float = 0.0
+    """Since when it should be deleted, in seconds since the epoch; 0: it should exist."""
+    trained_from: float = 0.0
+    """When the first attempt on it started, in seconds since the epoch; 0: none has yet."""
+    trained_seconds: float = 0.0
+    """Duration of the attempts on it that have ended."""
+    replaces: str = ""
+    """VM that it replaces, if it was requested before that VM was lost; empty: it was not."""
+    spare_seconds: float = 0.0
+    """For how long it was a spare, from its request on, once it is none any more."""
+    created_at: float = 0.0
+    """When its creation was first known to have succeeded, in seconds since the epoch; 0: it is not
+    known, or the state was written before there was this time."""
+
+    @property
+    def boots_since(self) -> float:
+        """When a created VM began to boot: a queue may deliver it long after its request."""
+        return max(self.requested_at, self.created_at)
+
+
+@dataclass(frozen=True)
+class Spending:
+    """Lifetime and costs of VMs of one capacity option for one cause; see spending.py."""
+
+    option: int
+    """Index of the capacity option in launch.gce.capacity_options."""
+    cause: SpendingCause
+    vm_seconds: float = 0.0
+    dollars: float = 0.0
+
+
+@dataclass(frozen=True)
+class PendingCreate:
+    """VMs that one request creates. Repeating the request creates nothing more."""
+
+    names: tuple[str, ...]
+    request_id: str
+    is_of_spares: bool = False
+    """Whether no slot needs these VMs, so that no attempt waits for them."""
+
+
+@dataclass(frozen=True)
+class InstanceGroup:
+    """A managed instance group, its resize request and its template; see resize_requests.py."""
+
+    name: str
+    """Name of all three; never used again for others."""
+    zone: str
+    """Zone of the group; empty: there is only a template."""
+    names: tuple[str, ...]
+    """VMs that the resize request creates."""
+
+
+@dataclass(frozen=True)
+class HostAddress:
+    """A host of the current attempt. Its index in the list is its host id."""
+
+    name: str
+    ip: str
+    instance: str = ""
+    """Unique id of the VM; empty: written before there were ids here."""
+    physical_host: str = ""
+    """The server that the VM runs on; empty: unknown."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How the job ended or is about to end."""
+
+    exit: int
+    reason: str
+    since: float
+    """When the end was decided, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class BootFailure:
+    """Why the newest VMs did not come up."""
+
+    cause: str
+    """What failures for the same reason have in common."""
+    at: float
+    """When it was last seen, in seconds since the epoch."""
+    times: int = 1
+    """Number of times in a row."""
+
+
+@dataclass(frozen=True)
+class LossCount:
+    """Number of VMs that were replaced for one reason."""
+
+    kind: str
+    vms: int
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """VMs that were replaced since the newest committed step."""
+
+    step: int = 0
+    """Newest committed step when the first of them was replaced."""
+    at: float = 0.0
+    """When `times` last grew, in seconds since the epoch."""
+    times: int = 0
+    """Number of times that VMs were replaced; VMs that are lost together count once."""
+    losses: tuple[LossCount, ...] = ()
+    vm_seconds: float = 0.0
+    """Lifetime of the replaced VMs."""
+    dollars: float = 0.0
+    """Costs of the replaced VMs."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition of a job that has an event at its begin, and may have one at its end."""
+
+    kind: str
+    """Kind of the event at its begin."""
+    value: float = 0.0
+    """Of stalled commits: the newest committed step. Of the spending: the bound in dollars."""
+
+
+@dataclass(frozen=True)
+class AlertStart:
+    """From which event on a target receives alerts: those before are older than the target."""
+
+    target: str
+    """Name of the target, as in `alerts.jsonl`."""
+    event: int
+    """Number of the first event."""
+
+
+@dataclass(frozen=True)
+class DesiredState:
+    """Everything that the launcher remembers of a job."""
+
+    run: str
+    """Label of all VMs of the run directory, and beginning of their names."""
+    code: str
+    """Digest of the code that every attempt runs."""
+    config: str
+    """Digest of the resolved config that all agents and controllers use."""
+    id: str = ""
+    """Random id of the run, part of the names of its VMs; empty: written before there were ids."""
+    image: str = ""
+    """Boot image of all VMs, to which the image family led at the start; empty: as configured."""
+    epoch: int = 0
+    """Epoch of the lease under which this was written."""
+    serial: int = 0
+    """Number of this write; grows by one with every write."""
+    phase: Phase = "placing"
+    reason: str = ""
+    """Why the job is in this phase, for the operator."""
+    placement: int = 0
+    """Number of placements tried so far."""
+    next_name: int = 0
+    """Number of VM names used so far."""
+    vms: tuple[VmSpec, ...] = ()
+    """VMs of the job, by slot; empty: no zone is chosen yet."""
+    early_vms: tuple[VmSpec, ...] = ()
+    """Replacements of hosts with a notice, until the attempt ends; see early_replacement.py."""
+    early_for: tuple[str, ...] = ()
+    """Hosts of the attempt for which one was requested: once each, whatever became of it."""
+    spares: tuple[VmSpec, ...] = ()
+    """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py.
+
+    Those of another capacity option than `vms` wait to replace all of them: cheaper_option.py."""
+    spare_failures: int = 0
+    """How often a spare was lost or refused since all of them were ready."""
+    spares_not_before: float = 0.0
+    """Earliest next request for spares, in seconds since the epoch."""
+    grow_after: int | None = None
+    """Step after whose commit the attempt ends, because more hosts are ready; see elastic.py."""
+    cheaper_tries: int = 0
+    """How often VMs of a cheaper option were requested lately; see cheaper_option.py."""
+    cheaper_not_before: float = 0.0
+    """Earliest next request for VMs of a cheaper option, in seconds since the epoch."""
+    move_after: int | None = None
+    """Step after whose commit the attempt ends, because all VMs of a cheaper option are ready."""
+    cheaper_by: float = 0.0
+    """Dollars by which a VM costs less in an hour since the job has moved to cheaper options."""
+    saved_dollars: float = 0.0
+    """What that has saved until the end of the newest attempt that has ended; VMs that were
+    requested for a move are subtracted, with their costs until it."""
+    creation: PendingCreate | None = None
+    groups: tuple[InstanceGroup, ...] = ()
+    """Groups that may exist, until they are known to be deleted; see instance_groups.py."""
+    deleting: tuple[VmSpec, ...] = ()
+    """VMs to delete, until they are known to be deleted."""
+    backoffs: tuple[Backoff, ...] = ()
+    freed_at: float = 0.0
+    """When a VM of the job was last found deleted, in seconds since the epoch; 0: never yet."""
+    refill_since: float | None = None
+    """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
+    unready: int = 0
+    """Number of times that VMs were lost since the last attempt started."""
+    replacements: Replacements = Replacements()
+    suspected: tuple[str, ...] = ()
+    """VMs that may be lost: their agents are silent, and nothing confirms a loss yet."""
+    boot_failure: BootFailure | None = None
+    """Newest known cause for which VMs did not come up since the last attempt started."""
+    attempt: int = 0
+    hosts: tuple[HostAddress, ...] = ()
+    """Hosts of the current attempt; empty: no attempt is running."""
+    draining: tuple[str, ...] = ()
+    """Hosts of the current attempt whose agents request a save and the end of the attempt."""
+    port: int = 0
+    step_before: int = 0
+    """Newest committed step when the attempt started."""
+    attempt_since: float = 0.0
+    """When the current attempt started, in seconds since the epoch; 0: none is running."""
+    seq_before: int = 0
+    """Number of the newest record in the run log when the attempt started."""
+    not_before: float = 0.0
+    """Earliest start of the next attempt, in seconds since the epoch."""
+    history: tuple[AttemptOutcome[str], ...] = ()
+    started_at: float = 0.0
+    """When the job was requested, or requested again after an end, in seconds since the epoch."""
+    spent_dollars: float = 0.0
+    """Costs of the VMs that are deleted."""
+    vm_seconds: float = 0.0
+    """Lifetime of the VMs that are deleted."""
+    spending: tuple[Spending, ...] = ()
+    """The same two by capacity option and cause."""
+    prices: tuple[CatalogPrice, ...] = ()
+    """Prices by the Billing Catalog API, of options without one in the config: option_prices.py."""
+    end: JobEnd | None = None
+    num_events: int = 0
+    """Number of events so far; see jaxres/runlog/launch_events.py."""
+    events: tuple[LaunchEvent, ...] = ()
+    """The newest events, until they are in `launch/events`."""
+    conditions: tuple[Condition, ...] = ()
+    """Conditions in force; see job_conditions.py."""
+    alert_starts: tuple[AlertStart, ...] = ()
+    """For every target of alerts: its first event."""
+
+    def with_outcome(self, outcome: AttemptOutcome[str]) -> DesiredState:
+        """Returns the state with one more outcome in the history."""
+        return dataclasses.replace(self, history=(*self.history, outcome)[-MAX_HISTORY:])
+
+    @property
+    def name_prefix(self) -> str:
+        """Beginning of the names of the run's VMs; of a new run in the same place it differs."""
+        return f"{self.run}-{self.id}" if self.id else self.run
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the VMs that should exist."""
+        return frozenset(vm.name for vm in (*self.vms, *self.early_vms, *self.spares))
+
+    @property
+    def all_vms(self) -> tuple[VmSpec, ...]:
+        """VMs that should exist or that are being deleted."""
+        return (*self.vms, *self.early_vms, *self.spares, *self.deleting)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The next desired state, and the lines to print about the change."""
+
+    desired: DesiredState
+    messages: tuple[str, ...] = ()
+    losses: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Kind of the loss of VMs that are replaced, by name."""
+    unused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Why early replacements and spares are deleted that no attempt has used, by name; and VMs
+    that the job leaves for cheaper ones."""
+
+
+class StateDamaged(StorageUnavailable):
+    """The object is not a desired state."""
+
+
+@dataclass
+class StateObject:
+    """The desired state in the bucket, and its generation when it was read or written last."""
+
+    path: GcsPath
+    desired: DesiredState | None = None
+    generation: int = field(default=0)
+    damage: str = ""
+    """Why the object can't be used, at the last `read_valid`; empty: it can, or there is none."""
+
+    def read(self) -> DesiredState | None:
+        """Reads the object; None: there is none yet.
+
+        Raises:
+          StateDamaged: it is not a desired state.
+        """
+        found = gcs_objects.read_at(self.path)
+        self.desired, self.generation = None, 0 if found is None else found[1]
+        if found is not None:
+            self.desired = decode_state(found[0], self.path)
+        return self.desired
+
+    def read_valid(self) -> DesiredState | None:
+        """Reads the object; None: there is none, or it is damaged, see `damage`."""
+        try:
+            self.damage = ""
+            return self.read()
+        except StateDamaged as error:
+            self.damage = str(error)
+            return None
+
+    def set_aside(self) -> GcsPath | None:
+        """Moves a damaged object to another name; only the holder of the lease may call this."""
+        found = gcs_objects.read_at(self.path)
+        if found is None or found[1] != self.generation:
+            return None
+        aside = gcs_objects.set_aside(self.path, found[0], generation=found[1])
+        gcs_objects.delete(self.path)
+        self.desired, self.generation, self.damage = None, 0, ""
+        return aside
+
+    def write(
+        self, desired: DesiredState, *, epoch: int, held: Callable[[], bool] = lambda: True
+    ) -> DesiredState:
+        """Writes the object unless another launcher has written since the read; the serial grows.
+
+        An object that was deleted, damaged or replaced by an older copy since is written again,
+        provided that `held` returns that the lease is held: the first try may have been suspended.
+
+        Raises:
+          Fenced: another launcher has written in the meantime.
+          StorageUnavailable: the object is lost, and it is unknown whether the lease is held.
+        """
+        known = max(desired.serial, 0 if self.desired is None else self.desired.serial)
+        for _ in range(WRITES):
+            if self.desired is not None and self.desired.epoch > epoch:
+                break  # It was read after another launcher had taken over.
+            new = dataclasses.replace(desired, epoch=epoch, serial=known + 1)
+            generation = gcs_objects.write(self.path, encode_state(new), over=self.generation)
+            if generation is not None:
+                self.desired, self.generation = new, generation
+                return new
+            current = self._newer_than(known, run_id=desired.id)
+            if current is None:
+                if not held():
+                    raise StorageUnavailable(
+                        f"{self.path}: is lost; the lease is renewed before it is written again"
+                    )
+                continue
+            self.desired, known = current, current.serial
+            if current.epoch != epoch:
+                break  # Else the response to an earlier write of this launcher was lost.
+        raise Fenced(
+            f"{self.path.parent.parent}: another launcher holds the lease of this run now; "
+            "this one stops acting, the training continues."
+        )
+
+    def _newer_than(self, serial: int, *, run_id: str) -> DesiredState | None:
+        """Reads a state that was written since; None: deleted, damaged or an older copy."""
+        found = gcs_objects.read_at(self.path)
+        self.generation = 0 if found is None else found[1]
+        if found is None:
+            return None
+        try:
+            current = decode_state(found[0], self.path)
+        except StateDamaged:
+            gcs_objects.set_aside(self.path, found[0], generation=found[1])
+            return None
+        is_copy = current.id == run_id and current.serial <= serial
+        return None if is_copy else current
+
+
+def encode_state(desired: DesiredState) -> bytes:
+    """Returns the desired state as JSON."""
+    return json.dumps({codec.FORMAT: FORMAT} | codec.encode(desired), sort_keys=True).encode()
+
+
+def decode_state(data: bytes, path: GcsPath) -> DesiredState:
+    """Parses what `encode_state` wrote; unknown fields are skipped.
+
+    Raises:
+      ConfigError: it was written in another format.
+      StateDamaged: it is not a desired state.
+    """
+    try:
+        fields: dict[str, Any] = json.loads(data)
+        codec.require_format(fields, number=FORMAT)
+        return codec.decode(DesiredState, fields, ignore_unknown=True)
+    except codec.OtherFormat as error:
+        raise ConfigError(f"{path}: {error}.") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StateDamaged(
+            f"{path}: is not readable as a desired state ({error}). `launch gce down CONFIG.yaml` "
+            "finds the job's VMs by their label and deletes them; `launch gce up CONFIG.yaml` "
+            "starts it again. Both move the object aside"
+        ) from error

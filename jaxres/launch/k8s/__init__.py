@@ -1,0 +1,1 @@
+"""`launch k8s`: a JobSet or an indexed Job."""

@@ -1,0 +1,1 @@
+"""`launch sky`: a managed job of SkyPilot."""

@@ -1,0 +1,1 @@
+"""`launch slurm`: a job that Slurm starts again."""

@@ -1,0 +1,1 @@
+"""What runs beside an attempt: trackers, replica, scrub, metrics, alerts."""

@@ -1,0 +1,202 @@
+"""Starts and ends the process that replicates a run, and watches how far it is behind.
+
+The process is `jaxres checkpoints replicate --follow`. A thread starts it again if it dies, and
+emits an event when a committed step is missing in the replica for too long. Nothing here stops or
+delays training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+
+from jaxres.clock import Awake, Clock, SystemClock
+from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode, RestartRule, exit_row
+from jaxres.faults import RunError
+from jaxres.host.processes import kill_session, start_session
+from jaxres.runlog import replica_files, run_log
+from jaxres.runlog.events import Event
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import Commit, Record
+from jaxres.runlog.replica_files import Progress
+from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
+from jaxres.storage.threads import make_thread
+from jaxres.telemetry import stdio
+from jaxres.telemetry.alert_monitors import ReplicaLag, step_of_open
+
+CLOSE_SECONDS = 10.0
+"""Longest delay of the exit for a copy; the next start copies the rest."""
+FINISH_SECONDS = 300.0
+"""The same for a run that is complete: most likely there is no next start."""
+WATCH_SECONDS = 10.0
+"""Longest time between two looks at the lag."""
+SLEPT_SECONDS = 30.0
+POLL_SECONDS = 0.02
+
+
+class ReplicaProcess:
+    """The replicator of a run with `checkpoint.replica`; a context manager, which ends it.
+
+    It is in a session of its own, so that a Ctrl-C reaches only the run.
+    """
+
+    def __init__(
+        self, config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str], clock: Clock
+    ) -> None:
+        """Starts nothing."""
+        self._section = config.checkpoint.replica
+        if self._section is not None and self._section.path == run_dir.root.absolute():
+            stdio.eprint(
+                "checkpoint.replica.path: this run trains in its replica now, so it has none. Give "
+                "another path\n"
+            )
+            self._section = None
+        self._run_dir, self._env, self._clock = run_dir, env, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._close_seconds = CLOSE_SECONDS
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> ReplicaProcess:
+        return self
+
+    def ensure_started(self, emit: Callable[[Event], None]) -> None:
+        """Starts process and thread unless they run; `emit` is called in the thread."""
+        if self._section is None:
+            return
+        self._start()
+        if self._thread is None:
+            self._thread = make_thread("replica-watch", lambda: self._watch(emit), daemon=True)
+            self._thread.start()
+
+    @property
+    def pids(self) -> set[int]:
+        """Pid of the process, if it runs: it is no leftover of an attempt."""
+        process = self._process
+        return {process.pid} if process is not None and process.poll() is None else set()
+
+    def on_run_ended(self, code: int) -> None:
+        """Allows FINISH_SECONDS for the rest if the run is complete."""
+        if code == ExitCode.DONE:
+            self._close_seconds = FINISH_SECONDS
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for the rest for a limited time, then kills the process."""
+        with self._lock:
+            self._closed.set()
+        if (process := self._process) is None:
+            return
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        until = self._clock.monotonic() + self._close_seconds
+        while process.poll() is None and self._clock.monotonic() < until:
+            self._clock.sleep(POLL_SECONDS)
+        kill_session(process)
+        if process.returncode:
+            stdio.eprint(f"replica: {self._missing()}\n")
+
+    def _missing(self) -> str:
+        assert self._section is not None
+        text = f"{self._section.path} lacks newer steps"
+        with contextlib.suppress(RunError):
+            step = run_log.fold(run_log.read_records(self._run_dir.log)).step
+            progress = replica_files.read_progress(self._run_dir)
+            has = progress.step if progress is not None else 0
+            text = f"{self._section.path} has step {has}; step {step} is committed"
+        return f"{text}. The same command copies the rest, also when the run is complete"
+
+    def _start(self) -> None:
+        """Starts the process unless it runs, or has ended in a way that would repeat itself."""
+        assert self._section is not None
+        with self._lock:
+            process = self._process
+            if self._closed.is_set() or (
+                process is not None and (process.poll() is None or _is_final(process.returncode))
+            ):
+                return
+            command = [sys.executable, "-m", "jaxres", "checkpoints", "replicate"]
+            command += [str(self._run_dir.root.absolute()), str(self._section.path)]
+            command += ["--follow", "--until-stdin-closes"]
+            if (rate := self._section.max_mb_per_second) is not None:
+                command += [f"--max-mb-per-second={rate}"]
+            try:
+                self._process = start_session(command, stdin=subprocess.PIPE, env=self._env)
+            except OSError as error:
+                stdio.eprint(f"checkpoint.replica: did not start: {error}\n")
+
+    def _watch(self, emit: Callable[[Event], None]) -> None:
+        assert self._section is not None
+        minutes = self._section.lag_minutes
+        limit = None if minutes is None else 60 * minutes
+        every = WATCH_SECONDS if limit is None else min(WATCH_SECONDS, limit / 4)
+        awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
+        was_behind = step_of_open(self._run_dir, "replica_behind") is not None
+        lag = ReplicaLag(limit, is_behind=was_behind)
+        log, records = run_log.reader_of(self._run_dir.log), list[Record]()
+        while not self._closed.wait(every):
+            self._start()
+            known = run_log.last_seq(records)
+            with contextlib.suppress(RunError):  # Unreadable storage shows no commit.
+                records = log.read()
+            if not records:
+                continue  # Whether a step is missing is not known yet.
+            progress = self._progress()
+            now = awake.now()
+            new = (record for record in records if record.seq > known)
+            commits = [record.seq for record in new if isinstance(record.body, Commit)]
+            kind = lag.check(commits, replicated=progress.seq, now=now)
+            if kind is not None:
+                emit(self._event(lag, records, progress, now=now))
+
+    def _progress(self) -> Progress:
+        assert self._section is not None
+        with contextlib.suppress(RunError):
+            found = replica_files.read_progress(self._run_dir)
+            if found is not None and found.path == str(self._section.path):
+                return found
+        return Progress(str(self._section.path))
+
+    def _event(
+        self, lag: ReplicaLag, records: list[Record], progress: Progress, *, now: float
+    ) -> Event:
+        history = run_log.fold(records)
+        if not lag.is_behind:
+            return ReplicaCaughtUp(history.attempt, history.step, progress.path, lag.series)
+        seconds = lag.seconds(now)
+        reason = f"{progress.path} has step {progress.step}; a newer one is missing there for "
+        reason += f"{seconds / 60:.0f} minutes"
+        reason += f": {progress.error}" if progress.error else ""
+        return ReplicaBehind(
+            attempt=history.attempt,
+            step=history.step,
+            replica=progress.path,
+            replica_step=progress.step,
+            seconds=seconds,
+            reason=reason,
+            series=lag.series,
+        )
+
+
+def copy_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
+    """Copies what the replica of a complete run lacks."""
+    if config.checkpoint.replica is None:
+        return
+    progress = replica_files.read_progress(run_dir)
+    records = run_log.read_records(run_dir.log)
+    is_same = progress is not None and progress.path == str(config.checkpoint.replica.path)
+    if progress is not None and is_same and progress.seq >= run_log.last_seq(records):
+        return
+    with ReplicaProcess(config, run_dir, env=env, clock=SystemClock()) as process:
+        process.ensure_started(lambda event: None)
+        process.on_run_ended(ExitCode.DONE)
+
+
+def _is_final(code: int) -> bool:
+    """Returns whether another process would exit in the same way."""
+    return exit_row(code).restart is RestartRule.NEVER and code != ExitCode.DONE

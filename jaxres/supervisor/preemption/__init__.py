@@ -1,0 +1,1 @@
+"""Notices that this host will be taken away."""

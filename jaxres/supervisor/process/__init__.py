@@ -1,0 +1,1 @@
+"""The processes of an attempt on this host."""

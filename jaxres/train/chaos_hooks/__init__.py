@@ -1,0 +1,1 @@
+"""Hooks by which a chaos run causes faults in a worker."""

@@ -1,0 +1,1 @@
+"""What is looked for while a run trains: wrong devices, slow hosts, non-finite values."""

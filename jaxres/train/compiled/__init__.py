@@ -1,0 +1,1 @@
+"""The compiled steps and their cache."""

@@ -1,0 +1,386 @@
+"""Cache of compiled programs: loads the compiled steps of an earlier attempt, else compiles them.
+
+A program is stored as soon as it is compiled, in a folder that only this account can use, by every
+host for its machine. All hosts load programs of the same compilation, or none does: of two
+compilations of the same program, each may choose other kernels. No error of the cache ends a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import xla_bridge  # No public function checks without creating a backend.
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxres import config as configs
+from jaxres.clock import Clock, SystemClock
+from jaxres.config import RunConfig
+from jaxres.config.schema import CompileSection
+from jaxres.engine import executable
+from jaxres.engine.executable import Signature, Unusable
+from jaxres.faults import ConfigError, RunError
+from jaxres.runlog.events import CompiledStepsLoaded, Emit, Noted, PhaseChanged, StepsCompiled
+from jaxres.runlog.guarantee import xla_flags
+from jaxres.secret_values import without_rotatable
+from jaxres.storage import files
+from jaxres.train.context import AttemptContext
+
+PACKAGE = Path(__file__).parents[2]
+SECTIONS_NOT_COMPILED = (
+    *("alerts", "checkpoint", "compilation", "deadlines"),
+    *("hosts", "launch", "restart", "telemetry"),
+)
+"""Sections of the config that no compiled step depends on."""
+Trace = Callable[[], Any]
+"""Returns a jax.stages.Traced."""
+
+
+def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
+    """Returns what determines the compiled steps; None: only their lowered text does.
+
+    None if custom code is a part of the steps, or if this package's source has changed since it was
+    imported.
+    """
+    own = own_sources()
+    if own is None or "custom" in (config.model.kind, config.optimizer.kind):
+        return None
+    dumped = without_rotatable(config.model_dump(mode="json"))
+    for key in ("dir", "name", "tags", "guarantee"):
+        dumped["run"].pop(key)
+    if all(group.learning_rate is None for group in config.optimizer.groups):
+        dumped["optimizer"].pop("learning_rate")  # An input; with groups, rates are relative to it.
+    dumped["train"]["steps"] = configs.horizon_steps(config)
+    dumped["guards"].pop("corruption")  # How often copies are compared is no part of a program.
+    sections = {name: part for name, part in dumped.items() if name not in SECTIONS_NOT_COMPILED}
+    return {"sources": own, "config": sections, **others}
+
+
+@functools.cache
+def own_sources(folder: str = "") -> str | None:
+    """Returns the digest of this package's source, or of one folder of it; None: it has changed."""
+    since, now = import_times(SystemClock())
+    return executable.sources(PACKAGE / folder, since=since, now=now)
+
+
+def remember_sources() -> None:
+    """Digests this package's source now, for all processes that are forked from this one."""
+    for folder in ("", "data", "engine", "models"):
+        own_sources(folder)
+
+
+def import_times(clock: Clock) -> tuple[float, float]:
+    """Returns when this process started, before its imports, and the time, by the wall clock."""
+    return process_start(clock), clock.wall()
+
+
+def process_start(clock: Clock) -> float:
+    """Returns when this process started, by the wall clock."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    since_boot = float(Path("/proc/uptime").read_text().split()[0])
+    return clock.wall() - (since_boot - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Makes JAX cache compiled programs in `folder`, including ones that compile fast.
+
+    Raises:
+      ConfigError: other accounts can use the folder.
+    """
+    files.make_private_dir(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def environment_here() -> Mapping[str, str]:
+    """Returns the environment of this process, in which JAX has read its settings."""
+    return os.environ
+
+
+def xla_flags_here() -> str:
+    """Returns the XLA_FLAGS of this process."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def set_determinism(determinism: str) -> None:
+    """Adds what `run.determinism` needs to XLA_FLAGS, which XLA reads when it is used first.
+
+    Raises:
+      ConfigError: XLA was used before, as in a notebook, without the flags.
+    """
+    flags = xla_flags(xla_flags_here(), determinism=determinism)
+    if flags == xla_flags_here():
+        return
+    if xla_bridge.backends_are_initialized():
+        raise ConfigError(
+            f"run.determinism is {determinism}, and this process has used JAX without it. Restart "
+            f"the process (the notebook's kernel), or set XLA_FLAGS={flags!r} before JAX is used."
+        )
+    os.environ["XLA_FLAGS"] = flags
+
+
+def configure_jax(section: CompileSection, emit: Emit) -> None:
+    """Makes JAX use its cache for programs besides the steps, unless others can use the folder."""
+    if section.cache_dir is None:
+        return
+    try:
+        use_compilation_cache(section.cache_dir.expanduser() / "jax")
+    except RunError as error:
+        emit(Noted(f"JAX's compilation cache is not used: {error}"))
+
+
+def programs_folder(section: CompileSection) -> Path | None:
+    """Returns the folder of compiled steps; None: no steps are stored."""
+    if section.cache_dir is None or not section.keep_programs:
+        return None
+    return section.cache_dir.expanduser() / "programs"
+
+
+@dataclass(frozen=True)
+class StepToCompile:
+    """A step that can be traced and compiled."""
+
+    trace: Trace
+    signature: Signature
+    devices: Sequence[Any] | None = None
+    """Devices in the order in which it runs on them; None: those of the mesh, in its order."""
+
+
+class Program:
+    """A step and its cache keys; traced and lowered at most once, on first use."""
+
+    def __init__(
+        self,
+        name: str,
+        step: StepToCompile,
+        here: Mapping[str, Any],
+        made_of: Mapping[str, Any] | None,
+    ) -> None:
+        self.name = name
+        self.signature = step.signature
+        self.devices = step.devices
+        self._trace = step.trace
+        self._here = here
+        self._made_of = made_of
+
+    @functools.cached_property
+    def lowered(self) -> Any:
+        """The jax.stages.Lowered."""
+        return self._trace().lower()
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Digest of the lowered text, which has all constants and no file names."""
+        return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
+
+    @functools.cached_property
+    def text_key(self) -> str:
+        """The key made of lowered text, call signature and name.
+
+        An argument that is None is not in the text, but is a part of the call signature. Two steps
+        of a run may have the same text.
+        """
+        call = [str(self.lowered.in_tree), str(self.lowered.out_tree)]
+        inputs = {"text": self.text, "call": call, "name": self.name}
+        return executable.key({**self._here, **inputs})
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The key that needs no trace, where there is one."""
+        if self._made_of is None:
+            return self.text_key
+        return executable.key({**self._here, "made_of": self._made_of, "name": self.name})
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A compiled step and where it comes from."""
+
+    call: Any
+    """The jax.stages.Compiled."""
+    text: str
+    """Digest of the lowered text."""
+    compilation: str
+    """Random name of the compilation, the same on all hosts."""
+    data: bytes | None = None
+    """Content of its file; None: it can't be stored."""
+
+
+def get(
+    steps: Mapping[str, StepToCompile],
+    context: AttemptContext,
+    *,
+    devices: Sequence[Any],
+    made_of: Mapping[str, Any] | None,
+    section: CompileSection,
+    seconds: float,
+) -> dict[str, CompiledStep]:
+    """Returns the compiled steps by name.
+
+    Args:
+      steps: the steps to compile, by name.
+      context: context of the attempt.
+      devices: devices of the mesh, in its order.
+      made_of: what determines the lowered text; None: only the text itself does.
+      section: where programs are stored, and how many.
+      seconds: how long the hosts wait for each other.
+    """
+    begun = context.clock.monotonic()
+    # Computing a key may trace the step, so this phase has the time limit of compilation.
+    context.emit(PhaseChanged("compile", "looking for compiled steps of an earlier attempt"))
+    programs = [
+        Program(
+            name, step, executable.here(step.devices or devices, environment=os.environ), made_of
+        )
+        for name, step in steps.items()
+    ]
+    folder = programs_folder(section)
+    if folder is None:
+        why, compiled = "compilation.keep_programs=0, or compilation.cache_dir=null", {}
+        for program in programs:
+            context.emit(PhaseChanged("compile", f"{program.name} step"))
+            compiled[program.name] = CompiledStep(program.lowered.compile(), program.text, "")
+        context.emit(StepsCompiled(why, context.clock.monotonic() - begun))
+        return compiled
+    cache = _Cache(context, folder, devices, most=section.keep_programs, seconds=seconds)
+    found, why = cache.load({program.key: program for program in programs}, "steps")
+    if found is not None:
+        context.emit(CompiledStepsLoaded(tuple(found), context.clock.monotonic() - begun))
+        return found
+    compiled = {program.name: cache.load_by_text_or_compile(program) for program in programs}
+    cache.store(programs, compiled)
+    context.emit(StepsCompiled(why, context.clock.monotonic() - begun))
+    return compiled
+
+
+class _Cache:
+    """The folder of compiled steps of this account on this machine, in agreement of all hosts."""
+
+    def __init__(
+        self,
+        context: AttemptContext,
+        folder: Path,
+        devices: Sequence[Any],
+        *,
+        most: int,
+        seconds: float,
+    ) -> None:
+        self._context, self._folder, self._devices = context, folder, devices
+        self._most, self._seconds = most, seconds
+
+    def load(
+        self, programs: Mapping[str, Program], topic: str
+    ) -> tuple[dict[str, CompiledStep] | None, str]:
+        """Returns the programs under their keys if every host has them of the same compilation.
+
+        Otherwise returns None and the reason.
+        """
+        found, why = self._load_here(programs)
+        names = ["none"]
+        if found is not None:
+            steps = zip(programs, found.values(), strict=True)
+            names = [f"{key}:{step.compilation}" for key, step in steps]
+        own, peers = "+".join(names), self._context.peers
+        peers.publish(topic, own)
+        peers.barrier(topic, seconds=self._seconds)
+        without = [text for text in peers.poll(topic) if not text.endswith(f": {own}")]
+        if found is not None and without:
+            return None, f"{without[0].partition(':')[0]} could not load the same"
+        return found, why
+
+    def _load_here(
+        self, programs: Mapping[str, Program]
+    ) -> tuple[dict[str, CompiledStep] | None, str]:
+        found = dict[str, CompiledStep]()
+        for key, program in programs.items():
+            try:
+                data = executable.read(self._folder, key)
+                if data is None:
+                    return None, "none is stored for these devices, libraries and settings"
+                devices = program.devices or self._devices
+                call = executable.load(data, program.signature, devices)
+            except Unusable as error:
+                why = f"{executable.file_of(self._folder, key)}: {error}"
+                self._context.emit(Noted(f"the steps are compiled again: {why}"))
+                return None, why
+            found[program.name] = CompiledStep(call, **executable.facts_of(data), data=data)
+        return found, ""
+
+    def load_by_text_or_compile(self, program: Program) -> CompiledStep:
+        """Returns a program of the same lowered text, or compiles it; `store` stores it."""
+        context, name = self._context, program.name
+        context.emit(PhaseChanged("compile", f"{name} step"))
+        # On another host the keys may differ, so only a single host may leave this out.
+        if program.key != program.text_key or not context.peers.member.is_alone:
+            found, _ = self.load({program.text_key: program}, f"text/{name}")
+            if found is not None:
+                return found[name]
+        compilation = context.peers.broadcast(
+            f"compilation/{name}", lambda: secrets.token_hex(8), seconds=self._seconds
+        )
+        with _without_jax_cache():
+            call = program.lowered.compile()
+        facts, data = {"text": program.text, "compilation": compilation}, None
+        try:
+            data = executable.dump(call, program.signature, facts)
+        except Unusable as error:
+            context.emit(Noted(f"the compiled {name} step is not stored: {error}"))
+        return CompiledStep(call, **facts, data=data)
+
+    def store(self, programs: Sequence[Program], compiled: Mapping[str, CompiledStep]) -> None:
+        """Stores the programs under both keys.
+
+        Host 0 writes first; another host writes only what it does not find, on its own disk.
+        """
+        peers = self._context.peers
+        if not peers.member.leads:
+            peers.barrier("stored", seconds=self._seconds)
+        for program in programs:
+            step = compiled[program.name]
+            if step.data is None:
+                continue
+            try:
+                for key in {program.key, program.text_key}:
+                    if peers.member.leads or not self._has(key, step.compilation):
+                        executable.keep(self._folder, key, step.data, most=self._most)
+            except (Unusable, RunError, OSError) as error:
+                note = f"the compiled {program.name} step is not stored: {error}"
+                self._context.emit(Noted(note))
+        if peers.member.leads:
+            peers.barrier("stored", seconds=self._seconds)
+
+    def _has(self, key: str, compilation: str) -> bool:
+        """Returns whether the file of a key is of a compilation."""
+        data = executable.read(self._folder, key)
+        try:
+            return data is not None and executable.facts_of(data)["compilation"] == compilation
+        except (ValueError, KeyError, TypeError):
+            return False  # A file of another format, or a damaged one.
+
+
+@contextlib.contextmanager
+def _without_jax_cache() -> Iterator[None]:
+    """Turns JAX's own compilation cache off: a program loaded from it can't be serialized again.
+
+    jax 0.10.2 on CPU: such a program is serialized without an error, and fails at its first call
+    after it is loaded ("Function ... not found").
+    """
+    if not executable.can_be_kept():
+        yield  # JAX's cache is then the only one.
+        return
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX reads the setting only once.
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

@@ -1,0 +1,311 @@
+"""Saves to a bucket: the requests that they make, and how they report its failures."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import re
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from aiohttp import ServerDisconnectedError
+from gcsfs.retry import HttpError
+from google.api_core.exceptions import NotFound
+
+from jaxres.checkpoint.read import manifest as manifests
+from jaxres.checkpoint.read import step_download
+from jaxres.checkpoint.read.readback import HostReport, verify_own_files
+from jaxres.checkpoint.read.step_download import LocalCopies, StepDownload
+from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.restore.load_arrays import load
+from jaxres.checkpoint.restore.orbax_io import array_infos
+from jaxres.checkpoint.throttle import UNTHROTTLED
+from jaxres.checkpoint.write import background_save
+from jaxres.faults import StorageUnavailable
+from jaxres.runlog.run_log import Commit
+from jaxres.storage import files, gcs_client, gcs_objects
+from jaxres.storage.path import GcsPath
+from jaxres.testing.gcs import GcsServer
+from tests import damage
+from tests.waiting import SURE_SECONDS
+
+
+@functools.cache
+def state() -> dict[str, dict[str, jax.Array]]:
+    return {"params": {f"w{n}": jnp.arange(4096.0).reshape(64, 64) + n for n in range(4)}}
+
+
+@pytest.fixture
+def step_dir(gcs_bucket: str) -> GcsPath:
+    return GcsPath(gcs_bucket, "run/checkpoints/00000008-0001")
+
+
+def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.BackgroundSave:
+    context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
+    return background_save.start_save(state(), step_dir, context)
+
+
+@pytest.mark.slow
+def test_starting_a_save_does_not_wait_for_the_bucket(
+    step_dir: GcsPath, gcs_server: GcsServer
+) -> None:
+    stall = gcs_server.fail("stall", times=None, late_seconds=2 * SURE_SECONDS)
+    before = gcs_server.counts["A"] + gcs_server.counts["B"]
+    writing = begin(step_dir)
+    assert gcs_server.counts["A"] + gcs_server.counts["B"] == before, "the call has made a request"
+    gcs_server.faults.clear()
+    stall.ended.set()
+    background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state()
+    )
+    back = load(step_dir, like)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, state()))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # Orbax does not await a failed save completely.
+def test_save_refused_by_the_bucket_is_storage_unavailable(
+    step_dir: GcsPath, gcs_server: GcsServer
+) -> None:
+    gcs_server.fail("403", times=None)
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["MANIFEST.json", "progress.json"])
+def test_step_in_a_bucket_that_answers_503_is_unavailable_and_never_damaged(
+    step_dir: GcsPath, gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(gcs_client, "RETRY_SECONDS", 1.0)
+    commit = Commit(
+        step=8,
+        path="checkpoints/00000008-0001",
+        manifest=manifests.digest_of(b"{}"),
+        bytes=2,
+    )
+    files.replace(step_dir / "MANIFEST.json", b"{}")
+    away = gcs_server.fail("503", path=re.escape(name), times=None)
+    read = manifests.load if name == "MANIFEST.json" else manifests.read_progress
+    with pytest.raises(StorageUnavailable, match="has not answered"):
+        read(step_dir, commit)
+    assert away.hits > 1
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_503_from_the_library_under_orbax_is_never_judged_as_damage(
+    step_dir: GcsPath, code: int
+) -> None:
+    error = HttpError({"code": code, "message": "as a test has asked"})
+    assert isinstance(manifests.unreadable(step_dir, 8, error), StorageUnavailable)
+
+
+class Broken:
+    """Replaces Orbax's response; its result is an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def result(self) -> None:
+        raise self.error
+
+
+BUCKET_ERRORS = (
+    HttpError({"code": 400, "message": "as a test has asked"}),
+    ServerDisconnectedError(),
+    NotFound("as a test has asked"),
+    FileExistsError("b/bucket/o/run"),
+    ValueError("Error writing gs://bucket/run/state/_sharding: as a test has asked"),
+    ValueError("PERMISSION_DENIED: Error writing gs://bucket/run/state/_sharding: as asked"),
+    ValueError("DATA_LOSS: Error decoding gs://bucket/run/state/manifest.ocdbt"),
+    json.JSONDecodeError("Expecting ',' delimiter", "{]", 1),
+)
+"""Errors that Orbax raises when a bucket answers 400, 403, 404 or 412, or drops or damages data.
+
+They are constructed here, because Orbax's threads wait for five more minutes after such a save.
+"""
+
+
+@pytest.mark.parametrize("error", BUCKET_ERRORS, ids=lambda error: type(error).__name__)
+def test_bucket_errors_of_every_library_are_storage_unavailable(
+    step_dir: GcsPath, error: Exception
+) -> None:
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        background_save.wait_save(
+            background_save.BackgroundSave(lambda: Broken(error)), step_dir, timeout=SURE_SECONDS
+        )
+
+
+def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
+    step_dir: GcsPath,
+) -> None:
+    """A flipped bit may leave valid JSON (found by a campaign of injected faults)."""
+    with pytest.raises(KeyError) as raised:
+        json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        background_save.wait_save(
+            background_save.BackgroundSave(lambda: Broken(raised.value)),
+            step_dir,
+            timeout=SURE_SECONDS,
+        )
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("bad leaf"),
+        ValueError("bad axis"),
+        KeyError("w"),
+        AssertionError(),
+        RuntimeError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_bug_in_a_save_is_raised_unchanged_on_disk_and_in_a_bucket(
+    step_dir: GcsPath, tmp_path: Path, error: Exception, where: str
+) -> None:
+    place = tmp_path if where == "disk" else step_dir
+    with pytest.raises(type(error)) as raised:
+        background_save.wait_save(
+            background_save.BackgroundSave(lambda: Broken(error)), place, timeout=SURE_SECONDS
+        )
+    assert raised.value is error
+
+
+def test_data_damaged_on_upload_is_never_reported_as_written(
+    step_dir: GcsPath, gcs_server: GcsServer
+) -> None:
+    """TensorStore sends no checksum with its writes; the digests of the snapshot detect damage."""
+    damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
+    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
+    assert damaged.hits == 1
+    result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
+    assert result.failure
+
+
+def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: GcsServer) -> None:
+    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
+    damaged = gcs_server.fail("damage", method="GET", path="alt=media", times=3)
+    result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
+    assert damaged.hits == 3
+    assert not result.failure
+    assert result.files.keys() < files.sizes(step_dir).keys()
+
+
+DATA_FOLDER = "state/ocdbt.process_0/d"
+
+
+def saved(step_dir: GcsPath) -> None:
+    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
+
+
+@pytest.fixture
+def download(step_dir: GcsPath, tmp_path: Path) -> StepDownload:
+    return StepDownload(step_dir, 0, tmp_path / "read-back", UNTHROTTLED)
+
+
+def wait_for_copies(step_dir: GcsPath, folder: Path, names: set[str]) -> None:
+    """Waits until files of a step are in a local folder, whole."""
+    wanted, until = files.sizes(step_dir), time.monotonic() + SURE_SECONDS
+    while any(files.sizes(folder).get(name) != wanted[name] for name in names):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def report(step_dir: GcsPath, copies: LocalCopies | None = None) -> HostReport:
+    return verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED, copies=copies)
+
+
+def test_the_bytes_of_a_save_cross_the_network_once(
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer
+) -> None:
+    with download:
+        saved(step_dir)
+        reads = gcs_server.fail(
+            "stall", method="GET", path="process_0%2Fd%2F.*alt=media", times=None, late_seconds=0
+        )
+        copies = download.copies()
+        found = report(step_dir, copies)
+        assert copies is not None
+        assert copies.folders == {DATA_FOLDER}
+        assert reads.hits == len(copies.files) > 0
+        assert not found.failure
+    assert not copies.root.exists()
+    assert found == report(step_dir)
+    assert reads.hits > len(copies.files), "the rule does not see reads"
+
+
+def test_data_files_are_downloaded_while_others_are_written(
+    step_dir: GcsPath, download: StepDownload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_download, "POLL_SECONDS", 0.01)
+    saved(step_dir)
+    with download:
+        names = {name for name in files.sizes(step_dir) if name.startswith(DATA_FOLDER)}
+        wait_for_copies(step_dir, tmp_path / "read-back", names)
+        copies = download.copies()
+    assert copies is not None
+    assert set(copies.files) == names
+
+
+def test_data_damaged_on_upload_is_found_in_the_copies(
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer
+) -> None:
+    damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
+    with download:
+        saved(step_dir)
+        assert damaged.hits == 1
+        copies = download.copies()
+        assert copies is not None, "the bucket gives what it has"
+        found = report(step_dir, copies)
+    assert found.failure
+
+
+def test_a_damaged_copy_is_read_from_the_bucket(step_dir: GcsPath, download: StepDownload) -> None:
+    with download:
+        saved(step_dir)
+        copies = download.copies()
+        assert copies is not None
+        largest = max(copies.files, key=lambda name: copies.files[name].size)
+        damage.flip_bit_at(copies.root / largest, copies.files[largest].size // 2)
+        found = report(step_dir, copies)
+    assert found == report(step_dir)
+
+
+@pytest.mark.parametrize("kind", ["damage", "404"])
+def test_without_copies_the_bucket_is_read(
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer, kind: str
+) -> None:
+    with download:
+        saved(step_dir)
+        failed = gcs_server.fail(kind, method="GET", path="process_0%2Fd%2F.*alt=media")
+        copies = download.copies()
+        assert (failed.hits, copies) == (1, None)
+        assert not report(step_dir, copies).failure
+
+
+def test_no_space_for_copies_is_no_failure(
+    step_dir: GcsPath, download: StepDownload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_download, "SPARE_BYTES", 2**62)
+    with download:
+        saved(step_dir)
+        assert download.copies() is None
+    assert not report(step_dir).failure
+
+
+def test_a_file_that_was_written_again_has_no_copy(
+    step_dir: GcsPath, download: StepDownload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_download, "POLL_SECONDS", 0.01)
+    saved(step_dir)
+    name = next(name for name in files.sizes(step_dir) if name.startswith(DATA_FOLDER))
+    with download:
+        wait_for_copies(step_dir, tmp_path / "read-back", {name})
+        gcs_objects.write(step_dir / name, b"other", over=None)
+        assert download.copies() is None

@@ -1,0 +1,135 @@
+"""Promises of the time that a controller takes from the loss of a VM to its replacement.
+
+The controller is the real one; its environment is simulated, so its waits are counted, not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import pytest
+
+from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
+from jaxres.launch.gce.api.compute import ApiUnavailable
+from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate, VmSpec
+from jaxres.launch.gce.state.observed_state import CreateFailed
+from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.vm.instance_spec import Machine
+from jaxres.storage.path import GcsPath
+from tests.unit.launch.gce.test_simulated_cloud import lead
+from tests.unit.launch.gce_config import OPTION, config
+from tests.unit.launch.simulated_cloud import PREEMPTED, FaultRates, SimulatedCloud
+
+NO_FAULTS = FaultRates(0.0, no_answer=0.0, refusal=0.0, loss=0.0, crash=0.0, outages=0)
+STEPS = 40
+
+
+def job(*, hosts: int) -> RunConfig:
+    made = config(num_hosts=hosts, capacity_options=[OPTION], lease_seconds=10.0)
+    return made.model_copy(update={"train": made.train.model_copy(update={"steps": STEPS})})
+
+
+@dataclass
+class WatchedCloud(SimulatedCloud):
+    """Notes in which order the controller and the hosts act once a VM is lost."""
+
+    notes: list[str] = field(default_factory=list)
+    is_lost: bool = False
+    lost_at: float = inf
+    refuses_seconds: float = 0.0
+    """For how long no creation is answered after the loss."""
+
+    def note(self, what: str) -> None:
+        if self.is_lost:
+            self.notes.append(what)
+
+    def between(self, first: str, last: str) -> list[str]:
+        """Returns what was noted between the first notes of two kinds."""
+        begin = self.notes.index(first)
+        return self.notes[begin + 1 : self.notes.index(last, begin)]
+
+    def sleep(self, seconds: float) -> None:
+        self.note("the controller waits")
+        super().sleep(seconds)
+
+    def create(
+        self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine
+    ) -> str | CreateFailed:
+        self.note("request")
+        if 0.0 <= self.now - self.lost_at < self.refuses_seconds:
+            raise ApiUnavailable("503 Backend Error")
+        return super().create(creation, vms, machine)
+
+    def put(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> int:
+        if metadata is not None and metadata.get("state") == "ended":
+            self.note("a host reports its exit")
+        return super().put(key, data, metadata)
+
+    def preempt(self, name: str) -> None:
+        """Stops a VM and deletes it, as the service does with Spot VMs, without a notice."""
+        self.is_lost, self.lost_at = True, self.now
+        self.vms[name].is_alive = False
+        self.events[self.vms[name].id] = PREEMPTED
+        self._remove_vm(name)
+
+    def follow(self, before: DesiredState | None, after: DesiredState) -> None:
+        """Preempts a VM in the first attempt, and notes the ends and starts of attempts."""
+        change = None if before is None else (before.phase, after.phase)
+        if change == ("placing", "running"):
+            self.note("start")
+            if after.attempt == 1:
+                self.after(30.0, lambda: self.preempt(after.vms[-1].name))
+        elif change == ("running", "placing"):
+            self.note("end")
+
+
+def run_with_a_loss(monkeypatch: pytest.MonkeyPatch, *, seed: int, hosts: int = 2) -> WatchedCloud:
+    """Runs a job in which one VM is lost in the first attempt."""
+    cloud = WatchedCloud(seed, STEPS, LaunchPaths(GcsPath("bkt", f"run-{seed}")), NO_FAULTS)
+    cloud.check = cloud.follow
+    cloud.patch(monkeypatch)
+    lead(cloud, job(hosts=hosts), lambda line: None)
+    desired = cloud.desired()
+    assert desired is not None
+    assert (desired.phase, desired.attempt, cloud.step) == ("ended", 2, STEPS), desired
+    assert desired.history[0].code == ExitCode.PREEMPTED, desired.history
+    assert cloud.notes.count("request") == 1, cloud.notes
+    return cloud
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_replacement_is_requested_as_soon_as_the_loss_has_ended_the_attempt(
+    monkeypatch: pytest.MonkeyPatch, hosts: int
+) -> None:
+    cloud = run_with_a_loss(monkeypatch, seed=0, hosts=hosts)
+    assert cloud.between("end", "request") == [], "the request waits for the next cycle"
+
+
+@pytest.mark.slow
+def test_a_service_that_accepts_no_creation_for_long_costs_no_healthy_vm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cloud = WatchedCloud(0, STEPS, LaunchPaths(GcsPath("bkt", "run-0")), NO_FAULTS)
+    cloud.refuses_seconds = 20 * 60.0
+    cloud.check = cloud.follow
+    cloud.patch(monkeypatch)
+    lead(cloud, job(hosts=2), lambda line: None)
+    desired = cloud.desired()
+    assert desired is not None
+    assert (desired.phase, desired.attempt, cloud.step) == ("ended", 2, STEPS), desired
+    assert desired.next_name == 3, "healthy VMs were replaced, too"
+
+
+@pytest.mark.parametrize("seed", [0, 12, 13])
+def test_the_loss_that_has_ended_an_attempt_is_found_in_the_cycle_after_the_exit_of_a_host(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The service is asked in each cycle then, and silence is not awaited."""
+    cloud = run_with_a_loss(monkeypatch, seed=seed)
+    until = cloud.notes[: cloud.notes.index("end")]
+    exits = [n for n, note in enumerate(until) if note == "a host reports its exit"]
+    waits = until[exits[0] :].count("the controller waits") if exits else 0
+    assert waits <= 1, f"the loss was found {waits} cycles later"
