@@ -10,9 +10,8 @@ import pytest
 from jaxres.checkpoint import commit_tracker
 from jaxres.faults import StopRun, StorageUnavailable
 from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveSkipped, SaveStarted, SaveWaited
+from tests.unit.checkpoint.conftest import progress, state
 from tests.waiting import SURE_SECONDS
-
-from .conftest import progress, state
 
 
 def kinds(attempt):
