@@ -36,13 +36,7 @@ from jaxres.runlog.resume_verdict import NAMES, Break, Comparison, RunFacts, Ver
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
 from jaxres.train import kept_results, resume_results
-from jaxres.train.resume_results import (
-    BreakResult,
-    CheckResult,
-    FirstDifference,
-    Place,
-    RunResult,
-)
+from jaxres.train.resume_results import BreakResult, CheckResult, FirstDifference, Place, RunResult
 
 USAGE = (
     "jaxres resume-check CONFIG.yaml [section.field=value ...] [--steps N] [--breaks K] "

@@ -24,10 +24,7 @@ from jaxres.config.base import (
     later,
 )
 from jaxres.config.schema_data import DataSection
-from jaxres.config.schema_model import (
-    GptModel,
-    ModelSection,
-)
+from jaxres.config.schema_model import GptModel, ModelSection
 from jaxres.config.schema_operations import (
     AlertsSection,
     HardwareSection,

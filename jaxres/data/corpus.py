@@ -47,11 +47,7 @@ from jaxres.data.token_stream import Position, token_blocks
 from jaxres.data.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
 from jaxres.data.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError
-from jaxres.storage.checksummed_json import (
-    canonical_json,
-    decode_checksummed,
-    encode_checksummed,
-)
+from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
 from jaxres.storage.files import exists, fault_of, read_whole, sync_dir
 
 LEFTOVER_SECONDS = 7 * 24 * 3600.0

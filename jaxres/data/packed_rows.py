@@ -25,11 +25,7 @@ from jaxres.data.packing import Packing, PackingPlan, plan_rows
 from jaxres.data.token_folder import TokenFolder, TokensDamaged
 from jaxres.faults import ConfigError
 from jaxres.storage import files
-from jaxres.storage.checksummed_json import (
-    canonical_json,
-    decode_checksummed,
-    encode_checksummed,
-)
+from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
 
 PLAN_FORMAT = 1
 """Format of the two files, and version of the rule by which the rows are planned.

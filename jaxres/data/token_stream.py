@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.config.schema_data import DocumentSource, TextSource
-from jaxres.data.documents import (
-    Piece,
-    TokenPiece,
-    check_text_name,
-    check_unchanged,
-    read_pieces,
-)
+from jaxres.data.documents import Piece, TokenPiece, check_text_name, check_unchanged, read_pieces
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, Cuts

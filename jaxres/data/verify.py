@@ -14,21 +14,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxres.config.schema_data import (
-    CustomSource,
-    DataSection,
-    MixtureSource,
-    TokensSource,
-)
+from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
 from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import download_cache, remote_tokens
-from jaxres.data.corpus import (
-    BAD_RECORDS,
-    Corpus,
-    describe_corpus,
-    fingerprint_of,
-    open_cached,
-)
+from jaxres.data.corpus import BAD_RECORDS, Corpus, describe_corpus, fingerprint_of, open_cached
 from jaxres.data.mixture import mixture_fingerprint
 from jaxres.data.remote_items import RemoteItems
 from jaxres.data.source_files import token_folder_of

@@ -41,11 +41,7 @@ from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_recor
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Record, RunHistory, RunLog, last_seq
-from jaxres.runlog.supervisor_events import (
-    CheckpointDamageFound,
-    ReplicaBehind,
-    ReplicaCaughtUp,
-)
+from jaxres.runlog.supervisor_events import CheckpointDamageFound, ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage import cpu_cores, files, memory_folder
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout

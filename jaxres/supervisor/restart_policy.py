@@ -21,14 +21,7 @@ from dataclasses import dataclass, replace
 from jaxres.config.schema import LaunchSection, RestartSection, RunConfig
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice, since_progress
-from jaxres.runlog.run_log import (
-    AttemptEnded,
-    Claim,
-    Commit,
-    Record,
-    SupervisorEnded,
-    in_force,
-)
+from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, SupervisorEnded, in_force
 
 KILLED = 128 + signal.SIGKILL
 NO_EXIT_RECORD = "no exit record: it was killed with its supervisor, or the machine went down"

@@ -16,13 +16,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import alert_delivery_log
-from jaxres.telemetry.heartbeat import (
-    News,
-    SaveHealth,
-    SavesFailing,
-    SpeedChanged,
-    TrainingReport,
-)
+from jaxres.telemetry.heartbeat import News, SaveHealth, SavesFailing, SpeedChanged, TrainingReport
 from jaxres.telemetry.incidents import Incident, Kind, of_training
 
 CHECK_SECONDS = 30.0

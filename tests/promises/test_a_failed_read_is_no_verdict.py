@@ -18,13 +18,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
 from tests import bpe
 from tests.promises.preloaded import FailingReads, built
-from tests.promises.trainer import (
-    MLP,
-    Workspace,
-    assert_bit_exact,
-    run_history,
-    starts,
-)
+from tests.promises.trainer import MLP, Workspace, assert_bit_exact, run_history, starts
 from tests.sharing import made_once
 from tests.tiers import campaign, slow_but
 

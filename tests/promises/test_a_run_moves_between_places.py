@@ -23,13 +23,7 @@ from jaxres.runlog.run_log import AttemptEnded, read_records
 from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
 from tests.promises.cloud import Cloud
-from tests.promises.trainer import (
-    ROOT,
-    assert_bit_exact,
-    free_address,
-    run_history,
-    starts,
-)
+from tests.promises.trainer import ROOT, assert_bit_exact, free_address, run_history, starts
 from tests.waiting import SURE_SECONDS
 
 pytestmark = [

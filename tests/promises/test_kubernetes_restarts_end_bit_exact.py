@@ -20,13 +20,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
 from tests.emulators.kubernetes import Cluster
-from tests.promises.trainer import (
-    FAULTY,
-    ROOT,
-    assert_bit_exact,
-    run_history,
-    starts,
-)
+from tests.promises.trainer import FAULTY, ROOT, assert_bit_exact, run_history, starts
 from tests.waiting import SURE_SECONDS
 
 pytestmark = pytest.mark.slow

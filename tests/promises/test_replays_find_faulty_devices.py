@@ -8,13 +8,7 @@ from __future__ import annotations
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from tests.promises.trainer import (
-    FAULTY,
-    TrainingProcess,
-    Workspace,
-    digest,
-    run_history,
-)
+from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, run_history
 
 STEPS, SAVE, REPLAY = 24, 4, 10
 OVERRIDES = (

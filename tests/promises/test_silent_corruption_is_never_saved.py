@@ -8,14 +8,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
-from tests.promises.trainer import (
-    FAULTY,
-    TrainingProcess,
-    Workspace,
-    digest,
-    run_history,
-    starts,
-)
+from tests.promises.trainer import FAULTY, TrainingProcess, Workspace, digest, run_history, starts
 
 SAVE, COMPARE, STEPS = 4, 5, 12
 OVERRIDES = (

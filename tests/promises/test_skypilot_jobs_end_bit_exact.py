@@ -18,14 +18,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests.emulators.skypilot import AGAIN, DONE, FAILED, ManagedJob
-from tests.promises.trainer import (
-    FAULTY,
-    ROOT,
-    Workspace,
-    assert_bit_exact,
-    run_history,
-    starts,
-)
+from tests.promises.trainer import FAULTY, ROOT, Workspace, assert_bit_exact, run_history, starts
 from tests.waiting import SURE_SECONDS
 
 pytestmark = pytest.mark.slow

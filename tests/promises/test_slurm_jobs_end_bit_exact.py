@@ -26,14 +26,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.supervisor.preemption import time_limit
 from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
-from tests.promises.trainer import (
-    FAULTY,
-    ROOT,
-    assert_bit_exact,
-    free_address,
-    run_history,
-    starts,
-)
+from tests.promises.trainer import FAULTY, ROOT, assert_bit_exact, free_address, run_history, starts
 from tests.waiting import SURE_SECONDS
 
 pytestmark = [

@@ -9,13 +9,7 @@ import socket
 import pytest
 
 from jaxres.cluster.messages import VERSION, Goodbye, Hello, JobResult, encode
-from tests.promises.trainer import (
-    FAULTY,
-    PACED,
-    TrainingProcess,
-    Workspace,
-    free_address,
-)
+from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace, free_address
 from tests.waiting import SURE_SECONDS, wait_until
 
 HELLO = Hello(

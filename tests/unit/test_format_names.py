@@ -24,15 +24,7 @@ from jaxres.checkpoint.digests import block_digests
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
-from jaxres.cli import (
-    chaos,
-    chaos_results,
-    doctor,
-    plan,
-    report,
-    run_health,
-    status,
-)
+from jaxres.cli import chaos, chaos_results, doctor, plan, report, run_health, status
 from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import prune as prune_cli
 from jaxres.cli.check import Check

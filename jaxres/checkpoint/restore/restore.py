@@ -38,12 +38,7 @@ from jaxres.checkpoint.snapshot import box_of
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.engine.state import Progress
-from jaxres.faults import (
-    ConfigError,
-    RunError,
-    StorageUnavailable,
-    Unrestorable,
-)
+from jaxres.faults import ConfigError, RunError, StorageUnavailable, Unrestorable
 from jaxres.runlog.events import Emit, Noted, PhaseChanged
 from jaxres.runlog.run_log import Commit, Quarantine
 from jaxres.storage import codec

@@ -13,13 +13,7 @@ import functools
 import math
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import (
-    FIRST_EXCEPTION,
-    Executor,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 

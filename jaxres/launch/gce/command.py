@@ -11,11 +11,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig, schema_operations
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import (
-    PreemptedError,
-    StoppedError,
-    UsageError,
-)
+from jaxres.faults import PreemptedError, StoppedError, UsageError
 from jaxres.host import signals
 from jaxres.launch.gce import check_command as gce_check
 from jaxres.launch.gce import (

@@ -13,14 +13,7 @@ from jaxres.testing.gce.errors import GceError, not_found
 from jaxres.testing.gce.filters import page
 from jaxres.testing.gce.guest import output_of
 from jaxres.testing.gce.operations import Failure, Operation
-from jaxres.testing.gce.vm import (
-    DISK_METRICS,
-    GLOBAL_METRICS,
-    GONE,
-    RUNNING,
-    TERMINATED,
-    Vm,
-)
+from jaxres.testing.gce.vm import DISK_METRICS, GLOBAL_METRICS, GONE, RUNNING, TERMINATED, Vm
 
 WAIT_SECONDS = 120.0
 METRICS = (

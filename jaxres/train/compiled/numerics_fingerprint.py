@@ -18,14 +18,7 @@ from jaxres.config.schema_data import single_sources
 from jaxres.engine import executable
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh_plan import MeshPlan
-from jaxres.runlog.guarantee import (
-    DATA_CODE,
-    INVARIANT,
-    MODEL_CODE,
-    PROGRAM,
-    REDUCTION,
-    UNKNOWN,
-)
+from jaxres.runlog.guarantee import DATA_CODE, INVARIANT, MODEL_CODE, PROGRAM, REDUCTION, UNKNOWN
 from jaxres.runlog.run_log import Claim
 from jaxres.train.compiled import compile_cache
 

@@ -2,13 +2,7 @@ import numpy as np
 import pytest
 
 from jaxres.data.batching import batch_at
-from jaxres.data.order import (
-    batches_at,
-    positions_at,
-    sample_digest,
-    sample_ids_at,
-    skip_ranges,
-)
+from jaxres.data.order import batches_at, positions_at, sample_digest, sample_ids_at, skip_ranges
 from jaxres.data.shuffle import Permutation, epoch_keys, inverse_permute
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1000, 1797, 4096, 10_007]

@@ -10,14 +10,7 @@ import pytest
 
 from jaxres.config.schema_data import DataSection, TokensSource
 from jaxres.config.schema_model import GptModel
-from jaxres.data import (
-    BadRecord,
-    TokensDamaged,
-    open_dataset,
-    packed_rows,
-    packing,
-    write_tokens,
-)
+from jaxres.data import BadRecord, TokensDamaged, open_dataset, packed_rows, packing, write_tokens
 from jaxres.data.dataset import PLAN_MARK
 from jaxres.data.inspect import show_rows
 from jaxres.data.packed_rows import open_packed_rows

@@ -10,13 +10,7 @@ import pytest
 from jaxres.cli import data as data_command
 from jaxres.clock import SystemClock
 from jaxres.config.schema_data import DataSection, TokensSource
-from jaxres.data import (
-    CacheDamaged,
-    open_dataset,
-    token_digests,
-    token_writer,
-    write_tokens,
-)
+from jaxres.data import CacheDamaged, open_dataset, token_digests, token_writer, write_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import files

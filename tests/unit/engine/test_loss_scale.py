@@ -14,12 +14,7 @@ from jaxres import models
 from jaxres.config.schema import MeshSection
 from jaxres.config.schema_model import CustomModel, MlpModel
 from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
-from jaxres.config.schema_training import (
-    LEAST,
-    MOST,
-    LossScaleSection,
-    most_back_offs,
-)
+from jaxres.config.schema_training import LEAST, MOST, LossScaleSection, most_back_offs
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step

@@ -28,12 +28,7 @@ from tests import damage
 from tests.promises.trainer import ROOT
 from tests.unit.checkpoint import conftest
 from tests.unit.checkpoint.conftest import like, progress, sharding
-from tests.unit.checkpoint.test_checkpointer import (
-    InjectedError,
-    assert_equal,
-    commits,
-    inject,
-)
+from tests.unit.checkpoint.test_checkpointer import InjectedError, assert_equal, commits, inject
 from tests.waiting import SURE_SECONDS
 
 

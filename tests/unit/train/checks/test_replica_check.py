@@ -12,13 +12,7 @@ from jaxres.faults import StopRun, fault
 from jaxres.runlog.events import CorruptionDetected, GuardWarned
 from jaxres.train.checks import replica_check
 from jaxres.train.consensus import SingleHostConsensus
-from tests.unit.train.test_no_bad_state_is_committed import (
-    FLIP,
-    ROWS,
-    STEPS,
-    Device,
-    SimulatedRun,
-)
+from tests.unit.train.test_no_bad_state_is_committed import FLIP, ROWS, STEPS, Device, SimulatedRun
 from tests.unit.train.test_no_bad_state_is_committed import replica_check as new_check
 
 
