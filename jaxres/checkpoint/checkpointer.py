@@ -36,12 +36,7 @@ from jaxres.checkpoint.snapshot import SnapshotMemory
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write import background_save, frozen_arrays
 from jaxres.checkpoint.write.background_save import BackgroundSave
-from jaxres.checkpoint.write.frozen_arrays import (
-    NOTHING_LINKED,
-    LinkedFiles,
-    LinkSource,
-    split_state,
-)
+from jaxres.checkpoint.write.frozen_arrays import LinkedFiles, LinkSource, split_state
 from jaxres.checkpoint.write.linked_parts import WrittenParts
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
@@ -452,7 +447,7 @@ class Checkpointer:
         """Links the frozen arrays of an earlier step into a written one, unless it has its own."""
         source = save.frozen.source
         if source is None:
-            return NOTHING_LINKED
+            return frozen_arrays.NOTHING_LINKED
         commit = self._commit_of(source.name)
         assert commit is not None, source.name
         try:

@@ -1,6 +1,8 @@
 """A save writes the state as of the call, even if training reuses its buffers meanwhile."""
 
+import asyncio
 import contextlib
+import inspect
 import io
 import logging
 import sys
@@ -197,3 +199,9 @@ def test_no_save_compiles_the_copy_that_was_prepared():
         assert "Compiling" not in lines.getvalue()
         jax.jit(lambda x: x - 3)(state["a0"])
         assert "Compiling" in lines.getvalue()
+
+
+def test_a_write_of_digests_that_orbax_never_begins_is_no_coroutine():
+    """Such a coroutine would warn, at any later time, that it was never awaited."""
+    empty = snapshot.Snapshot({}, process=0, is_own=True, pace=Throttle())
+    assert not inspect.iscoroutine(asyncio.run(empty.save(None)))

@@ -15,20 +15,8 @@ from jaxres.data import positions_at
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
 from jaxres.runlog import run_log
-from jaxres.runlog.records import RECORDS, Branch
-from jaxres.runlog.run_log import (
-    AttemptEnded,
-    Commit,
-    HostFault,
-    Prune,
-    Quarantine,
-    Record,
-    Rollback,
-    RunLog,
-    Skip,
-    Start,
-    SupervisorEnded,
-)
+from jaxres.runlog.records import RECORDS, Branch, Rollback, Skip, Start, SupervisorEnded
+from jaxres.runlog.run_log import AttemptEnded, Commit, HostFault, Prune, Quarantine, Record, RunLog
 from jaxres.storage import files
 from jaxres.storage.checksummed_json import canonical_json, encode_checksummed
 from jaxres.storage.local_store import LocalStore

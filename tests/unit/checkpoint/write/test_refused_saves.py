@@ -1,9 +1,7 @@
 """Saves on storage that fails: Orbax on a small disk, and file operations that raise."""
 
-import asyncio
 import contextlib
 import errno
-import inspect
 import os
 import shutil
 import threading
@@ -15,8 +13,6 @@ import pytest
 from jaxres.checkpoint import checkpointer
 from jaxres.checkpoint.read.readback import HostReport
 from jaxres.checkpoint.retention import retention
-from jaxres.checkpoint.snapshot import Snapshot
-from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write import background_save
 from jaxres.checkpoint.write.array_writer import ArrayWriter
 from jaxres.checkpoint.write.bucket_writer import BucketWriter
@@ -577,12 +573,6 @@ def test_a_run_directory_deleted_during_a_save_fails_the_save_and_is_no_bug(tmp_
             try_save(checkpoints, 24)
             assert checkpoints.saved_step == checkpoints.committed_step < 24
         assert failed(attempt)[-1].step == 24
-
-
-def test_a_write_of_digests_that_orbax_never_begins_is_no_coroutine():
-    """Such a coroutine would warn, at any later time, that it was never awaited."""
-    snapshot = Snapshot({}, process=0, is_own=True, pace=Throttle())
-    assert not inspect.iscoroutine(asyncio.run(snapshot.save(None)))
 
 
 def test_a_save_that_is_tried_again_has_a_directory_of_its_own(attempt, monkeypatch):
