@@ -88,7 +88,7 @@ def test_a_longer_word_that_holds_a_retired_one_is_not_refused(rules, tmp_path):
 
 
 def test_a_module_that_claims_a_fault_of_another_home_is_refused(rules, tmp_path, monkeypatch):
-    home = tmp_path / "jaxres" / "launch" / "lease.py"
+    home = tmp_path / "jaxres" / "launch" / "gce" / "state" / "lease.py"
     home.parent.mkdir(parents=True)
     home.write_text('"""Home of: launcher_lost. Home of: hang. A lease."""\n')
     monkeypatch.setattr(rules, "_tracked", lambda *_: [home.relative_to(tmp_path)])
