@@ -202,7 +202,7 @@ def _run(args: Sequence[str]) -> int:
     if verb in OWN_MODULE:
         command = importlib.import_module(f"jaxres.cli.{verb.replace('-', '_')}")
         return command.main(args[1:], **({"env": os.environ} if OWN_MODULE[verb] else {}))
-    from jaxres.cli import checkpoints as checkpoints_cli
+    from jaxres.cli.checkpoints import command as checkpoints_cli
 
     return checkpoints_cli.main(args, usage=USAGE, env=os.environ)
 

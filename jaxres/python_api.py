@@ -17,9 +17,9 @@ from jaxres import inference
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.source import Step
 from jaxres.cli import branch as branch_command
-from jaxres.cli import history as history_command
 from jaxres.cli import runs as runs_command
 from jaxres.cli import status as status_command
+from jaxres.cli.checkpoints import history as history_command
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.yaml import dump

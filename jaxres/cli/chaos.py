@@ -16,29 +16,29 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos import (
-    emulated_bucket,
-    emulated_vms,
-    fake_gpus,
-    job_devices,
-    job_network,
-    state_faults,
-    verdict,
-)
-from jaxres.chaos.runs import FaultyRun
-from jaxres.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind, Scenario
-from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
-from jaxres.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
-from jaxres.chaos.verdict import Broken, ChaosFacts, Outcome
-from jaxres.cli import chaos_results
-from jaxres.cli.chaos_results import ChaosResult
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded, builtin_configs
 from jaxres.config.argparser import Parser
 from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
-from jaxres.runlog.resume_verdict import RunFacts
+from jaxres.operate.chaos import (
+    emulated_bucket,
+    emulated_vms,
+    fake_gpus,
+    job_devices,
+    job_network,
+    verdict,
+)
+from jaxres.operate.chaos import results as chaos_results
+from jaxres.operate.chaos.faults import state as state_faults
+from jaxres.operate.chaos.results import ChaosResult
+from jaxres.operate.chaos.runs import FaultyRun
+from jaxres.operate.chaos.scenarios import ALL, BY_NAME, DEFAULT, ChecklistKind, Scenario
+from jaxres.operate.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
+from jaxres.operate.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
+from jaxres.operate.chaos.verdict import Broken, ChaosFacts, Outcome
+from jaxres.operate.resume_verdict import RunFacts
 from jaxres.train import kept_results
 from jaxres.train.chaos_hooks import array_edit_hook
 from jaxres.train.kept_results import versions_here

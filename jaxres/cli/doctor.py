@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxres import config as configs
 from jaxres import data, faults
-from jaxres.cli import checklist, checklist_facts
-from jaxres.cli.check import Check
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser
@@ -33,6 +31,9 @@ from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, OutOfMemory, RunError, StorageRefused
 from jaxres.host import processes
+from jaxres.operate.doctor import checklist
+from jaxres.operate.doctor import facts as checklist_facts
+from jaxres.operate.doctor.check import Check
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor import jax_settings

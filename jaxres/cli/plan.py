@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.cli import plan_text, report
+from jaxres.cli import report
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.gce_machine_types import num_gpus
@@ -25,7 +25,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.goodput import summary
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.plan import (
+from jaxres.operate.plan import (
     costs,
     failure_model,
     goodput_model,
@@ -34,15 +34,16 @@ from jaxres.plan import (
     observed_vms,
     state_size,
 )
-from jaxres.plan.assumptions import ASSUMPTIONS, DEFAULTS
-from jaxres.plan.failure_model import Component, Fleet
-from jaxres.plan.goodput_model import Outages
-from jaxres.plan.job import MARGIN_SECONDS, Job, Measures, MemoryTier, plan_of
-from jaxres.plan.measured import Measured
-from jaxres.plan.retention_bill import storage_bill
-from jaxres.plan.simulate import Simulation, simulate
-from jaxres.plan.simulated_attempts import SimulatedJob, simulate_attempts
-from jaxres.report.plan_page import plan_page
+from jaxres.operate.plan import text as plan_text
+from jaxres.operate.plan.assumptions import ASSUMPTIONS, DEFAULTS
+from jaxres.operate.plan.failure_model import Component, Fleet
+from jaxres.operate.plan.goodput_model import Outages
+from jaxres.operate.plan.job import MARGIN_SECONDS, Job, Measures, MemoryTier, plan_of
+from jaxres.operate.plan.measured import Measured
+from jaxres.operate.plan.retention_bill import storage_bill
+from jaxres.operate.plan.simulate import Simulation, simulate
+from jaxres.operate.plan.simulated_attempts import SimulatedJob, simulate_attempts
+from jaxres.operate.report.plan_page import plan_page
 from jaxres.runlog import launch_events, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.launch_events import LaunchEvent

@@ -23,9 +23,9 @@ from jaxres.launch.gce.checks import option_prices
 from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
 from jaxres.launch.gce.state.paths import LaunchPaths
-from jaxres.report import comparison, number_text
-from jaxres.report.contents import Contents, Sources, collect
-from jaxres.report.page import run_page
+from jaxres.operate.report import comparison, number_text
+from jaxres.operate.report.contents import Contents, Sources, collect
+from jaxres.operate.report.page import run_page
 from jaxres.runlog import launch_events, metrics_columns, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir

@@ -16,7 +16,14 @@ from pathlib import Path
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.chaos.short_runs import (
+from jaxres.checkpoint import diff
+from jaxres.clock import Clock, SystemClock
+from jaxres.config import Loaded
+from jaxres.config.argparser import Parser
+from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.faults import RunError, UsageError
+from jaxres.operate import resume_verdict
+from jaxres.operate.chaos.short_runs import (
     HANG_SECONDS,
     Runner,
     Topology,
@@ -24,15 +31,9 @@ from jaxres.chaos.short_runs import (
     run_folder,
     shortened,
 )
-from jaxres.checkpoint import diff
-from jaxres.clock import Clock, SystemClock
-from jaxres.config import Loaded
-from jaxres.config.argparser import Parser
-from jaxres.exit_codes import ExitCode, exit_name
-from jaxres.faults import RunError, UsageError
-from jaxres.runlog import resume_verdict, run_log
+from jaxres.operate.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
 from jaxres.train import kept_results, resume_results

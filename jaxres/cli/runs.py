@@ -17,7 +17,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config.errors import show
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
-from jaxres.report import number_text
+from jaxres.operate.report import number_text
 from jaxres.runlog import evaluations, metrics, metrics_columns, run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.metrics_columns import MetricsColumns

@@ -17,7 +17,7 @@ from jaxres.clock import Clock
 from jaxres.config.schema_data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import RunError
-from jaxres.report import number_text
+from jaxres.operate.report import number_text
 from jaxres.runlog import (
     attempt_history,
     faulty_hosts,

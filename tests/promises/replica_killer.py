@@ -11,8 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.cli import replicate  # noqa: F401  Imported before the forks, not after each.
+from jaxres.cli.checkpoints import command as checkpoints_cli
+from jaxres.cli.checkpoints import replicate  # noqa: F401  Imported before the forks, not after each.
 from tests.operation_killer import killed
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.checkpoint.read.verify import verify_step
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Unrestorable

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from jaxres.cli import history, status
+from jaxres.cli import status
+from jaxres.cli.checkpoints import history
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.history import start_of

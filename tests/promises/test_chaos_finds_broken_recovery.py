@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxres.chaos.scenarios import BY_NAME, KILLED
 from jaxres.exit_codes import ExitCode
+from jaxres.operate.chaos.scenarios import BY_NAME, KILLED
 from jaxres.runlog import attempt_history, run_log
 from jaxres.runlog.event_log import read_events
 from tests.promises.leftovers import assert_nothing_left

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import replica_files, scrub_progress
 from jaxres.runlog.event_log import read_events

@@ -7,7 +7,7 @@ import json
 from contextlib import redirect_stdout
 from typing import Any
 
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from tests.promises.trainer import FAULTY, PACED, TrainingProcess, Workspace
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files

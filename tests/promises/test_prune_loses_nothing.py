@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir

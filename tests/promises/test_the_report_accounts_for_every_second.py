@@ -14,7 +14,7 @@ from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from tests.promises.cloud import SPOT, Cloud
 from tests.promises.trainer import MLP, ROOT, Workspace, run_history, starts
-from tests.unit.report.parsed_page import parse
+from tests.unit.operate.report.parsed_page import parse
 from tests.waiting import SURE_SECONDS
 
 HELD_AFTER = 25

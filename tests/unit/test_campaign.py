@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from jaxres.chaos import scenarios
+from jaxres.operate.chaos import scenarios
+from jaxres.operate.resume_verdict import AttemptFacts, RunFacts
 from jaxres.runlog.records import Body, Commit, Quarantine, Record, Start
-from jaxres.runlog.resume_verdict import AttemptFacts, RunFacts
 from tests.promises.trainer import Workspace
 from tools.campaign import results
 from tools.campaign.killed_run import Execution, unbroken

@@ -19,8 +19,8 @@ from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import inference
 from jaxres.cli import branch, chaos, doctor, plan, replay, resume_check, runs, sweep
-from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import data as data_command
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cluster import detect
 from jaxres.config.schema_model import CustomModel
 from jaxres.faults import UsageError

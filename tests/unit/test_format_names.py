@@ -17,17 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jaxres.chaos.schedule import PlannedRun
-from jaxres.chaos.verdict import Broken, ChaosFacts, Injection
 from jaxres.checkpoint import diff, finalize
 from jaxres.checkpoint.digests import block_digests
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
-from jaxres.cli import chaos, chaos_results, doctor, plan, report, run_health, status
-from jaxres.cli import checkpoints as checkpoints_cli
-from jaxres.cli import prune as prune_cli
-from jaxres.cli.check import Check
+from jaxres.cli import chaos, doctor, plan, report, run_health, status
+from jaxres.cli.checkpoints import command as checkpoints_cli
+from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
 from jaxres.config.schema_operations import GenericTarget
@@ -38,7 +35,12 @@ from jaxres.goodput.intervals import Activity, Interval
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.launch.gce.state import desired_state, lease, observed_state, spending
 from jaxres.launch.gce.state.paths import LaunchPaths
-from jaxres.plan.measured import Measured
+from jaxres.operate.chaos import results as chaos_results
+from jaxres.operate.chaos.schedule import PlannedRun
+from jaxres.operate.chaos.verdict import Broken, ChaosFacts, Injection
+from jaxres.operate.doctor.check import Check
+from jaxres.operate.plan.measured import Measured
+from jaxres.operate.resume_verdict import RunFacts
 from jaxres.runlog import (
     attempt_history,
     launch_events,
@@ -51,7 +53,6 @@ from jaxres.runlog import (
 )
 from jaxres.runlog.event_log import EventLog, read_events
 from jaxres.runlog.events import EVENTS, Event
-from jaxres.runlog.resume_verdict import RunFacts
 from jaxres.runlog.run_log import RunHistory
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock

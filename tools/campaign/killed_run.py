@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxres.chaos import short_runs
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode
 from jaxres.faults import RunError
-from jaxres.runlog.resume_verdict import RunFacts
+from jaxres.operate.chaos import short_runs
+from jaxres.operate.resume_verdict import RunFacts
 from jaxres.storage import files
 from tests.promises.trainer import TrainingProcess, Workspace, run_history
 from tools.campaign.bucket import KillingServer, Order

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxres.host import proc_stat  # noqa: E402
-from jaxres.runlog.resume_verdict import RunFacts  # noqa: E402 (the tree of this file)
+from jaxres.operate.resume_verdict import RunFacts  # noqa: E402 (the tree of this file)
 from jaxres.storage.path import GcsPath  # noqa: E402
 from tests.promises import forks  # noqa: E402
 from tests.promises.trainer import Workspace  # noqa: E402

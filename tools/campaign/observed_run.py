@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxres.chaos import leftovers, short_runs
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read import verify
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import SIGNAL_BASE
 from jaxres.faults import RunError
 from jaxres.host import proc_stat
+from jaxres.operate.chaos import leftovers, short_runs
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir

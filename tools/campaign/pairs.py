@@ -31,16 +31,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxres import config as configs  # noqa: E402 (the tree of this file)
-from jaxres.chaos import verdict  # noqa: E402
-from jaxres.chaos.runs import FaultyRun  # noqa: E402
-from jaxres.chaos.scenarios import ALL, BY_NAME, Scenario  # noqa: E402
-from jaxres.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan_run  # noqa: E402
-from jaxres.chaos.short_runs import HERE as ONE_WORKER  # noqa: E402
-from jaxres.chaos.short_runs import Runner, shortened  # noqa: E402
 from jaxres.cli.chaos import run_fields  # noqa: E402
 from jaxres.clock import SystemClock  # noqa: E402
 from jaxres.exit_codes import ExitCode  # noqa: E402
-from jaxres.runlog.resume_verdict import RunFacts  # noqa: E402
+from jaxres.operate.chaos import verdict  # noqa: E402
+from jaxres.operate.chaos.runs import FaultyRun  # noqa: E402
+from jaxres.operate.chaos.scenarios import ALL, BY_NAME, Scenario  # noqa: E402
+from jaxres.operate.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan_run  # noqa: E402
+from jaxres.operate.chaos.short_runs import HERE as ONE_WORKER  # noqa: E402
+from jaxres.operate.chaos.short_runs import Runner, shortened  # noqa: E402
+from jaxres.operate.resume_verdict import RunFacts  # noqa: E402
 from tools.campaign import results  # noqa: E402
 from tools.campaign.kills import CACHES, HERE, commit_of, cpu_seconds  # noqa: E402
 

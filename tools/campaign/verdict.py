@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
-from jaxres.runlog import resume_verdict
+from jaxres.operate import resume_verdict
+from jaxres.operate.resume_verdict import RunFacts
 from jaxres.runlog.records import Commit, Quarantine, Record, Start
-from jaxres.runlog.resume_verdict import RunFacts
 
 ENDS = (None, SIGNAL_BASE + signal.SIGKILL, ExitCode.DONE)
 """How an attempt may end: no record, the signal, or the end of the run."""

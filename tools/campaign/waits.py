@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxres.operate.resume_verdict import AttemptFacts
 from jaxres.runlog import attempt_history
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.resume_verdict import AttemptFacts
 from tools.campaign.observed_run import ObservedRun
 from tools.campaign.plan import PLACES, STEPS, Kill
 

@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxres.chaos.verdict import PROMISES  # noqa: E402 (of this tree)
+from jaxres.operate.chaos.verdict import PROMISES  # noqa: E402 (of this tree)
 from tools.mutants.run import SLOTS  # noqa: E402
 from tools.mutants.tables import Mutant, apply, read_all  # noqa: E402
 from tools.mutants.trees import copy_tree  # noqa: E402

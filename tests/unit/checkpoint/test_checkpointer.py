@@ -20,7 +20,7 @@ from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore import restore as restoring
 from jaxres.checkpoint.write import array_writer
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
 from jaxres.runlog import run_log

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxres.checkpoint.diff import FactDiff, compare, facts
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.runlog.paths import RunDir
 from tests.unit.checkpoint.conftest import claimed, progress, state
 

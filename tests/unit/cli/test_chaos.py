@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxres import config as configs
-from jaxres.chaos.scenarios import BY_NAME, DEFAULT
 from jaxres.cli import chaos
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
+from jaxres.operate.chaos.scenarios import BY_NAME, DEFAULT
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "tests" / "promises" / "tiny.yaml")

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxres.cli import doctor
-from jaxres.cli.checklist import ITEMS
+from jaxres.operate.doctor.checklist import ITEMS
 from jaxres.train.checks import preflight
 from tests.waiting import SURE_SECONDS
 

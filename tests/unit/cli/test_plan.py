@@ -13,9 +13,9 @@ import pytest
 from jaxres import __main__ as jaxres_command
 from jaxres.cli import plan
 from jaxres.faults import UsageError
-from jaxres.plan.assumptions import ASSUMPTIONS
-from tests.unit.plan.test_measured import crashed_run
-from tests.unit.report.parsed_page import parse
+from jaxres.operate.plan.assumptions import ASSUMPTIONS
+from tests.unit.operate.plan.test_measured import crashed_run
+from tests.unit.operate.report.parsed_page import parse
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("--gpus", "64", "--state-gib", "100", "--replications", "50")
@@ -125,7 +125,7 @@ launch:
 def test_a_run_gives_what_it_has_measured(tmp_path, capsys, monkeypatch):
     run = crashed_run()
     from jaxres.goodput import summary
-    from jaxres.plan import measured
+    from jaxres.operate.plan import measured
     from tests.unit.goodput.test_run_timeline import fold
 
     timeline = fold(run)

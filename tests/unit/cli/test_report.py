@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxres import config as configs
-from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import report
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.goodput import summary
 from jaxres.launch.gce.state.catalog_prices import CatalogPrice
 from jaxres.launch.gce.state.desired_state import DesiredState, Spending, encode_state
@@ -21,7 +21,7 @@ from jaxres.storage.path import GcsPath
 from tests.unit.goodput.simulated_run import SimulatedRun
 from tests.unit.goodput.test_run_timeline import fold
 from tests.unit.launch.gce_config import OPTION, config
-from tests.unit.report.parsed_page import parse
+from tests.unit.operate.report.parsed_page import parse
 
 
 @pytest.fixture

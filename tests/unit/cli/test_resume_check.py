@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
-from jaxres.chaos.short_runs import Topology, shortened
 from jaxres.cli import resume_check
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageRefused
+from jaxres.operate.chaos.short_runs import Topology, shortened
 from jaxres.train import kept_results, resume_results
 from jaxres.train.chaos_hooks import break_hook
 from jaxres.train.resume_results import CheckResult, Found

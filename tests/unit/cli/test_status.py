@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from jaxres import config
-from jaxres.cli import checkpoints as checkpoints_cli
 from jaxres.cli import run_health, runs, status
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import launch_events, run_log, scrub_progress

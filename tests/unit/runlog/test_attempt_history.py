@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.runlog import attempt_history, events
 from jaxres.runlog.events import PhaseChanged, RunEnded
 from jaxres.runlog.launch_events import LaunchEvent

@@ -14,7 +14,7 @@ from jaxres import config as configs
 from jaxres import data
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights import source as weights_source
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.config import RunConfig

@@ -17,7 +17,7 @@ from jaxres.checkpoint.digests.content_digest import (
     content_digest,
 )
 from jaxres.checkpoint.read import manifest
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.runlog.records import Commit, Prune, Quarantine, Record, Rollback
 from jaxres.runlog.run_log import fold, read_records
 from tests.unit.checkpoint import independent_reader

@@ -12,7 +12,7 @@ import pytest
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read import readback, verify
 from jaxres.checkpoint.read.manifest import CheckpointDamaged
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log

@@ -19,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint import checkpointer
 from jaxres.checkpoint.restore import restore as checkpoint_restore
 from jaxres.checkpoint.restore import restore as restoring
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.runlog.events import Noted, StepQuarantined
 from jaxres.runlog.paths import RunDir

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights import hf_tensors, safetensors
 from jaxres.checkpoint.weights import source as weights_source
-from jaxres.cli import checkpoints as checkpoints_cli
+from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.config.schema_training import LoraSection
 from jaxres.faults import ConfigError, StorageUnavailable

@@ -1,0 +1,1 @@
+"""`jaxres checkpoints`: commands on the steps of a run."""

@@ -1,0 +1,1 @@
+"""What operators use and training never imports."""

@@ -1,0 +1,1 @@
+"""What `jaxres doctor` and the production checklist check."""
