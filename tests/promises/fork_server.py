@@ -38,7 +38,7 @@ IMPORTED = (
     "jaxres.train.worker",
     "jaxres.train.compiled.compile_cache",
     "jaxres.train.session",
-    "jaxres.train.forkserver",
+    "jaxres.train.prepared.forkserver",
     "jaxres.launch.__main__",
 )
 MAY_DIFFER = (
@@ -98,7 +98,7 @@ def prepare() -> None:
     """Imports the modules of the commands; asserts that a fork is safe."""
     for name in IMPORTED:
         importlib.import_module(name)
-    from jaxres.train import forkserver
+    from jaxres.train.prepared import forkserver
 
     forkserver.prepare()
 
@@ -107,7 +107,7 @@ def _import_clients() -> None:
     """Imports Google's clients before the first launcher, which else takes longer than the rest."""
     from google.cloud import compute_v1, storage  # noqa: F401
 
-    from jaxres.train import forkserver
+    from jaxres.train.prepared import forkserver
 
     forkserver.refuse_unforkable_state()
 

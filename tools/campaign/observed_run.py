@@ -20,7 +20,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import AttemptEnded
 from jaxres.runlog.run_log import RunHistory
 from jaxres.storage.path import GcsPath
-from jaxres.train.forkserver import PROCESS_NAME
+from jaxres.train.prepared.forkserver import PROCESS_NAME
 from tests.promises.trainer import TrainingProcess, run_history
 from tools.campaign.plan import Kill
 from tools.campaign.verdict import KilledFacts

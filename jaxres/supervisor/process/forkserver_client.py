@@ -1,8 +1,9 @@
 """Client of the fork server, a process that has imported all that a worker needs and forks workers.
 
-Imports take more than half of a restart. The fork server (`jaxres.train.forkserver`) has done them,
-touches no device, and forks a worker on request. A forked worker is a child of this process, as a
-spawned one is. If the fork server fails in any way, a fresh process is spawned instead.
+Imports take more than half of a restart. The fork server (`jaxres.train.prepared.forkserver`) has
+done them, touches no device, and forks a worker on request. A forked worker is a child of this
+process, as a spawned one is. If the fork server fails in any way, a fresh process is spawned
+instead.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ LEAVE = signal.SIGRTMIN + 1
 """Signal to a worker: finish the save in flight, begin no other, and exit with 75."""
 WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, LEAVE)
 """Signals that are blocked when a worker is spawned, until the worker handles them."""
-FORK_SERVER = "jaxres.train.forkserver"
+FORK_SERVER = "jaxres.train.prepared.forkserver"
 """Module that a fork server runs."""
 
 

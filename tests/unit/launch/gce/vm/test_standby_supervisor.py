@@ -164,7 +164,7 @@ def test_the_fork_server_of_a_standby_imports_while_the_standby_does(tmp_path: P
 
         wait_until((folder / f"imports-{{pid}}").exists, "import")
         commands = [Path(f"/proc/{{n}}/cmdline").read_text() for n in children.read_text().split()]
-        print(json.dumps(any("jaxres.train.forkserver" in command for command in commands)))
+        print(json.dumps(any("prepared.forkserver" in command for command in commands)))
         """,
     )
     assert is_started, "the standby imports first"

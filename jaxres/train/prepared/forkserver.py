@@ -1,9 +1,10 @@
 """Fork server: a process that has imported what a worker needs, and forks workers from itself.
 
-The supervisor starts it as `python -m jaxres.train.forkserver RUN_DIR --parent PID --control FD`;
-the kernel kills it with the supervisor, which it asks for before it imports what takes long, since
-imports may hang. Threads and devices do not survive a fork, so it has neither. A forked worker is a
-child of the supervisor and starts work only after the supervisor has received its pid.
+The supervisor starts it as `python -m jaxres.train.prepared.forkserver RUN_DIR --parent PID
+--control FD`; the kernel kills it with the supervisor, which it asks for before it imports what
+takes long, since imports may hang. Threads and devices do not survive a fork, so it has neither. A
+forked worker is a child of the supervisor and starts work only after the supervisor has received
+its pid.
 
 The kernel shows the command line and the environment of the fork server for its forks. So a forked
 worker sets its own process name (`ps -o comm`). Its environment has the tag of the attempt that
@@ -37,7 +38,7 @@ POLL_SECONDS = 0.0005
 
 def main(arguments: Sequence[str]) -> int:
     """Forks a worker for every request, until the supervisor closes the connection."""
-    parser = argparse.ArgumentParser(prog="python -m jaxres.train.forkserver")
+    parser = argparse.ArgumentParser(prog="python -m jaxres.train.prepared.forkserver")
     parser.add_argument("run_dir")  # Shown by `ps`.
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--control", type=int, required=True)

@@ -1,0 +1,1 @@
+"""Processes that have imported JAX before an attempt needs them."""
