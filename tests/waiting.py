@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from jaxres.supervisor.proc_stat import read_proc_stat
+
 T = TypeVar("T")
 
 SURE_SECONDS = float(os.environ.get("JAXRES_TEST_SURE_SECONDS", 600.0))
@@ -33,3 +35,11 @@ def wait_until(
             raise AssertionError(f"no {what() if callable(what) else what} in {seconds:g} s")
         time.sleep(POLL_SECONDS)
     return value
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a process has ended, though nothing may have waited for it."""
+    try:
+        return read_proc_stat(pid).state in "ZX"
+    except OSError:
+        return True
