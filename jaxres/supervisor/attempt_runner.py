@@ -32,7 +32,7 @@ from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
-from jaxres.exit_codes import ExitCode, RestartRule, exit_row
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
@@ -44,12 +44,13 @@ from jaxres.runlog.supervisor_events import (
     ReplicaBehind,
     ReplicaCaughtUp,
 )
-from jaxres.storage import cpu_cores, files, memory_folder
+from jaxres.storage import cpu_cores, files
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
     attempt_alerts,
     host_exclusion,
+    host_memory,
     processes,
     replica_process,
     restart_policy,
@@ -220,7 +221,7 @@ def run_attempt(
         alerts.on_end(ended, opened.claim)
         trackers.on_run_ended(ended.code)
         replica.on_run_ended(ended.code)
-        delete_memory_at_end(run_dir, opened.config, ended)
+        host_memory.delete_at_end(run_dir, opened.config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, opened.claim)
     return ended.code
@@ -313,7 +314,7 @@ def claim_attempt(
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    delete_unused_memory(run_dir, config)
+    host_memory.prepare(run_dir, config, log.history().claims)
     # Late records of the attempt before may precede the claim.
     run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
     return log, ClaimedAttempt(
@@ -416,36 +417,6 @@ def worker_env(
     own = {"NPROC": str(claim.threads)}
     own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
     return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)
-
-
-def delete_memory(run_dir: RunDir, config: RunConfig) -> None:
-    """Deletes the states in host memory."""
-    section = config.checkpoint.memory
-    memory_folder.delete(
-        run_dir.root, memory_folder.SHARED_MEMORY if section is None else section.folder
-    )
-
-
-def delete_unused_memory(run_dir: RunDir, config: RunConfig) -> None:
-    """Deletes states that an earlier attempt has kept in host memory and this one can't use.
-
-    They are in another place (`checkpoint.memory.folder`), or this attempt has no such tier.
-    """
-    section = config.checkpoint.memory
-    base = None if section is None else section.folder
-    if base is not None:
-        memory_folder.record(base, places=run_dir.memory_places)
-    memory_folder.delete_others(run_dir.root, base, places=run_dir.memory_places)
-
-
-def delete_memory_at_end(run_dir: RunDir, config: RunConfig, ended: AttemptResult) -> None:
-    """Deletes the states in host memory, unless the next start needs them after a failure.
-
-    A fenced process leaves them to the process that owns the run.
-    """
-    is_final = ended.committed or exit_row(ended.code).restart is RestartRule.NEVER
-    if is_final and ended.code != ExitCode.FENCED:
-        delete_memory(run_dir, config)
 
 
 def add_memory_advice(
