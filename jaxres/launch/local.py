@@ -24,7 +24,7 @@ from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.supervisor.worker_group import local_hosts
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.stdio import format_bytes
-from jaxres.train import completion, oom_advice
+from jaxres.train import completion, oom_advice, start_checks
 
 COMMAND = "python -m jaxres.launch local"
 USAGE = """\
@@ -149,7 +149,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
             options.target,
             options.overrides,
             run=run,
-            is_complete=completion.is_complete,
+            is_complete=start_checks.is_complete,
             env=env,
             rendezvous=rendezvous,
         )
@@ -160,6 +160,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         tracker_processes.send_rest(config, run_dir, env=env)
         replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
+    start_checks.require_inputs(run_dir, config)
     per_host = devices_per_host(env, "JAX_NUM_CPU_DEVICES")
     policy = RestartPolicy(
         config.restart,
