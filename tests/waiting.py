@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -42,4 +43,12 @@ def has_ended(pid: int) -> bool:
     try:
         return read_proc_stat(pid).state in "ZX"
     except OSError:
+        return True
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Waits for the next byte of a connection; returns whether it ends without one."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
         return True
