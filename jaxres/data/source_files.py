@@ -149,8 +149,9 @@ def refuse(source: SingleSource) -> None:
     """
     if isinstance(source, CustomSource) or str(source.path).startswith(SCHEME):
         return
-    is_listed = isinstance(source, FilesSource) and token_folder_of(source) is None
-    include = source.include if is_listed else ()
+    include: tuple[str, ...] = ()
+    if isinstance(source, FilesSource) and token_folder_of(source) is None:
+        include = source.include
     for pattern in _root_and_patterns(str(source.path), include)[1]:
         parts_of(pattern)
 
