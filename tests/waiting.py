@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+from jaxres.host.proc_stat import read_proc_stat
 
 T = TypeVar("T")
 
@@ -33,3 +36,19 @@ def wait_until(
             raise AssertionError(f"no {what() if callable(what) else what} in {seconds:g} s")
         time.sleep(POLL_SECONDS)
     return value
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a process has ended, though nothing may have waited for it."""
+    try:
+        return read_proc_stat(pid).state in "ZX"
+    except OSError:
+        return True
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """Waits for the next byte of a connection; returns whether it ends without one."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True

@@ -28,6 +28,16 @@ class Entry:
     is_dangling: bool
 
 
+def parts_of(pattern: str) -> tuple[str, ...]:
+    """Returns the parts of a pattern between slashes. Raises ConfigError if it is invalid."""
+    parts = PurePath(pattern).parts
+    if not parts or parts[0] == "/" or ".." in parts:
+        raise _invalid(pattern, "it must be a relative path without `..`")
+    if any("**" in part and part != "**" for part in parts):
+        raise _invalid(pattern, "`**` must be between slashes")
+    return parts
+
+
 class FolderTree:
     """A folder and what is below it. Links to folders are followed, but no folder is there twice.
 
@@ -56,12 +66,7 @@ class FolderTree:
           ConfigError: the pattern is invalid, a link is dangling, or a folder is there twice.
           StorageRefused, StorageUnavailable: a folder can't be listed.
         """
-        parts = PurePath(pattern).parts
-        if not parts or parts[0] == "/" or ".." in parts:
-            raise _invalid(pattern, "it must be a relative path without `..`")
-        if any("**" in part and part != "**" for part in parts):
-            raise _invalid(pattern, "`**` must be between slashes")
-        yield from self._matches(self.root, parts)
+        yield from self._matches(self.root, parts_of(pattern))
 
     def folders(self) -> list[str]:
         """Returns the names of the folders in the root, if it has been listed."""

@@ -15,7 +15,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jaxres.config.schema_data import (
+    CustomSource,
     DocumentSource,
+    FilesSource,
     HuggingfaceSource,
     ImagesSource,
     SingleSource,
@@ -23,7 +25,7 @@ from jaxres.config.schema_data import (
     TokensSource,
     single_sources,
 )
-from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
+from jaxres.data.folder_tree import WILD, FolderTree, is_match, parts_of, unreadable
 from jaxres.faults import ConfigError
 from jaxres.storage.files import exists, is_folder, read_whole, refuse_lfs_pointer, status_of
 from jaxres.storage.path import SCHEME, RunPath, parse_path, require_inside
@@ -138,6 +140,20 @@ def _check_case(root: Path, left_out: list[str], patterns: tuple[str, ...]) -> N
                 f"case in its name. Add '**/*{PurePath(name).suffix}' to data.source.include, "
                 "rename it, or leave it out with data.source.exclude."
             )
+
+
+def refuse(source: SingleSource) -> None:
+    """Raises ConfigError if the path of a source leads nowhere, or a pattern is invalid.
+
+    Whether its files fit is not looked at, nor what is in a bucket.
+    """
+    if isinstance(source, CustomSource) or str(source.path).startswith(SCHEME):
+        return
+    include: tuple[str, ...] = ()
+    if isinstance(source, FilesSource) and token_folder_of(source) is None:
+        include = source.include
+    for pattern in _root_and_patterns(str(source.path), include)[1]:
+        parts_of(pattern)
 
 
 def shared_files(one: SingleSource, other: Source) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,3 +57,24 @@ def parse_proc_stat(text: str) -> ProcStat:
         env_start=env_start,
         env_end=env_end,
     )
+
+
+def process_id(pid: int) -> str | None:
+    """Returns an id that is unique over machines and boots; None: the process is gone."""
+    try:
+        started = read_proc_stat(pid).start_ticks
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{pid}/{started}"
+    except OSError:
+        return None
+
+
+def process_exists(identity: str) -> bool | None:
+    """Returns whether the process of an id exists.
+
+    None: unknown, on another machine or in another container.
+    """
+    own, parts = process_id(os.getpid()), identity.split("/")
+    if own is None or len(parts) != 4 or parts[:2] != own.split("/")[:2]:
+        return None
+    return parts[2].isdecimal() and process_id(int(parts[2])) == identity

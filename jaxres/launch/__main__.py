@@ -19,8 +19,6 @@ from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import hard_exit
 from jaxres.telemetry import stdio
 
-KEYS = "`python -m jaxres.train --help`"
-
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
@@ -33,7 +31,8 @@ def main(arguments: Sequence[str]) -> int:
 
         short = {"slurm": slurm.USAGE, "k8s": k8s.USAGE, "sky": sky.USAGE}
         if arguments[0] in short:  # No key of a config is about them.
-            sys.stdout.write(f"{short[arguments[0]]}\nThe keys of a config: {KEYS}\n")
+            keys = "The keys of a config: `python -m jaxres.train --help`"
+            sys.stdout.write(f"{short[arguments[0]]}\n{keys}\n")
             return ExitCode.DONE
         usage = gce.USAGE if arguments[0] == "gce" else local.USAGE
         sys.stdout.write(usage + "\n" + configs.describe() + "\n")

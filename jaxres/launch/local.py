@@ -27,7 +27,7 @@ from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import completion
-from jaxres.train.checks import oom_advice
+from jaxres.train.checks import oom_advice, start_checks
 
 COMMAND = "python -m jaxres.launch local"
 USAGE = """\
@@ -152,7 +152,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
             options.target,
             options.overrides,
             run=run,
-            is_complete=completion.is_complete,
+            is_complete=start_checks.is_complete,
             env=env,
             rendezvous=rendezvous,
         )
@@ -163,6 +163,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         tracker_processes.send_rest(config, run_dir, env=env)
         replica_process.copy_rest(config, run_dir, env=env)
         return ExitCode.DONE
+    start_checks.require_inputs(run_dir, config)
     per_host = devices_per_host(env, "JAX_NUM_CPU_DEVICES")
     policy = RestartPolicy(
         config.restart,

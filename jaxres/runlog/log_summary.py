@@ -12,12 +12,11 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jaxres.faults import RunError
 from jaxres.runlog.history import fold, in_force
-from jaxres.runlog.records import Commit, Prune, Record, file_name
+from jaxres.runlog.records import FORMAT as RECORD_FORMAT
+from jaxres.runlog.records import Commit, Prune, Record
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
 from jaxres.storage.codec import FORMAT
-from jaxres.storage.path import RunPath
 
 NUMBER = 1
 """Format number of the summary."""
@@ -42,27 +41,19 @@ class LogSummary:
         return encode_checksummed({FORMAT: NUMBER, "records": lines})
 
     @staticmethod
-    def decode(data: bytes, *, log: RunPath) -> LogSummary | None:
-        """Returns the summary of a file of the log `log`; None: it can't be used."""
+    def decode(data: bytes) -> LogSummary | None:
+        """Returns the summary of a file; None: it can't be used."""
         try:
             lines = decode_checksummed(data, number=NUMBER)["records"]
-            records = decode_lines([line.encode() for line in lines], log=log)
-        except (ValueError, KeyError, TypeError, AttributeError, RunError):
+            records = [
+                Record.from_fields(decode_checksummed(line.encode(), number=RECORD_FORMAT))
+                for line in lines
+            ]
+            if any(after.seq <= before.seq for before, after in itertools.pairwise(records)):
+                return None
+        except (ValueError, KeyError, TypeError, AttributeError):
             return None
         return LogSummary(tuple(records)) if records else None
-
-
-def decode_lines(lines: Sequence[bytes], *, log: RunPath) -> list[Record]:
-    """Returns encoded records, in the order of their numbers, some of which may be left out.
-
-    Raises:
-      ConfigError, Unrestorable: one can't be read.
-      ValueError: they are out of order.
-    """
-    records = [Record.decode(line, path=log / file_name(Record.seq_of(line))) for line in lines]
-    if any(after.seq <= before.seq for before, after in itertools.pairwise(records)):
-        raise ValueError("its records are out of order")
-    return records
 
 
 def summarized(records: Sequence[Record], *, present: Collection[str]) -> list[Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxres.faults import ConfigError, Unrestorable
 from jaxres.storage import codec
@@ -240,6 +241,21 @@ class Record:
         return number
 
     @staticmethod
+    def from_fields(fields: dict[str, Any]) -> Record:
+        """Returns the record of decoded JSON, whose digest was compared.
+
+        Raises:
+          ValueError, KeyError, TypeError, AttributeError: it is none of this version.
+        """
+        del fields[codec.FORMAT]
+        seq, attempt, time = fields.pop("seq"), fields.pop("attempt"), fields.pop("time")
+        if fields.get("kind") == RECORDS.tag(Claim):
+            fields["attempt"] = attempt
+        body = RECORDS.decode(fields)
+        _require_names(body)
+        return Record(seq=seq, attempt=attempt, time=time, body=body)
+
+    @staticmethod
     def decode(data: bytes, *, path: RunPath) -> Record:
         """Returns the record of a file; raises if it can't be read, so that none is skipped."""
         if data == DROPPED:
@@ -258,20 +274,15 @@ class Record:
                 f"adopt {path.parent.parent}. Nothing was changed."
             ) from error
         try:
-            del fields[codec.FORMAT]
-            seq, attempt, time = fields.pop("seq"), fields.pop("attempt"), fields.pop("time")
-            if fields.get("kind") == RECORDS.tag(Claim):
-                fields["attempt"] = attempt
-            body = RECORDS.decode(fields)
-            _require_names(body)
-            if path.name != file_name(seq):
-                raise ValueError(f"its number is {seq}")
+            record = Record.from_fields(fields)
+            if path.name != file_name(record.seq):
+                raise ValueError(f"its number is {record.seq}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: not a record that this version of jaxres can read ({error!r}). "
                 "Was the run written by a newer version, or the file edited? Nothing was changed."
             ) from error
-        return Record(seq=seq, attempt=attempt, time=time, body=body)
+        return record
 
 
 def _require_names(body: Body) -> None:

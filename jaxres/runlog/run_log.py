@@ -215,7 +215,7 @@ class LogReader:
     def _stored(self) -> LogSummary | None:
         """Returns the summary in storage if it ends with a record that the log has."""
         data = files.read(RunDir(self._folder.parent).log_summary)
-        summary = None if data is None else LogSummary.decode(data, log=self._folder)
+        summary = None if data is None else LogSummary.decode(data)
         if summary is None:
             return None
         newest = summary.records[-1]

@@ -32,7 +32,7 @@ from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
-from jaxres.exit_codes import ExitCode, RestartRule, exit_row
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.host import processes, signals
 from jaxres.host.proc_stat import read_proc_stat
@@ -42,11 +42,12 @@ from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Record, RunHistory, RunLog, last_seq
 from jaxres.runlog.supervisor_events import CheckpointDamageFound, ReplicaBehind, ReplicaCaughtUp
-from jaxres.storage import cpu_cores, files, memory_folder
+from jaxres.storage import cpu_cores, files
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import call_with_timeout, write_with_timeout
 from jaxres.supervisor import (
     host_exclusion,
+    host_memory,
     restart_policy,
     run_config,
     run_dir_watcher,
@@ -219,7 +220,7 @@ def run_attempt(
         alerts.on_end(ended, opened.claim)
         trackers.on_run_ended(ended.code)
         replica.on_run_ended(ended.code)
-        delete_memory_at_end(run_dir, opened.config, ended)
+        host_memory.delete_at_end(run_dir, opened.config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, opened.claim)
     return ended.code
@@ -312,7 +313,7 @@ def claim_attempt(
     if threads is not None:
         _refuse_other_threads(claim, threads)
     log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    delete_unused_memory(run_dir, config)
+    host_memory.prepare(run_dir, config, log.history().claims)
     # Late records of the attempt before may precede the claim.
     run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
     return log, ClaimedAttempt(
@@ -415,36 +416,6 @@ def worker_env(
     own = {"NPROC": str(claim.threads)}
     own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
     return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)
-
-
-def delete_memory(run_dir: RunDir, config: RunConfig) -> None:
-    """Deletes the states in host memory."""
-    section = config.checkpoint.memory
-    memory_folder.delete(
-        run_dir.root, memory_folder.SHARED_MEMORY if section is None else section.folder
-    )
-
-
-def delete_unused_memory(run_dir: RunDir, config: RunConfig) -> None:
-    """Deletes states that an earlier attempt has kept in host memory and this one can't use.
-
-    They are in another place (`checkpoint.memory.folder`), or this attempt has no such tier.
-    """
-    section = config.checkpoint.memory
-    base = None if section is None else section.folder
-    if base is not None:
-        memory_folder.record(base, places=run_dir.memory_places)
-    memory_folder.delete_others(run_dir.root, base, places=run_dir.memory_places)
-
-
-def delete_memory_at_end(run_dir: RunDir, config: RunConfig, ended: AttemptResult) -> None:
-    """Deletes the states in host memory, unless the next start needs them after a failure.
-
-    A fenced process leaves them to the process that owns the run.
-    """
-    is_final = ended.committed or exit_row(ended.code).restart is RestartRule.NEVER
-    if is_final and ended.code != ExitCode.FENCED:
-        delete_memory(run_dir, config)
 
 
 def add_memory_advice(

@@ -20,13 +20,11 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, Record
 from jaxres.storage.path import RunPath
 from jaxres.storage.timeouts import write_with_timeout
-from jaxres.supervisor import host_exclusion
+from jaxres.supervisor import host_exclusion, host_memory
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import (
     RECORD_SECONDS,
     add_memory_advice,
-    delete_memory_at_end,
-    delete_unused_memory,
     follows_an_attempt,
     print_result,
     worker_command,
@@ -77,7 +75,7 @@ def follow(
         health.on_fault = stack.enter_context(recording).on_fault
         signals.block()
         records, claim = _read_claim(run_dir, attempt_number)
-        delete_unused_memory(run_dir, config)
+        host_memory.prepare(run_dir, config, run_log.fold(records).claims)
         exporter.on_history([record for record in records if record.attempt < attempt_number])
         exporter.ensure_started(host=member.host, health=health_watcher)
         ended = supervise(
@@ -99,7 +97,7 @@ def follow(
     report_fault(run_dir, claim, ended, host=member.host, clock=clock)
     upload_artifacts(run_dir, claim.attempt)
     ended = add_memory_advice(ended, config, advise)
-    delete_memory_at_end(run_dir, config, ended)
+    host_memory.delete_at_end(run_dir, config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, claim)
     return ended.code

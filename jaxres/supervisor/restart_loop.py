@@ -40,6 +40,7 @@ from jaxres.supervisor import (
     attempt_runner,
     failure_report,
     host_exclusion,
+    host_memory,
     restart_policy,
     run_dir_watcher,
     signal_dispatch,
@@ -229,7 +230,7 @@ def _close_in_time(log: EventLog) -> None:
 
 def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
     """Runs attempts until the policy gives up or a stop was requested; returns the exit code."""
-    attempt_runner.delete_unused_memory(run.run_dir, run.config)
+    host_memory.prepare(run.run_dir, run.config, run.run_history.claims)
     decision = Restart(0.0, run.policy.faulty_slots, "")
     if run.outcomes:
         decision = restart_policy.decide(run.outcomes, run.clock.monotonic(), run.policy)
@@ -473,7 +474,7 @@ def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int
     is_graceful = row.is_graceful or (code == ended.requested and not row.needs_operator)
     event_type = SupervisionEnded if is_graceful else GaveUp
     if code != ExitCode.FENCED:
-        attempt_runner.delete_memory(run.run_dir, run.config)
+        host_memory.delete(run.run_dir, run.config)
         run.emit(event_type(run.run_history.attempt, code, row.name, run.run_history.step, reason))
         _record_leave(run, AttemptResult(code, reason))
     run.trackers.on_run_ended(code)

@@ -24,12 +24,11 @@ import math
 import os
 import secrets
 import socket
-from pathlib import Path
 from typing import Any, Literal
 
 from jaxres.clock import Clock
 from jaxres.faults import Fenced, RunError
-from jaxres.host.proc_stat import read_proc_stat
+from jaxres.host.proc_stat import process_exists, process_id
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.path import is_remote
@@ -62,7 +61,7 @@ class RunLock:
         self._run_dir = run_dir
         self._clock = clock
         self._nonce = secrets.token_hex(8)
-        self._process = _process_id(os.getpid())
+        self._process = process_id(os.getpid())
         self._count = 0
         self._locked = False
         self._is_abandoned = False
@@ -205,16 +204,6 @@ def heartbeat_interval_seconds(run_dir: RunDir) -> float:
     return BUCKET_HEARTBEAT_SECONDS if run_dir.is_remote else HEARTBEAT_SECONDS
 
 
-def _process_id(pid: int) -> str | None:
-    """Returns an id that is unique over machines and boots; None: the process is gone."""
-    try:
-        started = read_proc_stat(pid).start_ticks
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{pid}/{started}"
-    except OSError:
-        return None
-
-
 def _is_released(owner: dict[str, Any] | None) -> bool:
     """Whether the run surely has no lock holder, so that no heartbeat has to be awaited."""
     return owner is None or bool(owner.get("released")) or _process_exists(owner) is False
@@ -222,12 +211,8 @@ def _is_released(owner: dict[str, Any] | None) -> bool:
 
 def _process_exists(owner: dict[str, Any]) -> bool | None:
     """Whether the lock holder's process exists; None: unknown, on another machine or container."""
-    recorded, own = owner.get("process"), _process_id(os.getpid())
-    if not isinstance(recorded, str) or own is None:
-        return None
-    if recorded.split("/")[:2] != own.split("/")[:2]:
-        return None
-    return _process_id(owner["pid"]) == recorded
+    recorded = owner.get("process")
+    return process_exists(recorded) if isinstance(recorded, str) else None
 
 
 def _heartbeat_id(owner: dict[str, Any] | None) -> tuple[Any, Any] | None:

@@ -35,7 +35,7 @@ from jaxres.supervisor.process.worker_group import as_leader
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.telemetry import stdio
-from jaxres.train.checks import oom_advice
+from jaxres.train.checks import oom_advice, start_checks
 from jaxres.train.completion import is_complete
 
 if TYPE_CHECKING:
@@ -121,20 +121,18 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
                 target,
                 overrides,
                 run=functools.partial(_inline, received=received),
-                is_complete=is_complete,
+                is_complete=start_checks.is_complete,
                 env=env,
                 threads=cpu_cores.usable(),
                 hold_signals=lambda: stack.enter_context(received),
             )
     run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise, fork=fork)
-    run_attempt = functools.partial(
-        attempt_runner.run_attempt, target, overrides, run=run, is_complete=is_complete, env=env
-    )
+    run_attempt = functools.partial(attempt_runner.run_attempt, target, overrides, run=run, env=env)
     if address is None:
-        return run_attempt()
+        return run_attempt(is_complete=start_checks.is_complete)
     if member.leads:
         rendezvous = functools.partial(as_leader, member=member, address=address, secret=secret)
-        return run_attempt(rendezvous=rendezvous)
+        return run_attempt(rendezvous=rendezvous, is_complete=is_complete)
     return follow(
         target,
         overrides,

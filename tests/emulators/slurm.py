@@ -7,6 +7,7 @@ Slurm's daemons do.
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from tests.waiting import SURE_SECONDS, wait_until
+from jaxres.host.proc_stat import read_proc_stat
+from tests.waiting import SURE_SECONDS, has_ended, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "sinfo")
 CONFIG = """\
@@ -45,6 +47,7 @@ ReturnToService=2
 SlurmdTimeout=10
 KillWait=60
 MinJobAge=300
+FirstJobId={first}
 SchedulerParameters=requeue_delay=1,sched_interval=1,bf_interval=1
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -98,6 +101,20 @@ class SlurmCluster:
         self.daemons[name].wait()
         _kill(_on_node(self, name))
 
+    def kill_node_in_steps(self, name: str) -> None:
+        """As `kill_node`, but a second process of srun lives longer, and cancels srun's step."""
+        self.daemons[name].kill()
+        self.daemons[name].wait()
+        seconds = {pid: found for pid in _on_node(self, name) if (found := _srun_above(pid))}
+        _kill(set(seconds.values()))
+        wait_until(lambda: all(map(has_ended, seconds)), "ends of the second processes")
+        _kill(_on_node(self, name))
+
+    def shut_down_node(self, name: str) -> None:
+        """Sends SIGTERM to all processes of a node, as a reboot in order does before SIGKILL."""
+        self.daemons[name].terminate()
+        _signal(_on_node(self, name), signal.SIGTERM)
+
     def call(self, *command: str) -> str:
         """Returns what a command of Slurm prints."""
         env = {**os.environ, **self.env}
@@ -148,7 +165,7 @@ def _on_node(cluster: SlurmCluster, name: str) -> set[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if marks <= set((path / "environ").read_bytes().split(b"\0")):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = read_proc_stat(path.name).parent
                 found.add(int(path.name))
                 if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"slurmstepd"):
                     found.add(parent)
@@ -157,10 +174,23 @@ def _on_node(cluster: SlurmCluster, name: str) -> set[int]:
     return found
 
 
+def _srun_above(pid: int) -> int | None:
+    """Returns the srun whose second process this is, if it is one."""
+    with suppress(OSError):
+        parent = read_proc_stat(pid).parent
+        names = [Path(f"/proc/{number}/comm").read_text().strip() for number in (pid, parent)]
+        return parent if names == ["srun", "srun"] else None
+    return None
+
+
 def _kill(pids: set[int]) -> None:
+    _signal(pids, signal.SIGKILL)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _free_port() -> int:
@@ -183,6 +213,7 @@ def cluster(root: Path, *, nodes: int = 3) -> Iterator[SlurmCluster]:
     config = CONFIG.format(
         host=host,
         port=_free_port(),
+        first=random.randint(1, 60000),  # The ports of its runs follow from it.
         root=root,
         nodes="\n".join(rows),
         names=",".join(names),

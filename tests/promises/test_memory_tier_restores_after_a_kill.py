@@ -210,6 +210,27 @@ def test_a_killed_supervisor_leaves_the_states_to_the_next_one(
     assert_bit_exact(first.run_dir, fault_free)
 
 
+@pytest.mark.slow
+def test_states_of_a_run_that_its_copy_has_replaced_are_deleted_by_the_next_start(
+    workspace: Workspace, fault_free: RunDir
+) -> None:
+    """The copy is the same run, with another folder in shared memory."""
+    first = workspace.start("run", *ARGUMENTS, config=FAULTY, env=HALTED)
+    wait_held(first, 15)
+    first.kill()
+    first.wait_exit()
+    root, moved = Path(str(first.run_dir.root)), workspace.root / "moved"
+    left = memory_folder(root)
+    root.rename(moved)
+    shutil.copytree(moved, root, symlinks=True)
+    assert memory_folder(moved) == left != memory_folder(root)
+    assert list(left.glob("host000-*.json")), "there are states in memory"
+    workspace.finish("run", *ARGUMENTS, config=FAULTY)
+    assert not left.exists()
+    assert begins(first.run_dir)[1][1] is None, "the states are not the copy's"
+    assert_bit_exact(first.run_dir, fault_free)
+
+
 @pytest.mark.campaign
 def test_memory_that_was_wiped_ends_nothing(workspace: Workspace, fault_free: RunDir) -> None:
     gate = workspace.root / "gate"

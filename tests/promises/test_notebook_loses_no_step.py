@@ -6,7 +6,6 @@ Real signals are sent to a real process that calls `main` as the cells of a note
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -27,25 +26,25 @@ from tests.promises.trainer import (
 
 def notebook(workspace: Workspace, calls: int, *overrides: str, **env: str) -> TrainingProcess:
     """Starts a program that calls `main` so many times; FAULT is for the first call."""
+    gate = workspace.root / "gate"
     arguments = workspace._arguments("run", *overrides, config=FAULTY)
     return workspace.command(
         workspace.run_dir("run"),
         [str(calls), *arguments, "--inline"],
         verb=("tests.promises.notebook",),
-        env=PACED | env,
+        env={**PACED, "GATE": str(gate), **env},
     )
 
 
 def test_an_interrupted_cell_saves_the_last_finished_step_and_the_next_goes_on(
-    workspace: Workspace, fault_free: RunDir, tmp_path: Path
+    workspace: Workspace, fault_free: RunDir
 ) -> None:
-    gate = tmp_path / "gate"
-    process = notebook(workspace, 2, FAULT="build:2:gate", GATE=str(gate))
+    process = notebook(workspace, 2, FAULT="build:2:gate")
     process.wait_step(13)
     process.process.send_signal(signal.SIGINT)
     process.wait_printed(f"CALL 1: returned {ExitCode.STOPPED.value}")
     saved = run_history(process.run_dir).step
-    gate.touch()  # Now the second call goes on.
+    (workspace.root / "gate").touch()  # Now the second call goes on.
     assert process.wait_exit() == 0, process.printed()
     assert "SIGINT: saving after the current step" in process.printed()
     assert "nothing to save" not in process.printed()
@@ -57,11 +56,8 @@ def test_an_interrupted_cell_saves_the_last_finished_step_and_the_next_goes_on(
 
 
 @pytest.mark.slow
-def test_the_files_save_and_stop_hold_for_a_cell(
-    workspace: Workspace, fault_free: RunDir, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    process = notebook(workspace, 2, FAULT="build:2:gate", GATE=str(gate))
+def test_the_files_save_and_stop_hold_for_a_cell(workspace: Workspace, fault_free: RunDir) -> None:
+    process = notebook(workspace, 2, FAULT="build:2:gate")
     process.wait_step(13)
     assert run_lock.liveness(process.run_dir, clock=SystemClock(), watch=True) == "alive"
     process.run_dir.request("save").touch()
@@ -69,7 +65,7 @@ def test_the_files_save_and_stop_hold_for_a_cell(
     process.wait_printed(f"CALL 1: returned {ExitCode.STOPPED.value}")
     saved = run_history(process.run_dir).step
     assert not process.run_dir.request("stop").exists()
-    gate.touch()
+    (workspace.root / "gate").touch()
     assert process.wait_exit() == 0, process.printed()
     assert "stopping after the current step" in process.printed()
     assert "save requested" in process.printed()
@@ -78,15 +74,12 @@ def test_the_files_save_and_stop_hold_for_a_cell(
 
 
 @pytest.mark.slow
-def test_an_interrupt_in_compilation_is_not_lost(
-    workspace: Workspace, fault_free: RunDir, tmp_path: Path
-) -> None:
-    gate = tmp_path / "gate"
-    process = notebook(workspace, 2, FAULT="trace:1:gate", GATE=str(gate))
+def test_an_interrupt_in_compilation_is_not_lost(workspace: Workspace, fault_free: RunDir) -> None:
+    process = notebook(workspace, 2, FAULT="trace:1:gate")
     process.wait_phase("compile")
     process.process.send_signal(signal.SIGINT)
     process.wait_printed("SIGINT: stopping before the first step")
-    gate.touch()
+    (workspace.root / "gate").touch()
     assert process.wait_exit() == 0, process.printed()
     assert f"CALL 1: returned {ExitCode.STOPPED.value}" in process.printed()
     assert process.steps() == [], "no step was made after the interrupt"

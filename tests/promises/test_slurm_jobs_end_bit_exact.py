@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.cluster.detect import slurm_port
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.slurm.job import Begun, Ended, Final, Submitted
 from jaxres.launch.slurm.journal import Journal
@@ -27,6 +28,7 @@ from jaxres.supervisor.preemption import time_limit
 from tests.emulators import slurm as slurm_cluster
 from tests.emulators.slurm import SlurmCluster
 from tests.promises.trainer import FAULTY, ROOT, assert_bit_exact, free_address, run_history, starts
+from tests.tiers import campaign_but
 from tests.waiting import SURE_SECONDS
 
 pytestmark = [
@@ -46,12 +48,17 @@ class Job:
     run_dir: RunDir
     caches: Path
 
-    def submit(self, *arguments: str, **env: str) -> str:
-        """Submits the run; returns what was printed."""
+    def submit(self, *arguments: str, default_address: bool = False, **env: str) -> str:
+        """Submits the run; returns what was printed.
+
+        With the default address, which others on this machine may have taken, the hosts meet at
+        the first node's NodeAddr.
+        """
         command = [sys.executable, "-m", "jaxres.launch", "slurm", str(FAULTY), *arguments]
         command += [f"run.dir={self.run_dir.root}", f"data.cache_dir={self.caches}"]
         command += [f"compilation.cache_dir={self.caches / 'xla'}", "restart.backoff_seconds=0.1"]
-        own = {**os.environ, **self.cluster.env, "JAXRES_COORDINATOR": free_address(), **env}
+        own = {**os.environ, **self.cluster.env, **env}
+        own |= {} if default_address else {"JAXRES_COORDINATOR": free_address()}
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=own)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -167,9 +174,14 @@ def test_a_cancelled_job_saves_stays_ended_and_can_be_continued(
     job: Job, fault_free_pair: RunDir, tmp_path: Path
 ) -> None:
     held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
-    job.submit("--nodes", "2", **held)
+    job.submit("--nodes", "2", default_address=True, **held)
     job.wait_commit(10)
     (first,) = [entry.job for entry in job.journal(Submitted)]
+    address = f"JAXRES_COORDINATOR=127.0.0.1:{slurm_port(int(first), 1)}".encode()
+    workers = job.workers()
+    assert workers, "no worker runs"
+    for worker in workers:
+        assert address in Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
     job.cluster.call("scancel", first)
     job.wait(lambda: "SIGTERM: saving after the current step" in job.printed(), "the signal")
     gate.touch()
@@ -177,7 +189,7 @@ def test_a_cancelled_job_saves_stays_ended_and_can_be_continued(
     assert job.cluster.state(first) == "CANCELLED"
     saved = run_history(job.run_dir).step
     assert [entry.job for entry in job.journal(Submitted)] == [first], "it was submitted again"
-    job.submit("--nodes", "2")
+    job.submit("--nodes", "2", default_address=True)
     job.wait_end()
     assert starts(job.run_dir) == [0, saved]
     assert_bit_exact(job.run_dir, fault_free_pair)
@@ -269,7 +281,7 @@ def test_a_job_whose_script_has_lost_its_node_is_put_back_in_the_queue_and_goes_
     job.wait_commit(10)
     (lost, _) = job.journal(Begun)[0].nodes
     (number,) = [entry.job for entry in job.journal(Submitted)]
-    job.cluster.kill_node(lost)
+    job.cluster.kill_node_in_steps(lost)
     gate.touch()
     try:
         job.wait(lambda: job.cluster.state(number) == "PENDING", "requeue")
@@ -280,6 +292,29 @@ def test_a_job_whose_script_has_lost_its_node_is_put_back_in_the_queue_and_goes_
     first, second = job.journal(Begun)
     assert (lost in first.nodes, lost in second.nodes) == (True, False)
     assert starts(job.run_dir)[1] >= 10
+    assert job.journal(Final)[-1].exit == 0, job.printed()
+    assert_bit_exact(job.run_dir, fault_free_pair)
+
+
+@pytest.mark.parametrize("nodes", campaign_but(["2", "2..3"], "2"))
+def test_a_job_whose_first_node_is_rebooted_in_order_goes_on(
+    job: Job, fault_free_pair: RunDir, tmp_path: Path, nodes: str
+) -> None:
+    """All processes of the node get SIGTERM, later SIGKILL; Slurm does not know of the reboot."""
+    held = {"PACE": PACE, "FAULT": HELD, "GATE": str(gate := tmp_path / "gate")}
+    job.submit("--nodes", nodes, "mesh.data=2", **held)
+    job.wait_commit(10)
+    lost = job.journal(Begun)[0].nodes[0]
+    job.cluster.shut_down_node(lost)
+    try:
+        job.wait(lambda: len(job.journal(Submitted)) == 2, "a second job")
+        job.cluster.kill_node(lost)
+        gate.touch()
+        job.wait_end()
+    finally:
+        job.cluster.start_node(lost)
+    assert "SIGTERM did not come from Slurm" in job.printed()
+    assert starts(job.run_dir)[-1] >= 10
     assert job.journal(Final)[-1].exit == 0, job.printed()
     assert_bit_exact(job.run_dir, fault_free_pair)
 

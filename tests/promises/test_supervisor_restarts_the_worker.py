@@ -220,7 +220,7 @@ def test_progress_resets_the_restart_budget(workspace: Workspace, fault_free: Ru
 @pytest.mark.parametrize(
     ("code", "overrides"),
     [
-        (ExitCode.CONFIG, ("data.source.path=/nowhere",)),
+        (ExitCode.CONFIG, ("hooks=[{target: 'json:absent'}]",)),
         pytest.param(
             ExitCode.DIVERGED,
             (

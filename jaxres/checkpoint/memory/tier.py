@@ -188,7 +188,7 @@ class MemoryTier:
             names |= {_copy_name(host, num_hosts) for host in range(num_hosts)}
         kept = {f"{name}-{number}" for name in names for number in range(NUM_SLOTS)}
         for file in self._folder.iterdir():
-            if file.stem not in kept and file.name != DAMAGED:
+            if file.stem not in kept and file.name not in (DAMAGED, memory_folder.OWNER):
                 file.unlink(missing_ok=True)
 
     def is_due(self, step: int) -> bool:

@@ -25,6 +25,7 @@ from jaxres.config.schema_model import AnyModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema_training import FromRun
 from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import run_log
+from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files
@@ -197,13 +198,16 @@ def committed(run_dir: RunDir, *, step: int | None) -> Commit:
     Raises:
       ConfigError: the run does not exist, or the step is not committed.
     """
-    line = run_log.fold(run_log.read_records(run_dir.log))
-    for commit in reversed(line.committed):
+    return _committed(run_dir, run_log.fold(run_log.read_records(run_dir.log)), step)
+
+
+def _committed(run_dir: RunDir, history: RunHistory, step: int | None) -> Commit:
+    for commit in reversed(history.committed):
         if step in (None, commit.step):
             return commit
-    steps = ", ".join(str(commit.step) for commit in line.committed) or "none"
+    steps = ", ".join(str(commit.step) for commit in history.committed) or "none"
     what = "no step" if step is None else f"step {step} is not"
-    if not line.claims:
+    if not history.claims:
         raise ConfigError(f"{run_dir.root}: no run here (no log/).")
     raise ConfigError(f"{run_dir.root}: {what} committed (committed: {steps}).")
 
@@ -229,10 +233,11 @@ def commit_of(run_dir: RunDir, step: Step) -> Commit:
         except TypeError as error:
             what = "must be an integer, 'newest' or 'best'"
             raise ConfigError(f"{run_dir.root}: step {step!r}: {what}.") from error
-    best = retention.best(1)(retention.steps_of(run_log.fold(run_log.read_records(run_dir.log))))
+    history = run_log.fold(run_log.read_records(run_dir.log))
+    best = retention.best(1)(retention.steps_of(history))
     if not best:
         raise ConfigError(f"{run_dir.root}: no committed step has a held-out loss.")
-    return committed(run_dir, step=next(iter(best)))
+    return _committed(run_dir, history, next(iter(best)))
 
 
 def source_run_dir(section: FromRun) -> RunDir:

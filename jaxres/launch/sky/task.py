@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxres.config import RunConfig, dump_yaml, file_mode, yaml
 from jaxres.exit_codes import SIGNAL_BASE, RestartRule, exit_row
+from jaxres.launch.here_document import here_document
 from jaxres.launch.k8s.manifest import CONFIG_FILE, PORT, Consequence, codes_with, consequence
 from jaxres.secret_values import PRIVATE
 from jaxres.storage.path import RunPath
@@ -30,7 +31,6 @@ Task = dict[str, Any]
 """A task, with the field names of its YAML."""
 STRATEGY = "EAGER_NEXT_REGION"
 """Deletes all nodes before it creates others; FAILOVER would start the job on the same ones."""
-END_OF_CONFIG = "END_OF_CONFIG"
 VARIABLE = "JAXRES_CONFIG"
 """Secret of the task with a config that has secrets, in base64; SkyPilot does not show it."""
 CANCELLED = SIGNAL_BASE + 9
@@ -125,16 +125,17 @@ def _script(config: str | None, root: RunPath, options: TaskOptions) -> str:
       config: the resolved config; None: it is in the variable.
       root, options: as for `task`.
     """
-    write = f"""cat > "{{}}" <<'{END_OF_CONFIG}'\n{config}{END_OF_CONFIG}"""
-    if config is None:
-        write = f"""(umask 077; printf %s "${VARIABLE}" | base64 -d > "{{}}")\nunset {VARIABLE}"""
     file = f"$HOME/.jaxres/{options.name}/{CONFIG_FILE}"
+    if config is None:
+        write = f"""(umask 077; printf %s "${VARIABLE}" | base64 -d > "{file}")\nunset {VARIABLE}"""
+    else:
+        write = here_document(f'cat > "{file}"', config)
     gpus = f" JAXRES_MIN_DEVICES={options.accelerators[1]}" if options.accelerators else ""
     command = shlex.join([options.python, "-m", "jaxres.launch", "sky", "node"])
     platform = "\nexport JAXRES_PLATFORM=gpu" + gpus if options.accelerators else ""
     return f"""\
 mkdir -p "$HOME/.jaxres/{options.name}"
-{write.replace("{}", file, 1)}
+{write}
 JAXRES_COORDINATOR="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"
 JAXRES_NUM_HOSTS="$SKYPILOT_NUM_NODES"
 JAXRES_HOST_ID="$SKYPILOT_NODE_RANK"

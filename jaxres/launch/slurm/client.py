@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import select
 import shlex
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from jaxres.exit_codes import STOP_SIGNALS
-from jaxres.faults import ConfigError, StorageUnavailable
+from jaxres.faults import ConfigError, RunError, StorageUnavailable
 from jaxres.host import signals
+from jaxres.storage import threads
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 
 CALL_SECONDS = 60.0
 POLL_SECONDS = 0.5
 TIME_LIMIT = "TimeLimit"
 """Reason that squeue prints of a job that its time limit ends."""
+WATCH_STEP = "jaxres-watch"
+"""Name of the step of `ScriptWatch`."""
 WATCH = """\
+echo watching
+exec > /dev/null 2>&1
 while sleep 30; do
   found=$(squeue --noheader --all --jobs="$SLURM_JOB_ID" --format='%T %N') || continue
   [ "${found%% *}" = RUNNING ] || continue
@@ -187,38 +195,62 @@ class ScriptWatch:
     """A step on another node that puts the job back in the queue if the script's node is lost.
 
     With --no-kill Slurm keeps such a job with the nodes that are left, and nothing runs on them
-    until its time limit.
+    until its time limit. A second process of srun cancels the step when srun dies before it, and
+    so does srun at SIGTERM: both are killed as soon as the step runs, which goes on without them.
     """
 
-    def __init__(self, *, node: str, output: Path) -> None:
-        self._arguments = (node, str(output))
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, *, job: str, node: str, output: Path) -> None:
+        self._job, self._arguments = job, (node, str(output))
+        self._starting: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ScriptWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()  # Slurm ends the step with the job.
-            self._process.wait()
+        if self._starting is not None and self._starting.poll() is None:
+            self._starting.kill()  # Slurm ends the step with the job.
+            self._starting.wait()
 
     def ensure_started(self, nodes: Sequence[str]) -> None:
-        """Starts the step on the last of these nodes, unless it runs.
+        """Starts the step on the last of these nodes, unless it runs on one of them.
 
         Args:
           nodes: usable nodes of the job; with none but the script's, Slurm ends the job itself.
         """
         others = [node for node in nodes if node != self._arguments[0]]
-        if not others or (self._process is not None and self._process.poll() is None):
+        if not others or self._is_running(others):
             return
         command = ["sh", "-c", WATCH, "sh", *self._arguments]
-        self._process = subprocess.Popen(
-            ["srun", *step_flags(others[-1:]), "--overlap", *command],
+        flags = [*step_flags(others[-1:]), "--overlap", f"--job-name={WATCH_STEP}"]
+        self._starting = subprocess.Popen(
+            ["srun", *flags, *command],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
+        threads.spawn_thread("watch-step", partial(_leave_step, self._starting), daemon=True)
+
+    def _is_running(self, nodes: Sequence[str]) -> bool:
+        if self._starting is None or self._starting.poll() is None:
+            return self._starting is not None
+        asked = ("squeue", "--noheader", "--all", "--steps", f"--jobs={self._job}")
+        with suppress(RunError):
+            rows = call(*asked, "--format=%j|%N").splitlines()
+            return any(f"{WATCH_STEP}|{node}" in rows for node in nodes)
+        return True  # Asked again before the next attempt.
+
+
+def _leave_step(srun: subprocess.Popen[bytes]) -> None:
+    """Kills srun and its second process once the step has printed a line."""
+    assert srun.stdout is not None
+    with srun.stdout as printed:
+        if printed.readline():
+            with suppress(ProcessLookupError):
+                # Stopped first: the second process must not see that the first one is dead.
+                os.killpg(srun.pid, signal.SIGSTOP)
+                os.killpg(srun.pid, signal.SIGKILL)
+    srun.wait()
 
 
 def run_step(

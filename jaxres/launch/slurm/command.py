@@ -335,8 +335,9 @@ class _Job:
     def run(self) -> int:
         """Returns the exit code of the job."""
         node = self.env.get("SLURMD_NODENAME", self.nodes[0])
-        with slurm_commands.ScriptWatch(node=node, output=_output(self.journal, self.number)) as w:
-            return self._run(w)
+        output = _output(self.journal, self.number)
+        with slurm_commands.ScriptWatch(job=self.number, node=node, output=output) as watch:
+            return self._run(watch)
 
     def _run(self, watch: slurm_commands.ScriptWatch) -> int:
         is_first = True
@@ -357,28 +358,37 @@ class _Job:
             if self._wait(decision.after_seconds):
                 return self._told_to_end()
             code, is_stopped = self._train(decision, records, has_lost_node)
-            if is_stopped:  # scancel, or a preemption, after which Slurm itself starts it again.
+            if is_stopped:  # Submitted again, unless Slurm ends it: scancel, or a preemption.
                 print_message(f"the job was told to end; srun exited with {exit_name(code)}")
                 return code
             is_first = False
 
     def _told_to_end(self) -> int:
         """Returns the exit code of a job that was told to end between two attempts."""
-        self._continue_after_limit()
+        self._continue_unless_cancelled()
         return _ended_between_attempts()
 
-    def _continue_after_limit(self) -> None:
-        """Submits the job again if its time limit ends it, and not scancel or another job.
+    def _continue_unless_cancelled(self) -> None:
+        """Submits the job again if its time limit or its node ends it, and not scancel or Slurm.
 
-        The training that was asked to save before the limit has hung, or takes too long.
+        At the limit the training that was asked to save before it has hung, or takes too long.
         """
-        if self._is_at_limit():
-            self._resubmit(Resubmit((), 0.0, "the job's time limit is reached"))
+        if reason := self._reason_to_continue():
+            self._resubmit(Resubmit((), 0.0, reason))
 
-    def _is_at_limit(self) -> bool:
+    def _reason_to_continue(self) -> str | None:
+        """Returns why the run goes on in another job although this one was told to end.
+
+        Slurm marks a job before it tells its processes to end, so one that is RUNNING was told by
+        something else: its node that shuts down, in most cases.
+        """
         with suppress(RunError):
-            return slurm_commands.state(self.number, "%r") == slurm_commands.TIME_LIMIT
-        return False
+            state, _, reason = (slurm_commands.state(self.number, "%T|%r") or "").partition("|")
+            if reason == slurm_commands.TIME_LIMIT:
+                return "the job's time limit is reached"
+            if state == "RUNNING":
+                return "SIGTERM did not come from Slurm, so the node of the job's script shuts down"
+        return None
 
     def _decide(
         self, *, is_first: bool
@@ -443,7 +453,7 @@ class _Job:
                 self.journal.append(Submitted(job))
                 return job
             options = [begin, *_exclude(self.options, decision.exclude)]
-            if self._wait(0.0) and not self._is_at_limit():  # scancel, since the attempt's end.
+            if self._wait(0.0) and not self._reason_to_continue():  # scancel, since the attempt.
                 return None
             return self.journal.submit(options)
 
@@ -465,7 +475,7 @@ class _Job:
         flags = _step_flags(decision.nodes, has_lost_node=has_lost_node)
         training = ["jaxres.train", *_training_arguments(self.options, self.run_dir)]
         command = ["srun", *flags, sys.executable, "-m", *training]
-        told = self._continue_after_limit
+        told = self._continue_unless_cancelled
         env = {**self.env, **self._coordinator(decision.nodes)}
         code, is_stopped = slurm_commands.run_step(
             command, is_restart, self.wakeup, env, on_stop=told

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
+from jaxres.launch.here_document import here_document
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, in_force
 from jaxres.storage.codec import TaggedCodec
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import KILLED, NO_EXIT_RECORD, GiveUp
 
-END_OF_CONFIG = "END_OF_CONFIG"
 LEAST_SECONDS = 120.0
 """Less time than this before the job's limit is not worth another attempt in the same job."""
 EARLY_SECONDS = 60.0
@@ -449,5 +449,5 @@ def script(options: JobOptions, *, output: str, file: str, config: str, command:
     lines += options.sbatch
     head = "".join(f"#SBATCH {line}\n" for line in lines)
     setup = f"{options.setup}\n" if options.setup else ""
-    write = f"(umask 077; cat > {shlex.quote(file)}) <<'{END_OF_CONFIG}'\n{config}{END_OF_CONFIG}"
+    write = here_document(f"(umask 077; cat > {shlex.quote(file)})", config)
     return f"#!/bin/bash\n{head}set -e\n{setup}{write}\nexec {command}\n"

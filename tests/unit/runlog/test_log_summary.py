@@ -192,7 +192,7 @@ def damaged(run_dir):
 
 
 def of_another_log(run_dir):
-    summary = LogSummary.decode(run_dir.log_summary.read_bytes(), log=run_dir.log)
+    summary = LogSummary.decode(run_dir.log_summary.read_bytes())
     other = dataclasses.replace(summary.records[-1], time=1.5)
     records = (*summary.records[:-1], other)
     run_dir.log_summary.write_bytes(LogSummary(records).encode())
@@ -227,7 +227,7 @@ def test_a_missing_record_after_the_summary_is_an_error(run_dir, lost):
     log.history()
     for step in range(151, 161):
         log.append(commit_of(step, 1))
-    through = LogSummary.decode(run_dir.log_summary.read_bytes(), log=run_dir.log).through
+    through = LogSummary.decode(run_dir.log_summary.read_bytes()).through
     for number in range(through + 1, through + 1 + lost):
         (run_dir.log / file_name(number)).unlink()
     with pytest.raises(ConfigError, match=f"expected record {file_name(through + 1)}"):

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from jaxres.faults import Fenced
+from jaxres.host.proc_stat import process_id
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock as owners
@@ -215,7 +216,7 @@ def test_a_process_that_exists_and_writes_no_heartbeat_is_suspended(run_dir):
 
 
 def test_a_killed_process_of_this_machine_is_gone_at_once(run_dir):
-    boot, namespace, _, _ = owners._process_id(os.getpid()).split("/")
+    boot, namespace, _, _ = process_id(os.getpid()).split("/")
     write_foreign_heartbeat(run_dir, process=f"{boot}/{namespace}/{os.getpid()}/1")
     assert owners.liveness(run_dir, clock=FakeClock()) == "gone", "its pid has been used again"
 

@@ -199,14 +199,17 @@ def _results(gce: GceSection, compute: Compute, run: GcsPath) -> Iterator[CheckR
     """Yields the results of all checks; raises as `check` does."""
     reader = ResourceReader(compute)
     yield from guard("project", resource_checks.project(reader))
-    yield from guard("machine types", resource_checks.machine_types(gce, reader))
-    yield from guard("image", resource_checks.image(gce, reader))
+    silent = resource_checks.silent_zones(gce, reader)
+    yield from silent.values()
+    answering = resource_checks.without(gce, silent)
+    yield from guard("machine types", resource_checks.machine_types(answering, reader))
+    yield from guard("image", resource_checks.image(answering, reader))
     yield from guard("template", resource_checks.template(gce, reader))
     yield from guard("subnetworks", network_checks.subnetworks(gce, reader))
     yield from guard("access", network_checks.access(gce, reader))
     yield from guard("firewall", network_checks.firewall(gce, reader))
-    yield from guard("reservations", resource_checks.reservations(gce, reader))
-    yield from resource_checks.quotas(gce, reader)
+    yield from guard("reservations", resource_checks.reservations(answering, reader))
+    yield from resource_checks.quotas(gce, reader, silent=silent)
     yield from _bucket(gce, run)
 
 

@@ -5,19 +5,20 @@ Each check yields what it found. What can't be known, as where a read is not all
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from jaxres.config.gce_machine_types import region_of
 from jaxres.config.schema_gce import GceSection, ReservationOption
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.checks import future_reservations, quota_needs
 from jaxres.launch.gce.checks.check_result import CheckResult, denied_result
 from jaxres.launch.gce.checks.future_reservations import FutureReservation
 from jaxres.launch.gce.checks.quota_needs import MachineSize, Quota, Shortage
-from jaxres.launch.gce.state.capacity_options import zone_choices
+from jaxres.launch.gce.state.capacity_options import zone_choices, zones_of
 
 OPTIONS = "launch.gce.capacity_options"
 
@@ -38,6 +39,38 @@ def project(reader: ResourceReader) -> Iterator[CheckResult]:
             "not see it. `gcloud projects list` shows those that it may."
         )
     yield CheckResult("project", "ok", f"{name} exists")
+
+
+def silent_zones(gce: GceSection, reader: ResourceReader) -> dict[str, CheckResult]:
+    """Returns the zones that do not answer, each with a warning.
+
+    Raises:
+      StorageUnavailable: none of them answers.
+    """
+    silent, zones = dict[str, CheckResult](), zones_of(gce.capacity_options)
+    for option in gce.capacity_options:
+        for zone in option.zones:
+            if zone in silent:
+                continue
+            try:
+                with contextlib.suppress(ReadDenied):
+                    reader.get("MachineTypesClient", zone=zone, machine_type=option.machine_type)
+            except StorageUnavailable as error:
+                text = f"zone {zone} does not answer, it was not checked ({error.__cause__})"
+                remedy = "The job leaves it out as long as it does not answer"
+                silent[zone] = CheckResult("zones", "warning", text, remedy)
+                if len(silent) == len(zones):
+                    raise
+    return silent
+
+
+def without(gce: GceSection, zones: Container[str]) -> GceSection:
+    """Returns the config whose capacity options, in the same order, lack some zones."""
+    options = [
+        option.model_copy(update={"zones": tuple(z for z in option.zones if z not in zones)})
+        for option in gce.capacity_options
+    ]
+    return gce.model_copy(update={"capacity_options": tuple(options)})
 
 
 def machine_types(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
@@ -112,6 +145,8 @@ def image(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
 
 def _architecture(gce: GceSection, reader: ResourceReader, found: Any) -> Iterator[CheckResult]:
     for option in gce.capacity_options:
+        if not option.zones:  # None of them answers.
+            continue
         where = {"zone": option.zones[0], "machine_type": option.machine_type}
         machine = reader.get("MachineTypesClient", **where)
         needed = "ARM64" if option.machine_type.startswith("a4x-") else "X86_64"
@@ -259,12 +294,19 @@ def _reservation(
         )
 
 
-def quotas(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
-    """Yields the quotas that are too small: failed if they rule out every capacity option."""
+def quotas(
+    gce: GceSection, reader: ResourceReader, *, silent: Container[str] = ()
+) -> Iterator[CheckResult]:
+    """Yields the quotas that are too small: failed if they rule out every capacity option.
+
+    Of a zone in `silent`, which does not answer, the sizes of machines are not read.
+    """
     denials, short = list[CheckResult](), list[Shortage]()
     num_sites = num_ruled_out = 0
     for site in zone_choices(gce.capacity_options):
-        found, denied = _site_shortages(gce, reader, site.option, site.zone)
+        found, denied = _site_shortages(
+            gce, reader, site.option, site.zone, is_silent=site.zone in silent
+        )
         num_sites += 1
         num_ruled_out += any(shortage.is_certain for shortage in found)
         short, denials = short + found, denials + denied
@@ -291,7 +333,7 @@ def quotas(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
 
 
 def _site_shortages(
-    gce: GceSection, reader: ResourceReader, number: int, zone: str
+    gce: GceSection, reader: ResourceReader, number: int, zone: str, *, is_silent: bool
 ) -> tuple[list[Shortage], list[CheckResult]]:
     """Returns what a zone of a capacity option lacks, and which reads are not allowed."""
     option, region = gce.capacity_options[number], region_of(zone)
@@ -304,7 +346,9 @@ def _site_shortages(
             denied.append(denied_result("quotas", error))
             return None
 
-    machine = read("MachineTypesClient", zone=zone, machine_type=option.machine_type)
+    machine = None
+    if not is_silent:
+        machine = read("MachineTypesClient", zone=zone, machine_type=option.machine_type)
     has_own_disk = gce.image is not None
     needed = quota_needs.needs(
         option,

@@ -13,7 +13,7 @@ from jaxres.checkpoint.memory import neighbor as memory_neighbor
 from jaxres.checkpoint.memory.neighbor import CopyServer, Neighbor
 from jaxres.checkpoint.memory.slots import MemoryDamaged, Slot, layout, parts_of
 from jaxres.clock import SystemClock
-from tests.waiting import SURE_SECONDS, wait_until
+from tests.waiting import SURE_SECONDS, is_cut, wait_until
 
 
 @functools.cache
@@ -150,14 +150,6 @@ def connect(stack, ring, head=b""):
     connected.settimeout(SURE_SECONDS)
     connected.sendall(head)
     return connected
-
-
-def is_cut(connected):
-    """Returns whether a connection ends without another byte."""
-    try:
-        return connected.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 NO_TOKEN = (

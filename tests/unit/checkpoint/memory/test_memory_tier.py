@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import os
+import shutil
 import threading
 
 import jax
@@ -401,6 +402,42 @@ def test_two_names_of_a_place_are_one(two_runs):
         places = two_runs / "run" / "places"
         memory_folder.delete_others(two_runs / "run", two_runs / used, places=places)
         assert places_of(two_runs, "run") >= {"name", "second"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_deleted"),
+    [
+        ({}, True),
+        ({"root": "/another/path"}, False),
+        ({"run": "another-run"}, False),
+        ({"process": "alive"}, False),
+        (None, False),
+        ("a folder that others can write to", False),
+    ],
+)
+def test_states_of_a_run_that_was_replaced_by_its_copy_are_deleted_if_nothing_uses_them(
+    two_runs, monkeypatch, changed, is_deleted
+):
+    monkeypatch.setattr(memory_folder, "SHARED_MEMORY", two_runs / "shm")
+    root, base = two_runs / "run", two_runs / "shm"
+    replaced = memory_folder.memory_folder(root, base)
+    owner = memory_folder.Owner(str(root), "first-claim", "dead")
+    if isinstance(changed, dict):
+        memory_folder.mark(root, base, dataclasses.replace(owner, **changed))
+    elif changed is not None:
+        memory_folder.mark(root, base, owner)
+        replaced.chmod(0o777)
+    root.rename(two_runs / "moved")
+    shutil.copytree(two_runs / "moved", root)
+    own = memory_folder.memory_folder(root, base)
+    assert own != replaced
+    memory_folder.mark(root, base, owner)
+    memory_folder.delete_replaced(
+        root, owner, places=root / "places", has_ended=lambda process: process == "dead"
+    )
+    assert replaced.exists() != is_deleted
+    assert own.exists()
+    assert places_of(two_runs, "other") == {"first", "second", "shm"}, "of another run"
 
 
 @pytest.mark.parametrize("number", range(8))  # Two folders of three files.

@@ -17,7 +17,7 @@ from jaxres.supervisor.companions import prometheus_exporter
 from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
 from jaxres.telemetry.heartbeat import StepFinished
 from tests.unit.runlog.example_records import CLAIM
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, is_cut
 
 SOURCE = {"kind": "text", "path": "x"}
 
@@ -98,14 +98,6 @@ def clients(stack, address, number):
         client.sendall(REQUESTS[index % len(REQUESTS)])
         found.append(client)
     return found
-
-
-def is_cut(client):
-    """Returns whether a connection ends without an answer."""
-    try:
-        return client.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 @pytest.mark.parametrize("number", [1, 2 * prometheus_exporter.MAX_CLIENTS])

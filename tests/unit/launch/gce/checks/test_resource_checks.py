@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch.gce.api.compute import Compute
 from jaxres.launch.gce.checks import preflight
 from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gce import GceEmulator
+from tests.manual_clock import ManualClock
 from tests.unit.launch.gce_config import IMAGE, OPTION, config
 
 ZONE, REGION = "us-central1-a", "us-central1"
@@ -38,7 +39,7 @@ def no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(gce: GceEmulator, **fields: Any) -> list[str]:
     section = config(project=gce.project, **{"capacity_options": [GPU], **fields}).launch.gce
     assert section is not None
-    return preflight.check(section, Compute(section, endpoint=gce.url), RUN)
+    return preflight.check(section, Compute(section, endpoint=gce.url, clock=ManualClock()), RUN)
 
 
 def close_network(gce: GceEmulator, *rules: dict[str, Any], **more: Any) -> None:
@@ -421,6 +422,21 @@ def test_without_the_permission_to_read_routers_missing_access_is_a_warning(
     assert (
         "(whether Cloud NAT serves it is not known: this account lacks compute.routers" in warning
     )
+
+
+def test_a_zone_that_does_not_answer_is_a_warning_and_the_others_are_checked(
+    gce: GceEmulator,
+) -> None:
+    gce.lose_zone(ZONE)
+    both = {**RESERVED, "zones": [ZONE, "us-central1-b"]}
+    (warning,) = check(gce, capacity_options=[RESERVED, GPU, {**GPU, "zones": ["us-central1-b"]}])
+    assert warning.startswith(f"zone {ZONE} does not answer, it was not checked (")
+    with pytest.raises(ConfigError) as refused:
+        check(gce, capacity_options=[both])
+    assert "there is no reservation mine in us-central1-b" in str(refused.value)
+    assert ZONE not in str(refused.value)
+    with pytest.raises(StorageUnavailable, match="the Compute API does not answer"):
+        check(gce)
 
 
 def test_each_resource_is_read_once(gce: GceEmulator) -> None:

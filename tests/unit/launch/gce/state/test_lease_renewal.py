@@ -29,6 +29,15 @@ def leases(path: GcsPath, clock: ManualClock, *, term: float = TERM) -> tuple[Le
     return first, second
 
 
+def held_lease(path: GcsPath) -> tuple[ManualClock, Lease, Lease]:
+    """Returns a clock, the lease of a launcher that holds it, and that of one that waits for it."""
+    clock = ManualClock(1000.0)
+    holder, waiter = leases(path, clock)
+    assert holder.acquire()
+    assert not waiter.acquire()
+    return clock, holder, waiter
+
+
 def generation(path: GcsPath) -> int:
     found = gcs_objects.stat(path)
     assert found is not None
@@ -67,10 +76,7 @@ def test_a_launcher_that_has_missed_renewals_keeps_its_lease_until_its_term_is_o
     path: GcsPath,
 ) -> None:
     """A renewal is due after each third of a term: one that is late, or two, are no death."""
-    clock = ManualClock(1000.0)
-    slow, waiter = leases(path, clock)
-    assert slow.acquire()
-    assert not waiter.acquire()
+    clock, slow, waiter = held_lease(path)
     for _ in range(4):
         clock.now += 0.99 * RENEW_SHARE * TERM
         assert not waiter.acquire(), "taken while its holder may act"
@@ -81,10 +87,7 @@ def test_a_launcher_that_has_missed_renewals_keeps_its_lease_until_its_term_is_o
 
 
 def test_a_loss_that_the_thread_has_found_reaches_the_launcher(path: GcsPath) -> None:
-    clock = ManualClock(1000.0)
-    paused, waiter = leases(path, clock)
-    assert paused.acquire()
-    assert not waiter.acquire()
+    clock, paused, waiter = held_lease(path)
     clock.now += TAKEOVER_SECONDS
     assert waiter.acquire()
     with pytest.raises(Fenced, match="1 holds the lease of this run now"):
@@ -112,10 +115,7 @@ def test_the_time_in_which_the_bucket_does_not_answer_is_no_part_of_the_wait(
     path: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder could not renew its lease in that time either."""
-    clock = ManualClock(1000.0)
-    holder, waiter = leases(path, clock)
-    assert holder.acquire()
-    assert not waiter.acquire()
+    clock, holder, waiter = held_lease(path)
     stat = gcs_objects.stat
 
     def fails(*_: object) -> None:
@@ -143,10 +143,7 @@ def test_reads_that_take_a_little_longer_hardly_delay_a_takeover(
     path: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a loaded machine: each read takes 1.25 s, and all that is excluded is 0.25 s of it."""
-    clock = ManualClock(1000.0)
-    holder, waiter = leases(path, clock)
-    assert holder.acquire()
-    assert not waiter.acquire()
+    clock, _, waiter = held_lease(path)
     stat, began, reads = gcs_objects.stat, clock.now, 0
 
     def slow(name: GcsPath) -> object:
@@ -176,10 +173,7 @@ def test_a_launcher_waits_for_the_lease_while_it_starts(path: GcsPath) -> None:
 def test_a_lease_that_is_unchanged_is_one_request_to_a_waiter(
     path: GcsPath, gcs_server: GcsServer
 ) -> None:
-    clock = ManualClock(1000.0)
-    holder, waiter = leases(path, clock)
-    assert holder.acquire()
-    assert not waiter.acquire()
+    _, _, waiter = held_lease(path)
     before = gcs_server.counts["B"]
     for _ in range(5):
         assert not waiter.acquire()

@@ -1,0 +1,98 @@
+"""Refuses, before an attempt is claimed, a config that names what is not there. No jax.
+
+An attempt finds the same only once it has imported jax, and leaves a run directory. What can't be
+known here, as where storage does not answer, is left to it. Several supervisors leave all of it to
+their attempt, which ends on all hosts if it can't begin on one of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxres.config import RunConfig
+from jaxres.config.errors import Problem, raise_all
+from jaxres.config.schema_data import CustomSource, HuggingfaceTokenizer, single_sources
+from jaxres.config.schema_model import CustomModel
+from jaxres.config.schema_optimizer import CustomOptimizer
+from jaxres.config.schema_training import FromSeed
+from jaxres.data import source_files
+from jaxres.faults import ConfigError, RunError
+from jaxres.runlog import run_log
+from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
+from jaxres.storage.path import RunPath, is_remote
+from jaxres.train import completion
+
+
+def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+    """Returns whether there is nothing left to train; as `completion.check`.
+
+    Raises:
+      ConfigError: there is, and what the config names is not there.
+    """
+    if completion.is_complete(run_dir, config):
+        return True
+    require_inputs(run_dir, config)
+    return False
+
+
+def require_inputs(run_dir: RunDir, config: RunConfig) -> None:
+    """Raises ConfigError with a line for each path and module of the config that is not there."""
+    raise_all([*_sources(config), *_paths(run_dir, config), *_modules(config)])
+
+
+def _sources(config: RunConfig) -> Iterator[Problem]:
+    named = dict(single_sources(config.data.source))
+    for part in config.data.validation:
+        named[f"data.validation[{part.name}].source"] = part.source
+    for key, source in named.items():
+        try:
+            source_files.refuse(source)
+        except ConfigError as error:
+            yield Problem("" if key == "data.source" else key, str(error))
+        except (RunError, RuntimeError):  # RuntimeError: no such home folder.
+            continue
+
+
+def _paths(run_dir: RunDir, config: RunConfig) -> Iterator[Problem]:
+    tokenizer, init = config.data.tokenizer, config.init_from
+    if isinstance(tokenizer, HuggingfaceTokenizer) and _is_absent(tokenizer.path):
+        text = f"{tokenizer.path} does not exist. If it has moved, give the new path"
+        yield Problem("data.tokenizer.path", text)
+    if not isinstance(init, FromSeed) and _is_absent(init.path):
+        history = run_log.fold(run_log.read_records(run_dir.log))
+        if history.newest is None:  # Later they are not needed.
+            yield Problem("init_from.path", f"{init.path}: no such file or folder")
+
+
+def _is_absent(path: RunPath) -> bool:
+    try:
+        return not is_remote(path) and not files.name_exists(Path(path).expanduser())
+    except (RunError, OSError, RuntimeError):  # RuntimeError: no such home folder.
+        return False
+
+
+def _modules(config: RunConfig) -> Iterator[Problem]:
+    targets = {f"hooks[{number}]": hook.target for number, hook in enumerate(config.hooks)}
+    for key, section in {
+        "model": config.model,
+        "optimizer": config.optimizer,
+        **single_sources(config.data.source),
+    }.items():
+        if isinstance(section, CustomModel | CustomOptimizer | CustomSource):
+            targets[key] = section.target
+    for key, target in targets.items():
+        package = target.partition(":")[0].partition(".")[0]
+        if not _is_found(package):
+            text = f"no module {package} (from {target}). Install the package, or put its folder "
+            yield Problem(f"{key}.target", f"{text}on PYTHONPATH")
+
+
+def _is_found(package: str) -> bool:
+    """Returns whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # ValueError: it is imported already, from no file.
+        return True
