@@ -36,7 +36,7 @@ from tests.promises.cloud import Cloud, Launcher  # noqa: E402
 BUCKET = "bucket"
 LIMIT_SECONDS = 600.0
 WITHOUT = (
-    "import sys; from jaxres.launch import early_replacement as early; "
+    "import sys; from jaxres.launch.gce.decide import early_replacement as early; "
     "early.note = lambda found, *_: found; sys.argv[0] = 'launch'; "
     "import runpy; runpy.run_module('jaxres.launch', run_name='__main__')"
 )

@@ -58,7 +58,7 @@ def supervisor(code, *, shell=None):
 
     `shell`: commands of a shell that then execs that process.
     """
-    given = "from jaxres.supervisor import processes; from jaxres.clock import SystemClock; "
+    given = "from jaxres.host import processes; from jaxres.clock import SystemClock; "
     given += "from tests.unit.runlog import example_records; "
     given += "import dataclasses, os, signal, subprocess, sys, time; "
     given += f"CLAIM = dataclasses.replace(example_records.CLAIM, nonce={NONCE!r})\n{ZOMBIES}"

@@ -9,7 +9,8 @@ from tests.waiting import SURE_SECONDS
 
 BODY = """
 import os, signal, sys
-from jaxres.supervisor import attempt_runner, signals
+from jaxres.supervisor import attempt_runner
+from jaxres.host import signals
 
 def wrapped():
     try:

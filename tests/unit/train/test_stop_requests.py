@@ -242,7 +242,7 @@ with InlineSignals(is_command=False) as received:
 def test_a_signal_that_was_blocked_before_is_not_lost():
     code, out, _ = run(
         """
-from jaxres.supervisor import signals
+from jaxres.host import signals
 signals.block()
 os.kill(me, signal.SIGINT)
 with worker_signals() as requests:

@@ -286,7 +286,7 @@ def test_no_page_of_a_hosts_files_is_in_memory_when_they_are_read_back(
 
 
 @pytest.mark.parametrize(
-    ("writer", "module"), [("tensorstore", "host_arrays"), ("orbax", "snapshot")]
+    ("writer", "module"), [("tensorstore", "write.host_arrays"), ("orbax", "snapshot")]
 )
 def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(
     attempt, monkeypatch, writer, module

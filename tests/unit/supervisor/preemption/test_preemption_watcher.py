@@ -198,7 +198,7 @@ import os, time
 from jaxres.clock import SystemClock
 from jaxres.config.schema_operations import PreemptionSection
 from jaxres.faults import PreemptedError
-from jaxres.supervisor import signals
+from jaxres.host import signals
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 signals.raise_on_stop()
 try:

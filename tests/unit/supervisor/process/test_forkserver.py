@@ -21,7 +21,8 @@ def supervisor(folder, code):
         from pathlib import Path
         from jaxres.clock import SystemClock
         from jaxres.runlog.paths import RunDir
-        from jaxres.supervisor import forkserver_client, processes
+        from jaxres.supervisor.process import forkserver_client
+        from jaxres.host import processes
         from jaxres.supervisor.process.forkserver_client import ForkServer
         from tests.promises.preloaded import Mount
         from tests.waiting import SURE_SECONDS, wait_until
@@ -225,7 +226,7 @@ def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
         f"""
         import threading
         from jaxres.config.schema import DeadlinesSection
-        from jaxres.supervisor import signals
+        from jaxres.host import signals
         from jaxres.supervisor.supervisor import supervise
 
         signals.block()

@@ -59,7 +59,7 @@ def test_a_module_that_is_younger_than_the_process_has_no_digest(tmp_path, diges
 
 @pytest.mark.slow
 def test_the_defaults_of_settings_are_those_of_jax():
-    code = "import jax; from jaxres.train import numerics_fingerprint as n; import sys; "
+    code = "import jax; from jaxres.train.compiled import numerics_fingerprint as n; import sys; "
     code += "sys.exit(str({k: jax.config.values[k] for k in n.DEFAULTS} == dict(n.DEFAULTS)))"
     kept = {name: v for name, v in os.environ.items() if not name.startswith("JAX_")}
     command = [sys.executable, "-c", code]
@@ -82,7 +82,8 @@ def test_settings_of_jax_that_may_change_bits_are_in_the_fingerprint(monkeypatch
 
 def determinism(code, **env):
     """Runs code in a process that has imported all that a worker needs, and used no device."""
-    head = "import jax, os; from jaxres.train import compile_cache, session; "
+    head = "import jax, os; from jaxres.train import session; "
+    head += "from jaxres.train.compiled import compile_cache; "
     return subprocess.run(
         [sys.executable, "-c", head + code],
         env={**os.environ, "XLA_FLAGS": "", **env},

@@ -59,7 +59,7 @@ def test_equal_folders_give_equal_bytes(tmp_path: Path) -> None:
 def test_the_packed_code_contains_jaxres_itself(tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(code_package.pack(None))) as tar:
         names = tar.getnames()
-    assert "code/jaxres/launch/vm_agent.py" in names
+    assert "code/jaxres/launch/gce/vm/agent.py" in names
     assert names == sorted(names)
     assert not [n for n in names if "__pycache__" in n or n.startswith("work/")]
 
