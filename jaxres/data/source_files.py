@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import stat
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Any
 
 from jaxres.config.schema_data import (
     DocumentSource,
@@ -24,24 +21,12 @@ from jaxres.config.schema_data import (
     single_sources,
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
+from jaxres.data.saved_dataset import data_files
 from jaxres.faults import ConfigError
-from jaxres.storage.files import exists, is_folder, read_whole, refuse_lfs_pointer, status_of
-from jaxres.storage.path import SCHEME, RunPath, parse_path, require_inside
+from jaxres.storage.files import exists, is_folder, status_of
+from jaxres.storage.path import SCHEME, RunPath, parse_path
 
 STDLIB = "{stdlib}"
-SAVED_KEYS = (
-    "_data_files",
-    "_fingerprint",
-    "_format_columns",
-    "_format_kwargs",
-    "_format_type",
-    "_output_all_columns",
-    "_split",
-    "_info",
-)
-"""Keys of the state.json of `datasets` that do not change which rows there are, nor their texts."""
-SAVED_INDICES = ("_indices_data_files", "_indices")
-"""Keys of it that name the files with the numbers of the rows that are left, in their order."""
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are not part of it, or that a running Python changes."""
 
@@ -163,63 +148,8 @@ def _local_files(source: SingleSource) -> set[tuple[int, int]]:
 def _patterns(source: DocumentSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the patterns of files to include and to exclude."""
     if isinstance(source, HuggingfaceSource):
-        return _saved_dataset_files(Path(source.path).expanduser()), ()
+        return tuple(map(_escape, data_files(Path(source.path).expanduser()))), ()
     return source.include, source.exclude
-
-
-def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
-    """Returns the names of the data files of a folder that `datasets` has saved."""
-    where = f"data.source.path: {folder}"
-    try:
-        data = read_whole(folder / "state.json")
-        refuse_lfs_pointer(data, f"{where}/state.json")
-        state = json.loads(data)
-        names = [require_inside(file["filename"]) for file in state["_data_files"]]
-        if not names:
-            raise ValueError("no files")
-        _check_saved_state(state, where)
-        return tuple(map(_escape, names))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        what = f"one of its splits: {', '.join(splits)}" if splits else "a folder of save_to_disk"
-        raise ConfigError(
-            f"{where} has no state.json, which `datasets` writes for each split. Give {what}."
-        ) from error
-    except OSError as error:
-        raise unreadable(folder / "state.json", error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: state.json does not list data files as `datasets` writes them: {error!r}. "
-            "Save the split again with save_to_disk."
-        ) from error
-
-
-def _check_saved_state(state: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError if the rows are not simply all rows of the data files, in order."""
-    remedy = (
-        "Load it with `datasets`, and save `dataset.flatten_indices()` with save_to_disk into "
-        "another folder"
-    )
-    for key in SAVED_INDICES:
-        if state.get(key):
-            raise ConfigError(
-                f"{where}: state.json names {key}: the data set is a selection of the rows of its "
-                "files, or another order of them (filter, select, shuffle, sort), which jaxres "
-                f"does not read. {remedy}."
-            )
-    others = {k: v for k, v in state.items() if k not in (*SAVED_KEYS, *SAVED_INDICES)}
-    entries = [
-        file for file in state["_data_files"] if any(file[k] for k in file if k != "filename")
-    ]
-    history = [one for one in others.get("_inplace_history") or () if one.get("transforms")]
-    changed = {key: value for key, value in others.items() if value and key != "_inplace_history"}
-    changed |= {"_data_files": entries} if entries else {}
-    changed |= {"_inplace_history": history} if history else {}
-    if changed:
-        raise ConfigError(
-            f"{where}: state.json has {json.dumps(changed)[:300]}, which may change the rows, and "
-            f"jaxres does not read that. {remedy}."
-        )
 
 
 def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
