@@ -27,10 +27,17 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
+from jaxres.config.schema_data import (
+    DocumentSource,
+    HuggingfaceSource,
+    ImagesSource,
+    NanogptSource,
+    TextSource,
+)
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data.images import CLASSES, IMAGES, pillow, with_labels
+from jaxres.data.saved_dataset import other_rows
 from jaxres.data.source_files import SourceFile, list_corpus
 from jaxres.data.token_folder import (
     DTYPES,
@@ -323,12 +330,23 @@ def _tokenise(
             what = "every document is empty" + (f" or a bad record: {bad}" if bad else "")
             raise ConfigError(f"data.source.path: {corpus.source.path}: {what}")
         _write_files(corpus, building)
+    _report_rows(corpus.source, writer.num_documents, at, progress)
+    unknown.report(progress)
+    return _remove_progress(building)
+
+
+def _report_rows(
+    source: DocumentSource, num_documents: int, at: Position, progress: Callable[[str], None]
+) -> None:
+    """Reports how many documents are left out, and whether a saved data set records others."""
     if at.num_empty:
         progress(f"Documents without text, which are left out: {at.num_empty:,}")
     if at.num_bad:
         progress(f"WARNING: bad records, which are left out: {at.num_bad:,}")
-    unknown.report(progress)
-    return _remove_progress(building)
+    if isinstance(source, HuggingfaceSource):
+        num_rows = num_documents + at.num_empty + at.num_bad
+        if (other := other_rows(Path(source.path).expanduser(), num_rows)) is not None:
+            progress(other)
 
 
 def _remove_progress(building: Path) -> None:

@@ -69,6 +69,26 @@ def data_files(folder: Path) -> list[str]:
     return names
 
 
+def other_rows(folder: Path, num_rows: int) -> str | None:
+    """Returns what to tell if dataset_info.json records another number of rows; None: it does not.
+
+    It is no error: `datasets` leaves the number as it was when filter or select change the rows.
+    """
+    try:
+        split = json.loads(read_whole(folder / "state.json"))["_split"]
+        info = json.loads(read_whole(folder / "dataset_info.json"))
+        recorded = info["splits"][split]["num_examples"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # Both are optional; data_files reads the part of state.json that is not.
+    if not isinstance(recorded, int) or recorded == num_rows:
+        return None
+    return (
+        f"WARNING: {folder} has {num_rows:,} rows, and dataset_info.json records {recorded:,} of "
+        f"split {split!r}. `datasets` leaves that number as it is in filter, select and map; "
+        "without one of these rows are missing: copy or save the data set again"
+    )
+
+
 def _check_files(folder: Path, names: list[str]) -> None:
     """Raises ConfigError unless the Arrow files of the folder are those of the list, each once."""
     where = f"data.source.path: {folder}"

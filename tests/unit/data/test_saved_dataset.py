@@ -11,7 +11,8 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
-from jaxres.config.schema_data import HuggingfaceSource
+from jaxres.config.schema_data import DataSection, HuggingfaceSource
+from jaxres.data import open_dataset
 from jaxres.faults import ConfigError
 from tests.unit.data.test_documents import TEXTS, opened, table, texts_of
 
@@ -121,3 +122,22 @@ def test_a_saved_data_set_has_exactly_the_files_that_it_lists_or_is_refused(
         opened(HuggingfaceSource(path=str(tmp_path / "set"), column="body"), tmp_path / "cache")
     assert str(tmp_path / "set") in str(caught.value)
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("recorded", [len(TEXTS) + 1, len(TEXTS)])
+def test_a_saved_data_set_with_other_rows_than_it_records_is_told(
+    tmp_path: Path, recorded: int
+) -> None:
+    saved(tmp_path / "set", [*TEXTS[1:], ""])
+    splits = {"train": {"name": "train", "num_examples": recorded}}
+    (tmp_path / "set" / "dataset_info.json").write_text(json.dumps({"splits": splits}))
+    told = list[str]()
+    section = DataSection(
+        source=HuggingfaceSource(path=str(tmp_path / "set"), column="body"),
+        seq_len=4,
+        cache_dir=tmp_path / "cache",
+        heldout_fraction=0,
+    )
+    open_dataset(section, progress=told.append)
+    other = [line for line in told if "has 5 rows, and dataset_info.json records 6 of" in line]
+    assert len(other) == (recorded == len(TEXTS) + 1)
