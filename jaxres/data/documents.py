@@ -33,6 +33,7 @@ from jaxres.data import images
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, NOWHERE, Cuts
+from jaxres.data.token_width import IdPattern
 from jaxres.data.zstd_frames import ZstdFrames, buffered
 from jaxres.faults import ConfigError
 
@@ -483,7 +484,7 @@ def _token_ids(file: SourceFile, source: NanogptSource, raw: BinaryIO) -> Iterat
     if (file.size_bytes - begin) % dtype.itemsize:
         raise ConfigError(f"{where} has {file.size_bytes:,} bytes: no whole number of {dtype}")
     raw.seek(begin)
-    num_read = 0
+    num_read, pattern = 0, IdPattern()
     while chunk := raw.read(CHUNK_BYTES):
         while len(chunk) % dtype.itemsize and (more := raw.read(1)):
             chunk += more
@@ -496,8 +497,14 @@ def _token_ids(file: SourceFile, source: NanogptSource, raw: BinaryIO) -> Iterat
                 "another type."
             )
         num_read += len(ids)
+        pattern.add(ids)
         is_last = begin + num_read * dtype.itemsize >= file.size_bytes
         yield TokenPiece(ids, _ends(ids, source.end_of_document, is_last=is_last))
+    if (problem := pattern.problem()) is not None:
+        raise ConfigError(
+            f"{where}: read as {dtype.name}, little-endian, {problem}. Set data.source.dtype to "
+            "its writer's type, or write the file again as uint16 or uint32, little-endian."
+        )
 
 
 def _ends(ids: NDArray[Any], token: int | None, *, is_last: bool) -> NDArray[np.int64]:
