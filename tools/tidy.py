@@ -63,6 +63,7 @@ WALL_CLOCK_MAY = {
     "jaxres/train/compiled/compile_cache.py:import_times": "compared with the times of files",
     "jaxres/data/source_files.py:_list_file": "detects a change of a file",
     "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/content_key.py:check_unchanged": "detects a change of a file",
     "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
     "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
 }

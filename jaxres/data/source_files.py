@@ -39,6 +39,8 @@ class SourceFile:
     path: Path
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int
+    """Time of the last change of content, name, mode or links, which no program can set."""
     label: int | None = None
     """Label of an image file."""
 
@@ -192,7 +194,8 @@ def _list_file(files: dict[str, SourceFile], name: str, path: Path, *, skip_dang
     try:
         status = status_of(path)
         if status is not None and stat.S_ISREG(status.st_mode):
-            files[name] = SourceFile(name, path, status.st_size, status.st_mtime_ns)
+            times = status.st_mtime_ns, status.st_ctime_ns
+            files[name] = SourceFile(name, path, status.st_size, *times)
             return
         dangling = status is None and path.is_symlink()
     except OSError as error:

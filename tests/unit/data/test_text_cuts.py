@@ -177,7 +177,7 @@ def in_parts(tokenizer: LibraryTokenizer, text: str, file: SourceFile) -> tuple[
 def file(monkeypatch: pytest.MonkeyPatch) -> SourceFile:
     monkeypatch.setattr(documents, "PIECE_CHARS", 30)
     monkeypatch.setattr(text_cuts, "NEAR_CHARS", 20)
-    return SourceFile("a", Path("a"), 1, 1)
+    return SourceFile("a", Path("a"), 1, 1, 1)
 
 
 @pytest.mark.parametrize("special", ["text", "control"])
