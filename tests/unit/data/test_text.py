@@ -115,7 +115,7 @@ def test_a_file_with_another_content_at_the_same_size_and_time_is_tokenised_agai
     assert after.fingerprint == open_dataset(config(corpus, tmp_path / "new")).fingerprint
 
 
-def test_files_that_are_copied_anew_or_moved_find_their_tokens_again(corpus, tmp_path):
+def test_files_that_are_copied_again_or_moved_find_their_tokens_again(corpus, tmp_path):
     open_dataset(config(corpus, tmp_path / "cache"))
     (entry,) = (tmp_path / "cache" / "corpora").iterdir()
     tokens = (entry / "tokens.bin").stat().st_ino
