@@ -100,6 +100,8 @@ class Corpus:
     """Names of the files that no pattern of the source matches."""
     max_bad: int = BAD_RECORDS.max
     """Most documents that are left out as bad records; one more is an error."""
+    warnings: tuple[str, ...] = ()
+    """What a build tells about the listing."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -151,7 +153,7 @@ def describe_corpus(
     left_out = tuple(listing.left_out)
     return Corpus(
         *(source, files, opened, vocab_size, entry, content, kept_content),
-        *(classes, left_out, max_bad),
+        *(classes, left_out, max_bad, tuple(listing.warnings)),
     )
 
 
@@ -265,6 +267,8 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
             building.rmdir()  # Only if it is empty.
         os.close(lock)
     progress(describe(opened.meta))
+    for warning in corpus.warnings:
+        progress(f"WARNING: {warning}")
     if corpus.left_out:
         progress(_describe_left_out(corpus))
     return replace(opened, folder=entry)

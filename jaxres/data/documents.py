@@ -257,7 +257,12 @@ def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piec
     """
     fix = "Fix the line, or exclude the file with data.source.exclude."
     try:
-        item = json.loads(line.decode(), parse_int=float)  # int() takes at most 4300 digits.
+        # int() takes at most 4300 digits.
+        item = json.loads(
+            line.decode(),
+            parse_int=float,
+            object_pairs_hook=lambda pairs: _with_one(field, pairs),
+        )
     except (ValueError, RecursionError) as error:
         problem = f"{where} is not JSON: {error}. {fix}"
         if is_whole:
@@ -286,9 +291,22 @@ def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piec
     return text
 
 
+def _with_one(field: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object. Raises ValueError if it has a field twice: either could be meant."""
+    item = dict(pairs)
+    if len(item) < len(pairs) and [key for key, _ in pairs].count(field) > 1:
+        raise ValueError(f"an object has the key {field!r} several times")
+    return item
+
+
 def _decompressed(file: SourceFile, raw: BinaryIO) -> io.BufferedReader:
     """Returns the lines of a file, whose name tells whether it is compressed."""
     read, name = raw.read, file.name.lower()
+    if name.endswith((".gz", ".zst")) and not file.size_bytes:
+        raise ConfigError(
+            f"data.source.path: {file.path} has no bytes, not even those of a compressed file "
+            "without text. Copy it again, or exclude it with data.source.exclude."
+        )
     if name.endswith(".gz"):
         read = gzip.GzipFile(fileobj=raw).read
     elif name.endswith(".zst"):

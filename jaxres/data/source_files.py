@@ -22,6 +22,7 @@ from jaxres.config.schema_data import (
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, unreadable
 from jaxres.data.saved_dataset import data_files
+from jaxres.data.shard_names import missing_shards
 from jaxres.faults import ConfigError
 from jaxres.storage.files import exists, is_folder, status_of
 from jaxres.storage.path import SCHEME, RunPath, parse_path
@@ -72,6 +73,8 @@ class Listing:
     files: list[SourceFile]
     folders: list[str]
     left_out: list[str]
+    warnings: list[str]
+    """What is to be told: shards that are missing, files that are there twice."""
 
 
 def list_files(source: DocumentSource) -> list[SourceFile]:
@@ -91,10 +94,16 @@ def list_corpus(source: DocumentSource) -> Listing:
     stdlib = _stdlib() if STDLIB in source.path else None
     tree = FolderTree(root, exclude, skip=STDLIB_EXCLUDED if stdlib else frozenset())
     files: dict[str, SourceFile] = {}
+    links = _Links()
     for path in itertools.chain.from_iterable(map(tree.matches, patterns)):
         name = path.relative_to(root).as_posix()
         if _is_taken(name, exclude) and not (stdlib and _is_foreign(path, stdlib)):
-            _list_file(files, name, path, skip_dangling=stdlib is not None)
+            status = _status(path, is_lenient=stdlib is not None)
+            if status is not None and name not in files:
+                times = status.st_mtime_ns, status.st_ctime_ns
+                files[name] = SourceFile(name, path, status.st_size, *times)
+                if not stdlib:
+                    links.add(name, path, status)
     others = [name for name in tree.files() if name not in files and _is_taken(name, exclude)]
     if not stdlib:
         _check_case(root, others, patterns)
@@ -106,7 +115,8 @@ def list_corpus(source: DocumentSource) -> Listing:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
-    return Listing(ordered, tree.folders(), [] if stdlib else others)
+    warnings = missing_shards(files) + links.warnings()
+    return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
 
 
 def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:
@@ -189,19 +199,53 @@ def _is_foreign(path: Path, stdlib: Path) -> bool:
     return is_below and not STDLIB_EXCLUDED.isdisjoint(path.parts[depth:])
 
 
-def _list_file(files: dict[str, SourceFile], name: str, path: Path, *, skip_dangling: bool) -> None:
-    """Adds a regular file; ignores folders and devices; raises if the path can't be read."""
+def _status(path: Path, *, is_lenient: bool) -> os.stat_result | None:
+    """Returns the status of a file; None: it is a folder.
+
+    Raises ConfigError if it can't be read, as a dangling link or a pipe; None if it is lenient.
+    """
     try:
         status = status_of(path)
-        if status is not None and stat.S_ISREG(status.st_mode):
-            times = status.st_mtime_ns, status.st_ctime_ns
-            files[name] = SourceFile(name, path, status.st_size, *times)
-            return
         dangling = status is None and path.is_symlink()
     except OSError as error:
         raise unreadable(path, error) from error
-    if dangling and not skip_dangling:
-        raise unreadable(path, "it is a dangling link")
+    if status is not None and stat.S_ISREG(status.st_mode):
+        return status
+    is_special = status is not None and not stat.S_ISDIR(status.st_mode)
+    if (dangling or is_special) and not is_lenient:
+        what = "a dangling link" if dangling else "a pipe, a socket or a device, not a file"
+        raise unreadable(path, f"it is {what}")
+    return None
+
+
+class _Links:
+    """The files of a listing that are the same one under several names."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], Path] = {}
+        self._again = list[str]()
+
+    def add(self, name: str, path: Path, status: os.stat_result) -> None:
+        """Takes a file. Raises ConfigError if a link leads to one that is there already."""
+        first = self._first.setdefault((status.st_dev, status.st_ino), path)
+        if first == path or not status.st_size:
+            return
+        if path.is_symlink() or first.is_symlink():
+            raise ConfigError(
+                f"data.source.path: {path} is, through a link, the same file as {first}, so it "
+                "would be trained on twice. Remove the link, or leave it out with "
+                "data.source.exclude."
+            )
+        self._again.append(name)
+
+    def warnings(self) -> list[str]:
+        """Returns what to tell about hard links, which tools also make of equal files."""
+        if not self._again:
+            return []
+        return [
+            f"{len(self._again):,} files are hard links to others of the corpus, such as "
+            f"{self._again[0]}, so their documents are there several times"
+        ]
 
 
 def _name_hash(name: str) -> bytes:

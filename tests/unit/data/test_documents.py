@@ -298,6 +298,11 @@ def cut_header(path: Path) -> None:
     path.write_bytes(header.tobytes() + bytes(50))
 
 
+def empty_gz(path: Path) -> None:
+    path.with_name("b.jsonl").write_bytes(lines(TEXTS))
+    path.touch()
+
+
 BAD: dict[str, tuple[type[Any], dict[str, Any], str, bytes | Callable[[Path], None], str]] = {
     "not JSON": (JsonlSource, {}, "a.jsonl", lines(["x"]) + b'{"text": ', "line 2 is not JSON"),
     "an array": (JsonlSource, {}, "a.jsonl", b'[{"text": "x"}]', "line 1 is a JSON list"),
@@ -324,6 +329,7 @@ BAD: dict[str, tuple[type[Any], dict[str, Any], str, bytes | Callable[[Path], No
         gzip.compress(lines(TEXTS))[:-9],
         "a.jsonl.gz can't be decompressed",
     ),
+    "empty gz": (JsonlSource, {"include": ("*",)}, "a.jsonl.gz", empty_gz, r"gz has no bytes"),
     "cut zst": (
         JsonlSource,
         {},
@@ -387,6 +393,7 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path: Path, name: str) ->
 
 UNREADABLE = {
     "half of an emoji": (b'{"text": "half \\ud83d here"}', "'text' is not valid Unicode"),
+    "the field twice": (b'{"text": "one", "n": 1, "te\\u0078t": "two"}', "key 'text' several"),
     "not UTF-8": (b'{"text": "caf\xe9"}', "is not JSON: 'utf-8' codec"),
     "two lines in one": (b'{"text": "cut of{"text": "next"}', "is not JSON"),
 }
