@@ -61,8 +61,9 @@ WALL_CLOCK_MAY = {
     "jaxres/engine/executable.py:keep": "which file is the oldest, to be removed",
     "jaxres/train/compiled/compile_cache.py:process_start": "compared with the times of files",
     "jaxres/train/compiled/compile_cache.py:import_times": "compared with the times of files",
-    "jaxres/data/source_files.py:_list_file": "detects a change of a file",
+    "jaxres/data/source_files.py:list_corpus": "detects a change of a file",
     "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/content_key.py:check_unchanged": "detects a change of a file",
     "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
     "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
 }

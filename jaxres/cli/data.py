@@ -118,7 +118,11 @@ def _build_one(
             "text, jsonl, parquet, huggingface and nanogpt."
         )
     corpus = describe_corpus(
-        source, section.tokenizer, cache_dir=section.cache_dir, bad_records=bad_records
+        source,
+        section.tokenizer,
+        cache_dir=section.cache_dir,
+        bad_records=bad_records,
+        progress=_progress,
     )
     if isinstance(out, Path):
         if out.exists():

@@ -1,6 +1,6 @@
 """The corpus: a source's documents, tokenised once into a cached token folder.
 
-The name of a cache entry is a hash of the listing (names, sizes, times) and of the tokenizer; the
+The name of a cache entry is a hash of the files' names and contents and of the tokenizer; the
 fingerprint inside depends on the tokens only. An entry is built in a temporary folder, by one
 process at a time, and renamed, so that an entry that exists is complete. A process that is killed
 leaves its folder, and the next one continues there. A damaged entry is renamed too, so that the
@@ -27,10 +27,18 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema_data import DocumentSource, ImagesSource, NanogptSource, TextSource
+from jaxres.config.schema_data import (
+    DocumentSource,
+    HuggingfaceSource,
+    ImagesSource,
+    NanogptSource,
+    TextSource,
+)
 from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.config.schema_training import BadRecordsSection
+from jaxres.data import content_key
 from jaxres.data.images import CLASSES, IMAGES, pillow, with_labels
+from jaxres.data.saved_dataset import other_rows
 from jaxres.data.source_files import SourceFile, list_corpus
 from jaxres.data.token_folder import (
     DTYPES,
@@ -43,10 +51,10 @@ from jaxres.data.token_folder import (
     open_tokens,
     token_type,
 )
-from jaxres.data.token_stream import Position, token_blocks
+from jaxres.data.token_stream import Position, check_begin, token_blocks
 from jaxres.data.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
 from jaxres.data.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
 from jaxres.storage.files import exists, fault_of, read_whole, sync_dir
 
@@ -78,12 +86,18 @@ class Corpus:
     vocab_size: int
     entry: Path
     """Folder of the tokenised corpus, which may not exist yet."""
+    content: str
+    """Digest of the names and contents of the files."""
+    kept_content: Path
+    """File that keeps it for the next start."""
     classes: tuple[str, ...] = ()
     """Names of the classes of images, by label."""
     left_out: tuple[str, ...] = ()
     """Names of the files that no pattern of the source matches."""
     max_bad: int = BAD_RECORDS.max
     """Most documents that are left out as bad records; one more is an error."""
+    warnings: tuple[str, ...] = ()
+    """What a build tells about the listing."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -105,8 +119,12 @@ def describe_corpus(
     *,
     cache_dir: Path,
     bad_records: BadRecordsSection | None = BAD_RECORDS,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Corpus:
-    """Lists the files of a source, and opens its tokenizer."""
+    """Lists the files of a source, and opens its tokenizer.
+
+    All files are read if no start with the same listing has succeeded so far.
+    """
     listing = list_corpus(source)
     files, classes = listing.files, ()
     if isinstance(source, NanogptSource):
@@ -121,24 +139,26 @@ def describe_corpus(
     max_bad = 0 if bad_records is None else bad_records.max
     name = "ids" if opened is None else f"{opened.name}{opened.encoding}"
     name += "" if max_bad else " without bad records"
-    entry = cache_dir.expanduser() / "corpora" / _cache_key(source, files, name)
+    cache_dir = cache_dir.expanduser()
+    kept_content = content_key.place_of(files, cache_dir)
+    content = content_key.kept(kept_content)
+    if content is None:
+        check_begin(files, source)
+        content = content_key.digest(files, progress)
+    entry = cache_dir / "corpora" / _cache_key(source, content, name)
     left_out = tuple(listing.left_out)
-    return Corpus(source, files, opened, vocab_size, entry, classes, left_out, max_bad)
+    return Corpus(
+        *(source, files, opened, vocab_size, entry, content, kept_content),
+        *(classes, left_out, max_bad, tuple(listing.warnings)),
+    )
 
 
-def _cache_key(source: DocumentSource, files: list[SourceFile], tokenizer: str) -> str:
-    """Returns the name of the cache entry.
-
-    It depends on the absolute paths: if all times are equal, as in container images, the listings
-    of two corpora may otherwise be the same.
-    """
-    parts = [f"format {FORMAT_VERSION} tokenizer {tokenizer}".encode()]
+def _cache_key(source: DocumentSource, content: str, tokenizer: str) -> str:
+    """Returns the name of the cache entry of files of a content."""
+    parts = [f"format {FORMAT_VERSION} tokenizer {tokenizer}".encode(), content.encode()]
     if not isinstance(source, TextSource):
         omitted = {"path", "include", "exclude", *ROW_KEYS}
         parts.append(canonical_json(source.model_dump(mode="json", exclude=omitted)))
-    for file in sorted(files, key=lambda file: file.name):
-        stamp = f"{file.size_bytes} {file.mtime_ns}".encode()
-        parts += [os.fsencode(file.name), os.fsencode(file.path), stamp]
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
 
 
@@ -153,6 +173,8 @@ def open_corpus(
     """
     clock, corpora = clock or SystemClock(), corpus.entry.parent
     _remove_leftovers(corpora, clock)
+    with contextlib.suppress(OSError, RunError):  # Then the next start reads the files again.
+        content_key.keep(corpus.kept_content, corpus.content)
     if exists(corpus.entry):
         try:
             return _as_cached(open_cached(corpus), corpus.entry)
@@ -228,6 +250,7 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
                 return open_cached(corpus)
         try:
             _tokenise(corpus, building, progress, clock)
+            content_key.check_unchanged(corpus.files, corpus.content)
             # Open before the rename: the memory maps stay valid even if the entry is removed later.
             opened = open_cached(corpus, building)
         except Exception as error:
@@ -240,6 +263,8 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
             building.rmdir()  # Only if it is empty.
         os.close(lock)
     progress(describe(opened.meta))
+    for warning in corpus.warnings:
+        progress(f"WARNING: {warning}")
     if corpus.left_out:
         progress(_describe_left_out(corpus))
     return replace(opened, folder=entry)
@@ -319,12 +344,23 @@ def _tokenise(
             what = "every document is empty" + (f" or a bad record: {bad}" if bad else "")
             raise ConfigError(f"data.source.path: {corpus.source.path}: {what}")
         _write_files(corpus, building)
+    _report_rows(corpus.source, writer.num_documents, at, progress)
+    unknown.report(progress)
+    return _remove_progress(building)
+
+
+def _report_rows(
+    source: DocumentSource, num_documents: int, at: Position, progress: Callable[[str], None]
+) -> None:
+    """Reports how many documents are left out, and whether a saved data set records others."""
     if at.num_empty:
         progress(f"Documents without text, which are left out: {at.num_empty:,}")
     if at.num_bad:
         progress(f"WARNING: bad records, which are left out: {at.num_bad:,}")
-    unknown.report(progress)
-    return _remove_progress(building)
+    if isinstance(source, HuggingfaceSource):
+        num_rows = num_documents + at.num_empty + at.num_bad
+        if (other := other_rows(Path(source.path).expanduser(), num_rows)) is not None:
+            progress(other)
 
 
 def _remove_progress(building: Path) -> None:

@@ -299,7 +299,11 @@ def _open(
     if place is None:
         assert not isinstance(source, TokensSource)
         corpus = describe_corpus(
-            source, config.tokenizer, cache_dir=config.cache_dir, bad_records=bad_records
+            source,
+            config.tokenizer,
+            cache_dir=config.cache_dir,
+            bad_records=bad_records,
+            progress=progress,
         )
         if isinstance(corpus.tokenizer, LibraryTokenizer) and corpus.tokenizer.note:
             progress(corpus.tokenizer.note)

@@ -13,7 +13,7 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -33,18 +33,17 @@ from jaxres.data import images
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, NOWHERE, Cuts
+from jaxres.data.token_width import IdPattern
+from jaxres.data.zstd_frames import ZstdFrames, buffered
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20
 """A longer document is tokenised in parts, if it has places where a cut changes no token."""
 CHUNK_BYTES = 4 * 2**20
-READ_BYTES = 2**17
 MAX_LINE_BYTES = 2**30
-MAX_WINDOW_BYTES = 2**31
-"""Largest window of a zstd file, which is kept in memory: that of `zstd --long=31`."""
-SKIPPABLE = range(0x184D2A50, 0x184D2A60)
-"""First words of zstd's skippable frames, which have no content (RFC 8878, 3.1.2)."""
 ROWS_PER_READ = 256
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""What a writer of an Arrow stream writes last."""
 HEADER_BYTES = 1024
 IMAGES_PER_READ = 16
 MAX_LABEL = 2**31 - 1
@@ -258,7 +257,12 @@ def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piec
     """
     fix = "Fix the line, or exclude the file with data.source.exclude."
     try:
-        item = json.loads(line.decode(), parse_int=float)  # int() takes at most 4300 digits.
+        # int() takes at most 4300 digits.
+        item = json.loads(
+            line.decode(),
+            parse_int=float,
+            object_pairs_hook=lambda pairs: _with_one(field, pairs),
+        )
     except (ValueError, RecursionError) as error:
         problem = f"{where} is not JSON: {error}. {fix}"
         if is_whole:
@@ -287,127 +291,34 @@ def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piec
     return text
 
 
+def _with_one(field: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object. Raises ValueError if it has a field twice: either could be meant."""
+    item = dict(pairs)
+    if len(item) < len(pairs) and [key for key, _ in pairs].count(field) > 1:
+        raise ValueError(f"an object has the key {field!r} several times")
+    return item
+
+
 def _decompressed(file: SourceFile, raw: BinaryIO) -> io.BufferedReader:
     """Returns the lines of a file, whose name tells whether it is compressed."""
     read, name = raw.read, file.name.lower()
+    if name.endswith((".gz", ".zst")) and not file.size_bytes:
+        raise ConfigError(
+            f"data.source.path: {file.path} has no bytes, not even those of a compressed file "
+            "without text. Copy it again, or exclude it with data.source.exclude."
+        )
     if name.endswith(".gz"):
         read = gzip.GzipFile(fileobj=raw).read
     elif name.endswith(".zst"):
-        read = _ZstdFrames(_library("zstandard", "a .zst file"), file, raw).read
-    return io.BufferedReader(_Checked(file, read), READ_BYTES)
-
-
-class _Checked(io.RawIOBase):
-    """A stream whose errors of decompression name the file."""
-
-    def __init__(self, file: SourceFile, read: Callable[[int], bytes | memoryview]) -> None:
-        self._file = file
-        self._read = read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._read(len(buffer))
-        except ConfigError:
-            raise
-        except OSError as error:
-            if error.errno is not None:
-                raise unreadable(self._file.path, error) from error
-            raise self._damaged(error) from error
-        except Exception as error:
-            raise self._damaged(error) from error
-        buffer[: len(data)] = data
-        return len(data)
-
-    def _damaged(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"data.source.path: {self._file.path} can't be decompressed: {error}. It is truncated, "
-            "damaged, or of another format than its name says. Copy it again, or exclude it with "
-            "data.source.exclude."
-        )
-
-
-class _ZstdFrames:
-    """The content of a .zst file, which is decompressed block by block (RFC 8878).
-
-    A block is at most 128 KiB, so a small file with a huge content takes no more memory than any
-    other. zstandard's own reader takes a truncated frame for its end, and its other ways to read
-    give all content of the bytes that they get at once.
-    """
-
-    def __init__(self, zstandard: Any, file: SourceFile, raw: BinaryIO) -> None:
-        self._zstandard = zstandard
-        self._path = file.path
-        self._file = io.BufferedReader(_Checked(file, raw.read), READ_BYTES)
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        self._contents = self._blocks()
-        self._content = memoryview(b"")
-
-    def read(self, size: int) -> memoryview:
-        """Returns up to `size` bytes; none: the end."""
-        while not self._content:
-            content = next(self._contents, None)
-            if content is None:
-                break
-            self._content = memoryview(content)
-        taken, self._content = self._content[:size], self._content[size:]
-        return taken
-
-    def _blocks(self) -> Iterator[bytes]:
-        """Yields the content of each block of each frame; it may be empty."""
-        while start := self._file.read(4):
-            start += self._exactly(4 - len(start))
-            if int.from_bytes(start, "little") in SKIPPABLE:
-                left = int.from_bytes(self._exactly(4), "little")
-                while left:
-                    left -= len(self._exactly(min(left, READ_BYTES)))
-            else:
-                yield from self._frame(start + self._exactly(1))
-
-    def _frame(self, start: bytes) -> Iterator[bytes]:
-        header = start + self._exactly(self._zstandard.frame_header_size(start) - len(start))
-        if (window := self._window_bytes(header)) > MAX_WINDOW_BYTES:
-            raise ConfigError(
-                f"data.source.path: {self._path} has a frame that needs {window:,} bytes of "
-                f"memory; {MAX_WINDOW_BYTES:,} are the most. Compress it again, with zstd "
-                "--long=31 or less, or exclude it with data.source.exclude."
-            )
-        frame = self._zstandard.get_frame_parameters(header)
-        content = self._decompressor.decompressobj()
-        yield content.decompress(header)
-        is_last = False
-        while not is_last:
-            block = self._exactly(3)
-            word = int.from_bytes(block, "little")
-            is_last, is_one_byte, size = bool(word & 1), word >> 1 & 3 == 1, word >> 3
-            yield content.decompress(block + self._exactly(1 if is_one_byte else size))
-        if frame.has_checksum:
-            yield content.decompress(self._exactly(4))
-
-    def _window_bytes(self, header: bytes) -> int:
-        """Returns how much of a frame's content is kept in memory; the library refuses large ones.
-
-        That is the window of the header, or all of the content (RFC 8878, 3.1.1.1).
-        """
-        if header[4] & 0x20:
-            return self._zstandard.frame_content_size(header)
-        base = 1 << 10 + (header[5] >> 3)
-        return base + base // 8 * (header[5] & 7)
-
-    def _exactly(self, size: int) -> bytes:
-        data = self._file.read(size)
-        if len(data) < size:
-            raise EOFError("the file ends within a frame")
-        return data
+        read = ZstdFrames(_library("zstandard", "a .zst file"), file, raw).read
+    return buffered(file, read)
 
 
 def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece]:
     parquet = _library("pyarrow.parquet", "data.source.kind=parquet")
     _check_start(file, raw, but="parquet")
     with _arrow_errors(file):
-        opened = parquet.ParquetFile(raw, pre_buffer=False)
+        opened = parquet.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True)
         _check_column(file, opened.schema_arrow, column)
         row = 0
         for rows in opened.iter_batches(batch_size=ROWS_PER_READ, columns=[column]):
@@ -423,10 +334,49 @@ def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece
         _check_column(file, opened.schema, column)
         row = 0
         for rows in opened:
+            rows.validate()
+            values = _checked_bytes(rows.column(column))
             for start in range(0, len(rows), ROWS_PER_READ):
-                part = rows.column(column).slice(start, ROWS_PER_READ)
+                part = values.slice(start, ROWS_PER_READ)
                 yield from _strings(file, part, column, row + start)
             row += len(rows)
+        _check_end(file, raw)
+
+
+def _checked_bytes(values: Any) -> Any:
+    """Returns a column as one of bytes, of which no value is outside its buffers.
+
+    Text that is not UTF-8 is no damage of the file: `_strings` makes it a bad record.
+
+    Raises:
+      pyarrow.ArrowInvalid: offsets or indices are damaged.
+    """
+    pyarrow = importlib.import_module("pyarrow")
+    if pyarrow.types.is_dictionary(values.type):
+        words = _checked_bytes(values.dictionary)
+        values = pyarrow.DictionaryArray.from_arrays(values.indices, words)
+    else:
+        names = {"string": "binary", "large_string": "large_binary", "string_view": "binary_view"}
+        values = values.view(getattr(pyarrow, names.get(str(values.type), str(values.type)))())
+    values.validate(full=True)
+    return values
+
+
+def _check_end(file: SourceFile, raw: BinaryIO) -> None:
+    """Raises ConfigError unless an Arrow stream that is read ends as a writer ends it."""
+    end = raw.tell()
+    raw.seek(max(0, end - len(END_OF_STREAM)))
+    if raw.read(len(END_OF_STREAM) + 1) == END_OF_STREAM:
+        return
+    what = (
+        f"has {file.size_bytes - end:,} bytes after its Arrow stream, which would be left out"
+        if end < file.size_bytes
+        else "ends without the mark of an Arrow stream's end: its last rows may be missing"
+    )
+    raise ConfigError(
+        f"data.source.path: {file.path} {what}. Copy the file again, or save the data set again "
+        "with save_to_disk."
+    )
 
 
 def _images(file: SourceFile, source: ImagesSource, raw: BinaryIO) -> Iterator[TokenPiece]:
@@ -438,7 +388,7 @@ def _images(file: SourceFile, source: ImagesSource, raw: BinaryIO) -> Iterator[T
     parquet = _library("pyarrow.parquet", "data.source.kind=images of Parquet files")
     _check_start(file, raw, but="parquet")
     with _arrow_errors(file):
-        opened = parquet.ParquetFile(raw, pre_buffer=False)
+        opened = parquet.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True)
         names = [source.image_column, source.label_column]
         for name, key in zip(names, ("image_column", "label_column"), strict=True):
             if name not in opened.schema_arrow.names:
@@ -552,7 +502,7 @@ def _token_ids(file: SourceFile, source: NanogptSource, raw: BinaryIO) -> Iterat
     if (file.size_bytes - begin) % dtype.itemsize:
         raise ConfigError(f"{where} has {file.size_bytes:,} bytes: no whole number of {dtype}")
     raw.seek(begin)
-    num_read = 0
+    num_read, pattern = 0, IdPattern()
     while chunk := raw.read(CHUNK_BYTES):
         while len(chunk) % dtype.itemsize and (more := raw.read(1)):
             chunk += more
@@ -565,8 +515,14 @@ def _token_ids(file: SourceFile, source: NanogptSource, raw: BinaryIO) -> Iterat
                 "another type."
             )
         num_read += len(ids)
+        pattern.add(ids)
         is_last = begin + num_read * dtype.itemsize >= file.size_bytes
         yield TokenPiece(ids, _ends(ids, source.end_of_document, is_last=is_last))
+    if (problem := pattern.problem()) is not None:
+        raise ConfigError(
+            f"{where}: read as {dtype.name}, little-endian, {problem}. Set data.source.dtype to "
+            "its writer's type, or write the file again as uint16 or uint32, little-endian."
+        )
 
 
 def _ends(ids: NDArray[Any], token: int | None, *, is_last: bool) -> NDArray[np.int64]:

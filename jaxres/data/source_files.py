@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import stat
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import Any
 
 from jaxres.config.schema_data import (
     CustomSource,
@@ -26,24 +23,13 @@ from jaxres.config.schema_data import (
     single_sources,
 )
 from jaxres.data.folder_tree import WILD, FolderTree, is_match, parts_of, unreadable
+from jaxres.data.saved_dataset import data_files
+from jaxres.data.shard_names import missing_shards
 from jaxres.faults import ConfigError
-from jaxres.storage.files import exists, is_folder, read_whole, refuse_lfs_pointer, status_of
-from jaxres.storage.path import SCHEME, RunPath, parse_path, require_inside
+from jaxres.storage.files import exists, is_folder, status_of
+from jaxres.storage.path import SCHEME, RunPath, parse_path
 
 STDLIB = "{stdlib}"
-SAVED_KEYS = (
-    "_data_files",
-    "_fingerprint",
-    "_format_columns",
-    "_format_kwargs",
-    "_format_type",
-    "_output_all_columns",
-    "_split",
-    "_info",
-)
-"""Keys of the state.json of `datasets` that do not change which rows there are, nor their texts."""
-SAVED_INDICES = ("_indices_data_files", "_indices")
-"""Keys of it that name the files with the numbers of the rows that are left, in their order."""
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are not part of it, or that a running Python changes."""
 
@@ -56,6 +42,8 @@ class SourceFile:
     path: Path
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int
+    """Time of the last change of content, name, mode or links, which no program can set."""
     label: int | None = None
     """Label of an image file."""
 
@@ -87,6 +75,8 @@ class Listing:
     files: list[SourceFile]
     folders: list[str]
     left_out: list[str]
+    warnings: list[str]
+    """What is to be told: shards that are missing, files that are there twice."""
 
 
 def list_files(source: DocumentSource) -> list[SourceFile]:
@@ -106,10 +96,16 @@ def list_corpus(source: DocumentSource) -> Listing:
     stdlib = _stdlib() if STDLIB in source.path else None
     tree = FolderTree(root, exclude, skip=STDLIB_EXCLUDED if stdlib else frozenset())
     files: dict[str, SourceFile] = {}
+    links = _Links()
     for path in itertools.chain.from_iterable(map(tree.matches, patterns)):
         name = path.relative_to(root).as_posix()
         if _is_taken(name, exclude) and not (stdlib and _is_foreign(path, stdlib)):
-            _list_file(files, name, path, skip_dangling=stdlib is not None)
+            status = _status(path, is_lenient=stdlib is not None)
+            if status is not None and name not in files:
+                times = status.st_mtime_ns, status.st_ctime_ns
+                files[name] = SourceFile(name, path, status.st_size, *times)
+                if not stdlib:
+                    links.add(name, path, status)
     others = [name for name in tree.files() if name not in files and _is_taken(name, exclude)]
     if not stdlib:
         _check_case(root, others, patterns)
@@ -121,7 +117,8 @@ def list_corpus(source: DocumentSource) -> Listing:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
-    return Listing(ordered, tree.folders(), [] if stdlib else others)
+    warnings = missing_shards(files) + links.warnings()
+    return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
 
 
 def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:
@@ -179,63 +176,8 @@ def _local_files(source: SingleSource) -> set[tuple[int, int]]:
 def _patterns(source: DocumentSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the patterns of files to include and to exclude."""
     if isinstance(source, HuggingfaceSource):
-        return _saved_dataset_files(Path(source.path).expanduser()), ()
+        return tuple(map(_escape, data_files(Path(source.path).expanduser()))), ()
     return source.include, source.exclude
-
-
-def _saved_dataset_files(folder: Path) -> tuple[str, ...]:
-    """Returns the names of the data files of a folder that `datasets` has saved."""
-    where = f"data.source.path: {folder}"
-    try:
-        data = read_whole(folder / "state.json")
-        refuse_lfs_pointer(data, f"{where}/state.json")
-        state = json.loads(data)
-        names = [require_inside(file["filename"]) for file in state["_data_files"]]
-        if not names:
-            raise ValueError("no files")
-        _check_saved_state(state, where)
-        return tuple(map(_escape, names))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        what = f"one of its splits: {', '.join(splits)}" if splits else "a folder of save_to_disk"
-        raise ConfigError(
-            f"{where} has no state.json, which `datasets` writes for each split. Give {what}."
-        ) from error
-    except OSError as error:
-        raise unreadable(folder / "state.json", error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: state.json does not list data files as `datasets` writes them: {error!r}. "
-            "Save the split again with save_to_disk."
-        ) from error
-
-
-def _check_saved_state(state: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError if the rows are not simply all rows of the data files, in order."""
-    remedy = (
-        "Load it with `datasets`, and save `dataset.flatten_indices()` with save_to_disk into "
-        "another folder"
-    )
-    for key in SAVED_INDICES:
-        if state.get(key):
-            raise ConfigError(
-                f"{where}: state.json names {key}: the data set is a selection of the rows of its "
-                "files, or another order of them (filter, select, shuffle, sort), which jaxres "
-                f"does not read. {remedy}."
-            )
-    others = {k: v for k, v in state.items() if k not in (*SAVED_KEYS, *SAVED_INDICES)}
-    entries = [
-        file for file in state["_data_files"] if any(file[k] for k in file if k != "filename")
-    ]
-    history = [one for one in others.get("_inplace_history") or () if one.get("transforms")]
-    changed = {key: value for key, value in others.items() if value and key != "_inplace_history"}
-    changed |= {"_data_files": entries} if entries else {}
-    changed |= {"_inplace_history": history} if history else {}
-    if changed:
-        raise ConfigError(
-            f"{where}: state.json has {json.dumps(changed)[:300]}, which may change the rows, and "
-            f"jaxres does not read that. {remedy}."
-        )
 
 
 def _root_and_patterns(given: str, include: tuple[str, ...]) -> tuple[Path, tuple[str, ...]]:
@@ -273,18 +215,53 @@ def _is_foreign(path: Path, stdlib: Path) -> bool:
     return is_below and not STDLIB_EXCLUDED.isdisjoint(path.parts[depth:])
 
 
-def _list_file(files: dict[str, SourceFile], name: str, path: Path, *, skip_dangling: bool) -> None:
-    """Adds a regular file; ignores folders and devices; raises if the path can't be read."""
+def _status(path: Path, *, is_lenient: bool) -> os.stat_result | None:
+    """Returns the status of a file; None: it is a folder.
+
+    Raises ConfigError if it can't be read, as a dangling link or a pipe; None if it is lenient.
+    """
     try:
         status = status_of(path)
-        if status is not None and stat.S_ISREG(status.st_mode):
-            files[name] = SourceFile(name, path, status.st_size, status.st_mtime_ns)
-            return
         dangling = status is None and path.is_symlink()
     except OSError as error:
         raise unreadable(path, error) from error
-    if dangling and not skip_dangling:
-        raise unreadable(path, "it is a dangling link")
+    if status is not None and stat.S_ISREG(status.st_mode):
+        return status
+    is_special = status is not None and not stat.S_ISDIR(status.st_mode)
+    if (dangling or is_special) and not is_lenient:
+        what = "a dangling link" if dangling else "a pipe, a socket or a device, not a file"
+        raise unreadable(path, f"it is {what}")
+    return None
+
+
+class _Links:
+    """The files of a listing that are the same one under several names."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], Path] = {}
+        self._again = list[str]()
+
+    def add(self, name: str, path: Path, status: os.stat_result) -> None:
+        """Takes a file. Raises ConfigError if a link leads to one that is there already."""
+        first = self._first.setdefault((status.st_dev, status.st_ino), path)
+        if first == path or not status.st_size:
+            return
+        if path.is_symlink() or first.is_symlink():
+            raise ConfigError(
+                f"data.source.path: {path} is, through a link, the same file as {first}, so it "
+                "would be trained on twice. Remove the link, or leave it out with "
+                "data.source.exclude."
+            )
+        self._again.append(name)
+
+    def warnings(self) -> list[str]:
+        """Returns what to tell about hard links, which tools also make of equal files."""
+        if not self._again:
+            return []
+        return [
+            f"{len(self._again):,} files are hard links to others of the corpus, such as "
+            f"{self._again[0]}, so their documents are there several times"
+        ]
 
 
 def _name_hash(name: str) -> bytes:

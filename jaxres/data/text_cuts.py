@@ -36,7 +36,7 @@ REGEXES = frozenset(
 """Patterns of words, of GPT-2, Llama 3 and Qwen, in which a letter or digit ends a word before a
 blank or a line end: no word has a letter or digit and then one of these, and none looks back."""
 CHARWISE = frozenset(("NFC", "NFKC", "NFD", "NFKD", "Lowercase", "BertNormalizer"))
-"""Normalizers that change nothing across a letter or digit that a blank or line end follows."""
+"""Normalizers that change nothing across a blank or line end."""
 WORD_SPLITS = frozenset(("BertPreTokenizer", "Whitespace", "WhitespaceSplit"))
 """Pre-tokenizers that divide at each blank and line end."""
 INNER_SPLITS = frozenset(("Digits", "Punctuation"))
@@ -61,6 +61,8 @@ class Cuts:
     """Matches the character before a place; None: there is no such place."""
     anywhere: bool = False
     """Whether it may be cut anywhere, if there is no such place nearby."""
+    normalizers: tuple[str, ...] = ()
+    """Kinds of the tokenizer's normalizers, in order, where the places are after words."""
 
     def last_before(self, text: str, size: int) -> int | None:
         """Returns the last place within the first `size` characters, but near them; else None."""
@@ -80,10 +82,28 @@ class Cuts:
         return next((one.end() for one in found if self._is_certain(one.group())), None)
 
     def _is_certain(self, char: str) -> bool:
-        """Returns whether a letter or digit was one in Unicode 3.2, so in any library's Unicode."""
+        """Returns whether a letter or digit is one to the tokenizer, whatever its Unicode.
+
+        It must have been one in Unicode 3.2, and its normal form must end with one: of some letters
+        that ends with a mark, which takes the line end into its word.
+        """
         if self.places is not AFTER_WORD:
             return True
-        return unicodedata.ucd_3_2_0.category(char)[0] in "LN"
+        for kind in self.normalizers:
+            if not _is_word_char(char):
+                return False
+            char = char.lower() if kind == "Lowercase" else _normal_form(char, kind)
+        return _is_word_char(char)
+
+
+def _normal_form(char: str, kind: str) -> str:
+    form = "NFD" if kind == "BertNormalizer" else kind
+    return unicodedata.normalize(form, char)  # type: ignore[arg-type]
+
+
+def _is_word_char(text: str) -> bool:
+    """Returns whether a text ends with a letter or digit of Unicode 3.2."""
+    return unicodedata.ucd_3_2_0.category(text[-1])[0] in "LN"
 
 
 ANYWHERE = Cuts(re.compile(r"\w(?=\n)"), anywhere=True)
@@ -108,7 +128,7 @@ def cuts_of(data: str, *, control: bool) -> tuple[Cuts, str | None]:
     splits = list(sequence(fields["pre_tokenizer"], "pretokenizers"))
     kinds = {part["type"] for part in normalizers}
     if kinds <= CHARWISE and any(map(_ends_words, splits)) and all(map(_is_local, splits)):
-        return Cuts(AFTER_WORD), None
+        return Cuts(AFTER_WORD, normalizers=tuple(part["type"] for part in normalizers)), None
     places = _places_between_tokens(fields, normalizers, splits)
     if places is None:
         return NOWHERE, None

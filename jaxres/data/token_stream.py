@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -98,6 +99,12 @@ def token_blocks(
     return _ahead(encode, _batches(files, source, start or Position(), cuts, max_bad))
 
 
+def check_begin(files: Sequence[SourceFile], source: DocumentSource) -> None:
+    """Reads the first document. Raises ConfigError if files are evidently of another kind."""
+    with contextlib.closing(_pieces(files, source, Position(), ANYWHERE)) as pieces:
+        next(pieces, None)
+
+
 def _encode(
     pieces: Sequence[Piece], tokenizer: Tokenizer
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -184,7 +191,7 @@ def _refuse_pointer(file: SourceFile, raw: BinaryIO) -> None:
 
 def _pieces(
     files: Sequence[SourceFile], source: DocumentSource, start: Position, cuts: Cuts
-) -> Iterator[tuple[Piece | TokenPiece, int, int, int]]:
+) -> Generator[tuple[Piece | TokenPiece, int, int, int]]:
     """Yields each piece, its file's index, its number in the file from 1, and the bytes read."""
     for file in files:
         check_text_name(file, source)

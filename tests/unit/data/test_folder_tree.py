@@ -170,3 +170,47 @@ def test_a_class_without_a_matching_image_is_refused_before_labels_shift(tmp_pat
         (tmp_path / "photos" / "bee" / "1.gif").write_bytes(b"")
     assert labels(exclude=("bee/*",)) == {"ant": 0, "cat": 1, "dog": 2}
     assert labels(classes=("ant", "bee", "cat", "dog")) == {"ant": 0, "cat": 2, "dog": 3}
+
+
+def told(path, cache):
+    messages = []
+    section = DataSection(
+        source=JsonlSource(path=str(path)), seq_len=2, heldout_fraction=0, cache_dir=cache
+    )
+    open_dataset(section, progress=messages.append)
+    return [message for message in messages if message.startswith("WARNING: ")]
+
+
+def test_a_file_that_a_link_leads_to_twice_is_refused_and_hard_links_are_told(tmp_path):
+    corpus = tmp_path / "corpus"
+    write("jsonl", corpus / "a.jsonl")
+    write("jsonl", tmp_path / "elsewhere.jsonl")
+    (corpus / "b.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    assert told(corpus, tmp_path / "cache") == []
+    for target in (corpus / "a.jsonl", tmp_path / "elsewhere.jsonl"):
+        (corpus / "c.jsonl").symlink_to(target)
+        with pytest.raises(ConfigError, match="is, through a link, the same file as"):
+            told(corpus, tmp_path / "cache")
+        (corpus / "c.jsonl").unlink()
+    os.link(corpus / "a.jsonl", corpus / "c.jsonl")
+    (warning,) = told(corpus, tmp_path / "cache")
+    assert warning.startswith("WARNING: 1 files are hard links to others of the corpus, such as ")
+
+
+def test_shards_that_are_missing_by_the_names_of_the_others_are_told(tmp_path):
+    for number in (0, 1, 3):
+        write("jsonl", tmp_path / "corpus" / f"train-0000{number}-of-00005.jsonl")
+    for number in (1, 2):
+        write("jsonl", tmp_path / "corpus" / f"test.0000{number}-of-00002.jsonl")
+    assert told(tmp_path / "corpus", tmp_path / "cache") == [
+        "WARNING: train-*-of-00005.jsonl: 3 of 5 shards are there"
+    ]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_pipe_is_refused_for_what_it_is(tmp_path, direct):
+    write("text", tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(ConfigError, match=r"b\.txt can't be read: it is a pipe, a socket or a dev"):
+        names("text", tmp_path / "b.txt" if direct else tmp_path)
+    assert names("text", tmp_path, exclude=("b.txt",)) == ["a.txt"]

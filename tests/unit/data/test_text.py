@@ -102,6 +102,58 @@ def test_corpora_that_differ_only_in_content_do_not_share_a_cache_entry(tmp_path
     assert len(prints) == 2
 
 
+def test_a_file_with_another_content_at_the_same_size_and_time_is_tokenised_again(corpus, tmp_path):
+    victim = corpus / "part0" / "0.txt"
+    victim.write_text("abcd" * 20)
+    before, status = open_dataset(config(corpus, tmp_path / "cache")), victim.stat()
+    victim.write_bytes(bytes(reversed(victim.read_bytes())))
+    os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
+    now = victim.stat()
+    assert (now.st_size, now.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    after = open_dataset(config(corpus, tmp_path / "cache"))
+    assert before.fingerprint != after.fingerprint
+    assert after.fingerprint == open_dataset(config(corpus, tmp_path / "new")).fingerprint
+
+
+def test_files_that_are_copied_again_or_moved_find_their_tokens_again(corpus, tmp_path):
+    open_dataset(config(corpus, tmp_path / "cache"))
+    (entry,) = (tmp_path / "cache" / "corpora").iterdir()
+    tokens = (entry / "tokens.bin").stat().st_ino
+    for copy_function in (shutil.copy2, shutil.copyfile):
+        copy = tmp_path / copy_function.__name__
+        shutil.copytree(corpus, copy, copy_function=copy_function)
+        for _ in range(2):
+            told = []
+            open_dataset(config(copy, tmp_path / "cache"), progress=told.append)
+            assert not [line for line in told if line.startswith("Tokenising")]
+    assert list((tmp_path / "cache" / "corpora").iterdir()) == [entry]
+    assert (entry / "tokens.bin").stat().st_ino == tokens
+
+
+def test_a_file_that_changes_at_the_same_size_and_time_while_it_is_read_is_an_error(
+    corpus, tmp_path
+):
+    victim = corpus / "part0" / "0.txt"
+    victim.write_text("abcd" * 20)
+    data, status = victim.read_bytes(), victim.stat()
+
+    def change(message):
+        victim.write_bytes(bytes(reversed(data)))
+        os.utime(victim, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    with pytest.raises(ConfigError, match=r"changed while they were read, such as .*0\.txt"):
+        open_dataset(config(corpus, tmp_path / "cache"), progress=change)
+    assert list((tmp_path / "cache" / "corpora").glob("*")) == []
+    victim.write_bytes(data)
+
+    def touch(message):
+        victim.chmod(0o600)
+        os.link(victim, tmp_path / f"link {len(list(tmp_path.iterdir()))}")
+
+    opened = open_dataset(config(corpus, tmp_path / "cache"), progress=touch)
+    assert opened.fingerprint == open_dataset(config(corpus, tmp_path / "new")).fingerprint
+
+
 def test_documents_are_ordered_by_a_hash_of_their_names(tmp_path):
     for i in range(400):
         file = tmp_path / ("early" if i < 200 else "late") / f"{i}.txt"
@@ -185,7 +237,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(corpus, tmp_path):
 
     with pytest.raises(ConfigError, match=r"0\.txt changed while it was read"):
         open_dataset(config(corpus, tmp_path / "cache"), progress=change)
-    assert list((tmp_path / "cache" / "corpora").iterdir()) == []
+    assert list((tmp_path / "cache" / "corpora").glob("*")) == []
 
 
 def test_an_unwritable_cache_is_reported_with_the_remedy(corpus, tmp_path):
@@ -201,7 +253,7 @@ def test_a_full_disk_is_reported_with_the_remedy(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageUnavailable, match=r"data\.cache_dir: .*No space left.* Free space"):
         open_dataset(config(corpus, tmp_path / "cache"))
-    assert list((tmp_path / "cache" / "corpora").iterdir()) == []
+    assert list((tmp_path / "cache" / "corpora").glob("*")) == []
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "meta.json"])

@@ -38,6 +38,7 @@ WORDS = [
     *("word", "it's", "I'LL", "naïve", "Übung", "x_y_", "_", "3.14", "20000", "a1b2", "foo()"),
     *("мир", "世界", "。", "שלום", "e\u0301", "\u0301", "...", "--", "<s>", "</s>", "<|x|>", "²"),
     *("\U0001f600", "\u2581", "\u2581the", "the", "\u00a0", "\u0660", "Dž", "\ufb01"),
+    *("\u09df", "\u0958", "\u2488", "\u0130", "\ud55c"),
 ]
 GAPS = [" ", " ", " ", "\n", "\n\n", "  ", "\r\n", " \n", "\t", "", "\u3000", "\n "]
 
@@ -128,6 +129,12 @@ CUT: dict[str, Callable[[], Tokenizer]] = {
     "gpt2": gpt2,
     "nfc": lambda: trained(by_regex(text_cuts.GPT2), normalizers.NFC()),
     **{
+        f"{kind} of Qwen": lambda kind=kind: trained(
+            by_regex(max(text_cuts.REGEXES, key=len)), getattr(normalizers, kind)()
+        )
+        for kind in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
+    },
+    **{
         f"regex {number}": lambda pattern=pattern: trained(by_regex(pattern))
         for number, pattern in enumerate(sorted(text_cuts.REGEXES))
     },
@@ -177,7 +184,7 @@ def in_parts(tokenizer: LibraryTokenizer, text: str, file: SourceFile) -> tuple[
 def file(monkeypatch: pytest.MonkeyPatch) -> SourceFile:
     monkeypatch.setattr(documents, "PIECE_CHARS", 30)
     monkeypatch.setattr(text_cuts, "NEAR_CHARS", 20)
-    return SourceFile("a", Path("a"), 1, 1)
+    return SourceFile("a", Path("a"), 1, 1, 1)
 
 
 @pytest.mark.parametrize("special", ["text", "control"])

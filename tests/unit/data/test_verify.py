@@ -9,8 +9,16 @@ import pytest
 
 from jaxres.cli import data as data_command
 from jaxres.clock import SystemClock
-from jaxres.config.schema_data import DataSection, TokensSource
-from jaxres.data import CacheDamaged, open_dataset, token_digests, token_writer, write_tokens
+from jaxres.config.schema_data import DataSection, TextSource, TokensSource
+from jaxres.data import (
+    CacheDamaged,
+    content_key,
+    open_dataset,
+    token_digests,
+    token_writer,
+    write_tokens,
+)
+from jaxres.data.source_files import list_files
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import files
@@ -91,7 +99,10 @@ def test_a_cached_corpus_is_compared_with_its_source(
 ) -> None:
     built(corpus)
     config = config_file(tmp_path, f"{{kind: text, path: {corpus}}}")
-    flip_bit_at(corpus / "3.txt", 100)  # At the same size and time, as by a faulty disk.
+    flip_bit_at(corpus / "3.txt", 100)
+    (place,) = (tmp_path / "cache" / "listings").iterdir()  # A faulty disk would change no time.
+    listed = list_files(TextSource(path=str(corpus)))
+    place.rename(content_key.place_of(listed, tmp_path / "cache"))
     code, printed = verify(capsys, config)
     assert (code, "the files have the fingerprint" in printed) == (1, True), printed
 

@@ -1,0 +1,52 @@
+"""Finds out that token ids are read as another type, or in another byte order, than their file has.
+
+Ids of 32 bits that are read as 16 are followed by their upper half each, which is 0, or below 4 for
+vocabularies of up to 2^18: every second id says nothing. In the other byte order small ids are
+multiples of 256. No text has such ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MIN_IDS = 16
+"""So few ids could be such by chance."""
+UPPER_HALVES = 4
+"""Number of upper halves of ids of any known vocabulary."""
+
+
+class IdPattern:
+    """What the ids of a file, given in parts, have in common."""
+
+    def __init__(self) -> None:
+        self._num_ids = 0
+        self._highest = [0, 0]
+        """Highest id at even and at odd positions."""
+        self._low_bits = [0, 0]
+        """All bits of the lower byte that an id has at even and at odd positions."""
+
+    def add(self, ids: NDArray[Any]) -> None:
+        """Takes the next ids of the file."""
+        for start in (0, 1):
+            some, which = ids[start::2], (self._num_ids + start) % 2
+            if len(some):
+                self._highest[which] = max(self._highest[which], int(some.max()))
+                self._low_bits[which] |= int(np.bitwise_or.reduce(some)) & 0xFF
+        self._num_ids += len(ids)
+
+    def problem(self) -> str | None:
+        """Returns why the ids can't be those that were written; None: nothing speaks against it."""
+        if self._num_ids < MIN_IDS:
+            return None
+        halves = [
+            highest < UPPER_HALVES or (not low_bits and highest < UPPER_HALVES * 256)
+            for highest, low_bits in zip(self._highest, self._low_bits, strict=True)
+        ]
+        if halves[0] != halves[1]:
+            return f"every second id is at most {min(self._highest)}, as of a wider type"
+        if not any(self._low_bits) and any(self._highest):
+            return "every id is a multiple of 256, as in the other byte order"
+        return None
