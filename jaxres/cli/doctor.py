@@ -232,8 +232,10 @@ class Doctor:
         return "" if self._layout is None else f"\n{self._layout.table()}"
 
     def _data(self) -> Checks:
+        import jax
+
         dataset = data.open_dataset(self._config.data, bad_records=self._config.guards.bad_records)
-        dataset = dataset.for_model(self._config.model)
+        dataset = dataset.for_model(self._config.model, has_64_bits=jax.config.jax_enable_x64)
         self._dataset = dataset
         train = self._config.train
         dataset.order(seed=self._config.run.seed, rows_per_step=train.global_batch_size)

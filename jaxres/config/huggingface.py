@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -57,8 +57,14 @@ ACTIVATIONS = {
 GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 """Values of hidden_act of a Gemma, all of which mean the same there."""
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-WINDOWS = {"mistral": 4096, "gemma3_text": 4096}
+WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "gemma3_text": 4096}
 """Default of sliding_window; of the others there is none."""
+FULL_BEFORE = 28
+"""Default of max_window_layers, the number of first layers with full attention."""
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma": 16, "gemma3_text": 4}
+"""Default of num_key_value_heads; of the others, and if it is null, num_attention_heads."""
+SCORE_WIDTH = 256
+"""Default of Gemma 3's query_pre_attn_scalar."""
 HEAD_WIDTHS = {"qwen3": 128, "gemma": 256, "gemma3_text": 256}
 """Default of head_dim; of the others it is hidden_size / num_attention_heads."""
 FIXED: Mapping[str, Any] = {
@@ -140,13 +146,14 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     head_width = fields.get("head_dim") or HEAD_WIDTHS.get(family, width // heads)
     is_gemma = family.startswith("gemma")
-    act = fields.get("hidden_activation") if is_gemma else fields.get("hidden_act", "silu")
-    act = act or "gelu_pytorch_tanh"
+    act = fields.get("hidden_act", "silu")
+    if is_gemma:
+        act = fields.get("hidden_activation") or "gelu_pytorch_tanh"
     section = {
         "num_layers": fields["num_hidden_layers"],
         "d_model": width,
         "num_heads": heads,
-        "num_kv_heads": fields.get("num_key_value_heads", heads),
+        "num_kv_heads": fields.get("num_key_value_heads", KV_HEADS.get(family)) or heads,
         "head_dim": None if head_width * heads == width else head_width,
         "d_ff": fields["intermediate_size"],
         "vocab_size": fields["vocab_size"],
@@ -157,8 +164,9 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     unsupported = {} if act in ACTIVATIONS else {"hidden_act": act}
     if is_gemma and fields.get("hidden_act", "gelu") not in (*GELUS, None):
         unsupported["hidden_act"] = fields["hidden_act"]
-    if fields.get("query_pre_attn_scalar", head_width) != head_width:
-        unsupported["query_pre_attn_scalar"] = fields["query_pre_attn_scalar"]
+    score_width = fields.get("query_pre_attn_scalar", SCORE_WIDTH)
+    if family == "gemma3_text" and score_width != head_width:
+        unsupported["query_pre_attn_scalar"] = score_width
     windows = _windows(family, fields, unsupported)
     return section | windows | _rope(family, fields, unsupported, windows), unsupported
 
@@ -168,28 +176,55 @@ def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]
     window = fields.get("sliding_window", WINDOWS.get(family))
     num_layers = fields["num_hidden_layers"]
     is_qwen = family.startswith("qwen")
-    if window is None or family in ("llama", "gemma"):
+    if family in ("llama", "gemma"):
         return {}
     if is_qwen and not fields.get("use_sliding_window", False):
+        window = None
+    key, kinds = _layer_kinds(family, fields, window)
+    if len(kinds) != num_layers or set(kinds) - LAYER_KINDS:
+        unsupported[key] = kinds
         return {}
-    kinds = fields.get("layer_types")
-    if kinds is None and family == "gemma3_text":
-        every = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
-        return {"sliding_window": window, "full_attention_every": every}
-    if kinds is None and is_qwen and fields.get("max_window_layers", 28):
-        unsupported["max_window_layers"] = fields.get("max_window_layers", 28)
-        return {}
-    if kinds is not None and (len(kinds) != num_layers or set(kinds) - LAYER_KINDS):
-        unsupported["layer_types"] = kinds
-        return {}
-    full = [n for n, kind in enumerate(kinds or (), start=1) if kind == "full_attention"]
-    if not full:
-        return {"sliding_window": window}
+    full = [n for n, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    if family == "mistral" and len(full) != (num_layers if window is None else 0):
+        unsupported[key] = kinds  # Its class has the window in all layers, whatever this says.
     if len(full) == num_layers:
         return {}
-    if full != list(range(full[0], num_layers + 1, full[0])):
-        unsupported["layer_types"] = kinds
-    return {"sliding_window": window, "full_attention_every": full[0]}
+    if window is None:
+        unsupported |= {"sliding_window": None, key: fields.get(key)}
+        return {}
+    every = full[0] if full else None
+    if family == "gemma3_text" and key != "layer_types":
+        every = _pattern(fields)
+        if fields.get("_sliding_window_pattern", every) != every:
+            unsupported["_sliding_window_pattern"] = fields["_sliding_window_pattern"]
+    elif every and full != list(range(every, num_layers + 1, every)):
+        unsupported[key] = fields.get(key, FULL_BEFORE)
+    return {"sliding_window": window} | ({"full_attention_every": every} if every else {})
+
+
+def _layer_kinds(
+    family: str, fields: Mapping[str, Any], window: int | None
+) -> tuple[str, list[str]]:
+    """Returns the kind of attention of each layer, and the key of config.json that says it."""
+    num_layers, kinds = fields["num_hidden_layers"], fields.get("layer_types")
+    if kinds is not None:
+        return "layer_types", kinds
+    full, sliding = "full_attention", "sliding_attention"
+    if family == "gemma3_text":
+        every = _pattern(fields)
+        found = [sliding if n % every else full for n in range(1, num_layers + 1)]
+        return "sliding_window_pattern", found
+    if window is None:
+        return "sliding_window", [full] * num_layers
+    if family == "mistral":
+        return "sliding_window", [sliding] * num_layers
+    num_full = fields.get("max_window_layers", FULL_BEFORE)
+    return "max_window_layers", [full if n < num_full else sliding for n in range(num_layers)]
+
+
+def _pattern(fields: Mapping[str, Any]) -> int:
+    """Returns that each so many layers of a Gemma 3 one has full attention."""
+    return int(fields.get("sliding_window_pattern", 6))
 
 
 def _rope(
@@ -199,44 +234,72 @@ def _rope(
     windows: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns the section's keys about rotary angles; adds what is unsupported."""
-    default = 1e6 if family == "gemma3_text" else 10_000.0
+    is_gemma3 = family == "gemma3_text"
+    scaling = fields.get("rope_scaling") or {}
     rope = fields.get("rope_parameters") or {}  # Written by transformers 5.
-    local = rope.get("sliding_attention") or {}
-    rope = rope.get("full_attention", rope) or {}
-    theta = float(rope.get("rope_theta", fields.get("rope_theta", default)))
-    scaling = next(
-        (part for part in (fields.get("rope_scaling"), rope) if part and _kind(part) != "default"),
-        None,
-    )
-    section: dict[str, Any] = {"rope_theta": theta}
-    if scaling is not None and _kind(scaling) == "linear":
-        section["rope_scaling"] = LinearScaling(kind="linear", factor=float(scaling["factor"]))
-    elif scaling is not None and _kind(scaling) == "llama3":
-        section["rope_scaling"] = Llama3Scaling(
+    full = (rope.get("full_attention") or {}) if is_gemma3 else rope
+    local = (rope.get("sliding_attention") or {}) if is_gemma3 else {}
+    if is_gemma3 and rope.keys() - LAYER_KINDS:
+        unsupported["rope_parameters"] = rope
+    theta = _agreed("rope_theta", (scaling, full, fields), unsupported)
+    section: dict[str, Any] = {
+        "rope_theta": float((1e6 if is_gemma3 else 10_000.0) if theta is None else theta)
+    }
+    for part in (scaling, full, local):
+        known = huggingface_keys.ROPE_READ.get(_kind(part), frozenset[str]())
+        if {key for key, value in part.items() if value is not None} - known:
+            unsupported["rope_scaling"] = part
+        if (part.get("partial_rotary_factor") or 1.0) != 1.0:
+            unsupported["partial_rotary_factor"] = part["partial_rotary_factor"]
+    if scaling and full and _scaled(scaling) != _scaled(full):
+        unsupported |= {"rope_scaling": scaling, "rope_parameters": full}
+    if _kind(local) != "default":
+        unsupported["rope_scaling"] = local
+    section |= _scaling_section(scaling or full, unsupported)
+    if is_gemma3 and windows:
+        base = {"rope_theta": fields.get("rope_local_base_freq")}
+        local_theta = _agreed("rope_theta", (local, base), unsupported)
+        section["sliding_rope_theta"] = float(10_000.0 if local_theta is None else local_theta)
+    return section
+
+
+def _scaling_section(scaling: Mapping[str, Any], unsupported: dict[str, Any]) -> dict[str, Any]:
+    """Returns the section's key about scaled angles; adds a kind that is unsupported."""
+    if _kind(scaling) == "linear":
+        return {"rope_scaling": LinearScaling(kind="linear", factor=float(scaling["factor"]))}
+    if _kind(scaling) == "llama3":
+        llama3 = Llama3Scaling(
             kind="llama3",
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
             original_max_positions=scaling["original_max_position_embeddings"],
         )
-    elif scaling is not None:
+        return {"rope_scaling": llama3}
+    if _kind(scaling) != "default":
         unsupported["rope_scaling"] = scaling
-    for part in (fields.get("rope_scaling") or {}, rope, local):
-        known = huggingface_keys.ROPE_READ.get(_kind(part), frozenset[str]())
-        if {key for key, value in part.items() if value is not None} - known:
-            unsupported["rope_scaling"] = part
-    if _kind(local) != "default" or (local and family != "gemma3_text"):
-        unsupported["rope_scaling"] = local
-    if float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        unsupported["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    if family == "gemma3_text" and windows:
-        local_theta = local.get("rope_theta", fields.get("rope_local_base_freq", 10_000.0))
-        section["sliding_rope_theta"] = float(local_theta)
-    return section
+    return {}
+
+
+def _agreed(
+    key: str, parts: Sequence[Mapping[str, Any]], unsupported: dict[str, Any]
+) -> float | None:
+    """Returns a setting that several places may have; adds it if they have different values."""
+    found = [part[key] for part in parts if part.get(key) is not None]
+    if len(set(found)) > 1:
+        unsupported[key] = found
+    return found[0] if found else None
+
+
+def _scaled(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how angles are scaled, without what is compared by itself."""
+    others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+    numbers = {key: x for key, x in rope.items() if key not in others and x is not None}
+    return {**numbers, "kind": _kind(rope)}
 
 
 def _kind(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type", rope.get("type", "default"))
+    return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def _gpt2(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

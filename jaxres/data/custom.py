@@ -6,7 +6,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +14,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.config.schema_data import CustomSource
+from jaxres.data import row_values
 from jaxres.data.batching import Arrays, BadRecord, check_ids, first_usable, is_record_fault
+from jaxres.data.row_values import Limit
 from jaxres.faults import ConfigError
 from jaxres.secret_values import without_rotatable
 
@@ -50,6 +52,10 @@ class CustomRows:
     stop: int
     varies_by_epoch: bool = False
     """Whether an id is epoch * len(self) + row, and the object's item_at is called."""
+    limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
+    """Values of some arrays with which the model can compute; others are bad records."""
+    has_64_bits: bool = False
+    """Whether the devices keep numbers of 64 bits; else values that 32 bits can't hold are bad."""
 
     def __len__(self) -> int:
         """Number of items of this part."""
@@ -62,10 +68,16 @@ class CustomRows:
         check_ids(rows, len(self))
         at = zip((self.start + rows).tolist(), epochs.tolist(), strict=True)
         items = [self._row(index, epoch) for index, epoch in at]
-        return {
+        arrays = {
             key: np.array([item[key] for item in items], dtype).reshape(len(items), *shape)
             for key, (shape, dtype) in self.spec.items()
         }
+        bad = row_values.problem(arrays, self.limits, has_64_bits=self.has_64_bits)
+        if bad is not None:
+            raise BadRecord(
+                f"data.source.target {self.target}: item {self.start + int(rows[bad[0]])}: {bad[1]}"
+            )
+        return arrays
 
     def _row(self, index: int, epoch: int) -> Row:
         row = read_item(
@@ -134,9 +146,11 @@ def read_item(
         raise
     if isinstance(item, Mapping):
         row = {str(key): np.asarray(value) for key, value in item.items()}
-        invalid = [key for key, value in row.items() if value.dtype.kind not in "biufc"]
+        invalid = [key for key, value in row.items() if not _is_number(value.dtype)]
         if invalid or not row:
-            raise BadRecord(f"{where}: {invalid or 'an empty dict'}: values must be numbers")
+            raise BadRecord(
+                f"{where}: {invalid or 'an empty dict'}: values must be numbers of at most 64 bits"
+            )
         return row
     tokens = np.asarray(item)
     if tokens.dtype.kind not in "iu" or tokens.shape != (seq_len + 1,):
@@ -149,6 +163,10 @@ def read_item(
     if len(wrong):
         raise BadRecord(f"{where}: token {wrong[0]} is {tokens[wrong[0]]}, not in 0..{limit - 1}")
     return _token_row(tokens.astype(np.int32))
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 
 def _token_row(tokens_W: NDArray[np.int32]) -> Row:

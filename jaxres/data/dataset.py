@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from jaxres.config.schema_data import (
     MixtureSource,
     TokensSource,
 )
-from jaxres.config.schema_model import AnyModel
+from jaxres.config.schema_model import AnyModel, VitModel
 from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import download_cache, remote_tokens
 from jaxres.data import tokenizer as tokenizers
@@ -37,6 +38,7 @@ from jaxres.data.mixture import SOURCE_KEY, MixedRows, Part, mix, mixture_finger
 from jaxres.data.order import Order
 from jaxres.data.packed_rows import PackedRows, open_packed_rows
 from jaxres.data.packing import Packing
+from jaxres.data.row_values import limits_of
 from jaxres.data.shuffle import Permutation
 from jaxres.data.source_files import shared_files, token_folder_of
 from jaxres.data.token_folder import (
@@ -99,7 +101,19 @@ class Dataset:
         changes = [(change.after_step, change.weights) for change in self.mixture.schedule]
         return mix(parts, changes, seed=seed, rows_per_step=rows_per_step)
 
-    def for_model(self, model: AnyModel) -> Dataset:
+    def for_model(self, model: AnyModel, *, has_64_bits: bool) -> Dataset:
+        """Returns the data set for a model, whose rows are refused if it can't compute with them.
+
+        Args:
+          model: the model.
+          has_64_bits: whether the devices keep numbers of 64 bits (JAX_ENABLE_X64).
+        """
+        limits = functools.partial(
+            _limited_rows, model=model, vocab_size=self.vocab_size, has_64_bits=has_64_bits
+        )
+        return self._changed(limits)._without_special(model)
+
+    def _without_special(self, model: AnyModel) -> Dataset:
         """Returns the data set for a model whose embedding may lack rows for special tokens.
 
         Published models have a tokenizer with such tokens (Gemma 3's is of images). Rows and texts
@@ -114,14 +128,19 @@ class Dataset:
             return self
         ids = range(rows, tokenizer.vocab_size)
         tokens = {id_: str(tokenizer.library.id_to_token(id_)) for id_ in ids}
-        return replace(
-            self,
-            vocab_size=rows,
-            tokenizer=limited(tokenizer, rows),
-            train=_without_row(self.train, tokens),
-            heldout=_without_row(self.heldout, tokens),
-            validation={name: _without_row(x, tokens) for name, x in self.validation.items()},
-        )
+        changed = self._changed(functools.partial(_without_row, tokens=tokens))
+        return replace(changed, vocab_size=rows, tokenizer=limited(tokenizer, rows))
+
+    def _changed(self, change: Callable[[Rows], Rows]) -> Dataset:
+        """Returns the data set with other rows, also those of a mixture's sources."""
+
+        def of(rows: Rows) -> Rows:
+            if isinstance(rows, MixedRows):
+                return replace(rows, parts={name: of(x) for name, x in rows.parts.items()})
+            return change(rows)
+
+        sets = {name: of(rows) for name, rows in self.validation.items()}
+        return replace(self, train=of(self.train), heldout=of(self.heldout), validation=sets)
 
     def tokens_of(self, num_rows: int) -> int:
         """Returns how many tokens some training rows have on average, without padding."""
@@ -135,12 +154,21 @@ def _permutation(rows: Rows, seed: int, name: str = "") -> Permutation:
 
 def _without_row(rows: Rows, tokens: Mapping[int, str]) -> Rows:
     """Returns rows that raise ConfigError where one has a token for which a model has no row."""
-    if isinstance(rows, MixedRows):
-        return replace(
-            rows, parts={name: _without_row(x, tokens) for name, x in rows.parts.items()}
-        )
     if isinstance(rows, TokenRows | PackedRows):
         return replace(rows, corpus=replace(rows.corpus, without_row=tokens))
+    return rows
+
+
+def _limited_rows(
+    rows: Rows, *, model: AnyModel, vocab_size: int | None, has_64_bits: bool
+) -> Rows:
+    """Returns rows whose values a model can compute with; others are bad records."""
+    if isinstance(rows, CustomRows):
+        size = vocab_size if rows.vocab_size is None else rows.vocab_size
+        limits = limits_of(model, vocab_size=size, seq_len=rows.seq_len)
+        return replace(rows, limits=limits, has_64_bits=has_64_bits)
+    if isinstance(rows, ImageRows) and isinstance(model, VitModel):
+        return replace(rows, num_classes=model.num_classes)
     return rows
 
 

@@ -139,7 +139,9 @@ class ImageRows:
     start: int
     stop: int
     is_evaluated: bool = False
-    """Whether an image that can't be decoded is replaced by the next one, instead of BadRecord."""
+    """Whether an image that can't be used is replaced by the next one, instead of BadRecord."""
+    num_classes: int | None = None
+    """Classes of the model, none of which a label beyond them is; None: not known."""
 
     def evaluated(self) -> ImageRows:
         """Returns the rows for evaluations, which always have the same rows and skip none."""
@@ -205,6 +207,13 @@ class ImageRows:
         return [np.asarray(corpus.tokens[start:stop]) for start, stop in spans]
 
     def _decoded(self, number: int, epoch: int, document: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        label = label_of(document)
+        if self.num_classes is not None and not 0 <= label < self.num_classes:
+            raise BadRecord(
+                f"{self.corpus.path('tokens.bin')}: image {number} has the label {label}, not in "
+                f"0..{self.num_classes - 1} (model.num_classes={self.num_classes}). Raise it, or "
+                "correct data.source.label_column."
+            )
         try:
             picture = open_picture(document[LABEL_BYTES:].tobytes())
             box, flip = centre(*picture.size), False

@@ -189,6 +189,78 @@ def test_a_setting_of_scaled_angles_that_is_not_read_is_named(scaling: dict[str,
     assert found == {"rope_scaling": scaling}
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "expected"),
+    [
+        ("llama", {"rope_scaling": {**LINEAR, "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ("llama", {"rope_parameters": {**LINEAR, "rope_theta": 7e5}}, {"rope_theta": 7e5}),
+        ("gemma3_text", {"rope_scaling": {**LINEAR, "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ("gemma3_text", {}, {"rope_theta": 1e6, "sliding_rope_theta": 1e4, "sliding_window": 4096}),
+        ("qwen2", {"use_sliding_window": True}, {"sliding_window": None}),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, {"sliding_window": 4096}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None}, {"sliding_window": None}),
+        ("mistral", {"num_attention_heads": 16}, {"sliding_window": 4096, "num_kv_heads": 8}),
+        ("qwen3", {"num_attention_heads": 64}, {"num_kv_heads": 32, "head_dim": 128}),
+        ("gemma", {"num_attention_heads": 32}, {"num_kv_heads": 16, "head_dim": 256}),
+        ("llama", {"num_attention_heads": 8}, {"num_kv_heads": 8, "activation": "silu"}),
+    ],
+)
+def test_what_a_config_does_not_say_is_the_default_of_transformers(
+    family: str, change: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    model, unsupported = huggingface.model_of({**bare(family), **change})
+    assert unsupported == {}
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+def bare(family: str) -> dict[str, Any]:
+    """Returns the keys that have no default here."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    heads = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma": 16}.get(family, 4)
+    sizes = {name: SIZES[name] for name in names}
+    return {"model_type": family, **sizes, "num_attention_heads": heads}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("llama", {"rope_scaling": HALF}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": HALF}, "partial_rotary_factor"),
+        ("gemma3_text", {"rope_parameters": {SLIDING: HALF}}, "partial_rotary_factor"),
+        ("gemma3_text", {"rope_parameters": {FULL: HALF}}, "partial_rotary_factor"),
+        ("gemma3_text", {"rope_parameters": LINEAR}, "rope_parameters"),
+        ("llama", {"rope_scaling": {**LINEAR, "rope_theta": 5e5}, "rope_theta": 7e5}, "rope_theta"),
+        (
+            "llama",
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}},
+            "rope_parameters",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {SLIDING: {"rope_theta": 1e3}}, "rope_local_base_freq": 1e4},
+            "rope_theta",
+        ),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers"),
+        ("qwen3", {"sliding_window": 8, "layer_types": [SLIDING] * 4}, "layer_types"),
+        ("mistral", {"sliding_window": 8, "layer_types": [FULL] * 4}, "layer_types"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window"),
+        ("gemma3_text", {"_sliding_window_pattern": 3}, "_sliding_window_pattern"),
+        ("gemma3_text", {"head_dim": 16}, "query_pre_attn_scalar"),
+        ("llama", {"hidden_act": None}, "hidden_act"),
+    ],
+)
+def test_what_changes_the_numbers_or_is_said_twice_is_named(
+    family: str, change: dict[str, Any], named: str
+) -> None:
+    fields = {**bare(family), **change}
+    assert named in huggingface.model_of(fields)[1]
+
+
 def test_settings_beside_a_text_config_count_too() -> None:
     inner = published("gemma3_text")
     outer = {

@@ -1,3 +1,4 @@
+import re
 import sys
 import types
 
@@ -5,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxres.config.schema_data import CustomSource, DataSection
-from jaxres.data import BadRecord, batch_at, find_bad_rows, first_row, open_dataset
+from jaxres.config.schema_model import CustomModel, GptModel, MlpModel, VitModel
+from jaxres.data import TOKEN_ROW_KEYS, BadRecord, batch_at, find_bad_rows, first_row, open_dataset
 from jaxres.engine import evaluate
 from jaxres.engine.mesh import LocalRows
 from jaxres.exit_codes import ExitCode
@@ -238,3 +240,132 @@ def test_bad_items_at_the_beginning_do_not_stop_the_start(source, monkeypatch):
     read = evaluate.batches(dataset.heldout, rows_per_batch=4, limit=2, local=local)
     with pytest.raises(BadRecord, match=r"to evaluate on can't be used: .*item 47 of data\.source"):
         list(read)
+
+
+def token_row(**changed):
+    numbers = np.arange(8, dtype=np.int32)
+    row = dict.fromkeys(TOKEN_ROW_KEYS, numbers)
+    return {**row, "weights_BT": np.ones(8, np.float32), **changed}
+
+
+def filled(value, dtype=np.int32, shape=8):
+    """Returns an array whose last value is this one."""
+    return np.append(np.zeros(shape - 1, dtype), np.array([value], dtype))
+
+
+DECODER = GptModel(vocab_size=257)
+CUSTOM_MODEL = CustomModel(target="user:model")
+WIDE = "which 32 bits can't hold"
+
+
+@pytest.mark.parametrize(
+    ("model", "item", "message"),
+    [
+        (CUSTOM_MODEL, {"x": filled(2**33, np.int64)}, rf"x\[7\] is 8589934592, {WIDE}"),
+        (CUSTOM_MODEL, {"x": filled(-(2**31) - 1, np.int64)}, WIDE),
+        (CUSTOM_MODEL, {"x": filled(2**32, np.uint64)}, WIDE),
+        (CUSTOM_MODEL, {"x": filled(1e300, np.float64)}, WIDE),
+        (CUSTOM_MODEL, {"x": filled(1e300j, np.complex128)}, WIDE),
+        (CUSTOM_MODEL, {"x": 2**40}, f"x is 1099511627776, {WIDE}"),
+        (DECODER, token_row(tokens_BT=filled(2**32 + 3, np.int64)), r"not in 0\.\.256"),
+        (DECODER, token_row(tokens_BT=filled(257)), r"257, not in 0\.\.256 .model\.vocab_size"),
+        (MlpModel(vocab_size=64), token_row(targets_BT=filled(-5)), r"targets_BT\[7\] is -5, not"),
+        (DECODER, token_row(positions_BT=filled(8)), r"not in 0\.\.7 .data\.seq_len=8"),
+        (DECODER, token_row(segment_ids_BT=filled(-1)), r"segment_ids_BT\[7\] is -1, not in"),
+        (DECODER, token_row(weights_BT=filled(-1.0, np.float32)), r"is -1\.0, not 0 or 1"),
+        (DECODER, token_row(weights_BT=filled(np.nan, np.float32)), "is nan, not 0 or 1"),
+        (
+            DECODER,
+            [1, 2, 3, 4, 5000, 6, 7, 8, 9],
+            r"is 5000, not in 0\.\.256",
+        ),
+        (
+            VitModel(num_classes=3, image_size=32),
+            {"image": np.zeros((32, 32, 3), np.uint8), "label": 3},
+            r"label is 3, not in 0\.\.2 .model\.num_classes=3",
+        ),
+    ],
+)
+def test_values_that_the_model_can_not_compute_with_are_bad_records(
+    source, monkeypatch, model, item, message
+):
+    opened = with_one_bad(source, monkeypatch, item, 13)
+    rows = open_dataset(opened()).for_model(model, has_64_bits=False).train
+    found = find_bad_rows(rows, np.arange(12, 15))
+    assert list(found) == [1]
+    assert re.search(message, found[1])
+    assert "item 13: " in found[1]
+    with pytest.raises(BadRecord, match=message):
+        rows.rows(np.array([12, 13, 14]))
+
+
+def with_one_bad(source, monkeypatch, item, number):
+    """Returns a function that returns a config whose item `number` is this one."""
+    usable = [1] * 9 if isinstance(item, list) else {k: np.zeros_like(v) for k, v in item.items()}
+
+    class Mine(Images):
+        def __getitem__(self, index):
+            return item if index == number else usable
+
+    monkeypatch.setattr(sys.modules["user_rows"], "images", Mine)
+    config = source("user_rows:images").model_dump()
+    return lambda **changed: DataSection.model_validate(config | changed)
+
+
+def test_values_are_checked_in_held_out_rows_validation_sets_and_mixtures(source, monkeypatch):
+    custom = {"name": "own", "source": {"kind": "custom", "target": "user_rows:images"}}
+    mixture = {"kind": "mixture", "sources": ({**custom, "weight": 1.0},)}
+    for number, changed, place in (
+        (47, {}, lambda opened: opened.heldout),
+        (47, {}, lambda opened: opened.validation["heldout"]),
+        (2, {"validation": (custom,)}, lambda opened: opened.validation["own"]),
+        (2, {"source": mixture}, lambda opened: opened.train),
+        (47, {"source": mixture}, lambda opened: opened.validation["own"]),
+    ):
+        opened = with_one_bad(source, monkeypatch, [5000] * 9, number)
+        rows = place(open_dataset(opened(**changed)).for_model(DECODER, has_64_bits=False))
+        with pytest.raises(BadRecord, match=f"item {number}: .* is 5000, not in 0"):
+            rows.rows(np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (
+            token_row(tokens_BT=np.zeros(8, np.float32)),
+            r"tokens_BT is float32\[8\], and must be int",
+        ),
+        ({name: np.zeros(9, np.int32) for name in TOKEN_ROW_KEYS}, r"must have the shape \[8\]"),
+        ({"x": np.zeros(3, np.longdouble)}, r"\['x'\]: values must be numbers of at most 64 bits"),
+    ],
+)
+def test_items_whose_types_the_model_can_not_compute_with_do_not_start(
+    source, monkeypatch, item, message
+):
+    class Mine(Images):
+        fingerprint = "x"
+
+        def __getitem__(self, index):
+            return item
+
+    monkeypatch.setattr(sys.modules["user_rows"], "images", Mine)
+    with pytest.raises(BadRecord, match=message) as caught:
+        first_row(
+            open_dataset(source("user_rows:images")).for_model(DECODER, has_64_bits=False).train
+        )
+    assert caught.value.exit_code == ExitCode.CONFIG
+
+
+def test_values_of_64_bits_are_read_where_jax_keeps_them_or_32_bits_hold_them(source, monkeypatch):
+    class Mine(Images):
+        value = 1
+
+        def __getitem__(self, index):
+            return {"x": np.array([self.value]), "y": np.array([np.inf, 1.5])}
+
+    monkeypatch.setattr(sys.modules["user_rows"], "images", Mine)
+    dataset = open_dataset(source("user_rows:images"))
+    for value, wide in ((2**33, True), (2**31 - 1, False), (-(2**31), False)):
+        Mine.value = value
+        rows = dataset.for_model(CUSTOM_MODEL, has_64_bits=wide).train
+        assert rows.rows(np.array([1]))["x"].tolist() == [[value]]

@@ -1,5 +1,6 @@
 import io
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -8,9 +9,11 @@ import pytest
 from PIL import Image, UnidentifiedImageError
 
 from jaxres.config.schema_data import DataSection, ImagesSource, TokensSource
+from jaxres.config.schema_model import VitModel
 from jaxres.data import (
     BadRecord,
     batch_at,
+    find_bad_rows,
     first_row,
     images,
     open_dataset,
@@ -246,6 +249,22 @@ def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp
     (tmp_path / "one" / "class").mkdir(parents=True)
     shutil.copy(folder / "dog" / "2.png", tmp_path / "one" / "class")
     assert "leaves none to train on" in refused(section(tmp_path / "one"))
+
+
+def test_an_image_whose_label_is_no_class_of_the_model_is_a_bad_record(tmp_path):
+    (tmp_path / "shards").mkdir()
+    good = [encoded(picture(COLORS["cat"], seed=seed)) for seed in range(8)]
+    table = pyarrow.table({"image": good, "label": [0, 1, 2, 10, 1, 0, 2, 1]})
+    pyarrow.parquet.write_table(table, tmp_path / "shards" / "a.parquet")
+    model = VitModel(num_classes=3, image_size=8, patch_size=8)
+    opened = open_dataset(section(tmp_path / "shards")).for_model(model, has_64_bits=False)
+    for rows in (opened.train, opened.heldout):
+        bad = np.flatnonzero(rows.numbers(np.arange(len(rows))) == 3)
+        found = find_bad_rows(replace(rows, is_evaluated=False), np.arange(len(rows)))
+        assert list(found) == bad.tolist()
+        assert all("image 3 has the label 10, not in 0..2" in text for text in found.values())
+        evaluated = rows.evaluated().rows(np.arange(len(rows)))["label"]
+        assert evaluated.max() < 3, "the next image takes its place in an evaluation"
 
 
 def test_labels_mean_the_same_classes_in_every_set(folder, tmp_path):

@@ -48,7 +48,9 @@ def load(tmp_path: Path, *overrides: str) -> RunConfig:
 def started(config: RunConfig, told: list[str] | None = None) -> Dataset:
     """Returns the data set of a config after the checks of a start that need no device."""
     progress = [].append if told is None else told.append
-    dataset = data.open_dataset(config.data, progress=progress).for_model(config.model)
+    dataset = data.open_dataset(config.data, progress=progress).for_model(
+        config.model, has_64_bits=False
+    )
     models.build(config.model, vocab_size=dataset.vocab_size, seq_len=8, platform="cpu")
     return dataset
 
