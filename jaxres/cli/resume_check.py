@@ -27,7 +27,7 @@ from jaxres.chaos.short_runs import (
 from jaxres.checkpoint import diff
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, local_path_argument
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import RunError, UsageError
 from jaxres.runlog import resume_verdict, run_log
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="jaxres resume-check", usage=USAGE)
-    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("config", type=local_path_argument, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--breaks", type=int, default=3)

@@ -17,6 +17,7 @@ from typing import Any
 from jaxres.clock import Clock
 from jaxres.faults import RunError
 from jaxres.runlog.events import EVENTS, Emit, Event, Noted
+from jaxres.secret_values import redact
 from jaxres.storage.line_writer import open_line_writer, read_lines
 from jaxres.storage.path import RunPath
 from jaxres.storage.threads import spawn_thread
@@ -44,10 +45,10 @@ class EventLog:
             self._notify(Noted(f"{missing} events could not be written to the event file"))
 
     def emit(self, event: Event) -> None:
-        """Writes an event and calls the listeners; never raises an error of storage."""
+        """Writes an event without secrets, and calls the listeners; never raises an OSError."""
         times = {"time": self._clock.wall(), "monotonic": self._clock.monotonic()}
         written = EVENTS.encode(event).items()
-        fields = times | {name: finite_or_none(value) for name, value in written}
+        fields = times | redact({name: finite_or_none(value) for name, value in written})
         self._lines.append(json.dumps(fields).encode())
         self._notify(event)
         if dropped := self._lines.pop_dropped_count():
