@@ -261,7 +261,7 @@ class Replica:
         if manifests.digest_of(data) != commit.manifest:
             raise manifests.damaged(source, commit.step, f"{MANIFEST} is not the committed one")
         with files.typed_errors(target):
-            present = files.sizes(target)
+            present = files.sizes_of(target, manifest.files.keys())
         for name, info in manifest.files.items():
             self._refuse_diverged()
             if present.get(name) == info.size and self._checksum(target / name) == info:

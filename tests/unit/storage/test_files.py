@@ -385,6 +385,21 @@ def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
     assert synced[-1] == tmp_path
 
 
+def test_what_several_links_lead_to_is_listed_once(tmp_path):
+    for level in range(8):
+        (tmp_path / "top" / f"{level}").mkdir(parents=True)
+        for link in ("a", "b"):
+            (tmp_path / "top" / f"{level}" / link).symlink_to(f"../{level + 1}")
+    (tmp_path / "top" / "8").mkdir()
+    (tmp_path / "top" / "8" / "file").write_bytes(b"data")
+    assert list(files.sizes(tmp_path / "top").values()) == [4]
+    (tmp_path / "loops").mkdir()
+    (tmp_path / "loops" / "file").write_bytes(b"data")
+    (tmp_path / "loops" / "again").symlink_to(".")
+    (tmp_path / "loops" / "itself").symlink_to("itself")
+    assert files.sizes(tmp_path / "loops") == {"file": 4}
+
+
 def test_folder_that_cannot_be_listed_is_never_treated_as_empty(tmp_path, monkeypatch):
     (tmp_path / "step" / "state").mkdir(parents=True)
     (tmp_path / "step" / "state" / "array").write_bytes(b"data")
