@@ -21,6 +21,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
 
@@ -138,7 +139,7 @@ def _task(path: Path, loaded: LoadedModel, limit: int | None) -> Scores:
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        data = path.read_bytes()
+        data = files.read_whole(path)
         refuse_lfs_pointer(data, path)
         text = data.decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -240,10 +240,7 @@ class LocalStore:
     def read_whole(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises every OSError unchanged."""
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_WHOLE_BYTES:
-                what = f"a file of {size:,} bytes, expected at most {MAX_WHOLE_BYTES:,}"
-                raise OSError(NO_FILE, what, str(path))
+            require_size(path, os.fstat(file.fileno()).st_size)
             return file.readall()
 
     def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
@@ -537,6 +534,13 @@ def _remove_trash(folder: Path) -> None:
             shutil.rmtree(folder)
         else:
             folder.unlink()
+
+
+def require_size(path: Path, size: int) -> None:
+    """Raises OSError if there is more to read than any file of a run has."""
+    if size > MAX_WHOLE_BYTES:
+        what = f"a file of {size:,} bytes, expected at most {MAX_WHOLE_BYTES:,}"
+        raise OSError(NO_FILE, what, str(path))
 
 
 def open_file(path: Path) -> io.FileIO:

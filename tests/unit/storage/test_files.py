@@ -11,7 +11,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, line_writer
-from jaxres.storage.line_writer import open_line_writer, read_lines
+from jaxres.storage.line_writer import iter_lines, open_line_writer
 from tests.waiting import SURE_SECONDS, wait_until
 
 
@@ -463,7 +463,7 @@ def test_what_never_ends_is_no_file(kind, tmp_path):
         "read_whole": files.read_whole,
         "drop_page_cache": files.drop_page_cache,
         "sync_file": files.sync_file,
-        "read_lines": read_lines,
+        "iter_lines": lambda path: list(iter_lines(path)),
         "iter_chunks": lambda path: list(files.iter_chunks(path, size_bytes=8)),
         "open_line_writer": opened,
         "to read": lambda path: files.only_files(str(path), os.O_RDONLY),
