@@ -82,7 +82,8 @@ _ANY_TOKEN = (
     r"(?<![A-Za-z0-9])(?:" + "|".join(form for _, form in _TOKENS) + r")(?![A-Za-z0-9])"
     rf"|{_PRIVATE_KEY}"
 )
-_URL = r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)://([^\s\"'<>]+)"
+_URL = r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)(:/{1,2})([^\s\"'<>]+)"
+"""A URL, or one whose two slashes a path has made one."""
 _KEY_PAIR = r"[^@/:]+:[^@]+@"
 """In the place of a bucket's user: the secret key may have slashes."""
 _ASSIGNED = (
@@ -152,7 +153,7 @@ def redact_text(text: str) -> str:
     'GET https://me:<secret>@host/a?sig=<secret>&n=2 failed; password=<secret>'
     """
     text = re.sub(_ANY_TOKEN, HIDDEN, text)
-    if "://" in text:
+    if ":/" in text:
         text = re.sub(_URL, lambda match: _redact_url(match, is_secret), text)
     if "=" in text or ":" in text:
         text = re.sub(_ASSIGNED, _redact_assigned, text)
@@ -197,7 +198,7 @@ def kind_of_secret(text: str) -> str | None:
         elif not _is_placeholder(match[0]):
             return next(kind for kind, form in _TOKENS if re.fullmatch(form, match[0]))
     for match in re.finditer(_URL, text):
-        if _has_password(match[2]):
+        if _has_password(match[3]):
             return "password in a URL"
     return None
 
@@ -241,7 +242,7 @@ def _user_and_password(rest: str) -> tuple[str, str]:
 
 
 def _redact_url(match: re.Match[str], hides: Callable[[str, object], bool]) -> str:
-    scheme, rest = match[1], match[2]
+    scheme, slashes, rest = match.groups()
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user, password = _user_and_password(rest)
     if scheme.lower() in ("s3", "s3a", "s3n") and re.match(_KEY_PAIR, rest):
@@ -252,7 +253,7 @@ def _redact_url(match: re.Match[str], hides: Callable[[str, object], bool]) -> s
         rest = f"{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
     path, mark, query = rest.partition("?")
     if not mark:
-        return f"{scheme}://{rest}"
+        return f"{scheme}{slashes}{rest}"
     pairs = [pair.partition("=") for pair in query.split("&")]
     is_signed = any(_words(name) in ("sig", "signature") for name, _, _ in pairs)
     shown_pairs = []
@@ -263,7 +264,7 @@ def _redact_url(match: re.Match[str], hides: Callable[[str, object], bool]) -> s
         )
         is_hidden = value and (is_part or hides(name, value))
         shown_pairs.append(f"{name}{equals}{HIDDEN if is_hidden else value}")
-    return f"{scheme}://{path}?{'&'.join(shown_pairs)}"
+    return f"{scheme}{slashes}{path}?{'&'.join(shown_pairs)}"
 
 
 def _redact_assigned(match: re.Match[str]) -> str:

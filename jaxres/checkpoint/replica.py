@@ -261,7 +261,7 @@ class Replica:
         if manifests.digest_of(data) != commit.manifest:
             raise manifests.damaged(source, commit.step, f"{MANIFEST} is not the committed one")
         with files.typed_errors(target):
-            present = files.sizes(target)
+            present = files.sizes_of(target, manifest.files.keys())
         for name, info in manifest.files.items():
             self._refuse_diverged()
             if present.get(name) == info.size and self._checksum(target / name) == info:
@@ -426,19 +426,22 @@ class Replica:
         """Appends the whole lines that the copy lacks; a killed update has left a part of one."""
         with files.typed_errors(to):
             start = line_writer.cut_partial_line(to)
-        content = line_writer.read_lines(path, start=start)
-        content = content[: content.rfind(b"\n") + 1]
-        if not content:
-            return
-        self._limit.spend(len(content))
-        writer = line_writer.open_line_writer(
-            to, max_waiting=MAX_WAITING_LINES, on_overflow="refuse"
-        )
+        rest, writer = b"", None
         try:
-            writer.append(content[:-1])
-            writer.sync()
+            for part in line_writer.iter_parts(path, start=start):
+                whole, newline, rest = (rest + part).rpartition(b"\n")
+                if not newline:
+                    continue
+                self._limit.spend(len(whole) + 1)
+                writer = writer or line_writer.open_line_writer(
+                    to, max_waiting=MAX_WAITING_LINES, on_overflow="refuse"
+                )
+                writer.append(whole)
+            if writer is not None:
+                writer.sync()
         finally:
-            writer.close()
+            if writer is not None:
+                writer.close()
 
 
 def _is_inside(path: RunPath, folder: RunPath) -> bool:

@@ -15,7 +15,7 @@ import glob
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,8 @@ def _build(
         if history.bad_rows:
             log.append(Skip(rows=history.bad_rows, reason=f"bad records of {origin.root}"))
         if tokenizer is not None:
-            _copy_tree(origin.tokenizer(tokenizer), to.tokenizer(tokenizer))
+            folder = origin.tokenizer(tokenizer)
+            _copy(folder, to.tokenizer(tokenizer), files.sizes(folder))
         log.append(_copy_step(origin, to, commit, log, trajectory=claimed.claim.trajectory))
         text = f"branch of {origin.root} at step {commit.step}; nothing was trained"
         log.append(AttemptEnded(exit=ExitCode.STOPPED, reason=text, committed=True))
@@ -207,7 +208,7 @@ def _copy_step(
     """Copies and verifies a step; returns its commit record in the new run."""
     source, target = origin.root / commit.path, to.root / commit.path
     manifest = manifests.read(source.absolute(), commit)
-    _copy_tree(source, target)
+    _copy(source, target, manifest.files)
     records = b"".join(record.encode() + b"\n" for record in log.records())
     files.replace(target / LOG_COPY, records)
     inventory = {**manifest.files, LOG_COPY: manifests.info_of(records)}
@@ -228,9 +229,9 @@ def _copy_step(
     return copied
 
 
-def _copy_tree(source: RunPath, target: RunPath) -> None:
-    """Copies every file below a folder; between two disks in pieces, else whole."""
-    for name in files.sizes(source):
+def _copy(source: RunPath, target: RunPath, names: Iterable[str]) -> None:
+    """Copies files below a folder; between two disks in pieces, else whole."""
+    for name in names:
         there: Any = target / name
         files.make_dir(there.parent)
         if isinstance(there, Path) and isinstance(source, Path):

@@ -18,7 +18,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded, builtin_configs
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, local_path_argument
 from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--max-recovery-seconds", type=float)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=local_path_argument, metavar="FILE")
     parser.add_argument("--to", metavar="FOLDER")
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_intermixed_args(arguments)

@@ -22,7 +22,7 @@ from jaxres import config as configs
 from jaxres import data, faults
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, local_path_argument
 from jaxres.config.schema_training import FromRun, FromSeed
 from jaxres.data import Dataset
 from jaxres.data.tokenizer import LibraryTokenizer
@@ -111,7 +111,7 @@ def as_json(config: Path, checks: Sequence[Check], items: Sequence[Check]) -> st
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="jaxres doctor", usage=USAGE)
-    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("config", type=local_path_argument, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--hardware", choices=("quick", "full"))
     parser.add_argument("--devices", type=int)

@@ -15,11 +15,13 @@ import numpy as np
 from jaxres import data, inference
 from jaxres.checkpoint.weights.source import parse_step
 from jaxres.cli.sample import model_parser
+from jaxres.config.argparser import local_path_argument
 from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.runlog.paths import RunDir
+from jaxres.storage import files
 from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
 
@@ -30,7 +32,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     parser = model_parser("jaxres evaluate")
     parser.add_argument("--set", action="append", metavar="NAME", help="validation set; all")
-    parser.add_argument("--task", action="append", default=[], type=Path, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--task", action="append", default=[], type=local_path_argument, metavar="FILE.jsonl"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="first N rows, or lines of a task")
     try:
         options = parser.parse_args(list(arguments))
@@ -137,7 +141,7 @@ def _task(path: Path, loaded: LoadedModel, limit: int | None) -> Scores:
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
-        data = path.read_bytes()
+        data = files.read_whole(path)
         refuse_lfs_pointer(data, path)
         text = data.decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -18,7 +18,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.cli import report
 from jaxres.config import RunConfig
-from jaxres.config.argparser import Parser, path_argument
+from jaxres.config.argparser import Parser, local_path_argument, path_argument
 from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema_operations import KeepSection, StepsWhen
 from jaxres.exit_codes import ExitCode
@@ -190,7 +190,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--replications", type=int, default=1000)
     parser.add_argument("--from", dest="run_dir", type=path_argument, metavar="RUN_DIR")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=local_path_argument, metavar="FILE")
     options = parser.parse_intermixed_args(arguments)
     limits = {"gpus": MAX_GPUS, "gpus_per_host": MAX_GPUS, "replications": 100_000}
     limits["hosts_per_rack"] = MAX_GPUS

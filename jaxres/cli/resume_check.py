@@ -19,7 +19,7 @@ from jaxres import faults
 from jaxres.checkpoint import diff
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, local_path_argument
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import RunError, UsageError
 from jaxres.operate import resume_verdict
@@ -32,7 +32,7 @@ from jaxres.operate.chaos.short_runs import (
     shortened,
 )
 from jaxres.operate.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
-from jaxres.runlog import run_log
+from jaxres.runlog import resume_verdict, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="jaxres resume-check", usage=USAGE)
-    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("config", type=local_path_argument, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--breaks", type=int, default=3)

@@ -22,6 +22,7 @@ from typing import Any
 from jaxres import config as configs
 from jaxres.cli import runs
 from jaxres.clock import Clock, SystemClock
+from jaxres.config.argparser import local_path_argument
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
 from jaxres.host import signals
@@ -109,7 +110,7 @@ def _say(text: str) -> None:
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser("jaxres sweep", allow_abbrev=False)
-    parser.add_argument("config", metavar="CONFIG.yaml", type=Path)
+    parser.add_argument("config", metavar="CONFIG.yaml", type=local_path_argument)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     parser.add_argument("--grid", nargs="+", required=True, metavar="section.field=A,B")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxres.faults import ConfigError, UsageError
-from jaxres.storage.path import RunPath, normalized, parse_path
+from jaxres.storage.path import RunPath, is_address, normalized, parse_path
 
 
 def path_argument(text: str) -> RunPath:
@@ -16,6 +17,13 @@ def path_argument(text: str) -> RunPath:
         return normalized(parse_path(os.path.expanduser(text)))
     except ValueError as error:
         raise ConfigError(f"{text!r}: {error}") from error
+
+
+def local_path_argument(text: str) -> Path:
+    """Returns a path among the arguments; raises ArgumentTypeError for a URL."""
+    if is_address(text):
+        raise argparse.ArgumentTypeError(f"{text}: must be a local path, not a URL")
+    return Path(text)
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from jaxres.storage.path import RunPath, is_path, parse_path, run_root
+from jaxres.storage.path import SCHEME, RunPath, is_address, is_path, parse_path, run_root
 
 OTHER_FORM = "other_form"
 """Type of pydantic's error for text that has not the form of its field."""
@@ -67,6 +68,26 @@ def _parse_folder(value: Any) -> RunPath:
 
 Folder = Annotated[RunPath, PlainValidator(_parse_folder), PlainSerializer(str, when_used="json")]
 """A local path, or a folder in a bucket."""
+
+
+def _local(path: Path) -> Path:
+    if is_address(str(path)):
+        raise PydanticCustomError("place", "must be a local path, not a URL")
+    return path
+
+
+LocalPath = Annotated[Path, AfterValidator(_local)]
+"""A local path; a URL would be a folder of its name below the working directory."""
+
+
+def _local_or_bucket(text: str) -> str:
+    if is_address(text) and not text.startswith(SCHEME):
+        raise PydanticCustomError("place", "must be a local path or gs://BUCKET/FOLDER")
+    return text
+
+
+PathPattern = Annotated[str, AfterValidator(_local_or_bucket)]
+"""Text of a local path or glob, or of a folder in a bucket."""
 
 
 def _parse_run_root(value: Any) -> RunPath:

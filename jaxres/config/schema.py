@@ -13,6 +13,7 @@ from pydantic import Field
 
 from jaxres.config.base import (
     Dimension,
+    LocalPath,
     NonNegativeInt,
     PositiveInt,
     RunRoot,
@@ -241,7 +242,7 @@ class HostsSection(Section):
 class CompileSection(Section):
     """Caches of compiled programs."""
 
-    cache_dir: Path | None = free(Path("~/.cache/jaxres/xla"))
+    cache_dir: LocalPath | None = free(Path("~/.cache/jaxres/xla"))
     """Folder of compiled programs on each host, shared by the runs of one account; null: none.
 
     Its subfolders must be usable by this account only, as compiled programs are machine code."""

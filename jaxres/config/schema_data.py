@@ -10,7 +10,9 @@ from pydantic import Field, JsonValue
 from jaxres.config.base import (
     Dimension,
     Folder,
+    LocalPath,
     NonNegativeFloat,
+    PathPattern,
     PositiveFloat,
     PositiveInt,
     Seconds,
@@ -32,7 +34,7 @@ SetName = Annotated[str, form(r"[A-Za-z0-9_-]{1,40}", "1 to 40 letters, digits, 
 class FilesSource(Section):
     """Fields of every source whose documents are read from files and tokenised once."""
 
-    path: str = content_path()
+    path: PathPattern = content_path()
     """Folder, file or glob; also gs://BUCKET/FOLDER or one object in a bucket.
 
     `{stdlib}` is replaced by the folder of Python's standard library. Data in a bucket is copied
@@ -75,7 +77,7 @@ class HuggingfaceSource(Section):
     """Data source: a folder that `datasets` has written with `save_to_disk`; rows are documents."""
 
     kind: Literal["huggingface"] = "huggingface"
-    path: str = content_path()
+    path: PathPattern = content_path()
     """Folder of one split; also gs://BUCKET/FOLDER, which is copied to data.cache_dir first."""
     column: str = "text"
     """Column that has the text: of type string, or binary (UTF-8)."""
@@ -208,7 +210,7 @@ class HuggingfaceTokenizer(Section):
     """Tokenizer of the library `tokenizers`."""
 
     kind: Literal["huggingface"] = "huggingface"
-    path: Path = content_path()
+    path: LocalPath = content_path()
     """The file tokenizer.json, or a folder that has one."""
     end_of_document: str | None = None
     """Token that ends every document. Default: eos_token of tokenizer_config.json beside it.
@@ -253,7 +255,7 @@ class DataSection(Section):
     """Share of the corpus, at its end, that is used for evaluation and never for training."""
     validation: tuple[ValidationSet, ...] = free(())
     """Data sets that are evaluated besides the held-out part, each by itself."""
-    cache_dir: Path = free(Path("~/.cache/jaxres"))
+    cache_dir: LocalPath = free(Path("~/.cache/jaxres"))
     """Cache of tokenised corpora and of data from a bucket; `~` is the home folder."""
     bucket_cache_gb: PositiveFloat = free(20.0)
     """Size of the blocks of token folders in a bucket that are kept in data.cache_dir/blocks."""

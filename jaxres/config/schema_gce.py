@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
@@ -11,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxres.config.base import (
     Hours,
+    LocalPath,
     Minutes,
     NonNegativeMinutes,
     PositiveFloat,
@@ -225,7 +225,7 @@ class GceSection(Section):
     90 to 330, in steps of 30. Until then the VM keeps its quota and its place in a reservation."""
     runtime: Runtime = PythonRuntime()
     """Software environment of the training on a VM."""
-    package: Path | None = free(None)
+    package: LocalPath | None = free(None)
     """Folder of your own code, which is copied to every VM together with jaxres.
 
     It is the working directory, and its Python modules can be named as targets. Every attempt runs

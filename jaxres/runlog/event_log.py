@@ -11,13 +11,20 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxres.clock import Clock
 from jaxres.faults import RunError
 from jaxres.runlog.events import EVENTS, Emit, Event, Noted
-from jaxres.storage.line_writer import open_line_writer, read_lines
+from jaxres.secret_values import redact
+from jaxres.storage.line_writer import (
+    LineSplitter,
+    iter_lines,
+    iter_parts,
+    open_line_writer,
+    within_memory,
+)
 from jaxres.storage.path import RunPath
 from jaxres.storage.threads import spawn_thread
 
@@ -44,10 +51,10 @@ class EventLog:
             self._notify(Noted(f"{missing} events could not be written to the event file"))
 
     def emit(self, event: Event) -> None:
-        """Writes an event and calls the listeners; never raises an error of storage."""
+        """Writes an event without secrets, and calls the listeners; never raises an OSError."""
         times = {"time": self._clock.wall(), "monotonic": self._clock.monotonic()}
         written = EVENTS.encode(event).items()
-        fields = times | {name: finite_or_none(value) for name, value in written}
+        fields = times | redact({name: finite_or_none(value) for name, value in written})
         self._lines.append(json.dumps(fields).encode())
         self._notify(event)
         if dropped := self._lines.pop_dropped_count():
@@ -92,20 +99,27 @@ def read_json_lines(path: RunPath) -> list[dict[str, Any]]:
 
     A partial line, and one that is no JSON object, is left out.
     """
-    return json_objects(read_lines(path))
+    with within_memory(path):
+        return json_objects(iter_lines(path))
 
 
 def read_json_lines_since(path: RunPath, start: int) -> tuple[list[dict[str, Any]], int]:
     """Reads the objects of the whole lines from a byte on; returns them and where they end."""
-    data = read_lines(path, start=start)
-    whole = data[: data.rfind(b"\n") + 1]
-    return json_objects(whole), start + len(whole)
+    rows: list[dict[str, Any]] = []
+    lines, at, end = LineSplitter(), start, start
+    with within_memory(path):
+        for part in iter_parts(path, start=start):
+            rows += json_objects(lines.push(part))
+            if (newline := part.rfind(b"\n")) >= 0:
+                end = at + newline + 1
+            at += len(part)
+    return rows, end
 
 
-def json_objects(lines: bytes) -> list[dict[str, Any]]:
+def json_objects(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """Parses lines; one that is no JSON object is left out."""
     rows: list[dict[str, Any]] = []
-    for line in lines.splitlines():
+    for line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -87,7 +87,7 @@ def read_stored(run_dir: RunDir, *, job: str, first: int) -> list[LaunchEvent]:
             begins.append((int(number), name))
     needed_from = max((number for number, _ in begins if number <= first), default=0)
     for _, name in (one for one in sorted(begins) if one[0] >= needed_from):
-        for fields in json_objects(files.read(folder / name) or b""):
+        for fields in json_objects((files.read(folder / name) or b"").splitlines()):
             _add(found, job, fields)
     return sorted((e for e in found.values() if e.number >= first), key=lambda e: e.number)
 
@@ -99,7 +99,7 @@ def read(run_dir: RunDir) -> list[LaunchEvent]:
     try:
         for name in files.list_names(folder):
             job = name.rpartition("-")[0]
-            for fields in json_objects(files.read(folder / name) or b""):
+            for fields in json_objects((files.read(folder / name) or b"").splitlines()):
                 _add(found, job, fields)
         state = json.loads(files.read(run_dir.launch_state) or b"{}")
         for fields in state.get("events", ()):

@@ -16,7 +16,12 @@ from typing import Any
 from jaxres.runlog.event_log import finite_or_none, is_seconds, json_objects, read_json_lines_since
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, start_of
-from jaxres.storage.line_writer import open_line_writer, read_last_lines, read_lines
+from jaxres.storage.line_writer import (
+    iter_lines,
+    open_line_writer,
+    read_last_lines,
+    within_memory,
+)
 from jaxres.storage.path import RunPath
 
 TAIL_BYTES = 1 << 18
@@ -122,12 +127,15 @@ def read_history(run_dir: RunDir, history: RunHistory) -> list[MetricsLine]:
 
 def read_attempt(run_dir: RunDir, attempt: int) -> list[MetricsLine]:
     """Reads the metrics of an attempt; a line that is no metrics line is left out."""
-    return parse(read_lines(run_dir.metrics(attempt)))
+    path = run_dir.metrics(attempt)
+    with within_memory(path):
+        return parse(iter_lines(path))
 
 
 def read_newest(run_dir: RunDir, attempt: int, *, num: int = 1) -> list[MetricsLine]:
     """Reads the newest lines of an attempt, at most `num`, from the end of its file."""
-    lines = parse(read_last_lines(run_dir.metrics(attempt), size_bytes=TAIL_BYTES))
+    tail = read_last_lines(run_dir.metrics(attempt), size_bytes=TAIL_BYTES)
+    lines = parse(tail.splitlines())
     return (lines if len(lines) >= num else read_attempt(run_dir, attempt))[-num:]
 
 
@@ -142,9 +150,9 @@ def newest_of(run_dir: RunDir, history: RunHistory) -> MetricsLine | None:
     return lines[-1] if lines else None
 
 
-def parse(data: bytes) -> list[MetricsLine]:
-    """Returns the metrics lines of a file's content; a line that is none is left out."""
-    lines = map(_decoded, json_objects(data))
+def parse(rows: Iterable[bytes]) -> list[MetricsLine]:
+    """Returns the metrics lines of a file's lines; a line that is none is left out."""
+    lines = map(_decoded, json_objects(rows))
     return [line for line in lines if line is not None]
 
 

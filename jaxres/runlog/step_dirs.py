@@ -99,7 +99,7 @@ def is_complete(step_dir: RunPath) -> bool:
     except (ValueError, KeyError, TypeError, AttributeError):
         return True
     with files.typed_errors(step_dir):
-        present = files.sizes(step_dir)
+        present = files.sizes_of(step_dir, sizes.keys())
     return all(present.get(name) == size for name, size in sizes.items())
 
 

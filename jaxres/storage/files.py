@@ -92,6 +92,8 @@ class Store(Protocol[P_contra]):
 
     def files_below(self, folder: P_contra) -> dict[str, int]: ...
 
+    def sizes_of(self, folder: P_contra, names: Collection[str]) -> dict[str, int]: ...
+
     def cached_files(self, folder: P_contra) -> list[Path]: ...
 
     def iter_chunks(self, path: P_contra, *, size_bytes: int) -> Iterator[memoryview]: ...
@@ -309,6 +311,14 @@ def sizes(folder: RunPath) -> dict[str, int]:
     Raises every error of storage.
     """
     return store_of(folder).files_below(folder)
+
+
+def sizes_of(folder: RunPath, names: Collection[str]) -> dict[str, int]:
+    """Returns the size of each of these files below `folder` that is there; looks at no other one.
+
+    Raises every error of storage.
+    """
+    return store_of(folder).sizes_of(folder, names)
 
 
 def cached_files(folder: RunPath) -> list[Path]:

@@ -8,18 +8,20 @@ full, only over the generation that this process has written; readers join the s
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
 from jaxres.clock import SystemClock
 from jaxres.faults import RunError, StorageUnavailable
 from jaxres.storage import files, gcs_objects
-from jaxres.storage.local_store import only_files, open_file, typed_errors
+from jaxres.storage.local_store import only_files, open_file, require_size, typed_errors
 from jaxres.storage.path import GcsPath, RunPath, is_remote
 from jaxres.storage.threads import spawn_thread
 
@@ -30,6 +32,12 @@ FLUSH_SECONDS = 5.0
 HOT_SECONDS = 1.1
 """Shortest time between two writes to one name; a bucket refuses faster ones."""
 SEGMENT_BYTES = 256 * 1024
+SEGMENTS_AT_ONCE = 64
+"""Segments that are requested together, and in memory."""
+PART_BYTES = 2**20
+"""Size of the parts in which a file is read."""
+MAX_LINE_BYTES = 2**24
+"""Longest line that is read; one of a run has some kilobytes."""
 CLOSE_SECONDS = 10.0
 """Longest wait of `close` for the last write to a bucket."""
 
@@ -74,19 +82,75 @@ def open_line_writer(path: RunPath, *, max_waiting: int, on_overflow: Overflow) 
     return LineWriter(sink, path=path, max_waiting=max_waiting, on_overflow=on_overflow)
 
 
-def read_lines(path: RunPath, *, start: int = 0) -> bytes:
-    """Returns all lines from a byte on; empty if there are none."""
-    if not is_remote(path):
-        with files.typed_errors(path):
-            try:
-                with open_file(path) as file:
-                    file.seek(start)
-                    return file.readall()
-            except FileNotFoundError:
-                return b""
+class LineSplitter:
+    """Cuts the parts of a file into lines; a line of more than MAX_LINE_BYTES is left out.
+
+    So no more than a part and such a line is in memory, whatever damage has made of the file.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._is_long = False
+
+    def push(self, part: bytes) -> list[bytes]:
+        """Returns the lines, without newlines, that end in the next part."""
+        if self._is_long:
+            _, newline, part = part.partition(b"\n")
+            self._is_long = not newline
+        *whole, self._rest = (self._rest + part).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._rest, self._is_long = b"", True
+        return [line for line in whole if len(line) <= MAX_LINE_BYTES]
+
+    def last(self) -> list[bytes]:
+        """Returns the line that no newline has ended, if there is one."""
+        return [self._rest] if self._rest and not self._is_long else []
+
+
+def iter_lines(path: RunPath) -> Iterator[bytes]:
+    """Yields all lines without their newlines; none if there is no file. Raises as `iter_parts`."""
+    lines = LineSplitter()
+    for part in iter_parts(path):
+        yield from lines.push(part)
+    yield from lines.last()
+
+
+def iter_parts(path: RunPath, *, start: int = 0) -> Iterator[bytes]:
+    """Yields the bytes of a file of lines, from a byte on, in parts.
+
+    Raises:
+      ConfigError: it is no file, or has more than MAX_WHOLE_BYTES.
+      StorageUnavailable: storage could not be read.
+    """
+    yield from _parts_of_segments(path, start) if is_remote(path) else _parts_of_file(path, start)
+
+
+def _parts_of_file(path: Path, start: int) -> Iterator[bytes]:
+    with files.typed_errors(path), contextlib.suppress(FileNotFoundError), open_file(path) as file:
+        require_size(path, os.fstat(file.fileno()).st_size - start)
+        file.seek(start)
+        while part := file.read(PART_BYTES):
+            yield part
+
+
+def _parts_of_segments(path: GcsPath, start: int) -> Iterator[bytes]:
     names = [name for name in gcs_objects.list_names(path) if name.isdecimal()]
-    parts = gcs_objects.read_all([path / name for name in names])
-    return b"".join(data or b"" for data in parts)[start:]
+    for first in range(0, len(names), SEGMENTS_AT_ONCE):
+        some = names[first : first + SEGMENTS_AT_ONCE]
+        for data in gcs_objects.read_all([path / name for name in some]):
+            part = (data or b"")[start:]
+            start = max(0, start - len(data or b""))
+            if part:
+                yield part
+
+
+@contextlib.contextmanager
+def within_memory(path: RunPath) -> Iterator[None]:
+    """Names the file in a MemoryError of what is made of its lines."""
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"{path} was read") from error
 
 
 def read_last_lines(path: RunPath, *, size_bytes: int) -> bytes:
@@ -112,13 +176,16 @@ def cut_partial_line(path: RunPath) -> int:
 
     In a bucket all lines are whole, and nothing is deleted. Raises the errors of storage unchanged.
     """
-    lines = read_lines(path)
+    end = size = 0
+    for part in iter_parts(path):
+        if (newline := part.rfind(b"\n")) >= 0:
+            end = size + newline + 1
+        size += len(part)
     if is_remote(path):
-        return len(lines)
-    size = lines.rfind(b"\n") + 1
-    if size < len(lines):
-        os.truncate(path, size)
-    return size
+        return size
+    if end < size:
+        os.truncate(path, end)
+    return end
 
 
 class LineWriter:

@@ -240,10 +240,7 @@ class LocalStore:
     def read_whole(self, path: Path) -> bytes:
         """Returns the bytes of a file; raises every OSError unchanged."""
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_WHOLE_BYTES:
-                what = f"a file of {size:,} bytes, expected at most {MAX_WHOLE_BYTES:,}"
-                raise OSError(NO_FILE, what, str(path))
+            require_size(path, os.fstat(file.fileno()).st_size)
             return file.readall()
 
     def read_all(self, paths: Sequence[Path]) -> list[bytes | None]:
@@ -410,16 +407,32 @@ class LocalStore:
     def files_below(self, folder: Path) -> dict[str, int]:
         """Returns relative path -> size of every file below `folder`; raises every OSError.
 
-        Links are followed; a link to nothing is left out, like a file that is missing.
+        Links are followed; a link to nothing is left out, like a file that is missing. What several
+        links to folders lead to is walked once: it has no end, or far too many paths, otherwise.
         """
         sizes: dict[str, int] = {}
         onerror = _raise if status_of(folder) is not None else None
-        for root, _, files in os.walk(folder, onerror=onerror, followlinks=True):
+        walked = set[tuple[int, int]]()
+        for root, folders, files in os.walk(folder, onerror=onerror, followlinks=True):
+            status = os.stat(root)
+            if (status.st_dev, status.st_ino) in walked:
+                folders.clear()
+                continue
+            walked.add((status.st_dev, status.st_ino))
             for name in files:
                 path = Path(root, name)
-                with contextlib.suppress(FileNotFoundError):
-                    sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+                if (found := status_of(path)) is not None:
+                    sizes[path.relative_to(folder).as_posix()] = found.st_size
         return sizes
+
+    def sizes_of(self, folder: Path, names: Collection[str]) -> dict[str, int]:
+        """Looks at these names alone; raises every OSError."""
+        found = {name: status_of(folder / name) for name in names}
+        return {
+            name: status.st_size
+            for name, status in found.items()
+            if status is not None and not stat.S_ISDIR(status.st_mode)
+        }
 
     def cached_files(self, folder: Path) -> list[Path]:
         """Returns the files below `folder`: the page cache may hold any of them."""
@@ -521,6 +534,13 @@ def _remove_trash(folder: Path) -> None:
             shutil.rmtree(folder)
         else:
             folder.unlink()
+
+
+def require_size(path: Path, size: int) -> None:
+    """Raises OSError if there is more to read than any file of a run has."""
+    if size > MAX_WHOLE_BYTES:
+        what = f"a file of {size:,} bytes, expected at most {MAX_WHOLE_BYTES:,}"
+        raise OSError(NO_FILE, what, str(path))
 
 
 def open_file(path: Path) -> io.FileIO:

@@ -15,7 +15,8 @@ SCHEME = "gs://"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f#?*\[\]]")
 """Characters that Google advises against in names."""
-_OTHER_SCHEME = re.compile(r"(?!gs://)[A-Za-z][A-Za-z0-9+.-]*:/{1,2}")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""Of a URL, or of one whose slashes `Path` has made one."""
 _NOT_FOR_ORBAX = re.compile(r"[\x00-\x1f\x7f*?\[\]\\]")
 """Orbax takes `*?[]` for patterns, and TensorStore takes a backslash for a slash."""
 LONGEST_NAME = 255
@@ -70,6 +71,15 @@ def is_remote(path: RunPath) -> TypeIs[GcsPath]:
     return isinstance(path, GcsPath)
 
 
+def is_address(text: str) -> bool:
+    """Returns whether a text is a URL, in a bucket too; `Path` may have removed one of its slashes.
+
+    >>> [is_address(text) for text in ("s3://bucket/a", "gs:/bucket/a", "a:b/c", "./s3:/a")]
+    [True, True, False, False]
+    """
+    return _ADDRESS.match(text) is not None
+
+
 def parse_path(text: str) -> RunPath:
     """Returns the path of a text; raises ValueError if it is invalid.
 
@@ -77,7 +87,7 @@ def parse_path(text: str) -> RunPath:
     (GcsPath(bucket='bucket', key='runs/a'), PosixPath('runs/a'))
     """
     if not text.startswith(SCHEME):
-        if not text or "\0" in text or _OTHER_SCHEME.match(text):
+        if not text or "\0" in text or is_address(text):
             raise ValueError("must be a local path or gs://BUCKET/FOLDER")
         return Path(text)
     bucket, _, key = text.removeprefix(SCHEME).partition("/")

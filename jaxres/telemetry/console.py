@@ -20,6 +20,7 @@ from jaxres.config.schema_data import HELDOUT
 from jaxres.runlog import events
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.secret_values import redact_text
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import throughput
 from jaxres.telemetry.stdio import escaped, format_bytes
@@ -85,9 +86,9 @@ class Console:
             self._live.stop()
 
     def print(self, text: str) -> None:
-        """Prints a line above the live progress."""
+        """Prints a line above the live progress, without secrets."""
         with self._lock:
-            self._terminal.print(Text(escaped(text)))
+            self._terminal.print(Text(escaped(redact_text(text))))
 
     def on_event(self, event: Event) -> None:
         """Prints the events that matter to an operator."""
@@ -169,7 +170,7 @@ class Console:
     def _enter(self, phase: str, detail: str) -> None:
         self._phase = (phase, self._clock.monotonic())
         if self._live is not None:
-            self._live.update(self._bar, description=f"{phase} {detail}".strip())
+            self._live.update(self._bar, description=redact_text(f"{phase} {detail}".strip()))
         elif phase not in QUICK_PHASES:
             self.print(f"{phase}: {detail}" if detail else phase)
             self._printed_at = self._clock.monotonic()

@@ -162,13 +162,18 @@ def read(step_dir: RunPath, commit: Commit) -> Manifest:
     """
     manifest = load(step_dir, commit)
     with reading(step_dir, commit.step):
-        present = inventory(step_dir)
+        present = storage.sizes_of(step_dir, manifest.files.keys())
     for name, info in manifest.files.items():
         if present.get(name) != info.size:
-            state = f"has {present[name]} bytes" if name in present else "is missing"
-            what = f"{name} {state}, the manifest records {info.size} bytes"
+            what = other_size(name, present.get(name), info)
             raise damaged(step_dir, commit.step, what)
     return manifest
+
+
+def other_size(name: str, size: int | None, recorded: FileInfo) -> str:
+    """Returns the text of a file that has not its recorded size; None: it is missing."""
+    state = "is missing" if size is None else f"has {size} bytes"
+    return f"{name} {state}, the manifest records {recorded.size} bytes"
 
 
 def load(step_dir: RunPath, commit: Commit) -> Manifest:

@@ -105,8 +105,8 @@ def _verify_step(
         manifest = manifests.load(step_dir, commit)  # It repeats a failed read itself.
     except CheckpointDamaged as damage:
         return VerificationReport(commit.step, (Defect(damage.what, file=MANIFEST),))
-    if no_files := _no_files(step_dir, manifest):
-        return VerificationReport(commit.step, no_files)
+    if defects := _unreadable(step_dir, commit, manifest):
+        return VerificationReport(commit.step, defects)
     step_checks = _StepChecks(step_dir, commit, manifest, pace)
     checks: dict[Part, Callable[[], Defect | None]] = {
         **{("file", n): partial(step_checks.check_file, n, i) for n, i in manifest.files.items()},
@@ -141,9 +141,22 @@ def _verify_step(
     )
 
 
-def _no_files(step_dir: RunPath, manifest: Manifest) -> tuple[Defect, ...]:
-    """Returns the pipes and devices in the place of files, which TensorStore would wait for."""
-    defects = list[Defect]()
+def _unreadable(step_dir: RunPath, commit: Commit, manifest: Manifest) -> tuple[Defect, ...]:
+    """Returns what must not be read: pipes and devices in the place of files, and larger files.
+
+    TensorStore would wait for the former, and ask for as much memory as the latter have bytes.
+    """
+    with manifests.reading(step_dir, commit.step):
+        present = files.sizes_of(step_dir, manifest.files.keys())
+    others = {
+        n: info for n, info in manifest.files.items() if present.get(n, info.size) != info.size
+    }
+    is_larger = any(present[name] > info.size for name, info in others.items())
+    defects = [
+        Defect(manifests.other_size(name, present[name], info), file=name)
+        for name, info in others.items()
+        if is_larger
+    ]
     for name in () if is_remote(step_dir) else manifest.files:
         try:
             files.open_file(Path(str(step_dir / name))).close()
@@ -281,8 +294,7 @@ class _StepChecks:
             manifests.refuse_if_unavailable(self._step_dir, self._commit.step, name=name)
             return Defect(f"{name} is missing", file=name)
         if stored.size != info.size:
-            what = f"{name} has {stored.size} bytes, the manifest records {info.size} bytes"
-            return Defect(what, file=name)
+            return Defect(manifests.other_size(name, stored.size, info), file=name)
         if info.xxh3_128 != stored.xxh3_128:
             what = f"{name} has checksum {stored.xxh3_128}, the manifest records {info.xxh3_128}"
             return Defect(what, file=name)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,13 @@ SUCCESS = "commit_success.txt"
 """File that Orbax writes last. In a bucket, where no folder is renamed, a step without it is
 unfinished."""
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
+DATABASE = "manifest.ocdbt"
+"""File that begins the index of a database, in the folder of the tree and in that of each host."""
+WHOLE = (METADATA, DATABASE, "zarr.json", ".zarray", ".zattrs", ".zgroup")
+"""Files that are read whole, whatever their size."""
+MAX_WHOLE_BYTES = 2**28
+"""Largest of them; Orbax writes some kilobytes, and in _METADATA some hundred bytes a leaf."""
+OVERHEAD_BYTES = 2**20
 NNX_LEAF = "value"
 """Key of the array in a variable of Flax NNX; left out of names where it has no siblings."""
 
@@ -49,6 +58,9 @@ def from_orbax(place: RunPath) -> Weights:
     """
     folder = _tree_folder(place)
     _check_finished(folder)
+    with files.typed_errors(folder):
+        sizes = files.sizes(folder)
+    _check_files(folder, sizes)
     try:
         metadata = json.loads(files.read_whole(folder / METADATA))
         leaves = _leaves(metadata["tree_metadata"])
@@ -74,6 +86,8 @@ def from_orbax(place: RunPath) -> Weights:
                 "fill_missing_data_reads": not has_all_chunks,
             }
             arrays[name] = tensorstore.open(spec, read=True).result()
+        if not is_ocdbt:
+            _check_chunks(folder, inside, arrays[name], sizes)
 
     def read(name: str) -> np.ndarray:
         with _named(folder, name):
@@ -82,6 +96,41 @@ def from_orbax(place: RunPath) -> Weights:
     tensors = {name: _info(array) for name, array in arrays.items()}
     filled = "" if has_all_chunks else " (chunks that are missing in it are read as zeros)"
     return Weights(f"{folder}{filled}", tensors, read, facts=None)
+
+
+def _check_files(folder: RunPath, sizes: Mapping[str, int]) -> None:
+    """Raises a ConfigError for a file that TensorStore would wait for, or has no memory for."""
+    for name, size in sizes.items():
+        if name.rpartition("/")[2] in WHOLE and size > MAX_WHOLE_BYTES:
+            raise _too_large(folder / name, size, MAX_WHOLE_BYTES)
+        try:
+            if not is_remote(folder):
+                files.open_file(Path(str(folder / name))).close()
+        except OSError as error:
+            if error.errno == files.NO_FILE:
+                raise ConfigError(
+                    f"{folder / name}: is {error.strerror}. Copy the checkpoint again, or give "
+                    "another step."
+                ) from error
+
+
+def _check_chunks(folder: RunPath, inside: str, array: Any, sizes: Mapping[str, int]) -> None:
+    """Raises a ConfigError for a file of an array that is far larger than its chunk.
+
+    Compression may make a chunk of random items a little larger.
+    """
+    items = math.prod(array.chunk_layout.write_chunk.shape or ())
+    limit = 2 * items * array.dtype.numpy_dtype.itemsize + OVERHEAD_BYTES
+    for name, size in sizes.items():
+        if name.startswith(f"{inside}/") and size > limit:
+            raise _too_large(folder / name, size, limit)
+
+
+def _too_large(path: RunPath, size: int, limit: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: has {size:,} bytes, at most {limit:,} are possible there. Copy the checkpoint "
+        "again, or give another step."
+    )
 
 
 @contextlib.contextmanager
@@ -144,7 +193,8 @@ def _is_committed(place: RunPath, is_marked: bool) -> bool:
     if is_marked or not files.file_exists(place / STEP_METADATA):
         return True
     try:
-        times = json.loads(files.read_whole(place / STEP_METADATA))
+        with files.typed_errors(place / STEP_METADATA):
+            times = json.loads(files.read_whole(place / STEP_METADATA))
         has_begun = times.get("init_timestamp_nsecs") is not None  # Not in steps of jaxres.
         return not has_begun or times.get("commit_timestamp_nsecs", 0) is not None
     except (ValueError, AttributeError) as error:

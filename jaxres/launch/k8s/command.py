@@ -25,7 +25,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, local_path_argument
 from jaxres.config.errors import raise_all
 from jaxres.config.yaml import parse, plain
 from jaxres.exit_codes import ExitCode, exit_name
@@ -117,7 +117,7 @@ def _parse(arguments: Sequence[str]) -> _Command:
     parser.add_argument("--exclude-node", action="append", default=[])
     parser.add_argument("--grace-seconds", type=int)
     parser.add_argument("--max-restarts", type=int, default=k8s_manifest.MAX_RESTARTS)
-    parser.add_argument("--patch", type=Path)
+    parser.add_argument("--patch", type=local_path_argument)
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--submit", action="store_true")
     given, others = parser.parse_known_args(list(arguments))

@@ -141,6 +141,23 @@ def test_a_branch_writes_over_nothing(
     assert (tmp_path / "file").read_text() == "kept"
 
 
+def test_what_the_manifest_does_not_list_is_not_copied(tmp_path: Path) -> None:
+    cfg = config()
+    run_dir = run_of(tmp_path / "run", cfg, random_params(cfg.model))
+    (commit,) = run_log.fold(run_log.read_records(run_dir.log)).committed
+    step_dir = Path(run_dir.root, commit.path)
+    (step_dir / "extra").write_text("no part of the step")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("another file of the account")
+    (step_dir / "linked").symlink_to(tmp_path / "private" / "key")
+    (step_dir / "state" / "folder").symlink_to(tmp_path / "private")
+    assert branch(run_dir, tmp_path / "b") == 0
+    copied = Path(tmp_path, "b", commit.path)
+    names = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
+    (new,) = run_log.fold(run_log.read_records(RunDir(tmp_path / "b").log)).committed
+    assert names == {*manifest.load(copied, new).files, "MANIFEST.json"}
+
+
 def test_a_damaged_step_is_no_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg = config()
     run_dir = run_of(tmp_path / "run", cfg, random_params(cfg.model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,15 @@ def test_a_bad_task_is_one_error_that_names_the_line(folder, tmp_path, capsys, l
     (tmp_path / "bad.jsonl").write_text(line)
     assert main(["evaluate", str(folder), "--task", str(tmp_path / "bad.jsonl")]) == 78
     assert says in capsys.readouterr().err
+
+
+def test_a_task_that_is_a_pipe_is_refused_and_not_waited_for(folder, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path / "pipe.jsonl", "/dev/zero"):
+        assert main(["evaluate", str(folder), "--task", str(path)]) == 78
+        said = capsys.readouterr().err
+        assert f"{path}: can't be read" in said
+        assert "a pipe, a socket or a device" in said
 
 
 def test_tasks_of_one_name_have_a_row_each_and_json_has_no_nan(folder, capsys, monkeypatch):

@@ -1,13 +1,22 @@
 import dataclasses
 import errno
 import math
+import os
 import threading
+import tracemalloc
 
 import pytest
 
+from jaxres.faults import ConfigError
 from jaxres.runlog import event_log
-from jaxres.runlog.event_log import EventLog, read_events, read_json_lines
+from jaxres.runlog.event_log import (
+    EventLog,
+    read_events,
+    read_json_lines,
+    read_json_lines_since,
+)
 from jaxres.runlog.events import Evaluated, Noted, PhaseChanged, StepsPruned
+from jaxres.storage.line_writer import within_memory
 
 
 @dataclasses.dataclass
@@ -96,6 +105,40 @@ def test_partial_line_of_a_killed_process_is_skipped(tmp_path):
     path.write_bytes(b'{"a":1}\n{"a":\n\0\0\0\0\n{"a":"\xff"}\n{"a":2}\n{"a":3')
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
     assert read_json_lines(tmp_path / "absent") == []
+
+
+def test_a_file_grown_by_damage_is_read_with_little_memory(tmp_path):
+    """Zeros without a newline, as a lost write leaves them: the lines around them are read."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"a": 1}\n')
+    os.truncate(path, 2**26)
+    with path.open("ab") as file:
+        file.write(b'\n{"a": 2}\n{"a": 3')
+    tracemalloc.start()
+    try:
+        assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+        assert read_json_lines_since(path, 9) == ([{"a": 2}], path.stat().st_size - len('{"a": 3'))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**26, f"{peak:,} bytes for a file of {2**26:,}"
+
+
+def test_a_file_without_end_is_named_and_not_read(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"a": 1}\n')
+    os.truncate(path, 10 * 2**30)
+    for read in (read_json_lines, lambda path: read_json_lines_since(path, 9)):
+        with pytest.raises(ConfigError, match=rf"{path}: can't be used \(a file of 10,737,4"):
+            read(path)
+
+
+def test_what_was_read_is_named_where_memory_ends(tmp_path):
+    with (
+        pytest.raises(MemoryError, match=r"events\.jsonl was read"),
+        within_memory(tmp_path / "events.jsonl"),
+    ):
+        raise MemoryError
 
 
 class FullDisk:

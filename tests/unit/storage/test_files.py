@@ -11,7 +11,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, line_writer
-from jaxres.storage.line_writer import open_line_writer, read_lines
+from jaxres.storage.line_writer import iter_lines, open_line_writer
 from tests.waiting import SURE_SECONDS, wait_until
 
 
@@ -385,6 +385,21 @@ def test_every_file_and_name_of_a_tree_is_durable(tmp_path, synced):
     assert synced[-1] == tmp_path
 
 
+def test_what_several_links_lead_to_is_listed_once(tmp_path):
+    for level in range(8):
+        (tmp_path / "top" / f"{level}").mkdir(parents=True)
+        for link in ("a", "b"):
+            (tmp_path / "top" / f"{level}" / link).symlink_to(f"../{level + 1}")
+    (tmp_path / "top" / "8").mkdir()
+    (tmp_path / "top" / "8" / "file").write_bytes(b"data")
+    assert list(files.sizes(tmp_path / "top").values()) == [4]
+    (tmp_path / "loops").mkdir()
+    (tmp_path / "loops" / "file").write_bytes(b"data")
+    (tmp_path / "loops" / "again").symlink_to(".")
+    (tmp_path / "loops" / "itself").symlink_to("itself")
+    assert files.sizes(tmp_path / "loops") == {"file": 4}
+
+
 def test_folder_that_cannot_be_listed_is_never_treated_as_empty(tmp_path, monkeypatch):
     (tmp_path / "step" / "state").mkdir(parents=True)
     (tmp_path / "step" / "state" / "array").write_bytes(b"data")
@@ -448,7 +463,7 @@ def test_what_never_ends_is_no_file(kind, tmp_path):
         "read_whole": files.read_whole,
         "drop_page_cache": files.drop_page_cache,
         "sync_file": files.sync_file,
-        "read_lines": read_lines,
+        "iter_lines": lambda path: list(iter_lines(path)),
         "iter_chunks": lambda path: list(files.iter_chunks(path, size_bytes=8)),
         "open_line_writer": opened,
         "to read": lambda path: files.only_files(str(path), os.O_RDONLY),

@@ -144,6 +144,20 @@ def test_a_damaged_step_is_quarantined_with_evidence_and_the_next_older_one_rest
     assert {p: p.read_bytes() for p in step_dir.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.parametrize("name", ["state/manifest.ocdbt", "state/_METADATA", "progress.json"])
+def test_a_step_with_a_file_without_end_is_skipped_and_the_next_older_one_restored(saved, name):
+    """TensorStore would ask for a tebibyte of memory, and a checksum of it would take hours."""
+    path = saved.step_dir(24) / name
+    size = path.stat().st_size
+    os.truncate(path, 2**40)
+    found, _ = restore(saved)
+    assert found.commit.step == 16
+    assert_equal(found.state, state(16))
+    ((_, decided),) = saved.log.history().quarantined
+    text = f"{name} has {2**40} bytes, the manifest records {size} bytes"
+    assert (decided.step, decided.evidence) == (24, text)
+
+
 def test_a_quarantined_step_is_never_deleted_and_never_read_again(saved):
     step_dir = saved.step_dir(24)
     shutil.rmtree(step_dir / "state")

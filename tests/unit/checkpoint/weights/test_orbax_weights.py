@@ -3,6 +3,7 @@
 import errno
 import functools
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import tensorstore
 from flax import nnx
 from orbax.checkpoint import v1
 
+from jaxres.checkpoint.weights import orbax_weights
 from jaxres.checkpoint.weights.orbax_weights import from_orbax
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files
@@ -123,6 +125,40 @@ def test_damage_is_told_with_the_name(tmp_path):
     (saved / "_METADATA").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="_METADATA: can't be read"):
         from_orbax(saved)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_pipe_in_the_place_of_any_file_is_refused_and_is_not_waited_for(tmp_path, write):
+    saved = write(tmp_path / "saved")
+    (tree_folder,) = (path.parent for path in saved.rglob("_METADATA"))
+    paths = [path for path in tree_folder.rglob("*") if path.is_file()]
+    assert any(path.parent.name == "d" or path.name == ".zarray" for path in paths)
+    paths.sort(key=lambda path: path.parent.name != "array_metadatas")  # TensorStore reads none.
+    for path in paths:
+        path.rename(tmp_path / "kept")
+        os.mkfifo(path)
+        with pytest.raises(ConfigError, match=rf"{path}: .*a pipe, a socket or a device"):
+            from_orbax(saved)
+        path.unlink()
+        (tmp_path / "kept").rename(path)
+    assert set(from_orbax(saved).tensors) == NAMES
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_file_without_end_that_is_read_whole_is_refused(tmp_path, write):
+    """TensorStore would ask for a tebibyte of memory, and end the process."""
+    saved = write(tmp_path / "saved")
+    (tree_folder,) = (path.parent for path in saved.rglob("_METADATA"))
+    whole = [p for p in tree_folder.rglob("*") if p.name in orbax_weights.WHOLE]
+    chunks = _chunks(tree_folder, "params.layers_0.kernel")
+    assert chunks or len(whole) > 1
+    sizes = {path: path.stat().st_size for path in [*whole, *chunks]}
+    for path, num_bytes in [(p, n) for n in (2**28 + 1, 2**40) for p in sizes]:
+        os.truncate(path, num_bytes)
+        with pytest.raises(ConfigError, match=rf"{path}: has {num_bytes:,} bytes, at most"):
+            from_orbax(saved)
+        os.truncate(path, sizes[path])
+    assert set(from_orbax(saved).tensors) == NAMES
 
 
 def _chunks(saved, name):
