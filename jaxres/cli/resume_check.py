@@ -32,7 +32,7 @@ from jaxres.operate.chaos.short_runs import (
     shortened,
 )
 from jaxres.operate.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
-from jaxres.runlog import resume_verdict, run_log
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
