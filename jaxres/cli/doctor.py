@@ -235,7 +235,9 @@ class Doctor:
         import jax
 
         dataset = data.open_dataset(self._config.data, bad_records=self._config.guards.bad_records)
-        dataset = dataset.for_model(self._config.model, has_64_bits=jax.config.jax_enable_x64)
+        dataset = dataset.for_model(
+            self._config.model, has_64_bits=jax.config.read("jax_enable_x64")
+        )
         self._dataset = dataset
         train = self._config.train
         dataset.order(seed=self._config.run.seed, rows_per_step=train.global_batch_size)

@@ -70,7 +70,7 @@ def _sets(run_dir: RunDir, loaded: LoadedModel, options: argparse.Namespace) -> 
 
     config = run_config.newest_config(run_dir)
     dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
-    dataset = dataset.for_model(config.model, has_64_bits=jax.config.jax_enable_x64)
+    dataset = dataset.for_model(config.model, has_64_bits=jax.config.read("jax_enable_x64"))
     names = options.set or list(dataset.validation)
     if not names:
         raise UsageError(f"{run_dir.root}: the run has no validation sets; give --task")

@@ -353,7 +353,7 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
         config.data,
         progress=lambda what: emit(PhaseChanged("data", what)),
         bad_records=config.guards.bad_records,
-    ).for_model(config.model, has_64_bits=jax.config.jax_enable_x64)
+    ).for_model(config.model, has_64_bits=jax.config.read("jax_enable_x64"))
     if config.telemetry.sample_tokens and dataset.tokenizer is None:
         raise ConfigError(
             "telemetry.sample_tokens: the tokenizer of these token ids is not known, so a sample "

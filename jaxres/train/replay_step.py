@@ -54,7 +54,7 @@ def replay_step(
     """Recomputes the steps from a committed one up to `step`; with `explain` traces that step."""
     compile_cache.set_determinism(config.run.determinism)
     dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
-    dataset = dataset.for_model(config.model, has_64_bits=jax.config.jax_enable_x64)
+    dataset = dataset.for_model(config.model, has_64_bits=jax.config.read("jax_enable_x64"))
     check_dataset(dataset.fingerprint, history)
     plan, mesh, _ = assemble.devices_here(config)
     parts = assemble.components(
