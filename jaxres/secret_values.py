@@ -152,9 +152,9 @@ def redact_text(text: str) -> str:
     >>> redact_text("GET https://me:password@host/a?sig=1a&n=2 failed; password='x y'")
     'GET https://me:<secret>@host/a?sig=<secret>&n=2 failed; password=<secret>'
     """
-    text = re.sub(_ANY_TOKEN, HIDDEN, text)
-    if ":/" in text:
+    if ":/" in text:  # First: where a user is a known token, HIDDEN would end the URL before it.
         text = re.sub(_URL, lambda match: _redact_url(match, is_secret), text)
+    text = re.sub(_ANY_TOKEN, HIDDEN, text)
     if "=" in text or ":" in text:
         text = re.sub(_ASSIGNED, _redact_assigned, text)
     return re.sub(_HEADER, _redact_header, text)
@@ -181,9 +181,8 @@ def without_rotatable(value: Any) -> Any:
         return [without_rotatable(child) for child in value]
     if not isinstance(value, str):
         return value
-    return re.sub(
-        _URL, lambda match: _redact_url(match, is_rotatable), re.sub(_ANY_TOKEN, HIDDEN, value)
-    )
+    shown = re.sub(_URL, lambda match: _redact_url(match, is_rotatable), value)
+    return re.sub(_ANY_TOKEN, HIDDEN, shown)
 
 
 def kind_of_secret(text: str) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxres.faults import ConfigError, UsageError
+from jaxres.secret_values import redact_text
 from jaxres.storage.path import RunPath, is_address, normalized, parse_path
 
 
@@ -22,7 +23,7 @@ def path_argument(text: str) -> RunPath:
 def local_path_argument(text: str) -> Path:
     """Returns a path among the arguments; raises ArgumentTypeError for a URL."""
     if is_address(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be a local path, not a URL")
+        raise argparse.ArgumentTypeError(f"{redact_text(text)}: must be a local path, not a URL")
     return Path(text)
 
 

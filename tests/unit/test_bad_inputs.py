@@ -145,6 +145,7 @@ COMMANDS = [
     Row("checkpoints export run --names foo", USAGE, "invalid choice: 'foo'"),
     Row("checkpoints export run --dtype float8", USAGE, "invalid choice: 'float8'"),
     Row("checkpoints export run --max-shard-bytes 0", USAGE, "must be at least 1"),
+    Row("doctor https://me:hunter2@h/c", USAGE, "https://me:<secret>@h/c: must be a local path"),
     Row("checkpoints export run --out gs://bucket/x", USAGE, "must be a local path"),
     Row("checkpoints export run --out gs://B", CONFIG, "must be gs://BUCKET/FOLDER"),
     Row("checkpoints import none", CONFIG, "none: no such file"),

@@ -116,6 +116,7 @@ URLS = {
     "s3://KEY:a/b/{}@bucket/x": "s3://@bucket/x",
     "https://host/x?token={}&n=2": "https://host/x?token=&n=2",
     "https://host/x?n=2&api_key={}": "https://host/x?n=2&api_key=",
+    "s3://AKIAIOSFODNN7ABCDEFG:{}@bucket/x": "s3://@bucket/x",
     "/a/https:/me:{}@host/data": "/a/https:/me:@host/data",
     "/a/s3:/KEY:{}@bucket/x": "/a/s3:/@bucket/x",
     "https://acc.blob.core.windows.net/c?sv=1&sp=r&sig={}": (
