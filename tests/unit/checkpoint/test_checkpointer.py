@@ -449,7 +449,7 @@ def run_command(*arguments):
 def test_the_digest_of_a_step_is_that_of_the_state_and_needs_no_jax(attempt):
     attempt.save(8, 16)
     code = (
-        "import sys; from jaxres.cli.checkpoints.command import command as checkpoints; "
+        "import sys; from jaxres.cli.checkpoints import command as checkpoints; "
         "code = checkpoints.main(sys.argv[1:], usage=''); "
         "assert 'jax' not in sys.modules and 'orbax' not in sys.modules; sys.exit(code)"
     )

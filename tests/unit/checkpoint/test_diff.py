@@ -183,7 +183,7 @@ def test_states_that_cannot_be_compared_are_refused_with_the_usual_exit_codes(
 def test_the_comparison_needs_no_jax(attempt):
     attempt.save(8)
     source = (
-        "import sys; from jaxres.cli.checkpoints.command import command as checkpoints; "
+        "import sys; from jaxres.cli.checkpoints import command as checkpoints; "
         "code = checkpoints.main(sys.argv[1:], usage=''); sys.exit(code or 'jax' in sys.modules)"
     )
     command = [sys.executable, "-c", source, "checkpoints", "diff"]

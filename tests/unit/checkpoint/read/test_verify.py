@@ -241,7 +241,7 @@ def test_verify_of_a_step_that_is_not_committed_exits_with_1(run_dir):
 @pytest.mark.slow
 def test_verify_needs_no_jax(run_dir):
     code = (
-        "import sys; from jaxres.cli.checkpoints.command import command as checkpoints; "
+        "import sys; from jaxres.cli.checkpoints import command as checkpoints; "
         "code = checkpoints.main(sys.argv[1:], usage=''); "
         "assert 'jax' not in sys.modules and 'orbax' not in sys.modules; sys.exit(code)"
     )
