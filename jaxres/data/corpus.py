@@ -146,10 +146,18 @@ def describe_corpus(
         check_begin(files, source)
         content = content_key.digest(files, progress)
     entry = cache_dir / "corpora" / _cache_key(source, content, name)
-    left_out = tuple(listing.left_out)
     return Corpus(
-        *(source, files, opened, vocab_size, entry, content, kept_content),
-        *(classes, left_out, max_bad, tuple(listing.warnings)),
+        source,
+        files,
+        opened,
+        vocab_size,
+        entry,
+        content,
+        kept_content,
+        classes=classes,
+        left_out=tuple(listing.left_out),
+        max_bad=max_bad,
+        warnings=tuple(listing.warnings),
     )
 
 

@@ -14,21 +14,32 @@ import time
 from typing import Any
 
 from jaxres.train.__main__ import main
+from tests.waiting import SURE_SECONDS
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def ours() -> list[threading.Thread]:
+    """Returns the threads of jaxres."""
+    return [thread for thread in threading.enumerate() if "jaxres" in thread.name]
+
+
+def join_ours() -> None:
+    """Waits for threads that end by themselves: on a busy machine a call may not wait for them."""
+    for thread in ours():
+        thread.join(SURE_SECONDS)
 
 
 def state() -> dict[str, Any]:
     """Returns what a command must leave as it was."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
-    ours = [thread.name for thread in threading.enumerate() if "jaxres" in thread.name]
     return {
         "handlers": [str(signal.getsignal(number)) for number in NUMBERS],
         "mask": sorted(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
         "wakeup": wakeup,
         "hook": str(sys.excepthook),
-        "threads": sorted(ours),
+        "threads": sorted(thread.name for thread in ours()),
     }
 
 
@@ -43,6 +54,7 @@ def run(calls: int, arguments: list[str]) -> int:
             end = "KeyboardInterrupt"
         os.environ.pop("FAULT", None)
         print(f"CALL {number}: {end}", flush=True)
+        join_ours()
         if (after := state()) != before:
             print(json.dumps([before, after], indent=1))
             return 1
