@@ -19,7 +19,7 @@ from jaxres.storage import cpu_cores
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt import print_message
-from jaxres.supervisor.companions import replica_process, tracker_processes
+from jaxres.supervisor.companions import companions
 from jaxres.supervisor.process.worker_group import local_hosts
 from jaxres.supervisor.restart_loop import run_restart_loop
 from jaxres.supervisor.restart_policy import RestartPolicy
@@ -160,8 +160,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     config, clock = loaded.config, SystemClock()
     found = completion.check(run_dir, config)
     if found.is_complete:
-        tracker_processes.send_rest(config, run_dir, env=env)
-        replica_process.copy_rest(config, run_dir, env=env)
+        companions.send_rest(config, run_dir, env=env)
         return ExitCode.DONE
     start_checks.require_inputs(run_dir, config)
     per_host = devices_per_host(env, "JAX_NUM_CPU_DEVICES")

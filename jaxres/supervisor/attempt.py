@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
+from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config.schema import DeadlinesSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.event_log import AsyncEventLog
@@ -15,8 +17,9 @@ from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption.notices import SaveTimings
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process.forkserver_client import ForkServer
-from jaxres.supervisor.process.worker_process import Worker
+from jaxres.supervisor.process.worker_process import Fork, Worker
 from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink, RemoteHost
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import News
@@ -26,34 +29,63 @@ def ignore_news(news: News) -> None:
     """No-op: the worker's console reports failing saves itself."""
 
 
+@dataclass(frozen=True)
+class AttemptSpec:
+    """The attempt that a supervisor runs; it does not change while the attempt runs."""
+
+    run_dir: RunDir
+    """The run directory, whose request files are handled."""
+    number: int
+    """Number of the attempt."""
+    last_seq: int
+    """Sequence number of the claim in the run log."""
+    commands: Mapping[int, Sequence[str]]
+    """Argv of each host's worker here, to which `--status-fd N` is appended."""
+    env: Mapping[str, str]
+    """Environment of the workers."""
+    num_hosts: int
+    """Number of hosts of the whole job."""
+    limits: DeadlinesSection
+    """The deadlines by phase."""
+    deadline: float = math.inf
+    """When the workers are asked to save and stop, on the clock; inf: never."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a supervisor uses while it runs an attempt; each outlives the attempt."""
+
+    clock: Clock
+    run_lock: RunLock | None = None
+    """Its heartbeat is written meanwhile; None: the supervisor of host 0 holds the lock."""
+    peers: PeerLinks | None = None
+    """Connections to the supervisors of the other hosts; None: there are none."""
+    wakeup: int | None = None
+    """Read end of `signals.wakeup_fd`; None: one is opened while the workers run."""
+    on_news: Callable[[News], None] = ignore_news
+    """Called with what host 0 reports for the alerts: failing saves, a slow host."""
+    fork_server: ForkServer | None = None
+    """Forks the workers, and is started once training runs; None: see `fork`."""
+    fork: Fork | None = None
+    """Forks the workers of this attempt; None: they are fresh processes."""
+    preemption_watcher: PreemptionWatcher | None = None
+    """Source of this machine's preemption notices; None: there is none."""
+    health_watcher: HealthWatcher | None = None
+    """Watcher of this machine's GPUs; None: there is none."""
+    run_metrics: RunMetrics | None = None
+    """Receives the metrics to export; None: none are exported."""
+
+
 @dataclass
 class RunningAttempt:
     """State of a running attempt and its workers; mutated by `supervise` only."""
 
-    run_dir: RunDir
-    number: int
-    limits: DeadlinesSection
-    clock: Clock
-    workers: list[Worker]
+    spec: AttemptSpec
+    services: Services
     links: FollowerLinks | LeaderLink | None
     """Connections to the supervisors of other hosts; None: all hosts run under this one."""
-    deadline: float
-    """When the workers are asked to save and stop, on the clock; inf: never."""
-    num_hosts: int
-    """Number of hosts of the whole job."""
-    preemption_watcher: PreemptionWatcher | None
-    """Source of this machine's preemption notices; None: there is no watcher."""
     event_log: AsyncEventLog
-    fork_server: ForkServer | None
-    """Forks the workers; None: all are fresh processes."""
-    env: Mapping[str, str]
-    """Environment of the workers."""
-    health_watcher: HealthWatcher | None
-    """Watches the GPUs of this host; None: nothing does."""
-    on_news: Callable[[News], None] = ignore_news
-    """Called when the saves of host 0 begin to fail, and when they recover."""
-    run_metrics: RunMetrics | None = None
-    """Receives what is exported for monitoring; None: nothing is."""
+    workers: list[Worker] = field(default_factory=list[Worker])
     stop_requested: ExitCode | None = None
     """Exit code of the stop that was requested; None: no stop was requested."""
     stop_reason: str = ""
@@ -101,9 +133,9 @@ class RunningAttempt:
         begun = [w.save_times.since for w in self.workers if w.save_times.since is not None]
         return SaveTimings(
             step_seconds=max(steps, default=0.0),
-            num_hosts=self.num_hosts,
+            num_hosts=self.spec.num_hosts,
             write_seconds=max(writes, default=None),
-            writing_seconds=self.clock.monotonic() - min(begun) if begun else None,
+            writing_seconds=self.services.clock.monotonic() - min(begun) if begun else None,
         )
 
     def progress_text(self) -> str:
@@ -114,7 +146,9 @@ class RunningAttempt:
 
     def stacks_text(self) -> str:
         """Returns the files that stacks are dumped to, for a message."""
-        first, last = (self.run_dir.stacks(self.number, self.workers[n].host) for n in (0, -1))
+        first, last = (
+            self.spec.run_dir.stacks(self.spec.number, self.workers[n].host) for n in (0, -1)
+        )
         return f"{first}" if first == last else f"{first} to {last.name}"
 
 

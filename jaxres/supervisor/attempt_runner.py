@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jaxres import config as configs
 from jaxres import faults
@@ -53,16 +53,11 @@ from jaxres.supervisor import (
     run_dir_watcher,
     slow_hosts,
 )
-from jaxres.supervisor.attempt import ignore_news, print_message
-from jaxres.supervisor.companions import attempt_alerts, replica_process, tracker_processes
+from jaxres.supervisor.attempt import AttemptSpec, Services, ignore_news, print_message
+from jaxres.supervisor.companions import attempt_alerts, companions
 from jaxres.supervisor.companions.attempt_alerts import AttemptAlerts
-from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
-from jaxres.supervisor.companions.replica_process import ReplicaProcess
-from jaxres.supervisor.companions.scrub_process import ScrubProcess
-from jaxres.supervisor.companions.tracker_processes import TrackerProcesses
+from jaxres.supervisor.companions.companions import Companions
 from jaxres.supervisor.failure_report import upload_artifacts
-from jaxres.supervisor.health.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process.forkserver_client import ForkServer
 from jaxres.supervisor.process.worker_group import (
     Rendezvous,
@@ -74,7 +69,6 @@ from jaxres.supervisor.process.worker_group import (
 from jaxres.supervisor.process.worker_process import Fork
 from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.supervisor.supervisor import supervise
 from jaxres.telemetry import alert_sender, stdio
 from jaxres.telemetry.heartbeat import News
@@ -100,24 +94,22 @@ class ClaimedAttempt:
 
     config: RunConfig
     run_dir: RunDir
-    log: RunLog
     claim: Claim
-    run_lock: RunLock
     clock: Clock
     last_seq: int
     """Sequence number of the claim's record."""
     hosts: tuple[int, ...]
     """Hosts whose workers run under this supervisor."""
-    peers: PeerLinks | None
+    log: RunLog | None
+    """The run log; None: the supervisor of host 0 writes it."""
+    run_lock: RunLock | None
+    """The lock of the run directory, held; None: the supervisor of host 0 holds it."""
+    peers: PeerLinks | None = None
     """Connections to the supervisors of the other hosts; None: there are none."""
     secret: Secret | None = None
-    """That of the run, which the other hosts have too; None: there are none."""
-    preemption_watcher: PreemptionWatcher | None = None
-    """Watches for preemption notices of this machine; None: nothing does."""
-    health_watcher: HealthWatcher | None = None
-    """Watches the GPUs of this machine; None: nothing does."""
-    run_metrics: RunMetrics | None = None
-    """Receives what is exported for monitoring; None: nothing is."""
+    """The secret of the run, which the other hosts have too; None: there are none."""
+    companions: Companions | None = None
+    """What runs beside the attempt; None: the claim is not for training."""
     on_news: Callable[[News], None] = ignore_news
     """Called with what host 0 reports for the alerts."""
 
@@ -189,78 +181,41 @@ def run_attempt(
     loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
     if is_complete(run_dir, config):
-        tracker_processes.send_rest(config, run_dir, env=env)
-        replica_process.copy_rest(config, run_dir, env=env)
+        companions.send_rest(config, run_dir, env=env)
         return ExitCode.DONE
-    targets = attempt_alerts.resolve(config, env, is_inline=threads is not None)
+    is_inline = threads is not None
+    targets = attempt_alerts.resolve(config, env, is_inline=is_inline)
     env = alert_sender.scrub_secrets(config.alerts, env)
     records, clock = _log_to_go_on_with(run_dir, config), SystemClock()
     host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
-        watchers = _watch_machine(stack, config, run_dir, env, clock) if threads is None else {}
+        beside = Companions(config, run_dir, env=env, clock=clock, is_inline=is_inline)
+        stack.enter_context(beside)
         job = stack.enter_context(rendezvous(config, run_dir))
-        trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
-        replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
-        scrub = stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock))
-        exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         opening = attempt_alerts.open_alerts(targets, config, run_dir, job.num_hosts, clock)
         alerts = stack.enter_context(opening)
         hold_signals()
-        given = {"run_lock": run_lock, "clock": clock, "env": env, "known": last_seq(records)}
-        log, opened = claim_attempt(config, run_dir, job=job, threads=threads, **given)
-        opened = opened if threads is not None else _export(exporter, opened, records)
-        opened = _with_alerts(dataclasses.replace(opened, **watchers), alerts, records)
-        trackers.ensure_started(opened.claim.attempt)
-        replica.ensure_started(emit := functools.partial(_on_event, alerts))
-        scrub.ensure_started(emit)
-        ended = _run_claimed(opened, job, run, is_inline=threads is not None)
-        record_stop_with_timeout(log, ended, opened, run_lock=run_lock)
-        alerts.on_end(ended, opened.claim)
-        trackers.on_run_ended(ended.code)
-        replica.on_run_ended(ended.code)
+        known = last_seq(records)
+        opened = claim_attempt(config, run_lock, job=job, env=env, known=known, threads=threads)
+        claim = opened.claim
+        opened = dataclasses.replace(
+            opened, companions=beside, on_news=functools.partial(alerts.on_news, claim.attempt)
+        )
+        alerts.on_claim(records, claim)
+        beside.send_faults(alerts.on_fault)
+        beside.on_history(records)
+        emit = functools.partial(_on_event, alerts)
+        beside.on_claim(claim, host=opened.hosts[0], emit=emit)
+        ended = _run_claimed(opened, job, run, is_inline=is_inline)
+        record_stop_with_timeout(opened, ended)
+        alerts.on_end(ended, claim)
+        beside.on_run_ended(ended.code)
         host_memory.delete_at_end(run_dir, opened.config, ended)
     if ended.is_printed:
-        print_result(ended, run_dir, opened.claim)
+        print_result(ended, run_dir, claim)
     return ended.code
-
-
-def _export(
-    exporter: PrometheusExporter, opened: ClaimedAttempt, records: Sequence[Record]
-) -> ClaimedAttempt:
-    """Returns the attempt with the metrics that are served from now on, if any are."""
-    exporter.on_history(records)
-    exporter.ensure_started(host=opened.hosts[0], health=opened.health_watcher)
-    return dataclasses.replace(opened, run_metrics=exporter.metrics)
-
-
-def _watch_machine(
-    stack: contextlib.ExitStack,
-    config: RunConfig,
-    run_dir: RunDir,
-    env: Mapping[str, str],
-    clock: Clock,
-) -> dict[str, Any]:
-    """Starts the watchers of this machine; returns them by their names in `ClaimedAttempt`."""
-    preemption = PreemptionWatcher(config.preemption, env=env, clock=clock)
-    health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
-    return {
-        "preemption_watcher": stack.enter_context(preemption),
-        "health_watcher": stack.enter_context(health),
-    }
-
-
-def _with_alerts(
-    opened: ClaimedAttempt, alerts: AttemptAlerts, records: Sequence[run_log.Record]
-) -> ClaimedAttempt:
-    """Returns the attempt with its alerts, which have begun; `records` were before its claim."""
-    alerts.on_claim(records, opened.claim)
-    if opened.health_watcher is not None:
-        opened.health_watcher.on_fault = alerts.on_fault
-    return dataclasses.replace(
-        opened, on_news=functools.partial(alerts.on_news, opened.claim.attempt)
-    )
 
 
 def _on_event(alerts: AttemptAlerts, event: Event) -> None:
@@ -276,24 +231,20 @@ def _on_event(alerts: AttemptAlerts, event: Event) -> None:
 
 def claim_attempt(
     config: RunConfig,
-    run_dir: RunDir,
+    run_lock: RunLock,
     *,
     job: WorkerGroup,
-    run_lock: RunLock,
-    clock: Clock,
     env: Mapping[str, str],
     known: int,
     threads: int | None = None,
     attempt: int | None = None,
-) -> tuple[RunLog, ClaimedAttempt]:
+) -> ClaimedAttempt:
     """Writes the claim of the run's next attempt to the run log, and records its config.
 
     Args:
       config: config of the attempt.
-      run_dir: the run directory.
+      run_lock: the lock of the run directory, held; its clock has the time of the records.
       job: hosts of the attempt.
-      run_lock: the lock, held.
-      clock: time of the records.
       env: environment of the attempt.
       known: number of records that this process has read before.
       threads: number of CPU threads of this process if it trains itself.
@@ -304,6 +255,7 @@ def claim_attempt(
       StorageUnavailable: there are fewer records, so that the run would start again at step 0.
       Unrestorable: the log does not account for the checkpoints; nothing was changed.
     """
+    run_dir, clock = run_lock.run_dir, run_lock.clock
     records = run_log.read_records(run_dir.log, known=known)
     if attempt is None:
         step_dirs.require_complete_log(run_dir, run_log.fold(records))
@@ -316,8 +268,16 @@ def claim_attempt(
     host_memory.prepare(run_dir, config, log.history().claims)
     # Late records of the attempt before may precede the claim.
     run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
-    return log, ClaimedAttempt(
-        config, run_dir, log, claim, run_lock, clock, log.last_seq, job.hosts, None, job.secret
+    return ClaimedAttempt(
+        config=config,
+        run_dir=run_dir,
+        claim=claim,
+        clock=clock,
+        last_seq=log.last_seq,
+        hosts=job.hosts,
+        log=log,
+        run_lock=run_lock,
+        secret=job.secret,
     )
 
 
@@ -357,7 +317,6 @@ def run_local_workers(
     advise: Callable[[RunConfig, str], str],
     wakeup: int | None = None,
     deadline: float = math.inf,
-    on_news: Callable[[News], None] | None = None,
     fork_server: ForkServer | None = None,
     fork: Fork | None = None,
 ) -> AttemptResult:
@@ -369,32 +328,34 @@ def run_local_workers(
       advise: returns the message for a worker that the kernel has killed because memory ran out.
       wakeup: the read end of `signals.wakeup_fd`, if the caller has opened one.
       deadline: when the workers are asked to save and stop, on the attempt's clock.
-      on_news: called with what host 0 reports for the alerts; None: what `opened` has for it.
       fork_server: forks the workers of each attempt; None: a restart starts fresh processes.
       fork: forks the workers of this attempt if there is no `fork_server`.
     """
-    claim = opened.claim
+    claim, beside = opened.claim, opened.companions
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
-    ended = supervise(
-        {h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
+    spec = AttemptSpec(
         run_dir=opened.run_dir,
-        attempt=claim.attempt,
+        number=claim.attempt,
         last_seq=opened.last_seq,
-        limits=opened.config.deadlines,
-        run_lock=opened.run_lock,
-        clock=opened.clock,
+        commands={h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
         env=worker_env(env, opened.config, opened.run_dir, claim, secret=opened.secret),
         num_hosts=claim.num_hosts,
+        limits=opened.config.deadlines,
+        deadline=deadline,
+    )
+    services = Services(
+        clock=opened.clock,
+        run_lock=opened.run_lock,
         peers=opened.peers,
         wakeup=wakeup,
-        deadline=deadline,
-        on_news=opened.on_news if on_news is None else on_news,
+        on_news=opened.on_news,
         fork_server=fork_server,
         fork=fork,
-        preemption_watcher=opened.preemption_watcher,
-        health_watcher=opened.health_watcher,
-        run_metrics=opened.run_metrics,
+        preemption_watcher=None if beside is None else beside.preemption_watcher,
+        health_watcher=None if beside is None else beside.health_watcher,
+        run_metrics=None if beside is None else beside.run_metrics,
     )
+    ended = supervise(spec, services)
     _review_slow_hosts(opened, ended, env=env)
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)
@@ -459,14 +420,13 @@ def record_stop(log: RunLog, result: AttemptResult, *, slots: Sequence[int] | No
         stdio.eprint(f"jaxres: the result could not be recorded: {error}\n")
 
 
-def record_stop_with_timeout(
-    log: RunLog, ended: AttemptResult, claimed: ClaimedAttempt, *, run_lock: RunLock
-) -> None:
+def record_stop_with_timeout(claimed: ClaimedAttempt, ended: AttemptResult) -> None:
     """Writes the result to the run log, or gives up after RECORD_SECONDS.
 
     A request to stop that it answers is moved afterwards: one that is lost can't be repeated.
     """
-    if not ended.is_recorded:
+    log, run_lock = claimed.log, claimed.run_lock
+    if not ended.is_recorded or log is None or run_lock is None:
         return
 
     def record() -> None:
@@ -483,7 +443,7 @@ def _review_slow_hosts(
 ) -> None:
     """Proposes to exclude a host that has held up the attempt, or excludes it."""
     section, claim = opened.config.guards.throughput, opened.claim
-    if section is None or claim.num_hosts < 2:
+    if section is None or claim.num_hosts < 2 or opened.log is None:
         return
     if not ended.is_recorded or ended.code == ExitCode.DONE:
         return

@@ -24,21 +24,16 @@ from jaxres.supervisor import host_exclusion, host_memory
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import (
     RECORD_SECONDS,
-    add_memory_advice,
+    ClaimedAttempt,
     follows_an_attempt,
     print_result,
-    worker_command,
-    worker_env,
+    run_local_workers,
 )
 from jaxres.supervisor.companions import attempt_alerts
-from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
-from jaxres.supervisor.failure_report import upload_artifacts
-from jaxres.supervisor.health.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.companions.companions import Companions
 from jaxres.supervisor.process.worker_group import as_follower
 from jaxres.supervisor.process.worker_process import Fork
 from jaxres.supervisor.run_config import resolve_run
-from jaxres.supervisor.supervisor import supervise
 
 
 def follow(
@@ -62,41 +57,34 @@ def follow(
     identity, clock = identify(env, hostname=socket.gethostname()), SystemClock()
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
-        preemption = PreemptionWatcher(config.preemption, env=env, clock=clock)
-        preemption_watcher = stack.enter_context(preemption)
-        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
-        health_watcher = stack.enter_context(health)
+        companions = Companions(config, run_dir, env=env, clock=clock, owns_run=False)
+        stack.enter_context(companions)
         joined = as_follower(
             config, run_dir, member, address, secret=secret, identity=identity, clock=clock
         )
-        exporter = stack.enter_context(PrometheusExporter(config, run_dir, clock=clock))
         attempt_number, peers, shared = stack.enter_context(joined)
         recording = attempt_alerts.recording(config, run_dir, host=member.host, clock=clock)
-        health.on_fault = stack.enter_context(recording).on_fault
+        companions.send_faults(stack.enter_context(recording).on_fault)
         signals.block()
         records, claim = _read_claim(run_dir, attempt_number)
         host_memory.prepare(run_dir, config, run_log.fold(records).claims)
-        exporter.on_history([record for record in records if record.attempt < attempt_number])
-        exporter.ensure_started(host=member.host, health=health_watcher)
-        ended = supervise(
-            {member.host: worker_command(run_dir, claim, member, env=env)},
+        companions.on_history([record for record in records if record.attempt < attempt_number])
+        companions.on_claim(claim, host=member.host)
+        opened = ClaimedAttempt(
+            config=config,
             run_dir=run_dir,
-            attempt=claim.attempt,
-            last_seq=run_log.last_seq(records),
-            limits=config.deadlines,
-            run_lock=None,
+            claim=claim,
             clock=clock,
-            env=worker_env(env, config, run_dir, claim, secret=shared),
-            num_hosts=member.num_hosts,
+            last_seq=run_log.last_seq(records),
+            hosts=(member.host,),
+            log=None,
+            run_lock=None,
             peers=peers,
-            fork=fork,
-            preemption_watcher=preemption_watcher,
-            health_watcher=health_watcher,
-            run_metrics=exporter.metrics,
+            secret=shared,
+            companions=companions,
         )
+        ended = run_local_workers(opened, env=env, advise=advise, fork=fork)
     report_fault(run_dir, claim, ended, host=member.host, clock=clock)
-    upload_artifacts(run_dir, claim.attempt)
-    ended = add_memory_advice(ended, config, advise)
     host_memory.delete_at_end(run_dir, config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, claim)

@@ -38,9 +38,9 @@ WHAT_FOLLOWS = {
 
 def on_health(running: RunningAttempt) -> None:
     """Acts on what the health guard has found since the last call."""
-    if running.health_watcher is None:
+    if running.services.health_watcher is None:
         return
-    for found in running.health_watcher.poll():
+    for found in running.services.health_watcher.poll():
         if isinstance(found, HealthWatchStarted):
             running.event_log.emit(found)
             _print_watch(found)
@@ -77,9 +77,13 @@ def _record(running: RunningAttempt, reason: str) -> None:
 
     Host 0 alone writes the run log: it records the fault of another host with the attempt's end.
     """
-    identity = identify(running.env, hostname=socket.gethostname())
+    identity = identify(running.spec.env, hostname=socket.gethostname())
     result = AttemptResult(ExitCode.UNHEALTHY, reason, is_machine_fault=True, faulty_host=identity)
-    fault, folder, attempt = fault_record(result, None), running.run_dir.log, running.number
+    fault, folder, attempt = (
+        fault_record(result, None),
+        running.spec.run_dir.log,
+        running.spec.number,
+    )
     if fault is None or LEADER not in {worker.host for worker in running.workers}:
         return
 
@@ -87,7 +91,7 @@ def _record(running: RunningAttempt, reason: str) -> None:
         with contextlib.suppress(RunError, OSError):  # The record of the end is the second try.
             records = run_log.read_records(folder)
             run_log.claim_of(records, attempt=attempt, folder=folder)
-            log = RunLog.of_attempt(folder, records, attempt=attempt, clock=running.clock)
+            log = RunLog.of_attempt(folder, records, attempt=attempt, clock=running.services.clock)
             log.append(fault)
 
     spawn_thread("host-fault", write, daemon=True)
@@ -96,7 +100,7 @@ def _record(running: RunningAttempt, reason: str) -> None:
 def _announce(running: RunningAttempt, finding: Finding) -> None:
     running.num_hardware_faults += 1
     event = HardwareFaultFound(
-        attempt=running.number,
+        attempt=running.spec.number,
         step=max((worker.save_times.committed_step for worker in running.workers), default=0),
         kind=finding.kind,
         device=finding.device,
@@ -106,10 +110,10 @@ def _announce(running: RunningAttempt, finding: Finding) -> None:
         number=running.num_hardware_faults,
     )
     running.event_log.emit(event)
-    if running.run_metrics is not None:
-        running.run_metrics.on_fault(event)
+    if running.services.run_metrics is not None:
+        running.services.run_metrics.on_fault(event)
     print_message(f"hardware: {finding}; {WHAT_FOLLOWS[finding.action]}")
-    watcher = running.health_watcher
+    watcher = running.services.health_watcher
     if finding.action == "warn" and watcher is not None and watcher.on_fault is not None:
         watcher.on_fault(event)
 
@@ -117,8 +121,8 @@ def _announce(running: RunningAttempt, finding: Finding) -> None:
 def _leave(running: RunningAttempt, reason: str) -> None:
     """Kills the workers; their exits, not announced, end the attempt on all hosts at once."""
     running.stop_requested = ExitCode.UNHEALTHY
-    kill_process_groups(running.workers, clock=running.clock)
-    now = running.clock.monotonic()
+    kill_process_groups(running.workers, clock=running.services.clock)
+    now = running.services.clock.monotonic()
     for worker in running.workers:
         code = None if worker.end is None else worker.end.result.code
         is_decided = code is not None and exit_row(code).is_graceful
@@ -152,7 +156,7 @@ def own_fault(running: RunningAttempt, worker: Worker, verdict: JobResult) -> Ho
     is_leader_lost = (verdict.code, verdict.culprit) == (ExitCode.PEER_LOST, LEADER)
     is_in_start = worker.progress.step == 0 and is_leader_lost
     if result.is_machine_fault or result.culprit == worker.host or is_in_start:
-        return identify(running.env, hostname=socket.gethostname())
+        return identify(running.spec.env, hostname=socket.gethostname())
     return None
 
 
@@ -165,4 +169,4 @@ def faulty_host(running: RunningAttempt, result: AttemptResult) -> HostIdentity 
         return remote[result.culprit].identity
     if result.culprit is None and not result.is_machine_fault:
         return None
-    return identify(running.env, hostname=socket.gethostname())
+    return identify(running.spec.env, hostname=socket.gethostname())

@@ -46,13 +46,8 @@ from jaxres.supervisor import (
     signal_dispatch,
 )
 from jaxres.supervisor.attempt import print_message
-from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
-from jaxres.supervisor.companions.replica_process import ReplicaProcess
-from jaxres.supervisor.companions.scrub_process import ScrubProcess
-from jaxres.supervisor.companions.tracker_processes import TrackerProcesses
+from jaxres.supervisor.companions.companions import Companions
 from jaxres.supervisor.failure_report import failure_text
-from jaxres.supervisor.health.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process import worker_group
 from jaxres.supervisor.process.forkserver_client import ForkServer
 from jaxres.supervisor.process.watchdog import LEAVE_SECONDS
@@ -82,10 +77,8 @@ class LoopState:
     clock: Clock
     wakeup: int
     """Read end of `signals.wakeup_fd`: one byte per signal."""
-    preemption_watcher: PreemptionWatcher
-    """Watches for preemption notices of this machine, between attempts too."""
-    health_watcher: HealthWatcher
-    """Watches the GPUs of this machine; the next attempt acts on what it finds between two."""
+    companions: Companions
+    """What runs beside all attempts and between them."""
     policy: RestartPolicy
     emit: Callable[[Event], None]
     save_monitor: SaveMonitor
@@ -93,14 +86,6 @@ class LoopState:
     """Runs a claimed attempt."""
     unconfirmed: str | None
     """Path of the last step if it is committed and does not count yet, or None."""
-    trackers: TrackerProcesses
-    """Copy the metrics to experiment trackers, over all attempts."""
-    replica: ReplicaProcess
-    """Replicates the committed steps, over all attempts."""
-    scrub: ScrubProcess
-    """Verifies committed steps in the background, over all attempts."""
-    exporter: PrometheusExporter
-    """Serves metrics, over all attempts."""
     fork_server: ForkServer | None
     """Forks the workers of every attempt but the first; None: all are fresh processes."""
     env: Mapping[str, str]
@@ -137,10 +122,8 @@ def run_restart_loop(
       alerts: receive the events of the loop; entered once the run lock is held.
     """
     with contextlib.ExitStack() as stack:
-        watcher = stack.enter_context(PreemptionWatcher(config.preemption, env=env, clock=clock))
-        health = HealthWatcher(config.hardware.health, run_dir.local, env=env, clock=clock)
-        trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
-        replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
+        companions = Companions(config, run_dir, env=env, clock=clock)
+        stack.enter_context(companions)
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
@@ -157,17 +140,12 @@ def run_restart_loop(
             run_lock=run_lock,
             clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
-            preemption_watcher=watcher,
-            health_watcher=stack.enter_context(health),
+            companions=companions,
             policy=_without_faulty_slots(run_dir, records, policy, env=env, emit=emit),
             emit=emit,
             save_monitor=SaveMonitor(alerts.send, run=run_dir.root.absolute().name),
             run_attempt=run_attempt,
             unconfirmed=unconfirmed,
-            trackers=trackers,
-            replica=replica,
-            scrub=stack.enter_context(ScrubProcess(config, run_dir, env=env, clock=clock)),
-            exporter=stack.enter_context(PrometheusExporter(config, run_dir, clock=clock)),
             fork_server=None if server is None else stack.enter_context(server),
             env=env,
             run_history=run_history,
@@ -175,7 +153,7 @@ def run_restart_loop(
             first_step=run_history.step,
             outcomes=list(restarts.outcomes),
         )
-        health.on_fault = partial(_alert_fault, run, alerts)
+        companions.send_faults(partial(_alert_fault, run, alerts))
         return _run_attempts(run, restarts)
 
 
@@ -286,7 +264,7 @@ def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
     """Runs one attempt, after what earlier ones have left behind is killed."""
     records = run_log.read_records(run.run_dir.log, known=run.last_seq)
     _refresh_history(run, records)
-    run.exporter.on_history(records)
+    run.companions.on_history(records)
     _kill_leftovers(run, run.run_history.claims)
     newest, steps = run.run_history.newest, run.config.train.steps
     # It was verified when this command began, or when it was saved.
@@ -304,41 +282,25 @@ def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
 
 
 def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:
-    log, opened = attempt_runner.claim_attempt(
-        run.config,
-        run.run_dir,
-        job=job,
-        run_lock=run.run_lock,
-        clock=run.clock,
-        env=run.env,
-        known=run.last_seq,
+    opened = attempt_runner.claim_attempt(
+        run.config, run.run_lock, job=job, env=run.env, known=run.last_seq
     )
-    opened = dataclasses.replace(
-        opened,
-        preemption_watcher=run.preemption_watcher,
-        health_watcher=run.health_watcher,
-        run_metrics=run.exporter.metrics,
-    )
-    run.claim, run.last_seq = opened.claim, opened.last_seq
-    run.run_history = dataclasses.replace(
-        run.run_history, claims=(*run.run_history.claims, opened.claim)
-    )
-    run.trackers.ensure_started(opened.claim.attempt)
-    run.replica.ensure_started(run.emit)
-    run.scrub.ensure_started(run.emit)
-    run.exporter.ensure_started(host=opened.hosts[0], health=run.health_watcher)
+    claim = opened.claim
+    on_news = partial(run.save_monitor.on_news, attempt=claim.attempt)
+    opened = dataclasses.replace(opened, companions=run.companions, on_news=on_news)
+    run.claim, run.last_seq = claim, opened.last_seq
+    run.run_history = dataclasses.replace(run.run_history, claims=(*run.run_history.claims, claim))
+    run.companions.on_claim(claim, host=opened.hosts[0], emit=run.emit)
     ended = run_dir_watcher.stop_requested_before(run.run_dir)
     if ended is None:
-        deadline = restart_policy.deadline(run.policy)
         ended = run.run_attempt(
             opened,
             env=run.env,
             wakeup=run.wakeup,
-            deadline=deadline,
-            on_news=partial(run.save_monitor.on_news, attempt=opened.claim.attempt),
+            deadline=restart_policy.deadline(run.policy),
             fork_server=run.fork_server,
         )
-    attempt_runner.record_stop_with_timeout(log, ended, opened, run_lock=run.run_lock)
+    attempt_runner.record_stop_with_timeout(opened, ended)
     return ended
 
 
@@ -367,13 +329,8 @@ def _fenced_reason(run: LoopState, claim: Claim) -> str:
 
 def _kill_leftovers(run: LoopState, claims: Sequence[Claim]) -> None:
     """Kills the processes that attempts have left behind."""
-    keep = (
-        run.trackers.pids
-        | run.scrub.pids
-        | run.replica.pids
-        | run.health_watcher.pids
-        | (set() if run.fork_server is None else run.fork_server.pids)
-    )
+    server = run.fork_server
+    keep = run.companions.pids | (set() if server is None else server.pids)
     if num_killed := processes.kill_leftovers(
         run.run_dir_id, claims, clock=run.clock, keep=keep, adopts=run.adopts
     ):
@@ -400,15 +357,16 @@ def _wait_backoff(run: LoopState, seconds: float) -> AttemptResult | None:
         step=lambda: run.run_history.step,
     )
     longest = seconds + run.policy.restart.max_storage_backoff_seconds + LEAVE_SECONDS
+    preemption = run.companions.preemption_watcher
+    assert preemption is not None  # Only a supervisor that trains by itself has none.
     with watch:
         while True:
             left = began + seconds - run.clock.monotonic()
             tick = min(TICK_SECONDS, max(MIN_TICK_SECONDS, left))
-            select.select([run.wakeup, watch.wakeup, run.preemption_watcher.wakeup], [], [], tick)
+            select.select([run.wakeup, watch.wakeup, preemption.wakeup], [], [], tick)
             now = run.clock.monotonic()
-            if (
-                notice := signal_dispatch.notice_between_attempts(run.preemption_watcher, now=now)
-            ) is not None:
+            notice = signal_dispatch.notice_between_attempts(preemption, now=now)
+            if notice is not None:
                 return _stopped(ExitCode.PREEMPTED, notice.description)
             for number in signals.drain(run.wakeup):
                 if (ended := _on_signal(number)) is not None:
@@ -477,8 +435,7 @@ def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int
         host_memory.delete(run.run_dir, run.config)
         run.emit(event_type(run.run_history.attempt, code, row.name, run.run_history.step, reason))
         _record_leave(run, AttemptResult(code, reason))
-    run.trackers.on_run_ended(code)
-    run.replica.on_run_ended(code)
+    run.companions.on_run_ended(code)
     is_attempt_result = (code, reason) == (ended.code, ended.reason)
     if not is_attempt_result or (run.claim is None and ended.is_printed):
         stdio.flush()

@@ -58,8 +58,8 @@ class RunLock:
     """
 
     def __init__(self, run_dir: RunDir, *, clock: Clock) -> None:
-        self._run_dir = run_dir
-        self._clock = clock
+        self.run_dir = run_dir
+        self.clock = clock
         self._nonce = secrets.token_hex(8)
         self._process = process_id(os.getpid())
         self._count = 0
@@ -73,17 +73,17 @@ class RunLock:
         """When that heartbeat was written, on the clock."""
 
     def __enter__(self) -> RunLock:
-        if self._run_dir.is_remote:
+        if self.run_dir.is_remote:
             self._take_over_in_bucket()
             return self
-        files.make_dir(self._run_dir.root)
-        path = self._run_dir.lock
+        files.make_dir(self.run_dir.root)
+        path = self.run_dir.lock
         with files.typed_errors(path):
             self._files = [files.only_files(str(path), os.O_RDWR | os.O_CREAT)]
         try:
             self._locked = self._lock()
-            if not self._locked or _was_unlocked(read(self._run_dir)):
-                self._refuse_if_alive(read(self._run_dir))
+            if not self._locked or _was_unlocked(read(self.run_dir)):
+                self._refuse_if_alive(read(self.run_dir))
             self.heartbeat()
         except BaseException:
             self.__exit__()
@@ -114,9 +114,9 @@ class RunLock:
             self._locked = self._lock()
         self._count += 1
         fields = self._fields()
-        if self._run_dir.is_remote:
-            if self._clock.monotonic() - self._heartbeat_at > HEARTBEAT_SECONDS:
-                self._heartbeat_at = self._clock.monotonic()
+        if self.run_dir.is_remote:
+            if self.clock.monotonic() - self._heartbeat_at > HEARTBEAT_SECONDS:
+                self._heartbeat_at = self.clock.monotonic()
                 self._write_to_bucket(fields, over=None)
             return
         self._write_to_disk(fields)
@@ -124,25 +124,25 @@ class RunLock:
     def _write_to_disk(self, fields: dict[str, Any]) -> None:
         """Writes in place and at constant size: a full disk does not stop the heartbeat."""
         line = json.dumps(fields).encode().ljust(HEARTBEAT_BYTES) + b"\n"
-        with files.typed_errors(self._run_dir.owner):
+        with files.typed_errors(self.run_dir.owner):
             os.pwrite(self._heartbeat_file(), line, 0)
 
     def _release(self) -> None:
         """Marks the heartbeat as released, with its count unchanged; never a successor's."""
-        newest = read(self._run_dir)
+        newest = read(self.run_dir)
         if newest is not None and newest["nonce"] == self._nonce:
             self._write_to_disk({**self._fields(), "released": True})
 
     def _take_over_in_bucket(self) -> None:
         """Replaces the heartbeat of a dead or released holder by this process's first one."""
-        assert is_remote(self._run_dir.owner)
+        assert is_remote(self.run_dir.owner)
         self._count = 1
         while self._generation is None:  # None: another process was faster; read its heartbeat.
-            data, generation = gcs_objects.read_at(self._run_dir.owner) or (b"", 0)
+            data, generation = gcs_objects.read_at(self.run_dir.owner) or (b"", 0)
             owner = _decode(data)
             if not _is_released(owner):
                 self._refuse_if_alive(owner)
-            self._heartbeat_at = self._clock.monotonic()
+            self._heartbeat_at = self.clock.monotonic()
             self._write_to_bucket(self._fields(), over=generation)
 
     def _fields(self) -> dict[str, Any]:
@@ -152,19 +152,19 @@ class RunLock:
             "nonce": self._nonce,
             "count": self._count,
             "locked": self._locked,
-            "time": self._clock.wall(),
+            "time": self.clock.wall(),
             "process": self._process,
         }
 
     def _write_to_bucket(self, fields: dict[str, Any], *, over: int | None) -> None:
-        assert is_remote(self._run_dir.owner)
+        assert is_remote(self.run_dir.owner)
         data = json.dumps(fields).encode()
-        self._generation = gcs_objects.write(self._run_dir.owner, data, over=over)
+        self._generation = gcs_objects.write(self.run_dir.owner, data, over=over)
 
     def _heartbeat_file(self) -> int:
-        assert not is_remote(self._run_dir.owner)
+        assert not is_remote(self.run_dir.owner)
         if len(self._files) == 1:
-            owner = files.only_files(str(self._run_dir.owner), os.O_RDWR | os.O_CREAT)
+            owner = files.only_files(str(self.run_dir.owner), os.O_RDWR | os.O_CREAT)
             self._files.append(owner)
             if os.fstat(self._files[1]).st_size > HEARTBEAT_BYTES + 1:  # No heartbeat of jaxres.
                 os.ftruncate(self._files[1], HEARTBEAT_BYTES + 1)
@@ -183,14 +183,14 @@ class RunLock:
 
     def _refuse_if_alive(self, before: dict[str, Any] | None) -> None:
         """Watches the heartbeat for three intervals; raises Fenced if it changes."""
-        seconds = MISSED_HEARTBEATS * heartbeat_interval_seconds(self._run_dir) + POLL_SECONDS
-        deadline = self._clock.monotonic() + seconds
-        while self._clock.monotonic() < deadline:
-            self._clock.sleep(POLL_SECONDS * heartbeat_interval_seconds(self._run_dir))
-            now = read(self._run_dir)
+        seconds = MISSED_HEARTBEATS * heartbeat_interval_seconds(self.run_dir) + POLL_SECONDS
+        deadline = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < deadline:
+            self.clock.sleep(POLL_SECONDS * heartbeat_interval_seconds(self.run_dir))
+            now = read(self.run_dir)
             if now is not None and _heartbeat_id(now) != _heartbeat_id(before):
                 raise Fenced(
-                    f"{self._run_dir.root}: owned by host {now['host']}, pid {now['pid']}, which "
+                    f"{self.run_dir.root}: owned by host {now['host']}, pid {now['pid']}, which "
                     "is alive. Nothing was written. Run `jaxres status`, or stop it first."
                 )
             if not self._locked and self._lock():

@@ -46,8 +46,8 @@ def on_watcher_event(running: RunningAttempt, report: WatcherEvent) -> AttemptRe
 
 
 def _fenced(running: RunningAttempt, claim: Claim) -> AttemptResult:
-    kill_process_groups(running.workers, clock=running.clock)
-    reason = superseded_message(running.run_dir.root, claim.attempt, claim)
+    kill_process_groups(running.workers, clock=running.services.clock)
+    reason = superseded_message(running.spec.run_dir.root, claim.attempt, claim)
     return AttemptResult(
         ExitCode.FENCED, reason, committed=False, is_recorded=False, is_printed=True
     )
@@ -77,7 +77,7 @@ def on_signal(running: RunningAttempt, number: int) -> AttemptResult | None:
             running.second_signal_armed or number in TWICE_KILLS,
         )
         if is_armed and number in TWICE_KILLS:
-            kill_process_groups(running.workers, clock=running.clock)
+            kill_process_groups(running.workers, clock=running.services.clock)
             print_message(f"{signal_name(number)} again: workers killed; committed steps are kept")
             why = f"{signal_name(number)} a second time"
             return AttemptResult(128 + number, why, committed=False, requested=128 + number)
@@ -91,17 +91,21 @@ def on_signal(running: RunningAttempt, number: int) -> AttemptResult | None:
 
 def _sigterm_decision(running: RunningAttempt, name: str) -> Decision | None:
     """Returns the decision that preemption.sigterm_seconds implies; None: the key is not set."""
-    section = None if running.preemption_watcher is None else running.preemption_watcher.section
+    section = (
+        None
+        if running.services.preemption_watcher is None
+        else running.services.preemption_watcher.section
+    )
     if section is None or section.sigterm_seconds is None:
         return None
-    now = running.clock.monotonic()
+    now = running.services.clock.monotonic()
     notice = PreemptionNotice(name, name, now, now + section.sigterm_seconds)
     return preemption.save_now(_decide(running, notice, section.margin_seconds))
 
 
 def on_notices(running: RunningAttempt) -> AttemptResult | None:
     """Handles preemption notices of this machine; returns the result if the attempt ends."""
-    watcher = running.preemption_watcher
+    watcher = running.services.preemption_watcher
     if watcher is None:
         return None
     for event in watcher.poll():
@@ -119,7 +123,7 @@ def on_notices(running: RunningAttempt) -> AttemptResult | None:
 
 def _decide(running: RunningAttempt, notice: PreemptionNotice, margin_seconds: float) -> Decision:
     """Returns the decision about a notice; logs it if it differs from the last one."""
-    now, measured = running.clock.monotonic(), running.save_timings()
+    now, measured = running.services.clock.monotonic(), running.save_timings()
     choice = preemption.decide(notice, measured, now=now, margin_seconds=margin_seconds)
     if running.last_decision != (notice, choice.action):
         running.last_decision = notice, choice.action
@@ -190,7 +194,7 @@ def request_stop(
     if running.step == 0 and isinstance(running.links, LeaderLink):
         print_message(f"{why}: stop request sent to host 0 ({running.progress_text()})")
     elif running.step == 0:
-        kill_process_groups(running.workers, clock=running.clock)
+        kill_process_groups(running.workers, clock=running.services.clock)
         print_message(f"{why}: nothing new to save yet ({running.progress_text()}); workers killed")
         return AttemptResult(
             exit, f"{why} before the first finished step of the attempt", committed=False

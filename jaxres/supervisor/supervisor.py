@@ -10,26 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import select
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxres.clock import Awake, Clock
 from jaxres.cluster.messages import JobResult
 from jaxres.cluster.peer_connections import PeerLinks
-from jaxres.config.schema import DeadlinesSection
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.host import processes, signals
 from jaxres.host.processes import oom_kill_count
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import AsyncEventLog
-from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import hardware_faults, root_cause, signal_dispatch
-from jaxres.supervisor.attempt import RunningAttempt, ignore_news, print_message
-from jaxres.supervisor.health.health_watcher import HealthWatcher
-from jaxres.supervisor.preemption.watcher import PreemptionWatcher
-from jaxres.supervisor.process.forkserver_client import ForkServer
+from jaxres.supervisor.attempt import AttemptSpec, RunningAttempt, Services, print_message
 from jaxres.supervisor.process.watchdog import (
     LEAVE_SECONDS,
     ProgressTracker,
@@ -37,7 +31,6 @@ from jaxres.supervisor.process.watchdog import (
     overdue_seconds,
 )
 from jaxres.supervisor.process.worker_process import (
-    Fork,
     Worker,
     kill_process_groups,
     spawn_worker,
@@ -47,8 +40,6 @@ from jaxres.supervisor.remote_hosts import LEADER, FollowerLinks, LeaderLink, Re
 from jaxres.supervisor.root_cause import HostStatus, WorkerExit
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.supervisor.run_metrics import RunMetrics
-from jaxres.telemetry.heartbeat import News
 
 TICK_SECONDS = 0.25
 SILENT_SECONDS = 10.0
@@ -57,59 +48,24 @@ STACKS_GRACE_SECONDS = 0.7
 ABORT_GRACE_SECONDS = 0.7
 
 
-def supervise(
-    commands: Mapping[int, Sequence[str]],
-    *,
-    run_dir: RunDir,
-    attempt: int,
-    last_seq: int,
-    limits: DeadlinesSection,
-    run_lock: RunLock | None,
-    clock: Clock,
-    env: Mapping[str, str],
-    num_hosts: int,
-    peers: PeerLinks | None = None,
-    wakeup: int | None = None,
-    deadline: float = math.inf,
-    on_news: Callable[[News], None] = ignore_news,
-    fork_server: ForkServer | None = None,
-    fork: Fork | None = None,
-    preemption_watcher: PreemptionWatcher | None = None,
-    health_watcher: HealthWatcher | None = None,
-    run_metrics: RunMetrics | None = None,
-) -> AttemptResult:
-    """Runs the workers until they have all exited; returns the result of the attempt.
-
-    Args:
-      commands: argv of the workers here by host, to which `--status-fd N` is appended.
-      run_dir: the run directory, whose request files are handled.
-      attempt, last_seq: the workers' attempt, and the number of its claim in the run log.
-      limits: the deadlines by phase.
-      run_lock: its heartbeat is written meanwhile; None: the supervisor of host 0 holds the lock.
-      clock: the supervisor's clock.
-      env, num_hosts: the workers' environment; the number of hosts of the whole job.
-      peers: connections to the supervisors of the other hosts; None: there are none.
-      wakeup: read end of `signals.wakeup_fd`; None: one is opened while the workers run.
-      deadline: when the workers are asked to save and stop, on the clock.
-      on_news: called with what host 0 reports for the alerts: failing saves, a slow host.
-      fork_server, fork: either forks the workers; the former is started once training runs.
-      preemption_watcher, health_watcher, run_metrics: watch this machine, export; None: off.
-    """
+def supervise(spec: AttemptSpec, services: Services) -> AttemptResult:
+    """Runs the workers of an attempt until they have all exited; returns its result."""
+    run_dir, clock, metrics = spec.run_dir, services.clock, services.run_metrics
     with contextlib.ExitStack() as stack:
-        path = run_dir.host_supervisor_events(attempt, min(commands))
+        path = run_dir.host_supervisor_events(spec.number, min(spec.commands))
         event_log = stack.enter_context(AsyncEventLog(path, clock=clock))
+        wakeup = services.wakeup
         wakeup = stack.enter_context(signals.wakeup_fd()) if wakeup is None else wakeup
-        others = None if peers is None else _connect_links(peers, commands, clock=clock)
-        running = RunningAttempt(
-            *(run_dir, attempt, limits, clock, [], others, deadline),
-            *(num_hosts, preemption_watcher, event_log, fork_server, env),
-            *(health_watcher, on_news, run_metrics),
-        )
+        links = None if services.peers is None else _connect_links(services.peers, spec, clock)
+        running = RunningAttempt(spec, services, links, event_log)
         try:
             watch = None  # Before the workers: the lock's heartbeat must not wait for imports.
-            if run_lock is not None:
-                watch = stack.enter_context(_run_dir_watcher(running, run_lock, last_seq=last_seq))
-            _spawn_workers(running, commands, wakeup=wakeup, fork=fork)
+            if services.run_lock is not None:
+                watch = stack.enter_context(_run_dir_watcher(running, services.run_lock))
+            _spawn_workers(running, wakeup=wakeup)
+            if metrics is not None:
+                running.workers[0].on_message = metrics.on_status
+                metrics.on_attempt_started(spec.number)
             ended = _with_stop_request(running, _wait(running, wakeup, watch))
             _send_exit(running, ended)
             return ended
@@ -119,36 +75,28 @@ def supervise(
                 worker.close()
 
 
-def _spawn_workers(
-    running: RunningAttempt,
-    commands: Mapping[int, Sequence[str]],
-    *,
-    wakeup: int,
-    fork: Fork | None,
-) -> None:
+def _spawn_workers(running: RunningAttempt, *, wakeup: int) -> None:
     """Spawns the workers, the lowest host first; a signal ends the wait for a fork server."""
 
     def may_wait() -> bool:
-        _send_heartbeat(running, commands)
+        _send_heartbeat(running, running.spec.commands)
         return not select.select([wakeup], [], [], 0)[0]
 
     kills_before = oom_kill_count()
-    fork = fork if running.fork_server is None else running.fork_server.fork
-    for host, command in sorted(commands.items()):
+    server = running.services.fork_server
+    fork = running.services.fork if server is None else server.fork
+    for host, command in sorted(running.spec.commands.items()):
         worker = spawn_worker(
             command,
             host=host,
-            is_alone=running.num_hosts == 1,
-            env=running.env,
+            is_alone=running.spec.num_hosts == 1,
+            env=running.spec.env,
             kills_before=kills_before,
-            clock=running.clock,
+            clock=running.services.clock,
             fork=fork,
             may_wait=may_wait,
         )
         running.workers.append(worker)
-    if running.run_metrics is not None:
-        running.workers[0].on_message = running.run_metrics.on_status
-        running.run_metrics.on_attempt_started(running.number)
 
 
 def _send_heartbeat(running: RunningAttempt, hosts: Iterable[int]) -> None:
@@ -158,7 +106,9 @@ def _send_heartbeat(running: RunningAttempt, hosts: Iterable[int]) -> None:
       running: the attempt.
       hosts: the hosts of this supervisor.
     """
-    progress = dict.fromkeys(hosts, ProgressTracker(last_progress=running.clock.monotonic()))
+    progress = dict.fromkeys(
+        hosts, ProgressTracker(last_progress=running.services.clock.monotonic())
+    )
     progress |= {worker.host: worker.progress for worker in running.workers}
     if isinstance(running.links, LeaderLink):
         (own,) = progress.values()
@@ -167,13 +117,13 @@ def _send_heartbeat(running: RunningAttempt, hosts: Iterable[int]) -> None:
         running.links.send_heartbeat([(host, each.step) for host, each in progress.items()])
 
 
-def _run_dir_watcher(running: RunningAttempt, owner: RunLock, *, last_seq: int) -> RunDirWatcher:
+def _run_dir_watcher(running: RunningAttempt, owner: RunLock) -> RunDirWatcher:
     return RunDirWatcher(
-        running.run_dir,
-        attempt=running.number,
-        last_seq=last_seq,
+        running.spec.run_dir,
+        attempt=running.spec.number,
+        last_seq=running.spec.last_seq,
         run_lock=owner,
-        clock=running.clock,
+        clock=running.services.clock,
         step=lambda: running.step,
     )
 
@@ -187,39 +137,47 @@ def _with_stop_request(running: RunningAttempt, ended: AttemptResult) -> Attempt
     return ended
 
 
-def _connect_links(
-    peers: PeerLinks, commands: Mapping[int, object], *, clock: Clock
-) -> FollowerLinks | LeaderLink:
-    return FollowerLinks(peers, now=clock.monotonic()) if LEADER in commands else LeaderLink(peers)
+def _connect_links(peers: PeerLinks, spec: AttemptSpec, clock: Clock) -> FollowerLinks | LeaderLink:
+    if LEADER in spec.commands:
+        return FollowerLinks(peers, now=clock.monotonic())
+    return LeaderLink(peers)
 
 
 def _send_exit(running: RunningAttempt, ended: AttemptResult) -> None:
     """Sends this supervisor's result to the others, so that none of them waits for it."""
-    if running.run_metrics is not None:
-        running.run_metrics.on_attempt_ended(announced=ended.announced)
+    if running.services.run_metrics is not None:
+        running.services.run_metrics.on_attempt_ended(announced=ended.announced)
     if running.links is not None:
         running.links.send_exit(ended, step=running.step)
 
 
 def _wait(running: RunningAttempt, wakeup: int, watch: RunDirWatcher | None) -> AttemptResult:
     """Handles signals, messages and deadlines until the attempt has a result."""
-    links, awake = running.links, Awake(running.clock)
+    links, awake = running.links, Awake(running.services.clock)
     while True:
         sources: list[int] = [fd for worker in running.workers for fd in worker.sources()]
         sources += [] if watch is None else [watch.wakeup]
         sources += [] if links is None else [links.fileno()]
-        sources += [] if running.preemption_watcher is None else [running.preemption_watcher.wakeup]
-        sources += [] if running.health_watcher is None else [running.health_watcher.wakeup]
+        sources += (
+            []
+            if running.services.preemption_watcher is None
+            else [running.services.preemption_watcher.wakeup]
+        )
+        sources += (
+            []
+            if running.services.health_watcher is None
+            else [running.services.health_watcher.wakeup]
+        )
         select.select([wakeup, *sources], [], [], TICK_SECONDS)
         _extend_deadlines(running, awake)
         hardware_faults.on_health(running)  # Before an exit that it explains.
-        now = running.clock.monotonic()
+        now = running.services.clock.monotonic()
         for worker in running.workers:
             _read_status(running, worker, now=now)
             while worker.news:
                 news = worker.news.pop(0)
                 if worker.host == LEADER:
-                    running.on_news(news)
+                    running.services.on_news(news)
         if links is not None and (ended := _exchange(running, links, now=now)) is not None:
             return ended
         if (ended := _result_after_exit(running)) is not None:
@@ -278,7 +236,7 @@ def _follow_leader(running: RunningAttempt, worker: Worker, verdict: JobResult) 
     """Kills the worker; returns the leader's result, or the worker's own if that is agreed."""
     if verdict.is_hang:
         _dump_stacks(running)
-    kill_process_groups(running.workers, clock=running.clock)
+    kill_process_groups(running.workers, clock=running.services.clock)
     own_result = None if worker.end is None else worker.end.result
     fault = hardware_faults.own_fault(running, worker, verdict)
     is_agreed = own_result is not None and exit_row(own_result.code).is_agreed
@@ -302,8 +260,10 @@ def _result_after_exit(running: RunningAttempt) -> AttemptResult | None:
     if isinstance(running.links, LeaderLink):
         return None  # The supervisor of host 0 decides.
     ends = [host.end for host in running.hosts]
-    settle_seconds = running.limits.save_seconds + LEAVE_SECONDS
-    if running.clock.monotonic() < root_cause.decision_time(ends, settle_seconds=settle_seconds):
+    settle_seconds = running.spec.limits.save_seconds + LEAVE_SECONDS
+    if running.services.clock.monotonic() < root_cause.decision_time(
+        ends, settle_seconds=settle_seconds
+    ):
         return None
     return _conclude(running)
 
@@ -311,7 +271,7 @@ def _result_after_exit(running: RunningAttempt) -> AttemptResult | None:
 def _conclude(running: RunningAttempt) -> AttemptResult:
     """Kills all workers; returns the result with its root cause, and sends it to all hosts."""
     statuses = [host.status() for host in running.hosts]
-    kill_process_groups(running.workers, clock=running.clock)
+    kill_process_groups(running.workers, clock=running.services.clock)
     cause = root_cause.find_root_cause(statuses)
     code, reason = cause.result.code, cause.result.reason
     if isinstance(running.links, FollowerLinks):
@@ -329,15 +289,15 @@ def _conclude(running: RunningAttempt) -> AttemptResult:
 
 def _tick(running: RunningAttempt, watch: RunDirWatcher | None) -> AttemptResult | None:
     """Checks the deadlines and storage every TICK_SECONDS; returns the result of a hang."""
-    now = running.clock.monotonic()
+    now = running.services.clock.monotonic()
     if now - running.ticked_at < TICK_SECONDS:
         return None  # A status message has woken the loop earlier.
     running.ticked_at = now
     child_pids = {worker.process.pid for worker in running.workers}
-    if running.fork_server is not None:
-        child_pids |= running.fork_server.pids
+    if running.services.fork_server is not None:
+        child_pids |= running.services.fork_server.pids
         if running.step:  # Not earlier: both would import at the same time.
-            running.fork_server.ensure_started(running.env)
+            running.services.fork_server.ensure_started(running.spec.env)
     processes.reap(child_pids)
     is_silent = watch is not None and watch.silent_seconds(now=now) > SILENT_SECONDS
     if is_silent != running.is_silence_reported:
@@ -345,8 +305,8 @@ def _tick(running: RunningAttempt, watch: RunDirWatcher | None) -> AttemptResult
         state = (
             "does not answer; deadlines and signals still work" if is_silent else "answers again"
         )
-        print_message(f"{running.run_dir.root}: storage {state} ({running.progress_text()})")
-    if now >= running.deadline and running.stop_requested is None:
+        print_message(f"{running.spec.run_dir.root}: storage {state} ({running.progress_text()})")
+    if now >= running.spec.deadline and running.stop_requested is None:
         return signal_dispatch.request_stop(
             running, ExitCode.STOPPED, "launch.max_hours is reached"
         )
@@ -364,14 +324,14 @@ def _tick(running: RunningAttempt, watch: RunDirWatcher | None) -> AttemptResult
 
 
 def _is_overdue(running: RunningAttempt, host: Worker | RemoteHost, now: float) -> bool:
-    return overdue_seconds(host.progress, running.limits, now=now) > 0
+    return overdue_seconds(host.progress, running.spec.limits, now=now) > 0
 
 
 def _end_hung(running: RunningAttempt, hung: Sequence[HostStatus]) -> AttemptResult:
     """Dumps the stacks of all workers, aborts and kills them, each step with a time limit."""
     first, *others = hung
     host = next(host for host in running.hosts if host.host == first.host)
-    limit = limit_seconds(host.progress, running.limits)
+    limit = limit_seconds(host.progress, running.spec.limits)
     reason = (
         f"no progress for {limit:.1f} s in phase '{first.phase}' after step {first.step} of this "
         f"attempt; {_hosts_at_same_point(first, others)}{_progress_of_hosts(running)}stacks of all "
@@ -381,7 +341,7 @@ def _end_hung(running: RunningAttempt, hung: Sequence[HostStatus]) -> AttemptRes
     result = AttemptResult(ExitCode.HUNG, reason)
     if isinstance(host, Worker):
         result = hardware_faults.as_unhealthy(running, result)
-    end = WorkerExit(result, running.clock.monotonic())
+    end = WorkerExit(result, running.services.clock.monotonic())
     if isinstance(
         running.links, FollowerLinks
     ):  # Before these workers die: losing them aborts the workers of other hosts.
@@ -399,7 +359,7 @@ def _progress_of_hosts(running: RunningAttempt) -> str:
     """Returns the progress of every host, for a message; empty for a single host."""
     statuses = [host.status() for host in running.hosts]
     return (
-        f"{root_cause.progress_summary(statuses, now=running.clock.monotonic())}; "
+        f"{root_cause.progress_summary(statuses, now=running.services.clock.monotonic())}; "
         if len(statuses) > 1
         else ""
     )
@@ -422,4 +382,4 @@ def _dump_stacks(running: RunningAttempt) -> None:
     ):
         for each in workers:
             each.signal(number)
-        wait_for(workers, seconds=grace, clock=running.clock)
+        wait_for(workers, seconds=grace, clock=running.services.clock)

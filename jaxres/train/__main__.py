@@ -149,6 +149,8 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
 def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult:
     """Trains in this process, for debuggers and notebooks."""
     run_dir, log, claim = opened.run_dir, opened.log, opened.claim
+    assert log is not None
+    assert opened.run_lock is not None
     os.environ["NPROC"] = str(claim.threads)
     from jaxres.train import worker
 

@@ -230,16 +230,15 @@ def _commit(
     Complete steps that the log still does not explain are quarantined, which keeps their files.
     Committed steps whose directories are gone are recorded as pruned: that record was lost.
     """
-    log, _ = attempt_runner.claim_attempt(
+    log = attempt_runner.claim_attempt(
         resolve_run(run_dir.root, ())[0].config,
-        run_dir,
+        lock,
         job=WorkerGroup(),
-        run_lock=lock,
-        clock=clock,
         env=env,
         known=plan.num_records,
         attempt=_newest_attempt(run_dir) + 1,
-    )
+    ).log
+    assert log is not None
     if plan.commit is not None:
         log.append(plan.commit)
     history = log.history()

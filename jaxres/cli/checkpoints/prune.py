@@ -85,15 +85,9 @@ def prune(
         planned = preview(run_dir, before, keep, is_alive=False)
         if not planned.plan.dead and not planned.leftovers:
             return planned
-        log, _ = attempt_runner.claim_attempt(
-            config,
-            run_dir,
-            job=WorkerGroup(),
-            run_lock=lock,
-            clock=clock,
-            env=env,
-            known=run_log.last_seq(records),
-        )
+        job, known = WorkerGroup(), run_log.last_seq(records)
+        log = attempt_runner.claim_attempt(config, lock, job=job, env=env, known=known).log
+        assert log is not None
         pruned = pruning.prune(log, keep, run_dir=run_dir)
         pruning.delete_all_but(log.history(), run_dir=run_dir, attempt=log.attempt)
         log.append(_end(before, pruned))

@@ -22,6 +22,7 @@ from jaxres.config.schema_operations import HealthSection, PreemptionSection
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import local_store
 from jaxres.supervisor import run_dir_watcher, supervisor
+from jaxres.supervisor.attempt import AttemptSpec, Services
 from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process import watchdog
@@ -116,25 +117,29 @@ def main() -> None:
         HealthWatcher(health, folder, env=os.environ, clock=clock) as health_watcher,
         RunLock(run_dir, clock=clock) as owner,
     ):
-        ended = supervisor.supervise(
-            {
-                host: [
-                    *(sys.executable, "-I", "-S", worker),
-                    *(str(folder), str(host), str(len(parts)), json.dumps(part)),
-                ]
-                for host, part in enumerate(parts)
-            },
+        commands = {
+            host: [
+                *(sys.executable, "-I", "-S", worker),
+                *(str(folder), str(host), str(len(parts)), json.dumps(part)),
+            ]
+            for host, part in enumerate(parts)
+        }
+        spec = AttemptSpec(
             run_dir=run_dir,
-            attempt=1,
+            number=1,
             last_seq=1,
-            limits=DeadlinesSection(**(sure | limits)),
-            run_lock=owner,
-            clock=clock,
+            commands=commands,
             env=os.environ,
             num_hosts=len(parts),
+            limits=DeadlinesSection(**(sure | limits)),
+        )
+        services = Services(
+            clock=clock,
+            run_lock=owner,
             preemption_watcher=watcher,
             health_watcher=health_watcher,
         )
+        ended = supervisor.supervise(spec, services)
     (folder / "ended.json").write_text(json.dumps(dataclasses.asdict(ended)))
     stdio.flush()
     os._exit(0)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,6 @@ from jaxres.runlog.run_log import Record
 from jaxres.storage import local_store
 from jaxres.supervisor import restart_loop, run_dir_watcher
 from jaxres.supervisor import run_lock as owners
-from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process import worker_group
 from jaxres.supervisor.process.worker_group import boot_id
@@ -79,16 +79,11 @@ def run(tmp_path, monkeypatch):
             run_lock=owner,
             clock=clock,
             wakeup=wakeup,
-            preemption_watcher=watcher,
-            health_watcher=HealthWatcher(None, Path("/"), env={}, clock=clock),
+            companions=SimpleNamespace(preemption_watcher=watcher),  # type: ignore[arg-type]
             policy=policy,
             emit=lambda event: None,
             save_monitor=None,  # type: ignore[arg-type]
             run_attempt=lambda opened: None,  # type: ignore[arg-type, return-value]
-            trackers=None,  # type: ignore[arg-type]
-            replica=None,  # type: ignore[arg-type]
-            scrub=None,  # type: ignore[arg-type]
-            exporter=None,  # type: ignore[arg-type]
             fork_server=None,
             env={},
             run_history=run_log.fold([]),
@@ -149,8 +144,8 @@ def test_a_near_preemption_ends_a_restart_delay_and_a_distant_one_does_not(run):
         section = PreemptionSection()
         with PreemptionWatcher(
             section, env=server.env, clock=run.clock, product=""
-        ) as run.preemption_watcher:
-            run.preemption_watcher.poll()
+        ) as run.companions.preemption_watcher:
+            run.companions.preemption_watcher.poll()
             server.announce(seconds=3600)
             assert restart_loop._wait_backoff(run, 0.5) is None
             server.preempt()
@@ -165,7 +160,7 @@ def test_no_attempt_begins_right_before_the_time_limit_of_the_job(run, deadline,
     env = {"JAXRES_DEADLINE": deadline}
     with PreemptionWatcher(
         PreemptionSection(), env=env, clock=run.clock, product=""
-    ) as run.preemption_watcher:
+    ) as run.companions.preemption_watcher:
         ended = restart_loop._wait_backoff(run, 0.0 if begins else SURE_SECONDS)
     assert (None if ended is None else ended.code) == (None if begins else ExitCode.PREEMPTED)
 

@@ -38,9 +38,7 @@ def test_a_run_whose_records_are_gone_is_not_claimed_as_a_new_one(tmp_path: Path
         RunLock(run_dir, clock=clock) as lock,
         pytest.raises(StorageUnavailable, match="2 records existed, 0 are left"),
     ):
-        attempt_runner.claim_attempt(
-            config, run_dir, job=WorkerGroup(), run_lock=lock, clock=clock, env={}, known=2
-        )
+        attempt_runner.claim_attempt(config, lock, job=WorkerGroup(), env={}, known=2)
     assert not run_dir.log.exists()
 
 
@@ -86,9 +84,7 @@ def test_a_recorded_config_with_arguments_of_custom_data_is_private(
     before = os.umask(0o022)
     try:
         with RunLock(run_dir, clock=clock) as lock:
-            attempt_runner.claim_attempt(
-                config, run_dir, job=WorkerGroup(), run_lock=lock, clock=clock, env={}, known=0
-            )
+            attempt_runner.claim_attempt(config, lock, job=WorkerGroup(), env={}, known=0)
     finally:
         os.umask(before)
     written = sorted(tmp_path.rglob("config.yaml"))

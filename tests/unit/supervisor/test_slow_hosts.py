@@ -150,8 +150,8 @@ def test_the_attempt_of_each_leader_is_reviewed_at_its_end_unless_the_run_is_don
         hosts=(0,),
         peers=SimpleNamespace(links=links),
         secret=None,
-        **dict.fromkeys(("run_lock", "last_seq", "on_news", "preemption_watcher"), None),
-        **dict.fromkeys(("health_watcher", "run_metrics"), None),
+        log=object(),
+        **dict.fromkeys(("run_lock", "last_seq", "on_news", "companions"), None),
     )
     env = {"JAXRES_HOST_NAME": "leader"}
     attempt_runner.run_local_workers(opened, env=env, advise=lambda *_: "")

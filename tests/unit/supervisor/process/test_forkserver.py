@@ -183,6 +183,7 @@ def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(
         from jaxres.cluster.messages import Heartbeat, JobResult, LeaderHeartbeat
         from jaxres.cluster.peer_connections import PeerLinks
         from jaxres.config.schema import DeadlinesSection
+        from jaxres.supervisor.attempt import AttemptSpec, Services
         from jaxres.supervisor.supervisor import supervise
 
         peer_connections.HEARTBEAT_SECONDS = 0.0
@@ -210,11 +211,9 @@ def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(
         fork_server.ensure_started(env)
         links.send(JobResult(75, other, "the other host stops", 0), to=own)
         run_dir.attempt(1).mkdir(parents=True)
-        ended = supervise(
-            {{own: [sys.executable, "-c", "pass"]}},
-            run_dir=run_dir, attempt=1, last_seq=1, limits=DeadlinesSection(), run_lock=None,
-            clock=clock, env=env, num_hosts=2, peers=peers, fork=fork,
-        )
+        commands = {{own: [sys.executable, "-c", "pass"]}}
+        spec = AttemptSpec(run_dir, 1, 1, commands, env, 2, DeadlinesSection())
+        ended = supervise(spec, Services(clock, peers=peers, fork=fork))
         assert set(heard) <= {{LeaderHeartbeat((0, 0)) if own == 0 else Heartbeat(0, "start")}}
         print(json.dumps([len(heard), ended.code, [event.message for event in events]]))
         """,
@@ -237,6 +236,7 @@ def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
         import threading
         from jaxres.config.schema import DeadlinesSection
         from jaxres.host import signals
+        from jaxres.supervisor.attempt import AttemptSpec, Services
         from jaxres.supervisor.supervisor import supervise
 
         signals.block()
@@ -244,11 +244,9 @@ def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
         fork_server.ensure_started(env)
         run_dir.attempt(1).mkdir(parents=True)
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-        ended = supervise(
-            {{0: [sys.executable, "-c", "import time; time.sleep(6000)"]}},
-            run_dir=run_dir, attempt=1, last_seq=1, limits=DeadlinesSection(), run_lock=None,
-            clock=SystemClock(), env=env, num_hosts=1, fork=fork_server.fork_last,
-        )
+        commands = {{0: [sys.executable, "-c", "import time; time.sleep(6000)"]}}
+        spec = AttemptSpec(run_dir, 1, 1, commands, env, 1, DeadlinesSection())
+        ended = supervise(spec, Services(SystemClock(), fork=fork_server.fork_last))
         print(json.dumps([ended.code, [event.message for event in events]]))
         """,
     )
