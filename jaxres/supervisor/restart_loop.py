@@ -122,6 +122,7 @@ def run_restart_loop(
       alerts: receive the events of the loop; entered once the run lock is held.
     """
     with contextlib.ExitStack() as stack:
+        adopts = processes.become_subreaper()  # Before any child: companions have processes.
         companions = Companions(config, run_dir, env=env, clock=clock)
         stack.enter_context(companions)
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
@@ -136,7 +137,7 @@ def run_restart_loop(
             config=config,
             run_dir=run_dir,
             run_dir_id=processes.run_dir_id(run_dir),
-            adopts=processes.become_subreaper(),
+            adopts=adopts,
             run_lock=run_lock,
             clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
