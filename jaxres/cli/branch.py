@@ -101,7 +101,11 @@ def branch(
         building = to.root.with_name(f".{to.root.name}.{secrets.token_hex(6)}.tmp")
         try:
             _build(
-                *(origin, RunDir(building), commit, history, config),
+                origin,
+                RunDir(building),
+                commit,
+                history,
+                config,
                 clock=clock or SystemClock(),
                 env=env,
             )

@@ -122,9 +122,7 @@ class Hooks:
         """Returns what one hook is called with; a change of its dicts changes nothing else."""
         assert self._run_dir is not None
         params, model_state = jax.tree.map(lambda x: x, (self._params_of(state), state.model_state))
-        return HookContext(
-            *(line.step, params, model_state, line.fields(), self._run_dir, self._host)
-        )
+        return HookContext(line.step, params, model_state, line.fields(), self._run_dir, self._host)
 
     def _warn(self, name: str, step: int, text: str) -> None:
         note = f"WARNING: hook {name} at step {step}: {text}; training goes on"

@@ -155,7 +155,8 @@ def _up(
     waits, resume_only = "--standby" in flags, "--resume-only" in flags
     start = functools.partial(
         job_start.start_or_resume,
-        *(config, run),
+        config,
+        run,
         env=env,
         clock=clock,
         waits=waits,

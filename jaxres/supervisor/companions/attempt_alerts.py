@@ -164,7 +164,12 @@ def sending(
         has_others = bool(targets) and num_hosts > 1
         try:
             yield AttemptAlerts(
-                *(run, 0, alerts.send, bool(targets), monitor, run_dir),
+                run,
+                0,
+                alerts.send,
+                bool(targets),
+                monitor,
+                run_dir,
                 follow if has_others else None,
             )
         finally:

@@ -234,7 +234,9 @@ def _note_end_of_attempt(
         _is_ready(desired, observed, gce)
         and not observed.stop_requested
         and _pays(
-            *(desired, observed, config),
+            desired,
+            observed,
+            config,
             option=spares.of_other_option(desired)[0].option,
             factor=MOVE_FACTOR,
             are_requested=True,
@@ -278,12 +280,14 @@ def _may_request(
         return False
     not_before = desired.cheaper_not_before
     if not spares.may_request(
-        *(desired, observed, config), not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
+        desired, observed, config, not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
     ):
         return False
     like = VmSpec("", site.zone, site.option, 0.0)
     return provisioning.may_add(desired, like, observed, gce) and _pays(
-        *(desired, observed, config),
+        desired,
+        observed,
+        config,
         option=site.option,
         factor=MOVE_FACTOR,
         are_requested=False,

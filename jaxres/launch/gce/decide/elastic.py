@@ -36,7 +36,9 @@ def allowed_counts(config: RunConfig, *, option: int) -> tuple[int, ...]:
     assert gce is not None, config
     per_host = _devices_per_host(gce, gce.capacity_options[option]) or 1
     fitting = mesh_plan.feasible(
-        *(config.mesh, config.train, config.model),
+        config.mesh,
+        config.train,
+        config.model,
         limit=gce.most_hosts * per_host,
         multiple_of=per_host,
     )
@@ -60,7 +62,9 @@ def check_range(config: RunConfig) -> None:
     found = {_devices_per_host(gce, option) for option in gce.capacity_options} - {None}
     for per_host in found if gce.least_hosts < gce.most_hosts else ():
         mesh_plan.plan(
-            *(config.mesh, config.train, config.model),
+            config.mesh,
+            config.train,
+            config.model,
             num_devices=gce.most_hosts * (per_host or 1),
             num_hosts=gce.most_hosts,
         )

@@ -116,7 +116,7 @@ def _may_request(
         return False
     not_before = desired.spares_not_before
     if not spares.may_request(
-        *(desired, observed, config), not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
+        desired, observed, config, not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
     ):
         return False
     return provisioning.may_add(desired, desired.vms[0], observed, gce)
