@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600, "examples": 60}
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 70
+MAX_PARAMETERS = 8
+"""Parameters of a function of the package, `self` apart; more belong together in a dataclass."""
 BANNED_NAMES = re.compile(r"(Manager|Helper|Handler|Util|Processor)$|^maybe_|_v\d+$")
 TIME = {"time", "monotonic", "sleep", "perf_counter"}
 WALL_CLOCK = re.compile(r".*\.wall|(date|datetime)\.(now|utcnow|today)|.*\.st_[amc]time(_ns)?")
@@ -145,6 +147,12 @@ def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]
             yield f"{where}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
     if not production:
         return
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    if is_function and (number := _num_parameters(node)) > MAX_PARAMETERS:
+        yield f"{where}: {node.name} has {number} parameters, at most {MAX_PARAMETERS}"
+    arguments = node.args if isinstance(node, ast.Call) else []
+    if any(isinstance(a, ast.Starred) and isinstance(a.value, ast.Tuple) for a in arguments):
+        yield f"{where}: a splat of a literal tuple: write its arguments, with keywords"
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         name = f"{node.value.id}.{node.attr}"
         if node.value.id == "time" and node.attr in TIME and path.name != "clock.py":
@@ -153,6 +161,13 @@ def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]
             yield f"{where}: {name}: environment variables only in {', '.join(ENVIRONMENT)}"
     if isinstance(node, ast.ExceptHandler) and node.type is None:
         yield f"{where}: bare except"
+
+
+def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = node.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    own = len(names) - (names[:1] in (["self"], ["cls"]))
+    return own + len(given.kwonlyargs) + (given.vararg is not None) + (given.kwarg is not None)
 
 
 def _check_wall_clock(path: Path, tree: ast.AST) -> Iterator[str]:

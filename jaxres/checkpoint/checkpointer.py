@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 
 from jaxres.checkpoint.commit_tracker import CommitTracker, FrozenPart, PendingSave, SaveSlot
-from jaxres.checkpoint.finalize import finalize
+from jaxres.checkpoint.finalize import WrittenArrays, finalize
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read.readback import HostReport, gather_reports, verify_own_files
 from jaxres.checkpoint.read.step_download import StepDownload
@@ -35,10 +35,9 @@ from jaxres.checkpoint.restore.restore import NewestValid, Restored, all_damaged
 from jaxres.checkpoint.snapshot import SnapshotMemory
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write import background_save, frozen_arrays
-from jaxres.checkpoint.write.background_save import BackgroundSave
+from jaxres.checkpoint.write.background_save import BackgroundSave, SaveSettings
 from jaxres.checkpoint.write.frozen_arrays import LinkedFiles, LinkSource, split_state
 from jaxres.checkpoint.write.linked_parts import WrittenParts
-from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.config.schema import CheckpointSection
 from jaxres.engine.state import Progress
@@ -78,7 +77,6 @@ class Checkpointer:
         claim: Claim,
         peers: HostGroup,
         emit: Emit,
-        clock: Clock,
         before_commit: Callable[[], None],
         trainable: Trainable = ALL,
     ) -> None:
@@ -87,11 +85,10 @@ class Checkpointer:
         Args:
           section: intervals, retention, limits.
           run_dir: run directory that receives the steps.
-          log: run log that receives commit and prune records.
+          log: run log that receives commit and prune records; its clock times the saves.
           claim: claim of this attempt; versions and fingerprint are copied into every manifest.
           peers: other hosts of the job. Each writes its shards; host 0 decides and commits.
           emit: receives the events of every save.
-          clock: times the saves.
           before_commit: makes durable what a commit depends on (the metrics lines).
           trainable: which parameters are frozen: unchanged ones are not written again.
         """
@@ -100,14 +97,14 @@ class Checkpointer:
         self._log = log
         self._claim = claim
         self._peers = peers
-        self._emit, self._clock = emit, clock
+        self._emit, self._clock = emit, log.clock
         self._before_commit = before_commit
         self._trainable = trainable
         self._sources: list[LinkSource] = []
         """Steps with different copies of the frozen parameters; saves link them in turn."""
         self._parts: list[WrittenParts] = []  # Of the newest steps of this attempt.
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="jaxres-saver")
-        self._flight = SaveSlot(clock)
+        self._flight = SaveSlot(self._clock)
         self._leaving = False
         """Whether the `with` block has raised, so that nothing is committed any more."""
         self._refused_from: int | None = None
@@ -115,7 +112,7 @@ class Checkpointer:
         self._calls = 0
         """Number of calls of `save` so far; the same on every host."""
         self._commits = CommitTracker(
-            section, run_dir=run_dir, log=log, peers=peers, emit=emit, clock=clock
+            section, run_dir=run_dir, log=log, peers=peers, emit=emit, clock=self._clock
         )
         self._writer: BackgroundSave | None = None
         """A save that timed out while it was still being written."""
@@ -124,7 +121,7 @@ class Checkpointer:
         """Whether storage has not answered for so long that no further save is attempted."""
         self._restores = 0
         """Number of restores by this attempt; the same on every host."""
-        self._pace = Throttle(section.background_share, clock)
+        self._pace = Throttle(section.background_share, self._clock)
         self._memory = SnapshotMemory()
         self._context = orbax_io.save_context(
             timeout_seconds=section.timeout_seconds, is_remote=run_dir.is_remote
@@ -301,12 +298,14 @@ class Checkpointer:
             changing,
             step_dir,
             self._context,
-            self._section.snapshot,
-            self._pace,
+            SaveSettings(
+                snapshot=self._section.snapshot,
+                writer=self._section.writer,
+                check=self._section.check_snapshot,
+                pace=self._pace,
+            ),
             frozen={} if frozen.source else still,
             memory=self._memory,
-            writer=self._section.writer,
-            check=self._section.check_snapshot,
             earlier=self._parts[0] if len(self._parts) == frozen_arrays.COPIES else None,
         )
         self._commits.saved_step = progress.step
@@ -428,17 +427,15 @@ class Checkpointer:
             reports.append(save.writing.complete(reports))
         linked = self._link(save)
         root = self._run_dir.root.absolute()
+        markers = save.writing.markers or {}
         commit = finalize(
             save.step_dir,
             save.progress,
-            save.infos,
+            WrittenArrays(save.infos, save.frozen.paths, linked, markers),
             reports,
             root=root,
             claim=self._claim,
             records=self._log.records,
-            frozen=save.frozen.paths,
-            linked=linked,
-            markers=save.writing.markers,
         )
         self._before_commit()
         return commit, linked.size_bytes + sum(report.linked_bytes for report in reports)

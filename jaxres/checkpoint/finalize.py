@@ -50,48 +50,56 @@ CUT_BLOCKS = "read_back.json"
 _FOLDERS = (DIGESTS, FROZEN_DIGESTS)
 
 
+@dataclasses.dataclass(frozen=True)
+class WrittenArrays:
+    """The arrays of a step whose files all hosts have written."""
+
+    infos: Mapping[str, ArrayInfo]
+    """Path -> dtype and shape of all arrays of the step."""
+    frozen: Collection[str] = ()
+    """Paths of the arrays in the folder of the frozen parameters."""
+    linked: LinkedFiles = NOTHING_LINKED
+    """Files of the frozen arrays that are links; they are not read again."""
+    markers: Mapping[str, bytes] = dataclasses.field(default_factory=dict[str, bytes])
+    """Name -> content of files that must follow all others of the arrays."""
+
+
 def finalize(
     step_dir: RunPath,
     progress: Progress,
-    arrays: Mapping[str, ArrayInfo],
+    written: WrittenArrays,
     reports: Sequence[HostReport],
     *,
     root: RunPath,
     claim: Claim,
     records: Callable[[], Sequence[Record]],
-    frozen: Collection[str] = (),
-    linked: LinkedFiles = NOTHING_LINKED,
-    markers: Mapping[str, bytes] | None = None,
 ) -> Commit:
     """Writes progress.json, a copy of the log and the manifest; returns the step's commit record.
 
     Args:
       step_dir: absolute path of the step directory.
       progress: the host's facts at the step.
-      arrays: path -> dtype and shape of all arrays of the step.
+      written: the arrays of the step.
       reports: every process's report on its own files.
       root: absolute path of the run directory.
       claim: claim of this attempt.
       records: returns the run log; `checkpoints adopt` rebuilds a lost one from this copy.
-      frozen: paths of the arrays in the folder of the frozen parameters.
-      linked: those of these whose files are links; they are not read again.
-      markers: name -> content of files that must follow all others of the arrays.
 
     Raises:
       StorageUnavailable: storage has failed, or returns other data than were written.
     """
     _require_no_failure(reports)
-    facts = dataclasses.asdict(progress)
+    facts, arrays, frozen = dataclasses.asdict(progress), written.infos, written.frozen
     with files.typed_errors(step_dir):
         with ThreadPoolExecutor(1, "jaxres-finalize") as pool:
             log = pool.submit(_encoded_log, records)
-            digests, written = _digests_and_files(step_dir, arrays, reports, frozen, linked)
-        content = {PROGRESS: canonical_json(facts), LOG_COPY: log.result(), **(markers or {})}
+            digests, infos = _digests_and_files(step_dir, arrays, reports, frozen, written.linked)
+        content = {PROGRESS: canonical_json(facts), LOG_COPY: log.result(), **written.markers}
         manifest = Manifest(
             format=FROZEN_FORMAT if frozen else FORMAT,
             step=progress.step,
             attempt=claim.attempt,
-            files=written | _infos_of(content),
+            files=infos | _infos_of(content),
             arrays=arrays,
             digests=digests,
             frozen=tuple(sorted(frozen)),

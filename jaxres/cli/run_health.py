@@ -99,55 +99,59 @@ class RunHealth:
         return CODES[self.state]
 
 
-def outlook(
-    *,
-    liveness: Liveness,
-    pid: int | None,
-    is_done: bool,
-    attempt: int,
-    last_exit: int | None,
-    is_supervised: bool,
-    supervision: LastSupervisorEvent | None,
-    root: str,
-    is_slurm_job: bool,
-    changed_steps: int | None,
-    stacks: str,
-) -> RunHealth:
-    """Returns the health of a run.
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known about a run and its supervisor."""
 
-    Args:
-      liveness: what the heartbeat of the lock holder shows.
-      pid: process of the lock holder; None: there is no heartbeat.
-      is_done: whether the last step of the run is committed.
-      attempt: number of the newest attempt.
-      last_exit: exit code of the newest attempt; None: not recorded, or the attempt still runs.
-      is_supervised: whether a supervisor started the newest attempt.
-      supervision: newest decision of a supervisor.
-      root: path of the run directory.
-      is_slurm_job: whether it was submitted by `launch slurm`.
-      changed_steps: train.steps of the newest attempt if it differs from that of the last one that
-        trained; None: it does not.
-      stacks: path of the stack dump of a hung worker.
-    """
-    command = f"python -m jaxres.train {root}"
-    if is_slurm_job:
-        command = f"python -m jaxres.launch slurm {root} --nodes N"
-    if changed_steps is not None:  # Without it the config of the last attempt that trained counts.
-        command += f" train.steps={changed_steps}"
-    is_newest = supervision is not None and supervision.attempt >= attempt
+    liveness: Liveness
+    """What the heartbeat of the lock holder shows."""
+    pid: int | None
+    """Process of the lock holder; None: there is no heartbeat."""
+    is_done: bool
+    """Whether the last step of the run is committed."""
+    attempt: int
+    """Number of the newest attempt."""
+    last_exit: int | None
+    """Exit code of the newest attempt; None: not recorded, or the attempt still runs."""
+    is_supervised: bool
+    """Whether a supervisor started the newest attempt."""
+    supervision: LastSupervisorEvent | None
+    """Newest decision of a supervisor."""
+    root: str
+    """Path of the run directory."""
+    is_slurm_job: bool
+    """Whether the run was submitted by `launch slurm`."""
+    changed_steps: int | None
+    """train.steps of the newest attempt if it differs from the value of the last attempt that
+    trained; None: it does not differ."""
+    stacks: str
+    """Path of the stack dump of a hung worker."""
+
+
+def outlook(run: RunFacts) -> RunHealth:
+    """Returns the health of a run."""
+    supervision, last_exit, stacks = run.supervision, run.last_exit, run.stacks
+    command = f"python -m jaxres.train {run.root}"
+    if run.is_slurm_job:
+        command = f"python -m jaxres.launch slurm {run.root} --nodes N"
+    if run.changed_steps is not None:  # Else the config of the last attempt that trained counts.
+        command += f" train.steps={run.changed_steps}"
+    is_newest = supervision is not None and supervision.attempt >= run.attempt
     final_decisions = ("gave up", "ended")
     is_final = is_newest and supervision is not None and supervision.decision in final_decisions
     # The heartbeat of a lock holder that has just exited looks recent for some seconds.
     is_over = last_exit is not None and (last_exit == ExitCode.DONE or is_final)
-    if liveness == "suspended" and not is_over:
+    if run.liveness == "suspended" and not is_over:
         return RunHealth(
             "suspended",
-            f"`kill -CONT {pid}` continues it; {command} takes the run over",
-            f"none: its supervisor (pid {pid}) exists, but writes no heartbeat",
+            f"`kill -CONT {run.pid}` continues it; {command} takes the run over",
+            f"none: its supervisor (pid {run.pid}) exists, but writes no heartbeat",
         )
-    if liveness == "alive" and not is_over:
-        return _alive(last_exit, attempt, supervision, root, is_supervised=is_supervised)
-    if is_done:
+    if run.liveness == "alive" and not is_over:
+        return _alive(
+            last_exit, run.attempt, supervision, run.root, is_supervised=run.is_supervised
+        )
+    if run.is_done:
         return RunHealth("done", remedy(ExitCode.DONE), "")
     if supervision is not None and supervision.decision == "gave up" and is_newest:
         advice = remedy(supervision.exit, command=command, stacks=stacks)

@@ -117,17 +117,19 @@ def read_status(
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
     health = run_health.outlook(
-        liveness=liveness,
-        pid=None if heartbeat is None else heartbeat["pid"],
-        is_done=last_exit == ExitCode.DONE or (steps is not None and history.step >= steps),
-        attempt=history.attempt,
-        last_exit=last_exit,
-        is_supervised=bool(history.claims) and history.claims[-1].slots is not None,
-        supervision=supervision,
-        root=str(run_dir.root),
-        is_slurm_job=files.exists(run_dir.root / "slurm" / "job.sh"),
-        changed_steps=steps if built is not None and steps != built else None,
-        stacks=str(run_dir.stacks(history.attempt, 0)),
+        run_health.RunFacts(
+            liveness=liveness,
+            pid=None if heartbeat is None else heartbeat["pid"],
+            is_done=last_exit == ExitCode.DONE or (steps is not None and history.step >= steps),
+            attempt=history.attempt,
+            last_exit=last_exit,
+            is_supervised=bool(history.claims) and history.claims[-1].slots is not None,
+            supervision=supervision,
+            root=str(run_dir.root),
+            is_slurm_job=files.exists(run_dir.root / "slurm" / "job.sh"),
+            changed_steps=steps if built is not None and steps != built else None,
+            stacks=str(run_dir.stacks(history.attempt, 0)),
+        )
     )
     return Status(
         run_dir=run_dir,

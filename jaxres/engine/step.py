@@ -133,30 +133,45 @@ class MetricsLayout:
         return measured, facts
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Settings of a train step, which are constants of its program."""
+
+    clip_norm: float | None
+    """Norm that the gradient is clipped to; None: it is not clipped."""
+    microbatches: int
+    """Number of parts of a batch; with a `reduction` of the batch of a virtual shard."""
+    spikes: SpikesSection | None
+    """Bands of the gradient norm; None: an update with any finite norm is applied."""
+    loss_scale: LossScaleSection | None = None
+    """How the loss is scaled, by a factor in the state; None: it is not scaled."""
+    replicate: Callable[[jax.Array], jax.Array] = anywhere
+    """Places an array on all devices."""
+    trainable: Trainable = ALL
+    ema_decay: float | None = None
+    """Decay of the moving average of the parameters; None: there is none."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources of a mixture, whose batches have SOURCE_KEY."""
+    reduction: InvariantReduction | None = None
+    """Sums that do not depend on the number of devices; None: XLA's."""
+
+
 def make_train_step(
     model: Model,
     tx: optax.GradientTransformation,
     rate: Callable[[jax.Array], jax.Array],
-    *,
-    clip_norm: float | None,
-    microbatches: int,
-    spikes: SpikesSection | None,
-    loss_scale: LossScaleSection | None = None,
-    replicate: Callable[[jax.Array], jax.Array] = anywhere,
-    trainable: Trainable = ALL,
-    ema_decay: float | None = None,
-    sources: tuple[str, ...] = (),
-    reduction: InvariantReduction | None = None,
+    settings: StepSettings,
 ) -> TrainStep:
     """Returns the train step, whose state is to be donated; its metrics are as MetricsLayout reads.
 
     The loss is the weighted mean over the whole batch for any number of microbatches. The update is
-    applied or masked depending on the loss and the gradient norm before clipping. `spikes` has the
-    bands of that norm; None: any finite norm is applied. With a `loss_scale` the state must have
-    one. `rate` is the schedule for a peak of 1; the peak (None: 1) is an input of the step, so that
-    another one needs no compilation. With `sources`, those of a mixture, batches have SOURCE_KEY.
-    With a `reduction` `microbatches` are those of a virtual shard.
+    applied or masked depending on the loss and the gradient norm before clipping. `rate` is the
+    schedule for a peak of 1; the peak (None: 1) is an input of the step, so that another one needs
+    no compilation.
     """
+    clip_norm, spikes, loss_scale = settings.clip_norm, settings.spikes, settings.loss_scale
+    microbatches, trainable, sources = settings.microbatches, settings.trainable, settings.sources
+    reduction = settings.reduction
 
     def train_step(
         state: TrainState,
@@ -178,7 +193,12 @@ def make_train_step(
         trained, frozen = trainable.split(state.params)
         direction, opt = tx.update(grads, state.opt, trained)
         params = jax.tree.map(lambda p, d: p - learning_rate * d, trained, direction)
-        after = (params, opt, measured.model_state, ema.update(state.ema, params, ema_decay))
+        after = (
+            params,
+            opt,
+            measured.model_state,
+            ema.update(state.ema, params, settings.ema_decay),
+        )
         before = (trained, state.opt, state.model_state, state.ema)
         params, opt, *kept = _where(applied, after, before)
         finite = _all_finite((params, opt, kept[0]))
@@ -189,7 +209,7 @@ def make_train_step(
             scale = scaling.update(scale, loss=loss, grad_norm=grad_norm, section=loss_scale)
         params, key = trainable.merge(params, frozen), jax.random.key_data(next_key)
         new = TrainState(params, opt, key, step, band.norms, scale, *kept)
-        flags_B = _flags(bad_B, applied, replicate)
+        flags_B = _flags(bad_B, applied, settings.replicate)
         return new, _vector(numbers, squares_G, flags_B, facts=facts)
 
     return train_step

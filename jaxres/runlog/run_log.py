@@ -321,7 +321,7 @@ class RunLog:
     def __init__(self, folder: RunPath, *, attempt: int, last_seq: int, clock: Clock) -> None:
         self._folder = folder
         self._last_seq = last_seq
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
         self._unconfirmed: bytes | None = None
         """A record whose write storage has not confirmed: the next slot may have it or not."""
@@ -375,7 +375,7 @@ class RunLog:
         with self._lock:
             self._settle_unconfirmed()
             while True:
-                record = Record(self._last_seq + 1, self.attempt, self._clock.wall(), body)
+                record = Record(self._last_seq + 1, self.attempt, self.clock.wall(), body)
                 path = self._folder / file_name(record.seq)
                 self._unconfirmed = record.encode()
                 is_ours = files.create(path, self._unconfirmed)

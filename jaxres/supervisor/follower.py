@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
-from jaxres.cluster.detect import Address
-from jaxres.cluster.host_group import HostRank
 from jaxres.cluster.host_identity import identify
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
@@ -31,7 +29,7 @@ from jaxres.supervisor.attempt_runner import (
 )
 from jaxres.supervisor.companions import attempt_alerts
 from jaxres.supervisor.companions.companions import Companions
-from jaxres.supervisor.process.worker_group import as_follower
+from jaxres.supervisor.process.worker_group import Membership, as_follower
 from jaxres.supervisor.process.worker_process import Fork
 from jaxres.supervisor.run_config import resolve_run
 
@@ -40,9 +38,7 @@ def follow(
     target: RunPath,
     overrides: Sequence[str],
     *,
-    member: HostRank,
-    address: Address,
-    secret: str,
+    membership: Membership,
     env: Mapping[str, str],
     advise: Callable[[RunConfig, str], str],
     is_complete: Callable[[RunDir, RunConfig], bool],
@@ -50,7 +46,7 @@ def follow(
 ) -> int:
     """Connects to the supervisor of host 0 and runs this host's worker; returns the exit code."""
     loaded, run_dir = resolve_run(target, overrides)
-    config = loaded.config
+    config, member = loaded.config, membership.member
     if is_complete(run_dir, config):
         return ExitCode.DONE
     host_exclusion.on_this_machine(run_dir, run_log.read_records(run_dir.log), env=env)
@@ -60,7 +56,13 @@ def follow(
         companions = Companions(config, run_dir, env=env, clock=clock, owns_run=False)
         stack.enter_context(companions)
         joined = as_follower(
-            config, run_dir, member, address, secret=secret, identity=identity, clock=clock
+            config,
+            run_dir,
+            member,
+            membership.address,
+            secret=membership.secret,
+            identity=identity,
+            clock=clock,
         )
         attempt_number, peers, shared = stack.enter_context(joined)
         recording = attempt_alerts.recording(config, run_dir, host=member.host, clock=clock)

@@ -31,7 +31,7 @@ from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
 from jaxres.supervisor.follower import follow
-from jaxres.supervisor.process.worker_group import as_leader
+from jaxres.supervisor.process.worker_group import Membership, as_leader
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
 from jaxres.telemetry import stdio
@@ -136,9 +136,7 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
     return follow(
         target,
         overrides,
-        member=member,
-        address=address,
-        secret=secret,
+        membership=Membership(member, address, secret),
         env=env,
         advise=advise,
         is_complete=is_complete,

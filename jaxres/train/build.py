@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxres import config as configs
 from jaxres import data, models
 from jaxres.checkpoint.checkpointer import Checkpointer
-from jaxres.checkpoint.memory.tier import MemoryTier
+from jaxres.checkpoint.memory.tier import MemoryTier, TierSettings
 from jaxres.checkpoint.snapshot import prepare_copies
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write.frozen_arrays import split_state
@@ -486,7 +486,6 @@ def _checkpoints(
         claim=context.claim,
         emit=context.emit,
         peers=context.peers,
-        clock=context.clock,
         before_commit=before_commit,
         trainable=trainable,
     )
@@ -501,14 +500,17 @@ def _memory(
     section = parts.config.checkpoint
     if section.memory is None:
         return MemoryTier()
+    folder = memory_folder.memory_folder(context.run_dir.root, section.memory.folder)
     tier = MemoryTier(
-        section.memory.every_steps,
-        neighbor_copies=section.memory.neighbor_copies,
-        folder=memory_folder.memory_folder(context.run_dir.root, section.memory.folder),
+        TierSettings(
+            every_steps=section.memory.every_steps,
+            neighbor_copies=section.memory.neighbor_copies,
+            folder=folder,
+            snapshot=section.snapshot,
+        ),
         shapes=states.to_plain(parts.shapes),
         nonce=context.claim.nonce,
         available=processes.available_bytes,
-        snapshot=section.snapshot,
         pace=Throttle(section.background_share, context.clock),
         peers=context.peers,
         emit=context.emit,

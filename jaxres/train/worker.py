@@ -59,6 +59,22 @@ SWITCH_SECONDS = 0.0005
 the thread that trains; Python's own is 0.005 s, for each of them (ADR 47)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker runs."""
+
+    member: HostRank = ALONE
+    min_devices: int = 0
+    """Number of devices that its host must have."""
+    platform: str = ""
+    """Platform that the devices must have, as JAX names it; empty: any."""
+    is_forked: bool = False
+    """Whether the fork server has forked it."""
+
+
+WORKER_ALONE = WorkerPlace()
+
+
 def run_worker(
     config: RunConfig,
     run_dir: RunDir,
@@ -67,16 +83,14 @@ def run_worker(
     *,
     requests: StopRequests,
     status_writer: StatusWriter | None = None,
-    member: HostRank = ALONE,
     terminal: TextIO | None = None,
-    min_devices: int = 0,
-    platform: str = "",
-    forked: bool = False,
+    place: WorkerPlace = WORKER_ALONE,
 ) -> AttemptResult:
     """Trains as one host of the attempt that `claim` has opened, and returns how it ended.
 
-    Console output goes to `terminal`, by default standard output. `forked`: by the fork server.
+    Console output goes to `terminal`, by default standard output.
     """
+    member = place.member
     shown, clock = terminal or sys.stdout, SystemClock()
     before = [record for record in log.records() if record.attempt < claim.attempt]
     is_restart = restart_policy.is_restart(before)
@@ -90,7 +104,7 @@ def run_worker(
                 observers.append(stack.enter_context(_console_log(config, run_dir, claim, clock)))
         file = run_dir.events(claim.attempt, member.host)
         events = stack.enter_context(EventLog(file, clock=clock, listeners=[observers.on_event]))
-        events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked))
+        events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, place.is_forked))
         events.emit(PhaseChanged("import", "jax and its dependents"))
 
         from jaxres.train import session
@@ -99,7 +113,9 @@ def run_worker(
             context = AttemptContext(
                 run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
             )
-            context = dataclasses.replace(context, min_devices=min_devices, platform=platform)
+            context = dataclasses.replace(
+                context, min_devices=place.min_devices, platform=place.platform
+            )
             with files.untyped_failures():
                 session_result = session.run_session(config, context, stack, member=member)
             result = session_result.result
@@ -219,11 +235,8 @@ def main(arguments: Sequence[str], *, forked: bool = False) -> int:
                 claim,
                 requests=requests,
                 status_writer=status_writer,
-                member=member,
                 terminal=terminal,
-                min_devices=options.min_devices,
-                platform=options.platform,
-                forked=forked,
+                place=WorkerPlace(member, options.min_devices, options.platform, forked),
             )
         except SystemExit as error:
             raise RuntimeError("custom code has called sys.exit; raise an error instead") from error

@@ -128,7 +128,6 @@ def save(
         claim=claim,
         peers=peers,
         emit=print,
-        clock=clock,
         before_commit=lambda: None,
     )
     with checkpoints:

@@ -61,6 +61,19 @@ def test_a_listed_function_may_read_the_wall_clock_and_must_do_so(tidy):
     )
 
 
+def test_a_function_with_many_parameters_is_refused(tidy):
+    names = ", ".join(f"p{n}: int" for n in range(7))
+    assert tidy(f"class A:\n    def f(self, {names}, *, q: int) -> None: ...\n") == []
+    (problem,) = tidy(f"class A:\n    def f(self, {names}, *, q: int, r: int) -> None: ...\n")
+    assert problem == "jaxres/supervisor/late.py:2: f has 9 parameters, at most 8"
+
+
+def test_a_splat_of_a_literal_tuple_is_refused_in_a_call(tidy):
+    assert tidy("f(*given)\ng = [*(1, 2)]\n") == []
+    (problem,) = tidy("f(*(1, 2), x=3)\n")
+    assert problem.startswith("jaxres/supervisor/late.py:1: a splat of a literal tuple")
+
+
 @pytest.fixture
 def rules():
     spec = importlib.util.spec_from_file_location("tidy", ROOT / "tools" / "tidy.py")

@@ -212,7 +212,6 @@ def ours(folder: Path, snapshot: str, share: float = 1.0) -> Saving:
         claim=CLAIM,
         peers=SingleHost(),
         emit=emit,
-        clock=SystemClock(),
         before_commit=lambda: None,
     )
     store.__enter__()
@@ -437,7 +436,6 @@ def commit_step(
         claim=dataclasses.replace(CLAIM),
         peers=SingleHost(),
         emit=lambda event: None,
-        clock=SystemClock(),
         before_commit=lambda: None,
     )
     with store:

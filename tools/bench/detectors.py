@@ -119,9 +119,11 @@ def nonfinite(series: int) -> Tally:
             model,
             tx,
             lambda step: jnp.float32(1e-4),
-            clip_norm=1.0,
-            microbatches=1,
-            spikes=SpikesSection(),
+            steps.StepSettings(
+                clip_norm=1.0,
+                microbatches=1,
+                spikes=SpikesSection(),
+            ),
         )
     )
     tally = Tally()

@@ -70,7 +70,10 @@ def programs(mesh: Any) -> tuple[Any, Any, Any]:
     tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
     rate = schedules.learning_rate(ConstantSchedule(), peak=3e-3, total_steps=1000)
     step = steps.make_train_step(
-        model, tx, rate, clip_norm=1.0, microbatches=1, spikes=GuardsSection().spikes
+        model,
+        tx,
+        rate,
+        steps.StepSettings(clip_norm=1.0, microbatches=1, spikes=GuardsSection().spikes),
     )
     shardings = states.shardings(
         jax.eval_shape(lambda: states.init(model, tx, seed=0)), model, mesh

@@ -73,7 +73,6 @@ def rows_of(
         claim=CLAIM,
         peers=SingleHost(),
         emit=events.append,
-        clock=SystemClock(),
         before_commit=lambda: None,
         trainable=trainable,
     )

@@ -149,10 +149,12 @@ def compiled_step(
         built,
         tx,
         rate,
-        clip_norm=CLIP_NORM,
-        microbatches=microbatches,
-        spikes=spikes,
-        reduction=reduction,
+        steps.StepSettings(
+            clip_norm=CLIP_NORM,
+            microbatches=microbatches,
+            spikes=spikes,
+            reduction=reduction,
+        ),
     )
     bare = jax.eval_shape(lambda: states.init(built, tx, seed=0))
     shardings = states.shardings(bare, built, mesh)
@@ -317,9 +319,11 @@ def main() -> int:
         model,
         tx,
         rate,
-        clip_norm=CLIP_NORM,
-        microbatches=1,
-        spikes=GuardsSection().spikes,
+        steps.StepSettings(
+            clip_norm=CLIP_NORM,
+            microbatches=1,
+            spikes=GuardsSection().spikes,
+        ),
     )
     batch = {name: jnp.asarray(array) for name, array in rows().items()}
     start = jax.jit(lambda: states.init(model, tx, seed=0))

@@ -65,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         step_dir = Path(folder, "step")
         state = make()
         background_save.wait_save(
-            background_save.start_save(state, step_dir, context), step_dir, timeout=TIMEOUT_SECONDS
+            background_save.start_save(
+                state, step_dir, context, background_save.SaveSettings(writer="orbax")
+            ),
+            step_dir,
+            timeout=TIMEOUT_SECONDS,
         )
         for index in range(ROUNDS + 1):
             for name, layout in layouts.items():

@@ -98,19 +98,30 @@ def fit_problem(*, missing: int, base: Path, free: int, available: int) -> str |
     )
 
 
+@dataclass(frozen=True)
+class TierSettings:
+    """When and where the states of a host are kept in memory."""
+
+    every_steps: int | None
+    """Steps between two states; None: there is no tier."""
+    neighbor_copies: bool = False
+    """Whether hosts keep copies for each other."""
+    folder: Path = memory_folder.SHARED_MEMORY
+    """Folder of the run in shared memory."""
+    snapshot: str = "auto"
+    """The setting `checkpoint.snapshot`."""
+
+
 class MemoryTier:
     """The states of this host in shared memory; owns the slots and the thread that writes them."""
 
     def __init__(
         self,
-        every_steps: int | None = None,
+        settings: TierSettings | None = None,
         *,
-        neighbor_copies: bool = False,
-        folder: Path = memory_folder.SHARED_MEMORY,
         shapes: Tree | None = None,
         nonce: str = "",
         available: Callable[[], int] = lambda: 0,
-        snapshot: str = "auto",
         pace: Throttle = UNTHROTTLED,
         peers: HostGroup | None = None,
         emit: Emit = lambda event: None,
@@ -119,29 +130,27 @@ class MemoryTier:
         """Opens nothing yet; `restore` does.
 
         Args:
-          every_steps: steps between two states; None: there is no tier.
-          neighbor_copies: whether hosts keep copies for each other.
-          folder: folder of the run in shared memory.
+          settings: when and where states are kept; None: there is no tier.
           shapes: nested dict of jax.ShapeDtypeStruct with shardings.
           nonce: nonce of this attempt's claim.
           available: returns the bytes of memory that are left.
-          snapshot: the setting `checkpoint.snapshot`.
           pace: throttle of the writing.
           peers: the other hosts; None: this host is alone.
           emit: receives the events of the tier.
           flush: writes the metrics lines up to the state, so that they survive the process.
         """
-        self._every_steps, self._folder = every_steps, folder
+        self._settings = settings or TierSettings(None)
+        self._every_steps, self._folder = self._settings.every_steps, self._settings.folder
         self._shapes: Tree = shapes or {}
         self._nonce = nonce
         self._available = available
-        self._snapshot = snapshot
+        self._snapshot = self._settings.snapshot
         self._pace = pace
         self._peers = peers or SingleHost()
         self._emit, self._flush = emit, flush
-        self._slots = self._own_slots() if every_steps is not None else []
+        self._slots = self._own_slots() if self._every_steps is not None else []
         """Slots for this host's states."""
-        self._copies = self._copy_slots() if self._slots and neighbor_copies else []
+        self._copies = self._copy_slots() if self._slots and self._settings.neighbor_copies else []
         """Slots for the states of the host before this one."""
         self._server: CopyServer | None = None
         self._neighbor: Neighbor | None = None

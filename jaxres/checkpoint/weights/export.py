@@ -22,7 +22,7 @@ from jaxres.checkpoint.weights import hf_tensors, safetensors
 from jaxres.checkpoint.weights import mapping as weights_mapping
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.hf_tensors import Rule
-from jaxres.checkpoint.weights.source import ABOUT, WeightFacts, Weights, checksum
+from jaxres.checkpoint.weights.source import ABOUT, Weights, checksum
 from jaxres.config import huggingface, huggingface_keys
 from jaxres.config.schema_model import GptModel
 from jaxres.config.schema_training import FromSafetensors
@@ -114,7 +114,6 @@ def write(
     names: str,
     rules: Mapping[str, Rule] | None,
     max_shard_bytes: int,
-    facts: WeightFacts,
     about: Mapping[str, Any],
     beside: Mapping[str, bytes],
     stem: str = MODEL,
@@ -127,8 +126,7 @@ def write(
       names: what the names of the tensors are called.
       rules: path -> rule of the names; None: jaxres's own.
       max_shard_bytes: size limit of one file, unless a single tensor is larger.
-      facts: settings of the model.
-      about: further fields of jaxres.json.
+      about: further fields of jaxres.json, such as `facts`, the settings of the model.
       beside: name -> content of further files.
       stem: beginning of the files' names.
 
@@ -146,8 +144,7 @@ def write(
         groups = _groups(params, rules)
         digests, sums = _write_files(params, building, groups, max_shard_bytes, stem)
         digest = weights_source.params_digest(digests.values())
-        described = {"format": 1, "names": names, "params": digest, "facts": dict(facts)}
-        fields = {**described, **about}
+        fields = {"format": 1, "names": names, "params": digest, "facts": {}, **about}
         for name, data in {
             **beside,
             ABOUT: json.dumps({**fields, "tensors": sums}, indent=1).encode(),

@@ -10,6 +10,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -128,34 +129,51 @@ class BackgroundSave:
         return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    """Settings of a save, by the names of the section `checkpoint`."""
+
+    snapshot: str = "copy"
+    writer: str = "tensorstore"
+    check: str = "auto"
+    """The setting `check_snapshot`."""
+    pace: Throttle = UNTHROTTLED
+    """Throttle of the writing."""
+
+
 def start_save(
     state: Tree,
     step_dir: RunPath,
     context: ocp.Context,
-    snapshot_by: str = "copy",
-    pace: Throttle = UNTHROTTLED,
+    settings: SaveSettings,
+    *,
     frozen: Tree | None = None,
     memory: SnapshotMemory | None = None,
-    writer: str = "orbax",
-    check: str = "auto",
     earlier: WrittenParts | None = None,
 ) -> BackgroundSave:
     """Starts an asynchronous save of a state and of its block digests.
 
-    The state may be donated as soon as this returns; `snapshot_by` is `checkpoint.snapshot`.
-    `frozen` is the part of the state to write into a folder of its own; empty or None: no part.
-    `memory` keeps the memory of the snapshot for the next save. `writer` is `checkpoint.writer`,
-    `check` is `checkpoint.check_snapshot`. `earlier` are this host's parts of a committed step.
+    The state may be donated as soon as this returns.
+
+    Args:
+      state: the arrays.
+      step_dir: the new step directory.
+      context: Orbax's context.
+      settings: how the state is copied and written.
+      frozen: part of the state to write into a folder of its own; empty or None: no part.
+      memory: keeps the memory of the snapshot for the next save.
+      earlier: this host's parts of a committed step.
     """
+    pace = settings.pace
     memory = memory or SnapshotMemory()
     parts = {(ARRAYS, manifests.DIGESTS): state}
     if frozen:
         parts[FROZEN, manifests.FROZEN_DIGESTS] = frozen
-    copies, is_own = take_snapshot(list(parts.values()), snapshot_by, memory)
+    copies, is_own = take_snapshot(list(parts.values()), settings.snapshot, memory)
     named = [named_arrays(part) for part in parts.values()]
-    sums = sums_of({path: each for part in named for path, each in part.items()}, check)
+    sums = sums_of({path: each for part in named for path, each in part.items()}, settings.check)
     copied = [_with_arrays(*pair) for pair in zip(named, copies, strict=True)]
-    if writer == "tensorstore":
+    if settings.writer == "tensorstore":
         folders = [folder for folder, _ in parts]
         arrays = HostArrays(
             dict(zip(folders, copied, strict=True)),

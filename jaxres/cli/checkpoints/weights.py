@@ -57,8 +57,11 @@ def export(options: argparse.Namespace) -> str:
             params,
             out,
             max_shard_bytes=limit,
-            facts=weights_source.facts_of(config.model),
-            about={"step": source.step, "dtype": options.dtype},
+            about={
+                "facts": dict(weights_source.facts_of(config.model)),
+                "step": source.step,
+                "dtype": options.dtype,
+            },
             **named,
         )
     except Unrestorable:
@@ -233,8 +236,7 @@ def _import_one(
             names="jaxres",
             rules=None,
             max_shard_bytes=weights_export.MAX_SHARD_BYTES,
-            facts=facts,
-            about={"dtype": "float32"},
+            about={"facts": dict(facts), "dtype": "float32"},
             beside={},
         )
         rows.append(f"written to {options.out}, under jaxres names, as float32")

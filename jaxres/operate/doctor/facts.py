@@ -111,16 +111,24 @@ class Facts:
     nccl: Nccl | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices that a run is checked for."""
+
+    is_here: bool
+    """Whether they are the devices of this machine."""
+    platform: str
+    number: int
+    num_hosts: int
+
+
 def gather(
     config: RunConfig,
     run_dir: RunDir,
     *,
     env: Mapping[str, str],
     checks: Mapping[str, Check],
-    is_here: bool,
-    platform: str,
-    num_devices: int,
-    num_hosts: int,
+    devices: Devices,
     state_bytes: int | None,
     num_params: int | None,
     test_alerts: Sequence[tuple[str, bool, str]] | None = None,
@@ -132,14 +140,13 @@ def gather(
       run_dir: its run directory.
       env: the environment.
       checks: the checks before, by name; of several the worst.
-      is_here: whether the devices are those of this machine.
-      platform: of the devices.
-      num_devices: number of devices.
-      num_hosts: number of their hosts.
+      devices: the devices of the run.
       state_bytes: size of a state; None: unknown.
       num_params: number of parameters; None: unknown.
       test_alerts: results of `--send-test-alert`; None: it was not given.
     """
+    is_here, platform = devices.is_here, devices.platform
+    num_devices, num_hosts = devices.number, devices.num_hosts
     gce, starts_here = config.launch.gce, is_here
     if gce is not None:
         per_host = num_gpus(gce.capacity_options[0].machine_type) or 0

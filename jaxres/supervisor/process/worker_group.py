@@ -90,6 +90,16 @@ def local_hosts(
         yield WorkerGroup(num_hosts, tuple(range(num_hosts)), slots, coordinator)
 
 
+@dataclass(frozen=True)
+class Membership:
+    """The rank of a host in a job, and how it reaches the supervisor of host 0."""
+
+    member: HostRank
+    address: Address
+    secret: str
+    """JAXRES_SECRET; empty: the run directory holds the secret."""
+
+
 @contextlib.contextmanager
 def as_leader(
     config: RunConfig, run_dir: RunDir, *, member: HostRank, address: Address, secret: str

@@ -58,15 +58,17 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
         parts.model,
         parts.tx,
         rate,
-        clip_norm=config.optimizer.clip_norm,
-        microbatches=parts.plan.microbatches,
-        spikes=config.guards.spikes,
-        loss_scale=configs.loss_scale(config),
-        replicate=meshes.replicate(parts.mesh),
-        trainable=parts.trainable,
-        ema_decay=config.optimizer.ema_decay,
-        sources=parts.sources,
-        reduction=_reduction(parts),
+        steps.StepSettings(
+            clip_norm=config.optimizer.clip_norm,
+            microbatches=parts.plan.microbatches,
+            spikes=config.guards.spikes,
+            loss_scale=configs.loss_scale(config),
+            replicate=meshes.replicate(parts.mesh),
+            trainable=parts.trainable,
+            ema_decay=config.optimizer.ema_decay,
+            sources=parts.sources,
+            reduction=_reduction(parts),
+        ),
     )
     _check_names(config, parts.evaluated_shapes(rows=1))
     signature = _step_signature(parts, facts=facts)

@@ -54,6 +54,9 @@ class Attempt:
         clock=None,
         trainable=ALL,
     ):
+        log = log or self.log
+        if clock is not None:
+            log.clock = clock
         return Checkpointer(
             CheckpointSection(
                 keep=KeepSection(last=keep_last),
@@ -66,11 +69,10 @@ class Attempt:
                 background_share=background_share,
             ),
             run_dir=self.run_dir,
-            log=log or self.log,
+            log=log,
             claim=dataclasses.replace(CLAIM, attempt=self.log.attempt),
             peers=peers or SingleHost(),
             emit=emit or self.events.append,
-            clock=clock or SystemClock(),
             before_commit=before_commit,
             trainable=trainable,
         )

@@ -113,7 +113,6 @@ def main(arguments: list[str]) -> None:
         claim=claim,
         peers=peers,
         emit=print,
-        clock=clock,
         before_commit=lambda: None,
     )
     with checkpoints:

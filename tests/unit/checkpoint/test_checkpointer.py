@@ -275,6 +275,10 @@ class WatchedLog:
     def attempt(self):
         return self.log.attempt
 
+    @property
+    def clock(self):
+        return self.log.clock
+
     def records(self):
         return self.log.records()
 

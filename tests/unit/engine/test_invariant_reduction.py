@@ -113,12 +113,14 @@ def trained(
         built,
         transform,
         rate,
-        clip_norm=0.5,
-        microbatches=microbatches,
-        spikes=spikes,
-        loss_scale=loss_scale,
-        ema_decay=ema_decay,
-        reduction=InvariantReduction(mesh, SHARDS) if reduction == "invariant" else None,
+        step.StepSettings(
+            clip_norm=0.5,
+            microbatches=microbatches,
+            spikes=spikes,
+            loss_scale=loss_scale,
+            ema_decay=ema_decay,
+            reduction=InvariantReduction(mesh, SHARDS) if reduction == "invariant" else None,
+        ),
     )
     make = functools.partial(
         state.init, built, transform, seed=0, loss_scale=loss_scale, ema_decay=ema_decay
@@ -180,10 +182,12 @@ def plain_step(model: Model, reduction: InvariantReduction, *, microbatches: int
         model,
         transform,
         lambda step: jnp.float32(0.1),
-        clip_norm=None,
-        microbatches=microbatches,
-        spikes=None,
-        reduction=reduction,
+        step.StepSettings(
+            clip_norm=None,
+            microbatches=microbatches,
+            spikes=None,
+            reduction=reduction,
+        ),
     )
     return function, state.init(model, transform, seed=0)
 

@@ -82,11 +82,13 @@ def parts(
         model,
         tx,
         schedules.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10),
-        clip_norm=1.0,
-        microbatches=microbatches,
-        spikes=SPIKES,
-        loss_scale=scale,
-        replicate=meshes.replicate(mesh),
+        step.StepSettings(
+            clip_norm=1.0,
+            microbatches=microbatches,
+            spikes=SPIKES,
+            loss_scale=scale,
+            replicate=meshes.replicate(mesh),
+        ),
     )
     return state.init(model, tx, seed=0, loss_scale=scale), jax.jit(function)
 

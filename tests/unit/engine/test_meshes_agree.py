@@ -70,7 +70,7 @@ def trained(name: str, *, quickly: bool) -> tuple[Any, list[float], Any]:
     tx = optimizer.build(AdamwOptimizer(), axes=model.axes)
     rate = schedules.learning_rate(CosineSchedule(warmup_fraction=0), peak=1e-2, total_steps=STEPS)
     function = step.make_train_step(
-        model, tx, rate, clip_norm=1.0, microbatches=microbatches, spikes=None
+        model, tx, rate, step.StepSettings(clip_norm=1.0, microbatches=microbatches, spikes=None)
     )
     shapes = jax.eval_shape(lambda: state.init(model, tx, seed=0))
     shardings = state.shardings(shapes, model, mesh)

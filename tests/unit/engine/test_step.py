@@ -41,10 +41,12 @@ def parts(
         model,
         tx,
         rate,
-        clip_norm=1.0,
-        microbatches=microbatches,
-        spikes=SPIKES,
-        replicate=meshes.replicate(mesh),
+        step.StepSettings(
+            clip_norm=1.0,
+            microbatches=microbatches,
+            spikes=SPIKES,
+            replicate=meshes.replicate(mesh),
+        ),
     )
     return model, tx, function
 
@@ -203,7 +205,7 @@ def test_a_nonfinite_gradient_is_masked_although_its_clipped_norm_is_finite(
     poisoned = poisoned_gradient(model, row=5, value=value)
     rate = schedules.learning_rate(CosineSchedule(), peak=1e-2, total_steps=10)
     function = step.make_train_step(
-        poisoned, tx, rate, clip_norm=1.0, microbatches=1, spikes=SPIKES
+        poisoned, tx, rate, step.StepSettings(clip_norm=1.0, microbatches=1, spikes=SPIKES)
     )
     begin = initial()
     after, values = jax.jit(function)(begin, batch(0))
@@ -241,7 +243,9 @@ def test_a_norm_far_above_the_usual_is_skipped_and_one_above_it_is_clipped() -> 
     model, loud, tx = loud_parts()
     rate = schedules.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
     function = jax.jit(
-        step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=SPIKES)
+        step.make_train_step(
+            loud, tx, rate, step.StepSettings(clip_norm=None, microbatches=1, spikes=SPIKES)
+        )
     )
     begin = initial(STILL)
     for index in range(4):
@@ -275,7 +279,11 @@ def test_bands_in_warn_mode_report_the_score_and_change_no_bit() -> None:
     model, loud, tx = loud_parts()
     rate = schedules.learning_rate(CosineSchedule(), peak=1e-3, total_steps=10)
     warned, free = (
-        jax.jit(step.make_train_step(loud, tx, rate, clip_norm=None, microbatches=1, spikes=bands))
+        jax.jit(
+            step.make_train_step(
+                loud, tx, rate, step.StepSettings(clip_norm=None, microbatches=1, spikes=bands)
+            )
+        )
         for bands in (SPIKES.model_copy(update={"mode": "warn"}), None)
     )
     begin = states = initial(STILL)

@@ -92,13 +92,15 @@ class Stepper:
             MODEL,
             self.tx,
             schedules.learning_rate(config.schedule, peak=config.learning_rate, total_steps=10),
-            clip_norm=None,
-            microbatches=microbatches,
-            spikes=None,
-            trainable=self.trainable,
-            ema_decay=config.ema_decay,
-            sources=("one", "two"),
-            replicate=meshes.replicate(mesh),
+            step.StepSettings(
+                clip_norm=None,
+                microbatches=microbatches,
+                spikes=None,
+                trainable=self.trainable,
+                ema_decay=config.ema_decay,
+                sources=("one", "two"),
+                replicate=meshes.replicate(mesh),
+            ),
         )
         self._step = jax.jit(function)
 

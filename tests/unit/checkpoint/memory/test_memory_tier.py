@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint.memory import slots as memory_slots
 from jaxres.checkpoint.memory import tier as memory_tier
-from jaxres.checkpoint.memory.tier import MemoryTier
+from jaxres.checkpoint.memory.tier import MemoryTier, TierSettings
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.engine.state import Progress
 from jaxres.faults import StorageUnavailable
@@ -55,9 +55,11 @@ class Harness:
         self.folder, self.events = folder, []
 
     def tier(self, **changes):
-        given = {"folder": self.folder, "shapes": shapes(), "nonce": CLAIM.nonce}
+        given = {"shapes": shapes(), "nonce": CLAIM.nonce}
         given |= {"available": lambda: GIB, "emit": self.events.append}
-        return MemoryTier(5, **(given | changes))
+        copies = changes.pop("neighbor_copies", False)
+        settings = TierSettings(5, neighbor_copies=copies, folder=self.folder)
+        return MemoryTier(settings, **(given | changes))
 
     def restore(self, tier, history=HISTORY):
         return tier.restore(history, dataset="d", topic="t", seconds=1)

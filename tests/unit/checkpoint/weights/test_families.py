@@ -87,7 +87,6 @@ def test_a_family_is_exported_as_it_was_imported(tmp_path, case):
         names="hf",
         rules=hf_tensors.rules_of(huggingface.family_of(model)),
         max_shard_bytes=10**9,
-        facts={},
         about={},
         beside={},
     )

@@ -286,7 +286,6 @@ def test_an_export_that_reads_back_differently_is_deleted(tmp_path, untied, monk
             names="llama",
             rules=hf_tensors.LLAMA,
             max_shard_bytes=10**9,
-            facts=weights_source.facts_of(cfg.model),
             about={},
             beside={},
         )

@@ -113,7 +113,6 @@ def test_a_save_has_six_rounds_of_requests_after_its_last_part_is_verified(
         claim=CLAIM,
         peers=SingleHost(),
         emit=lambda event: None,
-        clock=SystemClock(),
         before_commit=lambda: None,
     )
     expected = [BESIDE_THE_LAST_PART, *AFTER_IT]

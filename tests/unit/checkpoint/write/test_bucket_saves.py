@@ -46,7 +46,9 @@ def step_dir(gcs_bucket: str) -> GcsPath:
 
 def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.BackgroundSave:
     context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
-    return background_save.start_save(state(), step_dir, context)
+    return background_save.start_save(
+        state(), step_dir, context, background_save.SaveSettings(writer="orbax")
+    )
 
 
 @pytest.mark.slow

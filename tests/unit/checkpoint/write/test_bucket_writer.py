@@ -59,7 +59,7 @@ def step_dir(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> GcsPath:
 def save(step_dir: GcsPath, arrays: dict[str, jax.Array]) -> HostReport:
     """Saves a step; returns the report on it, complete if there is no failure."""
     context = orbax_io.save_context(timeout_seconds=SURE_SECONDS, is_remote=True)
-    writing = background_save.start_save(arrays, step_dir, context, writer="tensorstore")
+    writing = background_save.start_save(arrays, step_dir, context, background_save.SaveSettings())
     background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
     assert writing.report is not None
     if not writing.report.failure:

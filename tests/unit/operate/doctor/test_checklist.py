@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -406,21 +407,21 @@ def test_facts_of_this_machine_are_read_and_those_of_other_machines_are_not(
     common: dict[str, Any] = {
         "env": {},
         "checks": {},
-        "platform": "cpu",
-        "num_devices": 1,
-        "num_hosts": 1,
         "state_bytes": 1,
         "num_params": 1,
     }
-    here = checklist_facts.gather(config, run_dir, is_here=True, **common)
+    own = checklist_facts.Devices(is_here=True, platform="cpu", number=1, num_hosts=1)
+    here = checklist_facts.gather(config, run_dir, devices=own, **common)
     assert here.file_system
     assert here.open_files
     assert here.alert_error == ("alerts.targets[0]: the environment variable SLACK_URL is not set")
     assert here.step_seconds is None
-    there = checklist_facts.gather(config, run_dir, is_here=False, **common)
+    there = checklist_facts.gather(
+        config, run_dir, devices=dataclasses.replace(own, is_here=False), **common
+    )
     assert (there.file_system, there.open_files, there.is_clock_synchronised) == (None, None, None)
     vms = load("run.dir=gs://one/run", gce(SPOT), "launch.gce.num_hosts=3")
-    planned = checklist_facts.gather(vms, run_dir, is_here=True, **common)
+    planned = checklist_facts.gather(vms, run_dir, devices=own, **common)
     assert (planned.num_devices, planned.num_hosts, planned.platform) == (24, 3, "gpu")
     assert (planned.is_here, planned.starts_here) == (False, True)
 
