@@ -1,0 +1,145 @@
+"""The companions of a supervisor: what runs beside its attempts, from before the first to its exit.
+
+They are this machine's watchers (preemption, health), the exporter of metrics and, on the host that
+owns the run, the processes that copy metrics to trackers, copy steps to a replica and verify steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxres.clock import Clock
+from jaxres.config import RunConfig
+from jaxres.runlog.events import Event
+from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import Claim, Record
+from jaxres.runlog.supervisor_events import HardwareFaultFound
+from jaxres.supervisor.companions import replica_process, tracker_processes
+from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
+from jaxres.supervisor.companions.replica_process import ReplicaProcess
+from jaxres.supervisor.companions.scrub_process import ScrubProcess
+from jaxres.supervisor.companions.tracker_processes import TrackerProcesses
+from jaxres.supervisor.health.health_watcher import HealthWatcher
+from jaxres.supervisor.preemption.watcher import PreemptionWatcher
+from jaxres.supervisor.run_metrics import RunMetrics
+
+
+def ignore_event(event: Event) -> None:
+    """No-op: a host that does not own the run has no events of replica or verification."""
+
+
+class Companions:
+    """A context manager, to be entered before the run lock: it ends once the run is free."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        *,
+        env: Mapping[str, str],
+        clock: Clock,
+        is_inline: bool = False,
+        owns_run: bool = True,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+          config: config of the run.
+          run_dir: the run directory.
+          env: environment of the processes.
+          clock: the supervisor's clock.
+          is_inline: whether the supervisor itself trains: it watches nothing and serves no metrics.
+          owns_run: whether this is the supervisor of host 0.
+
+        Raises:
+          ConfigError: a package that the config needs is not installed.
+        """
+        self.preemption_watcher: PreemptionWatcher | None = None
+        """The source of this machine's preemption notices; None: there is none."""
+        self.health_watcher: HealthWatcher | None = None
+        """The watcher of this machine's GPUs; None: there is none."""
+        if not is_inline:
+            self.preemption_watcher = PreemptionWatcher(config.preemption, env=env, clock=clock)
+            section = config.hardware.health
+            self.health_watcher = HealthWatcher(section, run_dir.local, env=env, clock=clock)
+        self._exporter = PrometheusExporter(config, run_dir, clock=clock)
+        self._is_inline = is_inline
+        self._trackers: TrackerProcesses | None = None
+        self._replica: ReplicaProcess | None = None
+        self._scrub: ScrubProcess | None = None
+        if owns_run:
+            self._trackers = TrackerProcesses(config, run_dir, env=env, clock=clock)
+            self._replica = ReplicaProcess(config, run_dir, env=env, clock=clock)
+            self._scrub = ScrubProcess(config, run_dir, env=env, clock=clock)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Companions:
+        """Starts the watchers."""
+        with contextlib.ExitStack() as stack:
+            for each in (
+                self.preemption_watcher,
+                self.health_watcher,
+                self._trackers,
+                self._replica,
+                self._scrub,
+                self._exporter,
+            ):
+                if each is not None:
+                    stack.enter_context(each)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends all of them, each within its own time limit."""
+        self._stack.close()
+
+    @property
+    def run_metrics(self) -> RunMetrics | None:
+        """The metrics that are exported; None: the exporter is off."""
+        return None if self._is_inline else self._exporter.metrics
+
+    @property
+    def pids(self) -> set[int]:
+        """Pids of the processes that run: they are no leftovers of an attempt."""
+        running = (self._trackers, self._replica, self._scrub, self.health_watcher)
+        return {pid for each in running if each is not None for pid in each.pids}
+
+    def send_faults(self, send: Callable[[HardwareFaultFound], None]) -> None:
+        """Calls `send` with each fault of this machine after which training continues."""
+        if self.health_watcher is not None:
+            self.health_watcher.on_fault = send
+
+    def on_history(self, records: Sequence[Record]) -> None:
+        """Gives the exporter the run log before the next attempt."""
+        self._exporter.on_history(records)
+
+    def on_claim(
+        self, claim: Claim, *, host: int, emit: Callable[[Event], None] = ignore_event
+    ) -> None:
+        """Starts what does not run yet, for a claimed attempt.
+
+        Args:
+          claim: the claim of the attempt.
+          host: the job's first host on this machine.
+          emit: called with the events of the replica and of the verification, in their threads.
+        """
+        if not self._is_inline:
+            self._exporter.ensure_started(host=host, health=self.health_watcher)
+        if self._trackers is not None:
+            self._trackers.ensure_started(claim.attempt)
+        for each in (self._replica, self._scrub):
+            if each is not None:
+                each.ensure_started(emit)
+
+    def on_run_ended(self, code: int) -> None:
+        """Gives trackers and replica more time if the run is complete."""
+        for each in (self._trackers, self._replica):
+            if each is not None:
+                each.on_run_ended(code)
+
+
+def send_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
+    """Sends what the trackers and the replica of a complete run have not received."""
+    tracker_processes.send_rest(config, run_dir, env=env)
+    replica_process.copy_rest(config, run_dir, env=env)
