@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> int:
         return 0
     problems = [problem for path in _tracked("*.py") for problem in _check(path)]
     problems += [problem for path in _tracked(*PROSE) for problem in _retired_words(path)]
-    problems += [*_homes_of_faults(), *_faults_of_homes()]
+    problems += [*_classes_of_one_name(), *_homes_of_faults(), *_faults_of_homes()]
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 
@@ -192,6 +192,19 @@ def _wall_clock_readers(node: ast.AST, *, within: str) -> Iterator[tuple[str, in
         if isinstance(child, ast.Attribute) and WALL_CLOCK.fullmatch(ast.unparse(child)):
             yield within, child.lineno
         yield from _wall_clock_readers(child, within=name)
+
+
+def _classes_of_one_name() -> Iterator[str]:
+    """Yields names that several classes of the package have; emulators apart."""
+    places: dict[str, list[str]] = {}
+    for path in _tracked("jaxres/*.py"):
+        if path.parts[1] != EMULATORS:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{found[-1]}: class {name} exists already, at {found[0]}: name what differs"
 
 
 def _homes_of_faults() -> Iterator[str]:

@@ -36,7 +36,7 @@ from jaxres.operate.plan import (
 )
 from jaxres.operate.plan import text as plan_text
 from jaxres.operate.plan.assumptions import ASSUMPTIONS, DEFAULTS
-from jaxres.operate.plan.failure_model import Component, Fleet
+from jaxres.operate.plan.failure_model import Component, FleetModel
 from jaxres.operate.plan.goodput_model import Outages
 from jaxres.operate.plan.job import MARGIN_SECONDS, Job, Measures, MemoryTier, plan_of
 from jaxres.operate.plan.measured import Measured
@@ -354,7 +354,9 @@ def _simulated(
     return simulate_attempts(observed.times, observed.failures, observed.settings)
 
 
-def _fleet(options: argparse.Namespace, config: RunConfig | None, run: Measured | None) -> Fleet:
+def _fleet(
+    options: argparse.Namespace, config: RunConfig | None, run: Measured | None
+) -> FleetModel:
     gce = None if config is None else config.launch.gce
     per_host = options.gpus_per_host
     if per_host is None and gce is not None:
@@ -373,7 +375,7 @@ def _fleet(options: argparse.Namespace, config: RunConfig | None, run: Measured 
         parts = tuple(map(_component, options.component))
         if any(part.per == "rack" for part in parts) and options.hosts_per_rack is None:
             raise UsageError("--component NAME=HOURS/rack: give --hosts-per-rack N")
-        return Fleet(count, per_host, parts, options.hosts_per_rack or 1)
+        return FleetModel(count, per_host, parts, options.hosts_per_rack or 1)
     hours = options.mtbf_hours or DEFAULTS["--mtbf-hours"]
     name = "gpu, all causes"
     if options.daily_survival is not None:
@@ -381,7 +383,7 @@ def _fleet(options: argparse.Namespace, config: RunConfig | None, run: Measured 
     elif options.mtbf_hours is None and run is not None:
         gpus, name = run.num_gpus or count, "measured"
         hours = gpus * run.mtbf_hours(expected=hours / gpus)
-    return Fleet(count, per_host, (Component(name, "gpu", hours),))
+    return FleetModel(count, per_host, (Component(name, "gpu", hours),))
 
 
 def _component(text: str) -> Component:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
         options = parser.parse_intermixed_args(arguments)
-        replay = Replay(RunDir(options.run_dir), step=options.step, overrides=options.overrides)
+        replay = StepReplay(RunDir(options.run_dir), step=options.step, overrides=options.overrides)
         for line in replay.lines(explain=options.explain):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
@@ -63,7 +63,7 @@ def nearest(history: RunHistory, *, step: int, run_dir: RunDir) -> Commit | None
 
 
 @dataclass
-class Replay:
+class StepReplay:
     """Recomputes a step of a run."""
 
     run_dir: RunDir

@@ -18,7 +18,7 @@ from jaxres.faults import ConfigError, UsageError
 from jaxres.goodput import read_timeline, run_timeline, summary
 from jaxres.goodput.intervals import Activity
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.goodput.summary import Incident, Summary
+from jaxres.goodput.summary import CostlyInterruption, Summary
 from jaxres.launch.gce.checks import option_prices
 from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
@@ -225,7 +225,7 @@ def _cost(found: Summary) -> Iterator[str]:
         yield f"money: ${found.useful_dollars:.2f} useful, ${lost:.2f} not, while attempts ran"
 
 
-def _incident(incident: Incident) -> Iterator[str]:
+def _incident(incident: CostlyInterruption) -> Iterator[str]:
     host = "" if incident.culprit is None else f", host {incident.culprit}"
     hours = "" if incident.device_hours is None else f", {incident.device_hours:.3f} device hours"
     dollars = "" if incident.dollars is None else f", ${incident.dollars:.2f}"

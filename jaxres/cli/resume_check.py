@@ -31,13 +31,19 @@ from jaxres.operate.chaos.short_runs import (
     run_folder,
     shortened,
 )
-from jaxres.operate.resume_verdict import NAMES, Break, Comparison, RunFacts, Verdict
+from jaxres.operate.resume_verdict import NAMES, Break, RunComparison, RunFacts, Verdict
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
 from jaxres.train import kept_results, resume_results
-from jaxres.train.resume_results import BreakResult, CheckResult, FirstDifference, Place, RunResult
+from jaxres.train.resume_results import (
+    BreakResult,
+    FirstDifference,
+    ResumeCheckResult,
+    RunResult,
+    UnequalElement,
+)
 
 USAGE = (
     "jaxres resume-check CONFIG.yaml [section.field=value ...] [--steps N] [--breaks K] "
@@ -58,7 +64,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         options = _parse(arguments)
         loaded = configs.load(options.config, options.overrides)
         with run_folder(options.to, keep=options.keep, prefix="jaxres-resume-check-") as folder:
-            check = Check(loaded, options, folder, env=env, clock=SystemClock())
+            check = ResumeCheck(loaded, options, folder, env=env, clock=SystemClock())
             return check.run()
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)
@@ -101,7 +107,7 @@ def _topology(text: str) -> Topology:
     return Topology(*map(int, numbers))
 
 
-class Check:
+class ResumeCheck:
     """One check: its runs, its verdict and its output."""
 
     def __init__(
@@ -156,7 +162,7 @@ class Check:
         elsewhere = [] if verdict.level != "bitwise" else self._topologies(reference)
         return self._report(reference, verdict, [*compared, *elsewhere])
 
-    def _broken(self, reference: RunFacts, name: str, round_: int) -> Comparison:
+    def _broken(self, reference: RunFacts, name: str, round_: int) -> RunComparison:
         options = self._options
         breaks = resume_verdict.plan_breaks(
             steps=options.steps,
@@ -167,7 +173,7 @@ class Check:
         )
         return self._compare(reference, self._runner.broken(name, breaks))
 
-    def _topologies(self, reference: RunFacts) -> list[Comparison]:
+    def _topologies(self, reference: RunFacts) -> list[RunComparison]:
         """Resumes a run after a notice in its middle on each other topology."""
         planned = (Break("notice", max(1, self._options.steps // 2)),)
         return [
@@ -175,7 +181,7 @@ class Check:
             for topology in self._options.topology
         ]
 
-    def _compare(self, reference: RunFacts, run: RunFacts) -> Comparison:
+    def _compare(self, reference: RunFacts, run: RunFacts) -> RunComparison:
         found = resume_verdict.compare(reference, run)
         self._say("\n".join(_table_rows(found)))
         is_done = found.is_equal and not self._options.keep and self._options.to is None
@@ -188,7 +194,9 @@ class Check:
             sys.stdout.write(f"{text}\n")
             sys.stdout.flush()
 
-    def _report(self, reference: RunFacts, verdict: Verdict, compared: Sequence[Comparison]) -> int:
+    def _report(
+        self, reference: RunFacts, verdict: Verdict, compared: Sequence[RunComparison]
+    ) -> int:
         culprit = verdict.culprit or next((one for one in compared if not one.is_equal), None)
         levels = {
             one.run.topology: resume_verdict.topology_level(reference, one)
@@ -198,7 +206,7 @@ class Check:
         cause = verdict.cause
         if not cause and culprit is not None:
             cause = resume_verdict.cause_of_resume(culprit)
-        result = CheckResult(
+        result = ResumeCheckResult(
             config=self._loaded.name,
             trajectory=configs.digest(self._loaded.config),
             guarantee=verdict.level,
@@ -223,7 +231,7 @@ class Check:
         is_good = verdict.level == "bitwise" and all(one.is_equal for one in compared)
         return ExitCode.DONE if is_good else DIFFERENT
 
-    def _print(self, result: CheckResult, stored: str) -> None:
+    def _print(self, result: ResumeCheckResult, stored: str) -> None:
         self._say(f"\n{result.summary}")
         if (found := result.first_difference) is not None:
             self._say(
@@ -240,7 +248,7 @@ class Check:
         if self._options.keep or self._options.to is not None:
             self._say(f"the runs are in {self._runner.folder}")
 
-    def _first_difference(self, culprit: Comparison | None) -> FirstDifference | None:
+    def _first_difference(self, culprit: RunComparison | None) -> FirstDifference | None:
         if culprit is None or culprit.mismatch is None:
             return None
         found = culprit.mismatch
@@ -254,14 +262,14 @@ class Check:
             place=self._locate(culprit),
         )
 
-    def _locate(self, culprit: Comparison) -> Place | None:
+    def _locate(self, culprit: RunComparison) -> UnequalElement | None:
         """Returns the first array that differs in the first committed state that does."""
         a, b = (_committed(self._runner.run_dir(n)) for n in (UNBROKEN, culprit.run.name))
         for step in sorted(a.keys() & b.keys()):
             found = [array for array in diff.diff(a[step], b[step]).arrays if array.difference]
             found.sort(key=lambda array: not array.path.startswith("params/"))
             if found and (where := found[0].difference) is not None:
-                return Place(
+                return UnequalElement(
                     step=step,
                     array=found[0].path,
                     block=where.first_block,
@@ -292,7 +300,7 @@ def _today(clock: Clock) -> str:
     return datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%d")
 
 
-def _table_rows(found: Comparison) -> list[str]:
+def _table_rows(found: RunComparison) -> list[str]:
     """Returns the rows of a run in the table: one for each break, the last with the result."""
     happened = {b: resumed for b, _, resumed in resume_verdict.breaks_that_happened(found.run)}
     cells: list[tuple[str, str]] = []
@@ -313,7 +321,7 @@ def _row(name: str, broken: str, resumed: str, result: str) -> str:
     return f"{name:<16}{broken:<22}{resumed:<18}{result}".rstrip()
 
 
-def _result_text(found: Comparison) -> str:
+def _result_text(found: RunComparison) -> str:
     if found.mismatch is not None:
         return f"differs at step {found.mismatch.step} ({found.mismatch.what})"
     if found.run.exit != ExitCode.DONE:
@@ -336,7 +344,7 @@ def _summary(verdict: Verdict, levels: Mapping[str, str]) -> str:
     return f"guarantee: bitwise here; a resumed run equals an unbroken one{elsewhere}"
 
 
-def _run_result(found: Comparison) -> RunResult:
+def _run_result(found: RunComparison) -> RunResult:
     happened = {
         planned: (ended, resumed)
         for planned, ended, resumed in resume_verdict.breaks_that_happened(found.run)

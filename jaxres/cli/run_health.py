@@ -100,7 +100,7 @@ class RunHealth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFacts:
+class HealthFacts:
     """What is known about a run and its supervisor."""
 
     liveness: Liveness
@@ -128,7 +128,7 @@ class RunFacts:
     """Path of the stack dump of a hung worker."""
 
 
-def outlook(run: RunFacts) -> RunHealth:
+def outlook(run: HealthFacts) -> RunHealth:
     """Returns the health of a run."""
     supervision, last_exit, stacks = run.supervision, run.last_exit, run.stacks
     command = f"python -m jaxres.train {run.root}"

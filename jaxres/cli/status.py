@@ -81,7 +81,7 @@ class Status:
     recent: Sequence[AttemptSummary]
     supervision: LastSupervisorEvent | None
     outlook: RunHealth
-    replica: replica_files.Progress | None = None
+    replica: replica_files.ReplicaProgress | None = None
     """What the replica has; None: there is none."""
     marker: replica_files.Marker | None = None
     """If the folder itself is a replica: of which run."""
@@ -117,7 +117,7 @@ def read_status(
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
     health = run_health.outlook(
-        run_health.RunFacts(
+        run_health.HealthFacts(
             liveness=liveness,
             pid=None if heartbeat is None else heartbeat["pid"],
             is_done=last_exit == ExitCode.DONE or (steps is not None and history.step >= steps),

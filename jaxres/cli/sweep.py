@@ -36,7 +36,7 @@ FAILED = 1
 
 
 @dataclass
-class Point:
+class SweepPoint:
     """One combination of values."""
 
     name: str
@@ -51,7 +51,7 @@ class Sweep:
     """The runs of a sweep."""
 
     config: Path
-    points: list[Point]
+    points: list[SweepPoint]
     parallel: int
     env: Mapping[str, str]
     clock: Clock = field(default_factory=SystemClock)
@@ -78,7 +78,7 @@ class Sweep:
         self.received.append(self.stop)  # A run that is being started has no process yet.
 
     def _run_all(self) -> None:
-        waiting, running = list(self.points), list[Point]()
+        waiting, running = list(self.points), list[SweepPoint]()
         while running or (waiting and self.stop is None):
             while waiting and len(running) < self.parallel and self.stop is None:
                 running.append(self._start(waiting.pop(0)))
@@ -93,7 +93,7 @@ class Sweep:
                     running.remove(point)
                     _say(f"{point.name}: exit {exit_name(point.code)}")
 
-    def _start(self, point: Point) -> Point:
+    def _start(self, point: SweepPoint) -> SweepPoint:
         output = point.folder.with_name(f"{point.folder.name}.txt")
         _say(f"{point.name}: starts; its output is in {output}")
         command = [sys.executable, "-m", "jaxres.train", str(self.config), *point.overrides]
@@ -139,9 +139,9 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     return code
 
 
-def _check(config: Path, points: Sequence[Point]) -> None:
+def _check(config: Path, points: Sequence[SweepPoint]) -> None:
     """Loads the configs of all points. Raises UsageError if two are equal."""
-    seen: dict[str, Point] = {}
+    seen: dict[str, SweepPoint] = {}
     for point in points:
         loaded = configs.load(config, point.overrides).config
         same = seen.setdefault(configs.dump_yaml(loaded), point)
@@ -150,7 +150,7 @@ def _check(config: Path, points: Sequence[Point]) -> None:
             raise UsageError(f"--grid: a combination is there twice: {names}")
 
 
-def points_of(grid: Sequence[str], overrides: Sequence[str], folder: Path) -> list[Point]:
+def points_of(grid: Sequence[str], overrides: Sequence[str], folder: Path) -> list[SweepPoint]:
     """Returns the combinations of `section.field=A,B` arguments, each with a folder of its own.
 
     Raises:
@@ -170,7 +170,7 @@ def points_of(grid: Sequence[str], overrides: Sequence[str], folder: Path) -> li
     combinations = list(itertools.product(*choices))
     names = ["_".join(f"{k}-{v}" for k, v in zip(short, c, strict=True)) for c in combinations]
     return [
-        Point(
+        SweepPoint(
             name if name.isprintable() and len(name) <= MAX_NAME else place,
             [*overrides, *(f"{k}={v}" for k, v in zip(keys, c, strict=True))],
             folder / place,

@@ -36,7 +36,7 @@ VARIABLES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class JobStarter:
     """What starts the processes of a job, and the variables in which it tells them their rank."""
 
     name: str
@@ -55,27 +55,27 @@ class Place:
         return tuple(name for name in names if name not in VARIABLES.values())
 
 
-SLURM = Place(
+SLURM = JobStarter(
     "Slurm (`srun`, a step of several tasks)",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
     ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-OPEN_MPI = Place(
+OPEN_MPI = JobStarter(
     "Open MPI (`mpirun`)",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     per_machine="OMPI_COMM_WORLD_LOCAL_SIZE",
     example="mpirun --map-by ppr:1:node",
 )
-HYDRA = Place(
+HYDRA = JobStarter(
     "MPICH, Intel MPI (`mpiexec`)",
     "PMI_RANK",
     "PMI_SIZE",
     per_machine="MPI_LOCALNRANKS",
     example="mpiexec -ppn 1",
 )
-TORCHRUN = Place(
+TORCHRUN = JobStarter(
     "torchrun, and what sets the same variables",
     "RANK",
     "WORLD_SIZE",
@@ -83,8 +83,8 @@ TORCHRUN = Place(
     per_machine="LOCAL_WORLD_SIZE",
     example="torchrun --nproc-per-node=1 --no-python",
 )
-PMIX = Place("PMIx (`prterun`)", "PMIX_RANK")
-KUBERNETES = Place("Kubernetes (JobSet, Indexed Job)", "JOB_COMPLETION_INDEX")
+PMIX = JobStarter("PMIx (`prterun`)", "PMIX_RANK")
+KUBERNETES = JobStarter("Kubernetes (JobSet, Indexed Job)", "JOB_COMPLETION_INDEX")
 PLACES = (OPEN_MPI, HYDRA, TORCHRUN, SLURM, PMIX, KUBERNETES)
 """The innermost first: mpirun starts its processes through srun, not the other way round."""
 MPI = (OPEN_MPI, HYDRA)
@@ -202,7 +202,7 @@ def _agree(claims: Mapping[str, _Claimed], others: Mapping[str, _Claimed]) -> bo
     return all(claims[flag].value == others[flag].value for flag in claims.keys() & others.keys())
 
 
-def _claims_of(place: Place, environment: Mapping[str, str]) -> dict[str, _Claimed]:
+def _claims_of(place: JobStarter, environment: Mapping[str, str]) -> dict[str, _Claimed]:
     """Returns the values of a place that sets a rank and a number; {} if it starts one process."""
     if place is SLURM:
         return _slurm(environment)

@@ -333,7 +333,7 @@ def _tokenise(
     )
     writer, at = _open_writer(corpus, building, progress)
     report = _Report(total_bytes, progress, clock)
-    synced, unknown, bad = clock.monotonic(), _Unknown(corpus.tokenizer), ""
+    synced, unknown, bad = clock.monotonic(), _UnknownTexts(corpus.tokenizer), ""
     with writer:
         blocks = token_blocks(
             corpus.files, corpus.source, corpus.tokenizer, start=at, max_bad=corpus.max_bad
@@ -425,7 +425,7 @@ def _write_files(corpus: Corpus, folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-class _Unknown:
+class _UnknownTexts:
     """Counts the tokens of a build that stand for text outside the tokenizer's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

@@ -27,7 +27,7 @@ Row = dict[str, NDArray[Any]]
 Spec = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
-class Items(Protocol):
+class CustomItems(Protocol):
     """The object that the target returns."""
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class Items(Protocol):
 class CustomRows:
     """The items [start, stop) of the user's object; each must have the same shapes."""
 
-    items: Items
+    items: CustomItems
     target: str
     seq_len: int
     vocab_size: int | None
@@ -97,7 +97,7 @@ class CustomRows:
         return row
 
 
-def build_items(source: CustomSource) -> Items:
+def build_items(source: CustomSource) -> CustomItems:
     """Imports the target and calls it with its arguments."""
     where = f"data.source.target: {source.target}"
     module_name, _, attribute = source.target.partition(":")
@@ -125,7 +125,7 @@ def build_items(source: CustomSource) -> Items:
 
 
 def read_item(
-    items: Items,
+    items: CustomItems,
     index: int,
     *,
     target: str,
@@ -191,7 +191,7 @@ def _describe(spec: Spec) -> str:
     return ", ".join(f"{key} {dtype}{list(shape)}" for key, (shape, dtype) in spec.items())
 
 
-def fingerprints_of(items: Items, source: CustomSource, *, seq_len: int) -> tuple[str, str]:
+def fingerprints_of(items: CustomItems, source: CustomSource, *, seq_len: int) -> tuple[str, str]:
     """Returns the object's `fingerprint`, or else a hash of the call, the length and some items.
 
     The call is without secrets in the first one; earlier versions have recorded the second one.
@@ -213,7 +213,7 @@ def fingerprints_of(items: Items, source: CustomSource, *, seq_len: int) -> tupl
 
 
 def _row_as_bytes(
-    items: Items, index: int, source: CustomSource, *, seq_len: int
+    items: CustomItems, index: int, source: CustomSource, *, seq_len: int
 ) -> Iterator[bytes]:
     try:
         row = read_item(items, index, target=source.target, seq_len=seq_len, vocab_size=None)
@@ -228,7 +228,7 @@ def _row_as_bytes(
 
 
 def split_items(
-    items: Items, source: CustomSource, *, seq_len: int, heldout_fraction: float
+    items: CustomItems, source: CustomSource, *, seq_len: int, heldout_fraction: float
 ) -> tuple[CustomRows, CustomRows]:
     """Returns training and held-out rows; the last items are held out."""
     num_items = len(items)
@@ -256,13 +256,13 @@ def split_items(
     return part(0, cut, varies=varies), part(cut, num_items, varies=False)
 
 
-def vocab_size_of(items: Items) -> int | None:
+def vocab_size_of(items: CustomItems) -> int | None:
     """Returns the object's `vocab_size`, or None."""
     size = getattr(items, "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
-def tokens_per_row_of(items: Items, *, default: int) -> int:
+def tokens_per_row_of(items: CustomItems, *, default: int) -> int:
     """Returns the object's `tokens_per_row`, or the default."""
     tokens = getattr(items, "tokens_per_row", None)
     return tokens if isinstance(tokens, int) else default

@@ -34,7 +34,7 @@ from jaxres.data.custom import (
     vocab_size_of,
 )
 from jaxres.data.images import IMAGES, ImageRows, classes_of, split_images
-from jaxres.data.mixture import SOURCE_KEY, MixedRows, Part, mix, mixture_fingerprint
+from jaxres.data.mixture import SOURCE_KEY, MixedRows, MixturePart, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.packed_rows import PackedRows, open_packed_rows
 from jaxres.data.packing import Packing
@@ -95,7 +95,7 @@ class Dataset:
             return _permutation(self.train, seed)
         assert isinstance(self.train, MixedRows)
         parts = [
-            Part(_permutation(rows, seed, name=part.name), part.weight, part.epochs)
+            MixturePart(_permutation(rows, seed, name=part.name), part.weight, part.epochs)
             for part, rows in zip(self.mixture.sources, self.train.parts.values(), strict=True)
         ]
         changes = [(change.after_step, change.weights) for change in self.mixture.schedule]

@@ -78,7 +78,7 @@ CONTENTS = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a document's text."""
 
     text: str | bytes
@@ -99,7 +99,7 @@ class TokenPiece:
 
 def read_pieces(
     file: SourceFile, source: DocumentSource, raw: BinaryIO, cuts: Cuts = ANYWHERE
-) -> Iterator[Piece] | Iterator[TokenPiece]:
+) -> Iterator[TextPiece] | Iterator[TokenPiece]:
     """Yields the pieces of an open file; a long document is cut where `cuts` allows it.
 
     Raises:
@@ -121,13 +121,15 @@ def read_pieces(
     return (
         piece
         for text in texts
-        for piece in ([text] if isinstance(text, Piece) else _cut(_parts(text), cuts, file.path))
+        for piece in (
+            [text] if isinstance(text, TextPiece) else _cut(_parts(text), cuts, file.path)
+        )
     )
 
 
-def _bad_record(problem: str) -> Piece:
+def _bad_record(problem: str) -> TextPiece:
     """Returns the piece of a document that is no text; the bytes around it can still be read."""
-    return Piece("", ends_document=True, problem=problem)
+    return TextPiece("", ends_document=True, problem=problem)
 
 
 def check_text_name(file: SourceFile, source: DocumentSource) -> None:
@@ -166,11 +168,11 @@ def _check_start(file: SourceFile, raw: BinaryIO, *, but: str | None = None) -> 
             raise _wrong_kind(file, what, kind)
 
 
-def _text(file: SourceFile, raw: BinaryIO, cuts: Cuts, *, is_binary: bool) -> Iterator[Piece]:
+def _text(file: SourceFile, raw: BinaryIO, cuts: Cuts, *, is_binary: bool) -> Iterator[TextPiece]:
     if is_binary:
         while chunk := raw.read(CHUNK_BYTES):
-            yield Piece(chunk, ends_document=False)
-        yield Piece(b"", ends_document=True)
+            yield TextPiece(chunk, ends_document=False)
+        yield TextPiece(b"", ends_document=True)
         return
     _check_start(file, raw)
     yield from _cut(_utf8(file, raw), cuts, file.path)
@@ -206,7 +208,9 @@ def _parts(text: str) -> Iterator[str]:
     return (text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES))
 
 
-def _cut(texts: Iterable[str], cuts: Cuts = NOWHERE, where: object = "the text") -> Iterator[Piece]:
+def _cut(
+    texts: Iterable[str], cuts: Cuts = NOWHERE, where: object = "the text"
+) -> Iterator[TextPiece]:
     """Yields the pieces of one document, whose text comes in parts of any length.
 
     Without places at which a cut is known to change no token it is one piece.
@@ -220,9 +224,9 @@ def _cut(texts: Iterable[str], cuts: Cuts = NOWHERE, where: object = "the text")
                 raise _too_long(where)
             if end is None:
                 break
-            yield Piece(rest[:end], ends_document=False, begins_document=begins)
+            yield TextPiece(rest[:end], ends_document=False, begins_document=begins)
             rest, begins = rest[end:], False
-    yield Piece(rest, ends_document=True, begins_document=begins)
+    yield TextPiece(rest, ends_document=True, begins_document=begins)
 
 
 def _too_long(where: object) -> ConfigError:
@@ -233,7 +237,7 @@ def _too_long(where: object) -> ConfigError:
     )
 
 
-def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str | Piece]:
+def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str | TextPiece]:
     name = file.name.lower()
     if not name.endswith((".gz", ".zst")):
         _check_start(file, raw)
@@ -250,7 +254,7 @@ def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str | Piece]
             yield _field(line, field, where, is_whole=is_whole)
 
 
-def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | Piece:
+def _field(line: bytes, field: str, where: str, *, is_whole: bool) -> str | TextPiece:
     """Returns the text of a line, an empty one for null; a bad record if it is no JSON or no text.
 
     A last line without its end that is no JSON is refused: the file may have been cut off there.
@@ -314,7 +318,7 @@ def _decompressed(file: SourceFile, raw: BinaryIO) -> io.BufferedReader:
     return buffered(file, read)
 
 
-def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece]:
+def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | TextPiece]:
     parquet = _library("pyarrow.parquet", "data.source.kind=parquet")
     _check_start(file, raw, but="parquet")
     with _arrow_errors(file):
@@ -327,7 +331,7 @@ def _parquet(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Pie
             row += len(rows)
 
 
-def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | Piece]:
+def _arrow(file: SourceFile, column: str, raw: BinaryIO) -> Iterator[str | TextPiece]:
     ipc = _library("pyarrow.ipc", "data.source.kind=huggingface")
     with _arrow_errors(file):
         opened = ipc.open_stream(raw)
@@ -457,7 +461,7 @@ def _check_column(file: SourceFile, schema: Any, column: str) -> None:
         )
 
 
-def _strings(file: SourceFile, values: Any, column: str, before: int) -> Iterator[str | Piece]:
+def _strings(file: SourceFile, values: Any, column: str, before: int) -> Iterator[str | TextPiece]:
     """Yields the texts of a column, an empty one for null; `before` rows of the file are before."""
     pyarrow = importlib.import_module("pyarrow")
     if pyarrow.types.is_dictionary(values.type):

@@ -31,7 +31,7 @@ BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """A source of a mixture."""
 
     order: Permutation
@@ -62,7 +62,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Block:
+class MixtureBlock:
     """Which source each position of a block has."""
 
     parts: NDArray[np.int64]
@@ -77,7 +77,7 @@ class Block:
 class Mixture:
     """Order of several sources. An id is row * number of sources + number of the source."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
     phases: tuple[Phase, ...]
     seed: int
 
@@ -147,7 +147,7 @@ class Mixture:
 
 
 def mix(
-    parts: Sequence[Part], changes: Sequence[Change], *, seed: int, rows_per_step: int
+    parts: Sequence[MixturePart], changes: Sequence[Change], *, seed: int, rows_per_step: int
 ) -> Mixture:
     """Returns the order of a mixture.
 
@@ -213,7 +213,7 @@ def quotas(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _block(seed: int, start: int, block: int, quotas: tuple[int, ...]) -> Block:
+def _block(seed: int, start: int, block: int, quotas: tuple[int, ...]) -> MixtureBlock:
     """Returns a block of the phase that begins at `start`."""
     key = hashlib.blake2b(f"mixture {seed} {start} {block}".encode(), digest_size=8).digest()
     hashes = hash_uint64(np.arange(BLOCK_ROWS, dtype=np.uint64) ^ np.frombuffer(key, "<u8"))
@@ -224,7 +224,7 @@ def _block(seed: int, start: int, block: int, quotas: tuple[int, ...]) -> Block:
     for number, own in enumerate(offsets):
         parts[own] = number
         ranks[own] = np.arange(len(own))
-    return Block(parts, ranks, offsets)
+    return MixtureBlock(parts, ranks, offsets)
 
 
 def _rows_by_part(phase: Phase, position: int, seed: int) -> list[int]:

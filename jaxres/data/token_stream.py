@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.config.schema_data import DocumentSource, TextSource
-from jaxres.data.documents import Piece, TokenPiece, check_text_name, check_unchanged, read_pieces
+from jaxres.data.documents import (
+    TextPiece,
+    TokenPiece,
+    check_text_name,
+    check_unchanged,
+    read_pieces,
+)
 from jaxres.data.folder_tree import unreadable
 from jaxres.data.source_files import SourceFile
 from jaxres.data.text_cuts import ANYWHERE, Cuts
@@ -63,7 +69,7 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class _Batch:
-    pieces: Sequence[Piece] | TokenPiece
+    pieces: Sequence[TextPiece] | TokenPiece
     position: Position
     num_bytes: int
     problems: tuple[str, ...] = ()
@@ -106,7 +112,7 @@ def check_begin(files: Sequence[SourceFile], source: DocumentSource) -> None:
 
 
 def _encode(
-    pieces: Sequence[Piece], tokenizer: Tokenizer
+    pieces: Sequence[TextPiece], tokenizer: Tokenizer
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
     parts, ends, count = [np.empty(0, np.uint32)], list[int](), 0
     end = np.array([tokenizer.end_of_document], np.uint32)
@@ -146,7 +152,7 @@ def _batches(
 ) -> Iterator[_Batch]:
     """Groups pieces; a batch ends where its size says, so that its position is well defined."""
     keeps_empty = isinstance(source, TextSource)
-    pieces, num_chars, position, num_bytes = list[Piece](), 0, start, 0
+    pieces, num_chars, position, num_bytes = list[TextPiece](), 0, start, 0
     problems: tuple[str, ...] = ()
     for piece, index, count, num_bytes in _pieces(files, source, start, cuts):
         if isinstance(piece, TokenPiece):
@@ -191,7 +197,7 @@ def _refuse_pointer(file: SourceFile, raw: BinaryIO) -> None:
 
 def _pieces(
     files: Sequence[SourceFile], source: DocumentSource, start: Position, cuts: Cuts
-) -> Generator[tuple[Piece | TokenPiece, int, int, int]]:
+) -> Generator[tuple[TextPiece | TokenPiece, int, int, int]]:
     """Yields each piece, its file's index, its number in the file from 1, and the bytes read."""
     for file in files:
         check_text_name(file, source)

@@ -93,7 +93,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class BytesTokenizer:
+class ByteTokenizer:
     r"""One token for each byte, and one more token that ends a document.
 
     Tokens beyond the vocabulary, which an embedding's padding rows can produce, are \ufffd, as are
@@ -269,7 +269,7 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
       ConfigError: its file or library is missing, or it has no token that ends a document.
     """
     if not isinstance(section, HuggingfaceTokenizer):
-        return BytesTokenizer()
+        return ByteTokenizer()
     path = section.path.expanduser()
     with _reading(path):
         folder, file = (path, path / FILE_NAME) if is_folder(path) else (path.parent, path)
@@ -334,7 +334,7 @@ def of_folder(folder: Path, name: str, *, special_tokens: str = "text") -> Token
       ConfigError: the folder's tokenizer.json is not the one that made its tokens.
     """
     if name == BYTES:
-        return BytesTokenizer()
+        return ByteTokenizer()
     data = _read(folder / FILE_NAME)
     if data is None or not name.startswith(LIBRARY):
         return None

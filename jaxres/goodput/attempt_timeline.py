@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.goodput.intervals import ACTIVITIES, DATA, PAUSES, TRAIN, Activity, Interval, merged
+from jaxres.goodput.intervals import (
+    ACTIVITIES,
+    DATA,
+    PAUSES,
+    TRAIN,
+    Activity,
+    ActivityInterval,
+    merged,
+)
 from jaxres.runlog.events import (
     EVENTS,
     Evaluated,
@@ -42,7 +50,7 @@ STEPS_AT_ONCE = 1024
 class AttemptTimeline:
     """The time of one attempt up to its last step or event, without gaps."""
 
-    intervals: Sequence[Interval]
+    intervals: Sequence[ActivityInterval]
     training_starts: Sequence[float]
     """When each start record's training began."""
     has_ended: bool
@@ -78,11 +86,11 @@ def fold(
     """
     phases, has_ended = _phases(events)
     placing = _Steps(lines, lost_to)
-    intervals: list[Interval] = []
+    intervals: list[ActivityInterval] = []
     for stretch, through in _stretches(phases, events):
         if stretch[0].name not in (TRAIN, DATA):
             activity = ACTIVITIES.get(stretch[0].name, Activity.UNKNOWN)
-            intervals.append(Interval(activity, stretch[0].start, stretch[0].end, attempt))
+            intervals.append(ActivityInterval(activity, stretch[0].start, stretch[0].end, attempt))
             continue
         is_last = stretch[-1] is phases[-1] and not has_ended
         runs = placing.place(stretch, through=through, is_last=is_last)
@@ -147,7 +155,9 @@ class _Steps:
     lost_to: NDArray[np.int64]
     num_placed: int = 0
 
-    def place(self, stretch: Sequence[_Phase], *, through: int | None, is_last: bool) -> list[_Run]:
+    def place(
+        self, stretch: Sequence[_Phase], *, through: int | None, is_last: bool
+    ) -> list[_StepRun]:
         """Places the next steps into a stretch, one after the other.
 
         Args:
@@ -156,7 +166,7 @@ class _Steps:
           is_last: whether the stretch has no known end, so that it takes all of them.
         """
         at, end = stretch[0].start, stretch[-1].end
-        runs: list[_Run] = []
+        runs: list[_StepRun] = []
         count = STEPS_AT_ONCE
         while self.num_placed < len(self.lines):
             first, last = self.num_placed, min(self.num_placed + count, len(self.lines))
@@ -175,7 +185,7 @@ class _Steps:
                 break
         return runs
 
-    def _runs(self, first: int, last: int, times: NDArray[np.float64]) -> Iterator[_Run]:
+    def _runs(self, first: int, last: int, times: NDArray[np.float64]) -> Iterator[_StepRun]:
         """Yields successive steps of one class as one; `times` has the begin of each step."""
         if first == last:
             return
@@ -190,11 +200,11 @@ class _Steps:
             elif skipped[begin]:
                 activity = Activity.SKIPPED
             lost_to = None if to == NOT_LOST else to
-            yield _Run(activity, lost_to, float(times[begin]), float(times[stop]))
+            yield _StepRun(activity, lost_to, float(times[begin]), float(times[stop]))
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StepRun:
     """Successive steps of one class."""
 
     activity: Activity
@@ -204,29 +214,31 @@ class _Run:
 
 
 def _of_stretch(
-    attempt: int, stretch: Sequence[_Phase], runs: Sequence[_Run]
-) -> Iterator[Interval]:
+    attempt: int, stretch: Sequence[_Phase], runs: Sequence[_StepRun]
+) -> Iterator[ActivityInterval]:
     """Yields the intervals of a stretch: waits for data, between them steps, the rest unknown."""
     waits = deque((p.start, p.end) for p in stretch if p.name == DATA)
     at, end = stretch[0].start, max(stretch[-1].end, *(r.end for r in runs[-1:]), stretch[0].start)
     for run in runs:
-        yield from _with_waits(Interval(Activity.UNKNOWN, at, run.start, attempt), waits)
+        yield from _with_waits(ActivityInterval(Activity.UNKNOWN, at, run.start, attempt), waits)
         yield from _with_waits(
-            Interval(run.activity, run.start, run.end, attempt, run.lost_to), waits
+            ActivityInterval(run.activity, run.start, run.end, attempt, run.lost_to), waits
         )
         at = run.end
-    yield from _with_waits(Interval(Activity.UNKNOWN, at, end, attempt), waits)
+    yield from _with_waits(ActivityInterval(Activity.UNKNOWN, at, end, attempt), waits)
 
 
-def _with_waits(interval: Interval, waits: deque[tuple[float, float]]) -> Iterator[Interval]:
+def _with_waits(
+    interval: ActivityInterval, waits: deque[tuple[float, float]]
+) -> Iterator[ActivityInterval]:
     """Yields the parts of an interval outside of the waits for data, and these."""
     at = interval.start
     while waits and waits[0][0] < interval.end:
         start, end = max(at, waits[0][0]), min(waits[0][1], interval.end)
-        yield Interval(interval.activity, at, start, interval.attempt, interval.lost_to)
-        yield Interval(Activity.DATA_WAIT, start, max(start, end), interval.attempt)
+        yield ActivityInterval(interval.activity, at, start, interval.attempt, interval.lost_to)
+        yield ActivityInterval(Activity.DATA_WAIT, start, max(start, end), interval.attempt)
         at = max(start, end)
         if waits[0][1] > interval.end:
             break
         waits.popleft()
-    yield Interval(interval.activity, at, interval.end, interval.attempt, interval.lost_to)
+    yield ActivityInterval(interval.activity, at, interval.end, interval.attempt, interval.lost_to)

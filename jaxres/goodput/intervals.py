@@ -60,7 +60,7 @@ ACTIVITIES: Mapping[str, Activity] = {
 
 
 @dataclass(frozen=True)
-class Interval:
+class ActivityInterval:
     """A part of a run's time."""
 
     activity: Activity
@@ -82,7 +82,7 @@ class Interval:
         return self.end - self.start
 
 
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
+def merged(intervals: Iterable[ActivityInterval]) -> list[ActivityInterval]:
     """Returns the intervals without empty ones, neighbours that differ only in time as one.
 
     >>> a, b = Interval(Activity.DOWN, 0, 1, 1), Interval(Activity.DOWN, 1, 3, 1)
@@ -90,13 +90,13 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     [(0, 3)]
     """
     nonempty = (interval for interval in intervals if interval.end > interval.start)
-    kept: list[Interval] = []
+    kept: list[ActivityInterval] = []
     for _, group in itertools.groupby(nonempty, key=_kind):
         first, *others = group
         kept.append(replace(first, end=others[-1].end) if others else first)
     return kept
 
 
-def _kind(interval: Interval) -> tuple[Activity, int, int | None, str, bool]:
+def _kind(interval: ActivityInterval) -> tuple[Activity, int, int | None, str, bool]:
     own = interval
     return own.activity, own.attempt, own.lost_to, own.cause, own.in_gap

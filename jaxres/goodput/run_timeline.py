@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput import attempt_timeline, launch_gap
 from jaxres.goodput.attempt_timeline import NOT_LOST, RUN_ENDED
-from jaxres.goodput.intervals import Activity, Interval, merged
+from jaxres.goodput.intervals import Activity, ActivityInterval, merged
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import RUNNING, unrecorded_end
 from jaxres.runlog.events import EVENTS
@@ -64,7 +64,7 @@ class AttemptTime:
 class RunTimeline:
     """The whole time of a run: intervals from 0 on without gaps, and its attempts."""
 
-    intervals: tuple[Interval, ...] = ()
+    intervals: tuple[ActivityInterval, ...] = ()
     attempts: tuple[AttemptTime, ...] = ()
     lost_steps: Mapping[int, int] = field(default_factory=dict)
     """Number of the start record that went back -> number of lost steps; 0: the next one."""
@@ -108,7 +108,7 @@ def fold(
     lost_to = dict(zip(lines, np.split(lost, ends[:-1]), strict=False))
     axis = _Axis()
     own_records = by_attempt(records)
-    intervals: list[Interval] = []
+    intervals: list[ActivityInterval] = []
     attempts: list[AttemptTime] = []
     complete: list[tuple[float, float]] = []
     is_complete = False
@@ -153,19 +153,19 @@ def _unrecorded(
 
 def _gap(
     before: AttemptTime, after: AttemptTime, claim_time: float, events: Sequence[LaunchEvent]
-) -> list[Interval]:
+) -> list[ActivityInterval]:
     """Returns the intervals between two attempts; the launcher's clock is one of other machines."""
-    found: list[Interval] = []
+    found: list[ActivityInterval] = []
     at, last = before.ended, after.claimed
     for activity, _, end in launch_gap.split(events, start=before.time, end=claim_time):
         until = min(max(at, before.ended + (end - before.time)), last)
         number = after.attempt if activity == Activity.START_UP else before.attempt
-        own = Interval(activity, at, until, number, cause=before.cause, in_gap=True)
+        own = ActivityInterval(activity, at, until, number, cause=before.cause, in_gap=True)
         found.append(own)
         at = until
     rest = found[-1].activity if found else Activity.DOWN
     number = found[-1].attempt if found else before.attempt
-    return [*found, Interval(rest, at, last, number, cause=before.cause, in_gap=True)]
+    return [*found, ActivityInterval(rest, at, last, number, cause=before.cause, in_gap=True)]
 
 
 def lost_steps(
@@ -222,7 +222,7 @@ class _Placed:
     claimed: float
     ended: float
     end_wall: float
-    intervals: Sequence[Interval]
+    intervals: Sequence[ActivityInterval]
     training_starts: Sequence[float]
 
 
@@ -284,13 +284,13 @@ class _Axis:
             times = [r.time for r in records if not isinstance(r.body, SupervisorEnded)]
             wall = max(times) if stop is None else stop[0]
             ended = min(claimed + max(0.0, wall - source.claim.time), latest)
-            intervals = [Interval(Activity.UNKNOWN, claimed, ended, number)]
+            intervals = [ActivityInterval(Activity.UNKNOWN, claimed, ended, number)]
             return self._moved(_Placed(claimed, ended, wall, intervals, ()))
         seen = source.events or events  # A supervisor's are no sign of training.
         timeline = attempt_timeline.fold(number, seen, lines, lost_to=lost_to)
         shifted = [_shifted(i, self.offset, claimed, latest) for i in timeline.intervals]
         first = min(seen[0]["monotonic"] + self.offset, latest)
-        intervals = [Interval(Activity.START_UP, claimed, first, number), *shifted]
+        intervals = [ActivityInterval(Activity.START_UP, claimed, first, number), *shifted]
         ended = max([claimed, *(i.end for i in intervals)])
         before = [e for e in events if e.get("event") not in AFTER_THE_END]
         after = [e["monotonic"] for e in events if e.get("event") in AFTER_THE_END]
@@ -302,7 +302,7 @@ class _Axis:
             at = min(max(ended, ended + time - wall), latest)
             activity = Activity.START_UP if timeline.has_ended else Activity.DETECTION
             cause = exit_row(end.exit).name
-            intervals.append(Interval(activity, ended, at, number, cause=cause))
+            intervals.append(ActivityInterval(activity, ended, at, number, cause=cause))
             ended, wall = at, time
         starts = [at + self.offset for at in timeline.training_starts]
         return self._moved(_Placed(claimed, ended, wall, merged(intervals), starts))
@@ -333,7 +333,9 @@ def _end_record(records: Sequence[Record]) -> tuple[float, AttemptEnded] | None:
     return next(ends, None)
 
 
-def _shifted(interval: Interval, offset: float, earliest: float, latest: float) -> Interval:
+def _shifted(
+    interval: ActivityInterval, offset: float, earliest: float, latest: float
+) -> ActivityInterval:
     start, end = interval.start + offset, interval.end + offset
     start, end = (min(max(at, earliest), latest) for at in (start, end))
     return replace(interval, start=start, end=end)

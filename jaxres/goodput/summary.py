@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.goodput.intervals import BY_LAUNCHER, SETUP, Activity, Interval
+from jaxres.goodput.intervals import BY_LAUNCHER, SETUP, Activity, ActivityInterval
 from jaxres.goodput.run_timeline import AttemptTime, RunTimeline
 from jaxres.runlog.attempt_history import RUNNING
 
@@ -20,7 +20,7 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incident:
+class CostlyInterruption:
     """An interruption of the training, and what it has cost."""
 
     attempt: int
@@ -76,7 +76,7 @@ class Summary:
     useful_dollars: float | None
     dollars_by_activity: Mapping[str, float] | None
     """Dollars of each class while attempts ran; their sum is `dollars`."""
-    incidents: tuple[Incident, ...]
+    incidents: tuple[CostlyInterruption, ...]
 
 
 def summarize(timeline: RunTimeline, *, dollars_per_host_hour: float | None = None) -> Summary:
@@ -112,7 +112,7 @@ class _Cost:
     attempts: Mapping[int, AttemptTime]
     dollars_per_host_hour: float | None
 
-    def device_hours(self, intervals: Iterable[Interval]) -> float | None:
+    def device_hours(self, intervals: Iterable[ActivityInterval]) -> float | None:
         hours = 0.0
         for interval in intervals:
             devices = self.attempts[interval.attempt].num_devices
@@ -121,13 +121,13 @@ class _Cost:
             hours += devices * interval.seconds / HOUR
         return hours
 
-    def dollars(self, intervals: Iterable[Interval]) -> float | None:
+    def dollars(self, intervals: Iterable[ActivityInterval]) -> float | None:
         if self.dollars_per_host_hour is None:
             return None
         host_seconds = sum(self.attempts[i.attempt].num_hosts * i.seconds for i in intervals)
         return self.dollars_per_host_hour * host_seconds / HOUR
 
-    def by_activity(self, intervals: Iterable[Interval]) -> dict[str, float] | None:
+    def by_activity(self, intervals: Iterable[ActivityInterval]) -> dict[str, float] | None:
         if self.dollars_per_host_hour is None:
             return None
         found = dict[str, float]()
@@ -137,10 +137,10 @@ class _Cost:
         return found
 
 
-def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[Incident]:
+def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[CostlyInterruption]:
     """Yields the incidents in the order of time."""
-    by_attempt: dict[int, list[Interval]] = {}
-    by_start: dict[int, list[Interval]] = {}
+    by_attempt: dict[int, list[ActivityInterval]] = {}
+    by_start: dict[int, list[ActivityInterval]] = {}
     for interval in timeline.intervals:
         by_attempt.setdefault(interval.attempt, []).append(interval)
         if interval.lost_to is not None:
@@ -163,7 +163,7 @@ def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[Incident]:
         mine = by_attempt.get(attempt.attempt, ())
         own = [i for i in mine if i.activity == Activity.DETECTION or i.in_gap]
         own = [i for i in own if i.activity not in SETUP]
-        setup: list[Interval] = []
+        setup: list[ActivityInterval] = []
         if later is not None:
             until = later.starts[0][1] if later.starts else None
             setup = _setup(by_attempt.get(later.attempt, ()), since=None, until=until)
@@ -171,8 +171,8 @@ def _incidents(timeline: RunTimeline, cost: _Cost) -> Iterable[Incident]:
 
 
 def _setup(
-    intervals: Iterable[Interval], *, since: float | None, until: float | None
-) -> list[Interval]:
+    intervals: Iterable[ActivityInterval], *, since: float | None, until: float | None
+) -> list[ActivityInterval]:
     """Returns an attempt's intervals of setup between two times; None: its begin, or its end."""
     return [
         interval
@@ -187,11 +187,11 @@ def _incident(
     attempt: AttemptTime,
     cause: str,
     at: float,
-    intervals: Iterable[Interval],
+    intervals: Iterable[ActivityInterval],
     steps_lost: int,
-    setup: Iterable[Interval],
+    setup: Iterable[ActivityInterval],
     cost: _Cost,
-) -> Incident:
+) -> CostlyInterruption:
     intervals, setup = list(intervals), list(setup)
     seconds = dict.fromkeys(Activity, 0.0)
     for interval in intervals:
@@ -201,7 +201,7 @@ def _incident(
     for interval in setup:
         by_class[interval.activity] += interval.seconds
     is_inside = cause == ROLLED_BACK
-    return Incident(
+    return CostlyInterruption(
         attempt=attempt.attempt,
         cause=cause,
         reason="" if is_inside else attempt.reason,

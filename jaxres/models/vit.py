@@ -33,7 +33,7 @@ from jaxres.models.interface import (
 NORM_EPS = 1e-6
 
 
-class LayerNorm(nnx.Module):
+class EncoderNorm(nnx.Module):
     """Subtracts the mean over the last dim, divides by the deviation. (arXiv 1607.06450)"""
 
     def __init__(self, width: int):
@@ -48,18 +48,18 @@ class LayerNorm(nnx.Module):
         return (x * self.scale[...] + self.bias[...]).astype(x_BND.dtype)
 
 
-class Block(nnx.Module):
+class EncoderBlock(nnx.Module):
     """Encoder block: attention over all patches, then feed-forward, each after a norm."""
 
     def __init__(self, config: VitModel, *, rngs: nnx.Rngs):
         D, H, F = config.d_model, config.num_heads, config.d_ff or 4 * config.d_model
         C, std = D // H, 0.02 / (2 * config.num_layers) ** 0.5
-        self.attention_norm = LayerNorm(D)
+        self.attention_norm = EncoderNorm(D)
         self.query = normal(rngs, (D, H, C), ("embed", "heads", "head_dim"))
         self.key = normal(rngs, (D, H, C), ("embed", "heads", "head_dim"))
         self.value = normal(rngs, (D, H, C), ("embed", "heads", "head_dim"))
         self.output = normal(rngs, (H, C, D), ("heads", "head_dim", "embed"), std=std)
-        self.feed_forward_norm = LayerNorm(D)
+        self.feed_forward_norm = EncoderNorm(D)
         self.up = normal(rngs, (D, F), ("embed", "mlp"))
         self.up_bias = nnx.Param(jnp.zeros(F, jnp.float32), out_sharding=("mlp",))
         self.down = normal(rngs, (F, D), ("mlp", "embed"), std=std)
@@ -94,9 +94,9 @@ class Vit(nnx.Module):
         self.patches = normal(rngs, (P, D), (None, "embed"), std=P**-0.5)
         self.positions = normal(rngs, (num_patches, D), (None, "embed"))
         self.blocks = stack(
-            lambda rngs: Block(config, rngs=rngs), num_layers=config.num_layers, rngs=rngs
+            lambda rngs: EncoderBlock(config, rngs=rngs), num_layers=config.num_layers, rngs=rngs
         )
-        self.norm = LayerNorm(D)
+        self.norm = EncoderNorm(D)
         self.head = normal(rngs, (D, config.num_classes), ("embed", None))
         self.head_bias = nnx.Param(jnp.zeros(config.num_classes, jnp.float32), out_sharding=(None,))
         self.config, self.scans = config, scans

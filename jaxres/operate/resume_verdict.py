@@ -92,7 +92,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """What was found about one run."""
 
     run: RunFacts
@@ -113,7 +113,7 @@ class Verdict:
     level: Literal["bitwise", "different", "not tested"]
     cause: str
     """The likely cause of a difference, or why it is not tested; empty: bitwise."""
-    culprit: Comparison | None
+    culprit: RunComparison | None
     """The first run that is not equal."""
 
 
@@ -158,7 +158,7 @@ def breaks_that_happened(run: RunFacts) -> list[tuple[Break, AttemptFacts, Attem
     return found
 
 
-def compare(reference: RunFacts, run: RunFacts) -> Comparison:
+def compare(reference: RunFacts, run: RunFacts) -> RunComparison:
     """Compares a run with the unbroken one."""
     happened = [planned for planned, _, _ in breaks_that_happened(run)]
     unproven = tuple(planned for planned in run.breaks if planned not in happened)
@@ -167,7 +167,7 @@ def compare(reference: RunFacts, run: RunFacts) -> Comparison:
     found = sorted(
         _mismatches(reference, run), key=lambda m: (m.step, m.what == STATE, order[m.what])
     )
-    return Comparison(run, found[0] if found else None, unproven)
+    return RunComparison(run, found[0] if found else None, unproven)
 
 
 def _mismatches(reference: RunFacts, run: RunFacts) -> Iterator[Mismatch]:
@@ -202,7 +202,7 @@ def same_bits(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def topology_level(reference: RunFacts, found: Comparison) -> str:
+def topology_level(reference: RunFacts, found: RunComparison) -> str:
     """Returns how a run that was resumed on another topology compares with the unbroken run.
 
     bitwise; statistical: the same samples with other bits; different; not tested.
@@ -218,8 +218,8 @@ def topology_level(reference: RunFacts, found: Comparison) -> str:
 
 def decide(
     reference: RunFacts,
-    again: Comparison | None,
-    broken: Sequence[Comparison],
+    again: RunComparison | None,
+    broken: Sequence[RunComparison],
     *,
     rows_differ: bool = False,
 ) -> Verdict:
@@ -248,7 +248,9 @@ def decide(
     return Verdict("bitwise", "", None)
 
 
-def _cause_between_processes(reference: RunFacts, twice: Comparison, *, rows_differ: bool) -> str:
+def _cause_between_processes(
+    reference: RunFacts, twice: RunComparison, *, rows_differ: bool
+) -> str:
     """Returns the likely cause if two unbroken runs differ."""
     prefix = "two unbroken runs differ, so it is not the resume"
     found = twice.mismatch
@@ -287,7 +289,7 @@ def _relative(found: Mismatch) -> float:
     return abs(found.a - found.b) / max(abs(found.a), abs(found.b), 1e-30)
 
 
-def cause_of_resume(found: Comparison) -> str:
+def cause_of_resume(found: RunComparison) -> str:
     """Returns the likely cause if only broken runs differ from the unbroken one."""
     run, mismatch = found.run, found.mismatch
     if mismatch is None:

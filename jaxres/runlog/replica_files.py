@@ -77,7 +77,7 @@ def write_marker(run_dir: RunDir, marker: Marker) -> None:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ReplicaProgress:
     """Content of `replica.json`, for display and for the lag; no decision on data uses it."""
 
     path: str
@@ -90,16 +90,16 @@ class Progress:
     """Why the newest copy has failed; empty: it has not."""
 
 
-def read_progress(run_dir: RunDir) -> Progress | None:
+def read_progress(run_dir: RunDir) -> ReplicaProgress | None:
     """Returns what the replica of a run has; None: there is no replica, or the file is odd."""
     try:
         fields = decode_checksummed(files.read(run_dir.root / PROGRESS) or b"", number=FORMAT)
-        return Progress(fields["path"], fields["seq"], fields["step"], fields["error"])
+        return ReplicaProgress(fields["path"], fields["seq"], fields["step"], fields["error"])
     except (ValueError, KeyError):
         return None
 
 
-def write_progress(run_dir: RunDir, progress: Progress) -> None:
+def write_progress(run_dir: RunDir, progress: ReplicaProgress) -> None:
     """Writes what the replica of a run has."""
     fields = {"format": FORMAT, **dataclasses.asdict(progress)}
     files.replace(run_dir.root / PROGRESS, encode_checksummed(fields))

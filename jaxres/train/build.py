@@ -47,7 +47,7 @@ from jaxres.train.checks import (
 )
 from jaxres.train.checks.device_probe import DeviceProbe
 from jaxres.train.checks.performance_guard import PerformanceGuard
-from jaxres.train.checks.preflight import Measured
+from jaxres.train.checks.preflight import PreflightResult
 from jaxres.train.checks.replay_check import ReplayCheck, RotatedStep
 from jaxres.train.checks.replica_check import ReplicaCheck
 from jaxres.train.compiled import assemble, compile_cache, jitted_steps
@@ -410,7 +410,7 @@ def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
         host=socket.gethostname(),
         clock=context.clock,
     )
-    passed: list[Measured] = []
+    passed: list[PreflightResult] = []
     for measured in tests:
         passed.append(measured)
         context.emit(PhaseChanged("build", f"tested {measured.what}"))

@@ -73,7 +73,7 @@ def open_data_loader(
             timeout_seconds=section.timeout_seconds,
             place=place,
         )
-        source = _Source(reading.enter_context(prefetch), context)
+        source = _BatchSource(reading.enter_context(prefetch), context)
         if not leaves_out:
             return source.at
         rows = _Rows(dataset, order, mesh, local, skips)
@@ -107,7 +107,7 @@ def showing_first_batch(loader: DataLoader, show: Callable[[Batch], None]) -> Da
 
 
 @dataclass(frozen=True)
-class _Source:
+class _BatchSource:
     """The batches of one segment of training."""
 
     prefetch: data.Prefetch[PlacedBatch]
@@ -169,7 +169,7 @@ class _Rows:
 class _IsolatingSource:
     """The batches of one segment, up to the first one with unusable rows, which it finds."""
 
-    def __init__(self, source: _Source, rows: _Rows, probe_seconds: float) -> None:
+    def __init__(self, source: _BatchSource, rows: _Rows, probe_seconds: float) -> None:
         self._source = source
         self._rows = rows
         self._probe_seconds = probe_seconds

@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class UnequalElement:
     """The first element that differs between the states of two runs after a step."""
 
     step: int
@@ -59,7 +59,7 @@ class FirstDifference:
     broken: Any
     attempt: int | None
     """Attempt that has computed the step; None: it is about a state."""
-    place: Place | None
+    place: UnequalElement | None
     """None: no committed state of both runs differs."""
 
 
@@ -89,7 +89,7 @@ class RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckResult:
+class ResumeCheckResult:
     """Result of a check of a config: what `--json` prints, and what is kept."""
 
     format: int = FORMAT
@@ -125,7 +125,7 @@ def path_of(config: RunConfig) -> Path:
     return kept_results.path_of(config, FOLDER)
 
 
-def store(config: RunConfig, result: CheckResult) -> Path:
+def store(config: RunConfig, result: ResumeCheckResult) -> Path:
     """Writes the result of a config over an earlier one; returns its file.
 
     Raises:
@@ -135,7 +135,7 @@ def store(config: RunConfig, result: CheckResult) -> Path:
 
 
 @dataclass(frozen=True)
-class Found:
+class KnownResume:
     """What is known about a config."""
 
     is_good: bool
@@ -147,7 +147,7 @@ class Found:
     """On what it was made."""
 
 
-def read(config: RunConfig) -> Found:
+def read(config: RunConfig) -> KnownResume:
     """Returns what the newest check of a config has found."""
     command = "run `jaxres resume-check` with it"
     try:
@@ -156,19 +156,21 @@ def read(config: RunConfig) -> Found:
         where = {"date": str(result.get("date", "")), "devices": str(result["devices"])}
         changed = version_changes(before, versions_here())
     except FileNotFoundError:
-        return Found(False, f"a resume of this config was never tested here: {command}")
+        return KnownResume(False, f"a resume of this config was never tested here: {command}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Found(False, f"{path_of(config)} can't be read ({error!r}): {command}")
+        return KnownResume(False, f"{path_of(config)} can't be read ({error!r}): {command}")
     if level != BITWISE:
-        return Found(False, f"{summary} ({path_of(config)}). After a change {command}", **where)
+        return KnownResume(
+            False, f"{summary} ({path_of(config)}). After a change {command}", **where
+        )
     if changed:
-        return Found(
+        return KnownResume(
             False, f"tested with other versions ({', '.join(changed)}): {command}", **where
         )
-    return Found(True, str(summary), **where)
+    return KnownResume(True, str(summary), **where)
 
 
-def start_note(found: Found, *, devices: str) -> str:
+def start_note(found: KnownResume, *, devices: str) -> str:
     """Returns the line of a run's first start: whether a resume of its config was tested.
 
     Args:

@@ -150,7 +150,7 @@ def test_every_command_in_the_docs_is_accepted_by_its_parser(
     elif words[0] in ("runs", "compare", "branch"):
         _check_runs(words, monkeypatch)
     elif words[0] == "replay":
-        monkeypatch.setattr(replay.Replay, "lines", lambda self, *, explain: iter(()))
+        monkeypatch.setattr(replay.StepReplay, "lines", lambda self, *, explain: iter(()))
         assert replay.main(words[1:]) == 0
     elif words[0] in ("faults", "exit_codes"):
         assert (ROOT / "jaxres" / f"{words[0]}.py").exists()

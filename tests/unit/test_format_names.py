@@ -31,7 +31,7 @@ from jaxres.config.schema_operations import GenericTarget
 from jaxres.data import token_folder
 from jaxres.engine.state import Progress
 from jaxres.goodput import summary
-from jaxres.goodput.intervals import Activity, Interval
+from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.launch.gce.state import desired_state, lease, observed_state, spending
 from jaxres.launch.gce.state.paths import LaunchPaths
@@ -186,7 +186,7 @@ def status_names() -> dict[str, Any]:
         recent=[example(attempt_history.AttemptSummary)],
         supervision=example(run_health.LastSupervisorEvent),
         outlook=run_health.RunHealth("running", "x", "x"),
-        replica=example(replica_files.Progress),
+        replica=example(replica_files.ReplicaProgress),
         damaged=(example(scrub_progress.StepCheck),),
     )
     return written(status.as_json(found))
@@ -259,7 +259,7 @@ def desired_state_names() -> Any:
 
 
 def resume_check_names() -> dict[str, Any]:
-    return written(json.dumps(example(resume_results.CheckResult).fields()))
+    return written(json.dumps(example(resume_results.ResumeCheckResult).fields()))
 
 
 def doctor_names() -> Any:
@@ -285,7 +285,7 @@ def plan_names() -> Any:
 
 
 def report_names() -> Any:
-    timeline, gce = RunTimeline((example(Interval),)), gce_config.config().launch.gce
+    timeline, gce = RunTimeline((example(ActivityInterval),)), gce_config.config().launch.gce
     assert gce is not None
     vms = report.VmSpending(spending.rows([example(desired_state.Spending)], gce))
     return written(report.as_json_text(timeline, example(summary.Summary), vms))
@@ -317,7 +317,7 @@ def names() -> dict[str, Any]:
         "owner.json": run_lock_names,
         "REPLICA.json": lambda: shape(dataclasses.asdict(example(replica_files.Marker))),
         "scrub.json": lambda: shape(dataclasses.asdict(example(scrub_progress.StepCheck))),
-        "replica.json": lambda: shape(dataclasses.asdict(example(replica_files.Progress))),
+        "replica.json": lambda: shape(dataclasses.asdict(example(replica_files.ReplicaProgress))),
         "alerts.jsonl": lambda: shape(alert_delivery_log.line("x", "x", "queued", time=1.5)),
         "alerts.jsonl: states": lambda: list(get_args(alert_delivery_log.DeliveryState)),
         "alerts: body of a generic webhook": incident_names,

@@ -100,6 +100,17 @@ def test_a_longer_word_that_holds_a_retired_one_is_not_refused(rules, tmp_path):
     assert list(rules._retired_words(path)) == []
 
 
+def test_a_class_with_the_name_of_another_is_refused(rules, tmp_path, monkeypatch):
+    paths = [Path("jaxres", name) for name in ("a.py", "b.py", "testing/c.py")]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("class Place: ...\n")
+    monkeypatch.setattr(rules, "_tracked", lambda *_: paths)
+    monkeypatch.chdir(tmp_path)
+    (problem,) = rules._classes_of_one_name()
+    assert problem.startswith("jaxres/b.py:1: class Place exists already, at jaxres/a.py:1")
+
+
 def test_a_module_that_claims_a_fault_of_another_home_is_refused(rules, tmp_path, monkeypatch):
     home = tmp_path / "jaxres" / "launch" / "gce" / "state" / "lease.py"
     home.parent.mkdir(parents=True)

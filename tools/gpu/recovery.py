@@ -232,7 +232,7 @@ def bit_flip(folder: Path) -> Figures:
 
 def _replay_differs(run_dir: RunDir, step: int) -> bool:
     """Replays a step; returns whether its loss differs from the recorded one."""
-    text = "\n".join(replay.Replay(run_dir, step=step).lines(explain=False))
+    text = "\n".join(replay.StepReplay(run_dir, step=step).lines(explain=False))
     print(text)
     assert ("as recorded" in text) != ("recorded: " in text), text
     return "as recorded" not in text

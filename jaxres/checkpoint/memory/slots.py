@@ -46,7 +46,7 @@ class MemoryDamaged(RunError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SlotPiece:
     """A part of an array that devices of this host hold, and its place in the file."""
 
     path: str
@@ -70,7 +70,7 @@ class SlotIndex:
     """Nonce of the claim of that attempt."""
     progress: Mapping[str, Any]
     """The fields of Progress."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SlotPiece, ...]
     digests: tuple[str, ...]
     """xxh3-128 of each piece, in hex."""
 
@@ -80,26 +80,26 @@ class SlotIndex:
         return self.step, self.seq, self.nonce
 
 
-def layout(shapes: Tree, *, host: int) -> tuple[Piece, ...]:
+def layout(shapes: Tree, *, host: int) -> tuple[SlotPiece, ...]:
     """Returns the pieces of a state on a host's devices, each once, with their places.
 
     Args:
       shapes: nested dict of arrays or jax.ShapeDtypeStruct, with shardings.
       host: number of the host, which is its process index in JAX.
     """
-    pieces, offset = list[Piece](), 0
+    pieces, offset = list[SlotPiece](), 0
     for path, (info, leaf) in named_arrays(shapes).items():
         indices = leaf.sharding.devices_indices_map(info.shape)
         boxes = {box_of(i, info.shape) for d, i in indices.items() if d.process_index == host}
         for box in sorted(boxes):
             items = int(np.prod([stop - start for start, stop in box], dtype=np.int64))
             size = items * leaf.dtype.itemsize
-            pieces.append(Piece(path, info.dtype, info.shape, box, offset, size))
+            pieces.append(SlotPiece(path, info.dtype, info.shape, box, offset, size))
             offset += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(pieces)
 
 
-def slot_bytes(pieces: Sequence[Piece]) -> int:
+def slot_bytes(pieces: Sequence[SlotPiece]) -> int:
     """Returns the size of a file of these pieces, in whole pages."""
     return -(-(pieces[-1].offset + pieces[-1].size) // PAGE_BYTES) * PAGE_BYTES
 
@@ -107,7 +107,7 @@ def slot_bytes(pieces: Sequence[Piece]) -> int:
 class Slot:
     """One file of pieces and its index."""
 
-    def __init__(self, data: Path, pieces: Sequence[Piece]) -> None:
+    def __init__(self, data: Path, pieces: Sequence[SlotPiece]) -> None:
         """Opens nothing yet.
 
         Args:
@@ -192,7 +192,7 @@ class Slot:
             for piece in self.pieces
         )
 
-    def _write(self, piece: Piece, chunks: Iterable[bytes | memoryview]) -> str:
+    def _write(self, piece: SlotPiece, chunks: Iterable[bytes | memoryview]) -> str:
         digest, offset = xxhash.xxh3_128(), piece.offset
         for chunk in map(memoryview, chunks):
             digest.update(chunk)
@@ -289,7 +289,7 @@ class Slot:
         """
         assert self.index is not None
         digests = dict(zip(self.pieces, self.index.digests, strict=True))
-        by_path: dict[str, dict[Box, Piece]] = {}
+        by_path: dict[str, dict[Box, SlotPiece]] = {}
         for piece in self.pieces:
             by_path.setdefault(piece.path, {})[piece.box] = piece
         arrays = [
@@ -299,7 +299,7 @@ class Slot:
         return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     def _array(
-        self, leaf: Any, boxes: Mapping[Box, Piece], digests: Mapping[Piece, str]
+        self, leaf: Any, boxes: Mapping[Box, SlotPiece], digests: Mapping[SlotPiece, str]
     ) -> jax.Array:
         """Returns an array with the shape, dtype and sharding of `leaf`, from its pieces."""
         held = {box: self._items(piece, leaf.dtype) for box, piece in boxes.items()}
@@ -320,7 +320,7 @@ class Slot:
             leaf.shape, leaf.sharding, list(placed.values())
         )
 
-    def _items(self, piece: Piece, dtype: Any) -> np.ndarray:
+    def _items(self, piece: SlotPiece, dtype: Any) -> np.ndarray:
         data = bytearray(piece.size)
         view, done = memoryview(data), 0
         while done < piece.size:
@@ -345,7 +345,7 @@ def oldest(slots: Sequence[Slot]) -> Slot:
     return min(slots, key=age)
 
 
-def parts_of(state: Tree, pieces: Sequence[Piece]) -> dict[Key, jax.Array]:
+def parts_of(state: Tree, pieces: Sequence[SlotPiece]) -> dict[Key, jax.Array]:
     """Returns the items of the pieces of a state, each as an array of one device."""
     shards = {
         (path, box_of(shard.index, info.shape)): shard

@@ -31,8 +31,8 @@ from jaxres.checkpoint.memory.slots import (
     NUM_SLOTS,
     Key,
     MemoryDamaged,
-    Piece,
     Slot,
+    SlotPiece,
     StateKey,
     layout,
     oldest,
@@ -497,7 +497,7 @@ def _copy_name(host: int, num_hosts: int) -> str:
     return f"copy{host:03d}-host{memory_neighbor.origin(host, num_hosts):03d}"
 
 
-def _slots(folder: Path, name: str, pieces: Sequence[Piece]) -> list[Slot]:
+def _slots(folder: Path, name: str, pieces: Sequence[SlotPiece]) -> list[Slot]:
     return [Slot(folder / f"{name}-{number}.data", pieces) for number in range(NUM_SLOTS)]
 
 

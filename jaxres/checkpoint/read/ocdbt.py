@@ -27,7 +27,7 @@ _INLINE, _IN_DATA_FILE = 0, 1
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePlace:
     """Place of a value in a data file, in bytes."""
 
     offset: int
@@ -36,7 +36,7 @@ class Place:
     """Name of the data file in the database's folder."""
 
 
-def write_index(database: Path, values: Mapping[str, bytes | Place]) -> None:
+def write_index(database: Path, values: Mapping[str, bytes | ValuePlace]) -> None:
     """Writes index and manifest of a database whose data file exists; both are not yet durable.
 
     Args:
@@ -47,17 +47,17 @@ def write_index(database: Path, values: Mapping[str, bytes | Place]) -> None:
         (database / name).write_bytes(content)
 
 
-def encode_index(values: Mapping[str, bytes | Place]) -> dict[str, bytes]:
+def encode_index(values: Mapping[str, bytes | ValuePlace]) -> dict[str, bytes]:
     """Returns name -> content of the index and the manifest of a database."""
     node = encode_node(values)
     return {INDEX_FILE: node, MANIFEST_FILE: _encode_manifest(node, values)}
 
 
-def encode_node(values: Mapping[str, bytes | Place]) -> bytes:
+def encode_node(values: Mapping[str, bytes | ValuePlace]) -> bytes:
     """Returns a leaf node of the B+tree: all keys, with their values or places."""
     keys = sorted(key.encode() for key in values)
     found = [values[key.decode()] for key in keys]
-    places = [value for value in found if isinstance(value, Place)]
+    places = [value for value in found if isinstance(value, ValuePlace)]
     names = sorted({place.file for place in places})
     numbers = {name: number for number, name in enumerate(names)}
     body = [
@@ -65,8 +65,8 @@ def encode_node(values: Mapping[str, bytes | Place]) -> bytes:
         _files(names),
         _varints([len(keys)]),
         _keys(keys),
-        _varints(v.size if isinstance(v, Place) else len(v) for v in found),
-        bytes(_IN_DATA_FILE if isinstance(v, Place) else _INLINE for v in found),
+        _varints(v.size if isinstance(v, ValuePlace) else len(v) for v in found),
+        bytes(_IN_DATA_FILE if isinstance(v, ValuePlace) else _INLINE for v in found),
         _varints(numbers[place.file] for place in places),
         _varints(place.offset for place in places),
         *(value for value in found if isinstance(value, bytes)),
@@ -74,9 +74,9 @@ def encode_node(values: Mapping[str, bytes | Place]) -> bytes:
     return _framed(_NODE_MAGIC, b"".join(body))
 
 
-def _encode_manifest(node: bytes, values: Mapping[str, bytes | Place]) -> bytes:
+def _encode_manifest(node: bytes, values: Mapping[str, bytes | ValuePlace]) -> bytes:
     """Returns a manifest with one version, whose index is a node in a file of its own."""
-    in_data_file = sum(v.size for v in values.values() if isinstance(v, Place))
+    in_data_file = sum(v.size for v in values.values() if isinstance(v, ValuePlace))
     body = [
         os.urandom(16),  # The name of the database.
         b"\0",  # All versions are in this file.

@@ -266,7 +266,7 @@ def _write_database(
     The database is complete when the iterator has ended.
     """
     (database / ocdbt.DATA_FILE).parent.mkdir(parents=True)
-    values: dict[str, bytes | ocdbt.Place] = {}
+    values: dict[str, bytes | ocdbt.ValuePlace] = {}
     with DirectWriter(database / ocdbt.DATA_FILE) as file:
         for path, each in held.items():
             values |= append_array(file, path, each, pace)
@@ -292,10 +292,12 @@ def append_array(
     pace: Throttle,
     *,
     data_file: str = ocdbt.DATA_FILE,
-) -> dict[str, bytes | ocdbt.Place]:
+) -> dict[str, bytes | ocdbt.ValuePlace]:
     """Appends the pieces of an array to a data file; returns the entries of the index."""
     key = key_of(path)
-    values: dict[str, bytes | ocdbt.Place] = {f"{key}zarr.json": canonical_json(_metadata(each))}
+    values: dict[str, bytes | ocdbt.ValuePlace] = {
+        f"{key}zarr.json": canonical_json(_metadata(each))
+    }
     for box, items in each.items.items():
         if items.size:
             with pace.piece():
@@ -303,7 +305,7 @@ def append_array(
     return values
 
 
-def _append(file: Appendable, items: np.ndarray, name: str) -> bytes | ocdbt.Place:
+def _append(file: Appendable, items: np.ndarray, name: str) -> bytes | ocdbt.ValuePlace:
     """Appends a chunk, as the codec `sharding_indexed` has it, unless it belongs into the index."""
     data = as_bytes(items)
     index = chunk_index(len(data))
@@ -313,7 +315,7 @@ def _append(file: Appendable, items: np.ndarray, name: str) -> bytes | ocdbt.Pla
     offset = file.size_bytes
     file.append(data)
     file.append(index)
-    return ocdbt.Place(offset, len(data) + len(index), name)
+    return ocdbt.ValuePlace(offset, len(data) + len(index), name)
 
 
 def chunk_key(box: Box, chunk_shape: Sequence[int]) -> str:

@@ -54,7 +54,7 @@ APART_SECONDS = 0.05
 Streams that begin together, with parts of equal size, also wait for their answers together, and the
 link is idle then.
 """
-Entries = Mapping[str, bytes | ocdbt.Place]
+Entries = Mapping[str, bytes | ocdbt.ValuePlace]
 """Key -> the value, or its place, in the index of a database."""
 SUCCESS = "commit_success.txt"
 """File that makes a step in a bucket a complete one for stock Orbax."""
@@ -227,7 +227,7 @@ class BucketWriter:
         """Fetches and digests some arrays, and decides where they are in an object."""
         arrays, file = self._arrays.of(folder), MemoryFile()
         database, data_file = database_name(folder, self._process, 0), f"d/{number}"
-        values: dict[str, bytes | ocdbt.Place] = {}
+        values: dict[str, bytes | ocdbt.ValuePlace] = {}
         name = f"{database}/{data_file}"
         infos = {path: arrays[path][0] for path in paths}
         chunks: dict[str, list[Chunk]] = {}
@@ -316,7 +316,7 @@ def _chunks(path: str, each: HostPieces, values: Entries, name: str) -> list[Chu
     return [
         Chunk(path, each.info, box, name, place.offset)
         for box, place in places.items()
-        if isinstance(place, ocdbt.Place)
+        if isinstance(place, ocdbt.ValuePlace)
     ]
 
 
@@ -329,7 +329,7 @@ def _entries(step_dir: GcsPath, folder: str, names: Sequence[str]) -> Entries:
     """Returns the index of a folder: that of all hosts' databases, as TensorStore reads them."""
     with ThreadPoolExecutor(gcs_objects.THREADS, "jaxres-download") as pool:
         found = list(pool.map(lambda name: entries_of(step_dir / folder / name), names))
-    values: dict[str, bytes | ocdbt.Place] = {}
+    values: dict[str, bytes | ocdbt.ValuePlace] = {}
     for name, entries in zip(names, found, strict=True):
         if not entries:  # TensorStore takes a database that is missing for an empty one.
             raise StorageUnavailable(f"{step_dir / folder / name}: was written and is missing.")
@@ -338,9 +338,9 @@ def _entries(step_dir: GcsPath, folder: str, names: Sequence[str]) -> Entries:
     return values
 
 
-def _place(text: str) -> ocdbt.Place:
+def _place(text: str) -> ocdbt.ValuePlace:
     file, offset, size = text.rsplit(":", 2)
-    return ocdbt.Place(int(offset), int(size), file)
+    return ocdbt.ValuePlace(int(offset), int(size), file)
 
 
 def _write_all(step_dir: GcsPath, contents: Mapping[str, bytes]) -> list[HostReport]:

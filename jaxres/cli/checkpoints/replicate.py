@@ -25,7 +25,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.runlog import replica_files
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.replica_files import Diverged, Progress
+from jaxres.runlog.replica_files import Diverged, ReplicaProgress
 from jaxres.storage.path import RunPath, run_root
 from jaxres.storage.threads import make_thread
 from jaxres.supervisor.run_lock import RunLock, heartbeat_interval_seconds
@@ -120,20 +120,20 @@ class Reporter:
 
     def __init__(self, source: RunDir, target: RunDir, *, is_on: bool) -> None:
         self._source, self._is_on = source, is_on
-        self._progress = Progress(str(target.root))
+        self._progress = ReplicaProgress(str(target.root))
         if is_on and (before := replica_files.read_progress(source)) is not None:
             self._progress = before if before.path == str(target.root) else self._progress
 
     def show(self, done: ReplicaUpdate) -> None:
         """Writes what the replica has now."""
         error = "".join(f"step {step}: {what}; " for step, what in done.damaged.items())
-        self._write(Progress(self._progress.path, done.seq, done.step, error.rstrip("; ")))
+        self._write(ReplicaProgress(self._progress.path, done.seq, done.step, error.rstrip("; ")))
 
     def failed(self, error: RunError) -> None:
         """Writes why a copy has failed."""
         self._write(dataclasses.replace(self._progress, error=str(error)))
 
-    def _write(self, progress: Progress) -> None:
+    def _write(self, progress: ReplicaProgress) -> None:
         if self._is_on and progress != self._progress:
             with contextlib.suppress(RunError):  # The source's disk may be full.
                 replica_files.write_progress(self._source, progress)

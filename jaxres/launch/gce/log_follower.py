@@ -71,7 +71,7 @@ def describe_change(before: Output | None, after: Output) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputPart:
     """What follows in an output after what is printed."""
 
     skip: int
@@ -80,7 +80,7 @@ class Part:
     """Bytes that were never uploaded: more was printed between two uploads than one has."""
 
 
-def part_after(printed: int, *, start: int, size: int) -> Part:
+def part_after(printed: int, *, start: int, size: int) -> OutputPart:
     """Returns which part of an uploaded end of an output is new.
 
     Args:
@@ -88,7 +88,7 @@ def part_after(printed: int, *, start: int, size: int) -> Part:
       start: byte of the whole output with which the uploaded end begins.
       size: size of the uploaded end.
     """
-    return Part(min(size, max(0, printed - start)), max(0, start - printed))
+    return OutputPart(min(size, max(0, printed - start)), max(0, start - printed))
 
 
 class LogFollower:

@@ -160,7 +160,7 @@ def _node(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> 
     loaded = configs.load(argument_checks.config_file(target), overrides)
     run_dir = find_run_dir(loaded)
     with signals.wakeup_fd() as wakeup:
-        node = Node(
+        node = SkyNode(
             loaded.config,
             run_dir,
             clock=clock,
@@ -172,7 +172,7 @@ def _node(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> 
 
 
 @dataclass(frozen=True)
-class Node:
+class SkyNode:
     """The restarts of one node; the attempts themselves are `train`."""
 
     config: RunConfig

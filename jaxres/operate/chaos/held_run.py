@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos import leftovers
 from jaxres.operate.chaos.emulated_vms import EmulatedVms
-from jaxres.operate.chaos.job_network import JobNetwork
+from jaxres.operate.chaos.job_network import ProxiedNetwork
 from jaxres.operate.chaos.scenarios import BY_NAME
 from jaxres.operate.chaos.schedule import PlannedRun
 from jaxres.operate.chaos.short_runs import POLL_SECONDS, Runner, Topology
@@ -45,7 +45,7 @@ class HeldRun:
     """Name of the run directory; another one after the loss of a region."""
     server: GcsServer | None = None
     """The emulated Cloud Storage, if the run is in a bucket."""
-    network: JobNetwork | None = None
+    network: ProxiedNetwork | None = None
     """The connections of the supervisors, if each host has its own."""
     vms: EmulatedVms | None = None
     """The emulated Compute Engine, if the run is on VMs."""

@@ -15,7 +15,7 @@ from jaxres.testing.proxy import Proxy
 
 
 @dataclass
-class JobNetwork:
+class ProxiedNetwork:
     """Addresses and proxies of the newest start of a job."""
 
     num_hosts: int

@@ -29,15 +29,15 @@ from jaxres.operate.chaos.faults import storage as storage_faults
 from jaxres.operate.chaos.faults import vm as vm_faults
 from jaxres.operate.chaos.faults import worker as worker_faults
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.job_network import JobNetwork
-from jaxres.operate.chaos.schedule import Fault, PlannedRun
+from jaxres.operate.chaos.job_network import ProxiedNetwork
+from jaxres.operate.chaos.schedule import PlannedRun, ScheduledFault
 from jaxres.operate.chaos.short_runs import Runner, Topology
 from jaxres.operate.chaos.time_account import TimeAccount
 from jaxres.operate.chaos.verdict import ChaosFacts, Injection
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.records import AttemptEnded, Claim
 
-INJECT: Mapping[str, Callable[[HeldRun, int, Fault], Injection]] = {
+INJECT: Mapping[str, Callable[[HeldRun, int, ScheduledFault], Injection]] = {
     "worker-kill": process_faults.kill_worker,
     "notice": process_faults.notice,
     "stop": process_faults.stop_and_resume,
@@ -118,7 +118,7 @@ class FaultyRun:
         if self.planned.place == "disk":
             return self._execute(HeldRun(self.runner, self.planned, self.topology, name))
         if self.planned.place == "hosts":
-            network = JobNetwork(self.topology.hosts)
+            network = ProxiedNetwork(self.topology.hosts)
             with contextlib.closing(network):
                 run = HeldRun(self.runner, self.planned, self.topology, name, network=network)
                 return self._execute(run)

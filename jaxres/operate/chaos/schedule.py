@@ -18,7 +18,7 @@ SAVE_EVERY = 3
 
 
 @dataclass(frozen=True)
-class Fault:
+class ScheduledFault:
     """A planned fault."""
 
     scenario: str
@@ -33,7 +33,7 @@ class PlannedRun:
     """A run and its faults, ascending by step."""
 
     name: str
-    faults: tuple[Fault, ...]
+    faults: tuple[ScheduledFault, ...]
 
     @property
     def place(self) -> Place:
@@ -103,14 +103,14 @@ def _groups(names: Sequence[str], chance: random.Random) -> Iterator[list[str]]:
 
 def _place(
     group: Sequence[str], chance: random.Random, *, steps: int, hosts: int
-) -> tuple[Fault, ...]:
+) -> tuple[ScheduledFault, ...]:
     """Returns the faults of a run, each in a part of its own, all after the first save.
 
     Several hosts agree on a stop in the next step: after the last but one nothing is left to train.
     """
     first, end = SAVE_EVERY + 1, steps if hosts == 1 else steps - 1
     size = end - first
-    placed: list[Fault] = []
+    placed: list[ScheduledFault] = []
     for number, name in enumerate(group):
         start, stop = (first + part * size // len(group) for part in (number, number + 1))
         possible = range(start, stop)
@@ -122,5 +122,5 @@ def _place(
             possible = [step]
         host = chance.randrange(hosts)
         host = 0 if BY_NAME[name].at_save else host  # Host 0 makes the commits.
-        placed.append(Fault(name, chance.choice(possible), host))
+        placed.append(ScheduledFault(name, chance.choice(possible), host))
     return tuple(placed)

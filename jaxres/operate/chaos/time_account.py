@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxres.exit_codes import exit_row
 from jaxres.goodput.intervals import Activity
-from jaxres.goodput.summary import ROLLED_BACK, Incident
+from jaxres.goodput.summary import ROLLED_BACK, CostlyInterruption
 from jaxres.operate.resume_verdict import AttemptFacts
 from jaxres.runlog.attempt_history import KILLED
 from jaxres.runlog.metrics import MetricsLine
@@ -34,7 +34,7 @@ class TimeAccount:
     """From the first claim to the end record of the last attempt, by the wall clock."""
     clock_moved_seconds: float = 0.0
     """By how much the wall clock was set while the run was watched."""
-    incidents: tuple[Incident, ...] = ()
+    incidents: tuple[CostlyInterruption, ...] = ()
 
     @property
     def tolerance(self) -> float:

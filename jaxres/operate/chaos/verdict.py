@@ -16,7 +16,7 @@ from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate import resume_verdict
 from jaxres.operate.chaos import time_account
 from jaxres.operate.chaos.scenarios import BY_NAME
-from jaxres.operate.chaos.schedule import Fault, PlannedRun
+from jaxres.operate.chaos.schedule import PlannedRun, ScheduledFault
 from jaxres.operate.chaos.time_account import TimeAccount
 from jaxres.operate.resume_verdict import AttemptFacts, RunFacts
 from jaxres.runlog.metrics import MetricsLine
@@ -42,7 +42,7 @@ PROMISES = {
 class Injection:
     """What was done, as it was seen from outside."""
 
-    fault: Fault
+    fault: ScheduledFault
     evidence: str = ""
     """How it is known that the fault has happened; empty: it has not."""
     problem: str = ""

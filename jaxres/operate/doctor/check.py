@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Found:
+class ItemResult:
     """What an item of the checklist has found; its name is the item's."""
 
     status: Status
@@ -50,21 +50,21 @@ class Found:
     remedy: str = ""
 
 
-def ok(detail: str) -> Found:
+def ok(detail: str) -> ItemResult:
     """Returns a passed item."""
-    return Found("pass", detail)
+    return ItemResult("pass", detail)
 
 
-def warn(detail: str, remedy: str) -> Found:
+def warn(detail: str, remedy: str) -> ItemResult:
     """Returns an item that a long run should not be started with."""
-    return Found("warn", detail, remedy)
+    return ItemResult("warn", detail, remedy)
 
 
-def fail(detail: str, remedy: str) -> Found:
+def fail(detail: str, remedy: str) -> ItemResult:
     """Returns an item with which a start is refused, or nothing works."""
-    return Found("fail", detail, remedy)
+    return ItemResult("fail", detail, remedy)
 
 
-def not_applicable(detail: str) -> Found:
+def not_applicable(detail: str) -> ItemResult:
     """Returns an item that says nothing about this run here."""
-    return Found("n/a", detail)
+    return ItemResult("n/a", detail)

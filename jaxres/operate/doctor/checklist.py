@@ -14,7 +14,7 @@ from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, StepsWhen,
 from jaxres.operate.chaos.results import FAILED, PASSED
 from jaxres.operate.chaos.scenarios import ChecklistKind
 from jaxres.operate.doctor import estimates
-from jaxres.operate.doctor.check import Check, Found, Status, fail, not_applicable, ok, warn
+from jaxres.operate.doctor.check import Check, ItemResult, Status, fail, not_applicable, ok, warn
 from jaxres.operate.doctor.facts import Facts
 from jaxres.operate.report import number_text
 from jaxres.storage.path import is_remote
@@ -36,7 +36,7 @@ MUST_REACH = ("gave_up", "commits_stalled", "hardware_fault")
 """Incidents that an operator has to get: the run has ended, does not advance, or a host is sick."""
 PREEMPTIBLE = ("spot", "flex_start")
 
-Judge = Callable[[RunConfig, Facts], Found]
+Judge = Callable[[RunConfig, Facts], ItemResult]
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def text(checks: Sequence[Check], *, all_items: bool) -> str:
 # Checkpointing.
 
 
-def _sharded(_: RunConfig, facts: Facts) -> Found:
+def _sharded(_: RunConfig, facts: Facts) -> ItemResult:
     if facts.state_bytes is None:
         return ok("each host writes its own shards of the state")
     share = format_bytes(round(facts.state_bytes / facts.num_hosts))
     return ok(f"each host writes its own shards: {share}, if they are equal")
 
 
-def _interval(config: RunConfig, facts: Facts) -> Found:
+def _interval(config: RunConfig, facts: Facts) -> ItemResult:
     when = config.checkpoint.when
     if isinstance(when, AutoWhen | ContinuousWhen):
         return ok(f"checkpoint.when.kind={when.kind} follows what saves and failures cost")
@@ -147,7 +147,7 @@ def _when_text(when: When) -> str:
     return f"{getattr(when, 'every_seconds', 0):g} s"
 
 
-def _fast_storage(config: RunConfig, facts: Facts) -> Found:
+def _fast_storage(config: RunConfig, facts: Facts) -> ItemResult:
     if facts.file_system in IN_MEMORY:
         return warn(
             f"{facts.run_root} is in memory ({facts.file_system}): a restarted machine has lost it",
@@ -167,7 +167,7 @@ def _fast_storage(config: RunConfig, facts: Facts) -> Found:
     )
 
 
-def _digests(config: RunConfig, _: Facts) -> Found:
+def _digests(config: RunConfig, _: Facts) -> ItemResult:
     saved = "every byte of a save is read back and compared before its commit"
     if config.checkpoint.scrub is None:
         return warn(
@@ -179,7 +179,7 @@ def _digests(config: RunConfig, _: Facts) -> Found:
 # Backup.
 
 
-def _replica(config: RunConfig, _: Facts) -> Found:
+def _replica(config: RunConfig, _: Facts) -> ItemResult:
     replica = config.checkpoint.replica
     if replica is None:
         return warn(
@@ -194,7 +194,7 @@ def _replica(config: RunConfig, _: Facts) -> Found:
     return ok(f"a verified copy in {replica.path}, an alert after {replica.lag_minutes:g} min")
 
 
-def _replica_place(config: RunConfig, facts: Facts) -> Found:
+def _replica_place(config: RunConfig, facts: Facts) -> ItemResult:
     replica, root = config.checkpoint.replica, facts.run_root
     if replica is None:
         return not_applicable("there is no replica")
@@ -212,7 +212,7 @@ def _replica_place(config: RunConfig, facts: Facts) -> Found:
     return ok("the replica is on another file system")
 
 
-def _retention(config: RunConfig, facts: Facts) -> Found:
+def _retention(config: RunConfig, facts: Facts) -> ItemResult:
     kept = estimates.kept_text(config, facts)
     if kept is None:
         return not_applicable("the size of the state is unknown")
@@ -222,7 +222,7 @@ def _retention(config: RunConfig, facts: Facts) -> Found:
 # Detection.
 
 
-def _health(config: RunConfig, facts: Facts) -> Found:
+def _health(config: RunConfig, facts: Facts) -> ItemResult:
     section = config.hardware.health
     if facts.platform != "gpu":
         return not_applicable("there are no GPUs")
@@ -245,7 +245,7 @@ def _health(config: RunConfig, facts: Facts) -> Found:
     return ok(f"NVIDIA's library reads all GPUs every {section.poll_seconds:g} s")
 
 
-def _incidents(config: RunConfig, _: Facts) -> Found:
+def _incidents(config: RunConfig, _: Facts) -> ItemResult:
     if not config.alerts.targets:
         return not_applicable("there is no target (item alerts)")
     missing = [
@@ -262,7 +262,7 @@ def _incidents(config: RunConfig, _: Facts) -> Found:
     return ok(f"ends, sick hosts, {config.alerts.no_commit_minutes:g} min without a commit")
 
 
-def _restarts(config: RunConfig, _: Facts) -> Found:
+def _restarts(config: RunConfig, _: Facts) -> ItemResult:
     attempts = config.restart.max_attempts_without_commit
     if attempts == 1:
         return warn(
@@ -282,35 +282,35 @@ def _restarts(config: RunConfig, _: Facts) -> Found:
 def _covered(name: str) -> Judge:
     """Returns an item that a check before the checklist has decided."""
 
-    def covered(_: RunConfig, facts: Facts) -> Found:
+    def covered(_: RunConfig, facts: Facts) -> ItemResult:
         check = facts.checks.get(name)
         if check is None:
             return not_applicable(ELSEWHERE)
-        return Found(check.status, check.detail, check.remedy)
+        return ItemResult(check.status, check.detail, check.remedy)
 
     return covered
 
 
-def _data_position(config: RunConfig, _: Facts) -> Found:
+def _data_position(config: RunConfig, _: Facts) -> ItemResult:
     if config.run.must_exist:
         return ok("a number in each state, and run.must_exist bars a second start at step 0")
     return ok("a number in each state: no row is repeated or left out")
 
 
-def _random_state(_: RunConfig, __: Facts) -> Found:
+def _random_state(_: RunConfig, __: Facts) -> ItemResult:
     return ok("the PRNG key is an array of each state")
 
 
 # Preemption.
 
 
-def _notices(config: RunConfig, facts: Facts) -> Found:
+def _notices(config: RunConfig, facts: Facts) -> ItemResult:
     if not facts.is_here:
         return not_applicable(ELSEWHERE)
     return _covered("notices")(config, facts)
 
 
-def _save_at_notice(config: RunConfig, facts: Facts) -> Found:
+def _save_at_notice(config: RunConfig, facts: Facts) -> ItemResult:
     gce = config.launch.gce
     seconds = estimates.write_seconds(facts)
     if gce is None:
@@ -335,7 +335,7 @@ def _save_at_notice(config: RunConfig, facts: Facts) -> Found:
     )
 
 
-def _capacity(config: RunConfig, _: Facts) -> Found:
+def _capacity(config: RunConfig, _: Facts) -> ItemResult:
     gce = config.launch.gce
     if gce is None:
         return not_applicable("the job uses no VMs of `launch gce`")
@@ -361,11 +361,11 @@ def _listed(kinds: Sequence[str]) -> str:
 # Monitoring.
 
 
-def _metrics(_: RunConfig, __: Facts) -> Found:
+def _metrics(_: RunConfig, __: Facts) -> ItemResult:
     return ok("loss, gradient norm, duration and tokens of each step; MFU on the console")
 
 
-def _dashboards(config: RunConfig, facts: Facts) -> Found:
+def _dashboards(config: RunConfig, facts: Facts) -> ItemResult:
     telemetry = config.telemetry
     if telemetry.prometheus is not None:
         if facts.is_here and not facts.has_exporter:
@@ -383,7 +383,7 @@ def _dashboards(config: RunConfig, facts: Facts) -> Found:
     )
 
 
-def _alerts(config: RunConfig, facts: Facts) -> Found:
+def _alerts(config: RunConfig, facts: Facts) -> ItemResult:
     if not config.alerts.targets:
         if facts.test_alerts is not None:
             return fail("alerts.targets is empty: no test message was sent", "Set alerts.targets")
@@ -412,7 +412,7 @@ def _alerts(config: RunConfig, facts: Facts) -> Found:
 
 
 def _chaos(kind: ChecklistKind) -> Judge:
-    def chaos(_: RunConfig, facts: Facts) -> Found:
+    def chaos(_: RunConfig, facts: Facts) -> ItemResult:
         if facts.chaos is None:
             return not_applicable("no result was looked for")
         verdict = facts.chaos.kinds.get(kind)
@@ -433,7 +433,7 @@ def _chaos(kind: ChecklistKind) -> Judge:
 # The run and its machine.
 
 
-def _budgets(config: RunConfig, _: Facts) -> Found:
+def _budgets(config: RunConfig, _: Facts) -> ItemResult:
     launch, restart = config.launch, config.restart
     limits = {"launch.max_dollars": launch.max_dollars, "launch.max_hours": launch.max_hours}
     given = [f"{key}={value:g}" for key, value in limits.items() if value is not None]
@@ -449,7 +449,7 @@ def _budgets(config: RunConfig, _: Facts) -> Found:
     return ok(", ".join([f"{bound} without a commit", *given]))
 
 
-def _guards(config: RunConfig, _: Facts) -> Found:
+def _guards(config: RunConfig, _: Facts) -> ItemResult:
     guards = config.guards
     sections = ("rollback", "bad_records", "corruption", "throughput", "spikes")
     off = [f"guards.{name}=null" for name in sections if getattr(guards, name) is None]
@@ -465,7 +465,7 @@ def _guards(config: RunConfig, _: Facts) -> Found:
     return ok(f"all; a step that is not finite: {guards.on_nonfinite}")
 
 
-def _hang_limits(config: RunConfig, _: Facts) -> Found:
+def _hang_limits(config: RunConfig, _: Facts) -> ItemResult:
     limit = config.deadlines.step_seconds
     if limit > LONGEST_HANG_SECONDS:
         return warn(
@@ -474,7 +474,7 @@ def _hang_limits(config: RunConfig, _: Facts) -> Found:
     return ok(f"a step that takes {limit:g} s, or 10 times the slowest of the last 50, is a hang")
 
 
-def _clock(config: RunConfig, facts: Facts) -> Found:
+def _clock(config: RunConfig, facts: Facts) -> ItemResult:
     if not facts.is_here:
         return not_applicable(ELSEWHERE)
     if facts.is_clock_synchronised is None:
@@ -487,7 +487,7 @@ def _clock(config: RunConfig, facts: Facts) -> Found:
     )
 
 
-def _open_files(_: RunConfig, facts: Facts) -> Found:
+def _open_files(_: RunConfig, facts: Facts) -> ItemResult:
     if facts.open_files is None:
         return not_applicable(ELSEWHERE)
     if 0 <= facts.open_files < MANY_FILES:
@@ -499,7 +499,7 @@ def _open_files(_: RunConfig, facts: Facts) -> Found:
     return ok(f"a process may have {number} open files")
 
 
-def _driver(_: RunConfig, facts: Facts) -> Found:
+def _driver(_: RunConfig, facts: Facts) -> ItemResult:
     if facts.platform != "gpu":
         return not_applicable("there are no GPUs")
     if not facts.is_here:
@@ -537,7 +537,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts if part.isdecimal())
 
 
-def _determinism(config: RunConfig, facts: Facts) -> Found:
+def _determinism(config: RunConfig, facts: Facts) -> ItemResult:
     run = config.run
     if facts.platform == "gpu" and run.determinism == "fast" and run.guarantee == "bitwise":
         return warn(

@@ -26,7 +26,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetModel:
     """The machines of a job."""
 
     num_gpus: int

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxres.operate.plan.failure_model import DAY_HOURS, Fleet, poisson_share
+from jaxres.operate.plan.failure_model import DAY_HOURS, FleetModel, poisson_share
 from jaxres.operate.plan.goodput_model import HOUR_SECONDS, Interruption, Outages, Plan, Tier, tier
 
 MemoryTier = Literal["off", "own", "neighbor"]
@@ -34,7 +34,7 @@ class Measures:
 class Job:
     """A job: its machines, its state, and how long each part of a recovery takes."""
 
-    fleet: Fleet
+    fleet: FleetModel
     hours: float
     """Wall time that is planned for."""
     state_bytes: float

@@ -12,7 +12,7 @@ from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import SETUP, Activity
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.goodput.summary import ROLLED_BACK, Incident, Summary
+from jaxres.goodput.summary import ROLLED_BACK, CostlyInterruption, Summary
 from jaxres.launch.gce.decide.lost_vms import PREEMPTED, STOPPING
 from jaxres.launch.gce.state.capacity_options import NO_CAPACITY
 from jaxres.operate.plan.observed_vms import ObservedVms
@@ -144,14 +144,14 @@ def _mean(values: Iterable[float]) -> float | None:
     return fmean(found) if found else None
 
 
-def _gap_seconds(incident: Incident) -> float:
+def _gap_seconds(incident: CostlyInterruption) -> float:
     return incident.capacity_wait_seconds + incident.vm_boot_seconds + incident.down_seconds
 
 
-def _start_seconds(incident: Incident) -> float:
+def _start_seconds(incident: CostlyInterruption) -> float:
     parts = incident.setup_seconds
     return parts.get(Activity.START_UP, 0.0) + parts.get(Activity.COMPILE, 0.0)
 
 
-def _count(incidents: Sequence[Incident], cause: str) -> int:
+def _count(incidents: Sequence[CostlyInterruption], cause: str) -> int:
     return sum(incident.cause == cause for incident in incidents)

@@ -11,11 +11,11 @@ from typing import Any
 
 from jaxres.config.schema import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.goodput.intervals import Activity, Interval
+from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import AttemptTime, RunTimeline
 from jaxres.operate.plan import observed_vms
 from jaxres.operate.plan.observed_vms import ObservedGap, ObservedVms
-from jaxres.operate.plan.simulated_attempts import Failure, JobSettings, Times
+from jaxres.operate.plan.simulated_attempts import JobSettings, PartTimes, SimulatedFailure
 from jaxres.operate.plan.simulated_vms import Vms
 from jaxres.runlog import run_log
 from jaxres.runlog.events import (
@@ -40,8 +40,8 @@ DONE = exit_row(ExitCode.DONE).name
 class ObservedAttempts:
     """The input of the simulation of a run that has ended."""
 
-    times: Times
-    failures: tuple[Failure, ...]
+    times: PartTimes
+    failures: tuple[SimulatedFailure, ...]
     settings: JobSettings
 
 
@@ -116,7 +116,9 @@ def _settings(config: RunConfig) -> JobSettings:
     )
 
 
-def _before_gap(failure: Failure, observed: ObservedGap, attempt: AttemptTime) -> Failure:
+def _before_gap(
+    failure: SimulatedFailure, observed: ObservedGap, attempt: AttemptTime
+) -> SimulatedFailure:
     """Returns a failure as the launcher saw it, with what followed."""
     late = observed.ended - attempt.time
     detection = (failure.detect_seconds or 0.0) + late
@@ -157,7 +159,7 @@ def _vms(
     return observed_vms.of_events(events, num_attempts=num_attempts)
 
 
-def _own(timeline: RunTimeline, attempt: AttemptTime) -> list[Interval]:
+def _own(timeline: RunTimeline, attempt: AttemptTime) -> list[ActivityInterval]:
     return [i for i in timeline.intervals if i.attempt == attempt.attempt]
 
 
@@ -174,13 +176,13 @@ def _steps_of_attempts(
     }
 
 
-def _step_seconds(own: Sequence[Interval], num_steps: int, *, default: float) -> float:
+def _step_seconds(own: Sequence[ActivityInterval], num_steps: int, *, default: float) -> float:
     """Returns the mean duration of an attempt's steps; `default` if it has none."""
     return sum(i.seconds for i in own if i.activity in STEPS) / num_steps if num_steps else default
 
 
 def _pause_seconds(
-    own: Sequence[Interval], num_steps: int, *, default: float, until: float = math.inf
+    own: Sequence[ActivityInterval], num_steps: int, *, default: float, until: float = math.inf
 ) -> float:
     """Returns the mean pause after a step of an attempt, of pauses that begin before a time."""
     pauses = (i.seconds for i in own if i.activity in PAUSES and i.start < until)
@@ -192,7 +194,7 @@ def _times(
     events: Sequence[Mapping[str, Any]],
     *,
     num_steps: int,
-) -> Times | None:
+) -> PartTimes | None:
     """Returns the mean times of a run; None: it has no step."""
     seconds = dict.fromkeys(Activity, 0.0)
     for interval in timeline.intervals:
@@ -213,7 +215,7 @@ def _times(
         for i in _own(timeline, last)
         if i.activity == Activity.START_UP and i.start > (_training(last) or 0.0)
     ]
-    return Times(
+    return PartTimes(
         step_seconds=step_seconds,
         pause_seconds=sum(seconds[one] for one in PAUSES) / num_steps,
         stall_seconds=_stall(seconds, blocked, commit, settle),
@@ -279,14 +281,14 @@ def _failures(
     claims: Sequence[float],
     events: Sequence[Mapping[str, Any]],
     num_steps_of: Mapping[int, int],
-    times: Times,
-) -> list[Failure]:
+    times: PartTimes,
+) -> list[SimulatedFailure]:
     """Returns what ended each attempt but the last.
 
     `claims`: when each attempt was claimed. `num_steps_of`: its steps, by attempt.
     """
     own_records = by_attempt(records)
-    found: list[Failure] = []
+    found: list[SimulatedFailure] = []
     for one, (begin, end) in zip(timeline.attempts, itertools.pairwise(claims), strict=False):
         failure = _failure(
             one,
@@ -307,11 +309,11 @@ def _failures(
 def _failure(
     attempt: AttemptTime,
     records: Sequence[Record],
-    own: Sequence[Interval],
+    own: Sequence[ActivityInterval],
     *,
     num_steps: int,
-    times: Times,
-) -> Failure:
+    times: PartTimes,
+) -> SimulatedFailure:
     """Returns what ended an attempt, when, and how long its detection took within the attempt.
 
     `times`: those of the job.
@@ -332,7 +334,7 @@ def _failure(
         claim, *others = records
         commits = [r.time - claim.time for r in others if isinstance(r.body, Commit)]
         until = max([until, *(min(latest, attempt.claimed + one) for one in commits)])
-    return Failure(
+    return SimulatedFailure(
         seconds=until + half - begin,
         code=KILLED if end is None else end.exit,
         in_setup=_training(attempt) is None,
@@ -348,7 +350,7 @@ def _training(attempt: AttemptTime) -> float | None:
     return attempt.starts[0][1] if attempt.starts else None
 
 
-def _detection(own: Sequence[Interval]) -> float:
+def _detection(own: Sequence[ActivityInterval]) -> float:
     return sum(i.seconds for i in own if i.activity == Activity.DETECTION and not i.in_gap)
 
 

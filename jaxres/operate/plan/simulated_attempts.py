@@ -35,7 +35,7 @@ RECENT = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class PartTimes:
     """How long each part of a job takes, in seconds."""
 
     step_seconds: float
@@ -61,7 +61,7 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class SimulatedFailure:
     """What ends an attempt before the last step."""
 
     seconds: float
@@ -113,12 +113,12 @@ class SimulatedJob:
     next one; in sum."""
     gave_up: str
     """Reason of the restart policy or of the launcher; "": the job was not given up."""
-    times: Times
+    times: PartTimes
     """What it was simulated with."""
 
 
 def simulate_attempts(
-    times: Times, failures: Sequence[Failure], settings: JobSettings
+    times: PartTimes, failures: Sequence[SimulatedFailure], settings: JobSettings
 ) -> SimulatedJob:
     """Returns what a job does: one attempt for each failure, then one to the last step."""
     policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
@@ -175,7 +175,7 @@ def simulate_attempts(
     )
 
 
-def _own_times(times: Times, failure: Failure) -> Times:
+def _own_times(times: PartTimes, failure: SimulatedFailure) -> PartTimes:
     """Returns the times of the attempt that a failure ends."""
     names = ("step_seconds", "pause_seconds", "commit_seconds")
     own = {name: getattr(failure, name) for name in names}
@@ -193,7 +193,7 @@ class _Reached:
 
 
 def _train(
-    times: Times,
+    times: PartTimes,
     settings: JobSettings,
     step: int,
     until: float,
@@ -231,7 +231,9 @@ def _train(
     return _Reached(step, committed, now, num_saves)
 
 
-def _interval(when: When, times: Times, costs: Costs, *, now: float, is_measured: bool) -> float:
+def _interval(
+    when: When, times: PartTimes, costs: Costs, *, now: float, is_measured: bool
+) -> float:
     """Returns the seconds between saves; 0 where saves go by steps."""
     match when:
         case SecondsWhen(every_seconds=seconds):

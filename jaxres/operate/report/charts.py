@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxres.operate.report import curves, number_text
-from jaxres.operate.report.contents import Contents, Interruption
+from jaxres.operate.report.contents import Contents, InterruptionMark
 from jaxres.operate.report.curves import COLUMNS
 from jaxres.operate.report.markup import Markup, element, joined, number
 from jaxres.operate.report.scale import Scale, fit, from_zero
@@ -237,7 +237,9 @@ def _skip_marks(skipped: NDArray[np.int64], steps: Scale) -> Iterator[Markup]:
         yield element("path", element("title", title), d=d, class_="dots skip")
 
 
-def _interruption_marks(interruptions: Sequence[Interruption], steps: Scale) -> Iterator[Markup]:
+def _interruption_marks(
+    interruptions: Sequence[InterruptionMark], steps: Scale
+) -> Iterator[Markup]:
     """Yields a line for the interruptions of each pixel column."""
     ordered = sorted(interruptions, key=lambda one: one.step)
     for at, own in _by_column(ordered, steps, lambda one: one.step):
@@ -249,7 +251,7 @@ def _interruption_marks(interruptions: Sequence[Interruption], steps: Scale) -> 
         yield element("path", element("title", title), d=d, class_=class_)
 
 
-def interruption_text(one: Interruption) -> str:
+def interruption_text(one: InterruptionMark) -> str:
     """Returns what happened, for people.
 
     >>> interruption_text(Interruption(2, "killed", 33, 20))

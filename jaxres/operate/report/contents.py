@@ -51,7 +51,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Interruption:
+class InterruptionMark:
     """Where an attempt ended or went back, on the axis of steps."""
 
     attempt: int
@@ -116,7 +116,7 @@ class Contents:
     """Steps that the run still has, ascending."""
     lost: MetricsColumns
     """Steps that it has lost, in the order of their segments."""
-    interruptions: tuple[Interruption, ...]
+    interruptions: tuple[InterruptionMark, ...]
     """One for each incident of the summary."""
     saves: tuple[Save, ...]
     num_failed_saves: int
@@ -163,7 +163,7 @@ def _has_tag(events: Mapping[int, Events], tag: str) -> Iterator[bool]:
 
 def _interruptions(
     sources: Sources, timeline: RunTimeline, lines: MetricsColumns
-) -> Iterator[Interruption]:
+) -> Iterator[InterruptionMark]:
     """Yields the ends and rollbacks of attempts, one for each incident of the summary."""
     steps = {r.seq: r.body.step for r in sources.records if isinstance(r.body, Start)}
     last = {seq: int(lines.step[own].max()) for seq, own in lines.by_segment().items()}
@@ -172,13 +172,13 @@ def _interruptions(
     for index, attempt in enumerate(timeline.attempts):
         segments = [seq for seq, _ in attempt.starts]
         for before, seq in pairwise(segments):
-            yield Interruption(attempt.attempt, ROLLED_BACK, reached[before], steps[seq])
+            yield InterruptionMark(attempt.attempt, ROLLED_BACK, reached[before], steps[seq])
         step = reached[segments[-1]] if segments else step
         if attempt.cause in (RUNNING, exit_row(ExitCode.DONE).name):
             continue
         following = (a.starts[0][0] for a in timeline.attempts[index + 1 :] if a.starts)
         seq = next(following, None)
-        yield Interruption(attempt.attempt, attempt.cause, step, steps.get(seq or 0))
+        yield InterruptionMark(attempt.attempt, attempt.cause, step, steps.get(seq or 0))
 
 
 def _number(

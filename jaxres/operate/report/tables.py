@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from jaxres.exit_codes import ExitCode, exit_row
-from jaxres.goodput.summary import Incident
+from jaxres.goodput.summary import CostlyInterruption
 from jaxres.operate.report import number_text, time_charts
-from jaxres.operate.report.contents import Contents, Interruption, Save, cause_text
+from jaxres.operate.report.contents import Contents, InterruptionMark, Save, cause_text
 from jaxres.operate.report.markup import Markup, element
 from jaxres.runlog.attempt_history import AttemptSummary
 from jaxres.runlog.launch_events import LaunchEvent
@@ -55,7 +55,7 @@ def incidents(contents: Contents) -> Markup:
 
 
 def _incident(
-    incident: Incident, where: Interruption, longest: float, *, has_money: bool
+    incident: CostlyInterruption, where: InterruptionMark, longest: float, *, has_money: bool
 ) -> list[str]:
     parts = time_charts.recovery_parts(incident)
     text = ", ".join(f"{name} {number_text.duration(s)}" for name, (s, _) in parts.items())

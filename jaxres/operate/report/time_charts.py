@@ -8,9 +8,9 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.goodput.intervals import Activity, Interval
+from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import AttemptTime, RunTimeline
-from jaxres.goodput.summary import Incident, Summary
+from jaxres.goodput.summary import CostlyInterruption, Summary
 from jaxres.operate.report import contents as c
 from jaxres.operate.report import curves, number_text
 from jaxres.operate.report.contents import Contents
@@ -110,7 +110,7 @@ def timeline(contents: Contents) -> Markup:
     return element("div", *rows, axis, class_="timeline")
 
 
-def recovery_bar(incident: Incident, longest: float) -> Markup:
+def recovery_bar(incident: CostlyInterruption, longest: float) -> Markup:
     """Returns the parts of an incident's time as one bar, as long as its share of the longest."""
     parts = recovery_parts(incident)
     rects: list[Markup] = []
@@ -123,7 +123,7 @@ def recovery_bar(incident: Incident, longest: float) -> Markup:
     return element("svg", *rects, viewBox="0 0 100 1", preserveAspectRatio="none", class_="parts")
 
 
-def recovery_parts(incident: Incident) -> dict[str, tuple[float, str]]:
+def recovery_parts(incident: CostlyInterruption) -> dict[str, tuple[float, str]]:
     """Returns name -> seconds and color of the parts of an incident that took time."""
     found = {
         "steps lost": (incident.replayed_seconds, "lost"),
@@ -149,7 +149,7 @@ def _rect(x: float, width: float, class_: str, title: str = "", *, height: float
     return element("rect", *titles, x=x, width=width, y=y, height=height, class_=class_)
 
 
-def _class_rects(intervals: Sequence[Interval], seconds: float) -> list[Markup]:
+def _class_rects(intervals: Sequence[ActivityInterval], seconds: float) -> list[Markup]:
     """Returns the intervals, or for many of them the share of each color in each column."""
     if len(intervals) <= MAX_RECTS:
         scale = COLUMNS / seconds
@@ -176,7 +176,7 @@ def _class_rects(intervals: Sequence[Interval], seconds: float) -> list[Markup]:
     return rects
 
 
-def column_shares(intervals: Sequence[Interval], seconds: float) -> NDArray[np.float64]:
+def column_shares(intervals: Sequence[ActivityInterval], seconds: float) -> NDArray[np.float64]:
     """Returns the share of each group in the time of each column: [groups, columns]."""
     ends = np.array([0.0, *(interval.end for interval in intervals)])
     own = np.array([interval.seconds for interval in intervals])

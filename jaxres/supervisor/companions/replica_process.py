@@ -22,7 +22,7 @@ from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Commit, Record
-from jaxres.runlog.replica_files import Progress
+from jaxres.runlog.replica_files import ReplicaProgress
 from jaxres.runlog.supervisor_events import ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import stdio
@@ -154,16 +154,16 @@ class ReplicaProcess:
             if kind is not None:
                 emit(self._event(lag, records, progress, now=now))
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> ReplicaProgress:
         assert self._section is not None
         with contextlib.suppress(RunError):
             found = replica_files.read_progress(self._run_dir)
             if found is not None and found.path == str(self._section.path):
                 return found
-        return Progress(str(self._section.path))
+        return ReplicaProgress(str(self._section.path))
 
     def _event(
-        self, lag: ReplicaLag, records: list[Record], progress: Progress, *, now: float
+        self, lag: ReplicaLag, records: list[Record], progress: ReplicaProgress, *, now: float
     ) -> Event:
         history = run_log.fold(records)
         if not lag.is_behind:

@@ -31,7 +31,7 @@ _before: list[bytes] = []
 """What the last edit of this process has replaced."""
 
 
-class Context(Protocol):
+class EditContext(Protocol):
     """The part of a hook's context that an edit needs."""
 
     @property
@@ -55,7 +55,7 @@ class Context(Protocol):
         ...
 
 
-def edit(context: Context) -> None:
+def edit(context: EditContext) -> None:
     """Edits if it is requested for this step and host; a hook, called after each step."""
     run_dir = context.run_dir
     assert is_path(run_dir), run_dir

@@ -17,7 +17,7 @@ HOLD_SECONDS = 3600.0
 """Longest hold. The supervisor's deadline of hooks ends it earlier."""
 
 
-class Context(Protocol):
+class HoldContext(Protocol):
     """The part of a hook's context that the hold needs."""
 
     @property
@@ -69,7 +69,7 @@ def _released(number: int) -> str:
     return f"released-{number}"
 
 
-def hold(context: Context, *, folder: str | None = None) -> None:
+def hold(context: HoldContext, *, folder: str | None = None) -> None:
     """Holds if a hold is planned after this step; a hook, called after each step on each host.
 
     Args:

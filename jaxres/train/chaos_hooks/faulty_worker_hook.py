@@ -26,7 +26,7 @@ TOO_MANY = 1 << 46
 _dispatch = loop.dispatch
 
 
-class Context(Protocol):
+class FaultContext(Protocol):
     """The part of a hook's context that this one needs."""
 
     @property
@@ -40,7 +40,7 @@ class Context(Protocol):
         ...
 
 
-def plant(context: Context) -> None:
+def plant(context: FaultContext) -> None:
     """Lets each later step of this worker meet the fault that is requested; a hook."""
     run_dir, host = context.run_dir, context.host
     assert is_path(run_dir), run_dir

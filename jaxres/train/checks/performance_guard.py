@@ -46,7 +46,7 @@ KINDS: tuple[Kind, ...] = ("steps", "steps_beside_saves", "evaluations")
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """A device of the mesh: its host, its id and its name."""
 
     host: int
@@ -54,9 +54,9 @@ class Place:
     name: str
 
 
-def places_of(devices: Sequence[Any]) -> list[Place]:
+def places_of(devices: Sequence[Any]) -> list[DevicePlace]:
     """Returns the places of the devices of a mesh."""
-    return [Place(one.process_index, one.id, one.device_kind) for one in devices]
+    return [DevicePlace(one.process_index, one.id, one.device_kind) for one in devices]
 
 
 class PerformanceGuard:
@@ -66,7 +66,7 @@ class PerformanceGuard:
         self,
         section: ThroughputSection,
         *,
-        places: Sequence[Place],
+        places: Sequence[DevicePlace],
         tokens_per_step: int,
         reports: bool,
         emit: Emit,

@@ -71,7 +71,7 @@ SPARE = 4
 
 
 @dataclass(frozen=True)
-class Measured:
+class PreflightResult:
     """The result of a test that has passed."""
 
     what: str
@@ -105,7 +105,7 @@ def dtypes_of(model: object) -> set[str]:
 
 def run(
     extent: Extent, *, dtypes: Collection[str], folder: Path, host: str, clock: Clock
-) -> Iterator[Measured]:
+) -> Iterator[PreflightResult]:
     """Tests this host together with the others of the job; yields what has passed.
 
     Args:
@@ -123,16 +123,18 @@ def run(
         fail = functools.partial(_fail, host, name)
         for dtype in sorted(dtypes):
             rate = _multiply(extent, device, dtype, fail, clock)
-            yield Measured(f"{name}, {dtype} products", f"{rate / 1e9:,.0f} GFLOP/s")
+            yield PreflightResult(f"{name}, {dtype} products", f"{rate / 1e9:,.0f} GFLOP/s")
         size = _fill_memory(extent, device, fail)
-        yield Measured(f"{name}, {size / 2**20:,.0f} MiB of memory", "unchanged")
-        yield Measured(f"{name}, host to device", _per_second(_send(extent, device, fail, clock)))
+        yield PreflightResult(f"{name}, {size / 2**20:,.0f} MiB of memory", "unchanged")
+        yield PreflightResult(
+            f"{name}, host to device", _per_second(_send(extent, device, fail, clock))
+        )
     if len(jax.devices()) > 1:
         _sum_over_devices(extent, functools.partial(_fail, host))
         yield _measure_sum(extent, clock)
     rates = _write_and_read(extent, folder, functools.partial(_fail, host, str(folder)), clock)
     if rates is not None:
-        yield Measured(f"disk of {folder}, write, read", ", ".join(map(_per_second, rates)))
+        yield PreflightResult(f"disk of {folder}, write, read", ", ".join(map(_per_second, rates)))
 
 
 def _fail(host: str, part: str, what: str) -> NoReturn:
@@ -247,7 +249,7 @@ def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn]) -> N
             fail(f"device {part.device.id}", "a sum over all devices is wrong on it")
 
 
-def _measure_sum(extent: Extent, clock: Clock) -> Measured:
+def _measure_sum(extent: Extent, clock: Clock) -> PreflightResult:
     """Measures the bus bandwidth of sums over all devices of the job."""
     num_devices, size = len(jax.devices()), extent.message_bytes
     if not jax.local_devices()[0].memory_stats():  # Equal on all hosts: their kinds are.
@@ -263,7 +265,7 @@ def _measure_sum(extent: Extent, clock: Clock) -> Measured:
         seconds.append(clock.monotonic() - began)
     rate = bus_bandwidth(size, min(seconds), num_devices)
     text = f"{_per_second(rate)} bus bandwidth, {size / 2**20:,.0f} MiB a device"
-    return Measured(f"sum over {num_devices} devices", text, rate, size)
+    return PreflightResult(f"sum over {num_devices} devices", text, rate, size)
 
 
 def bus_bandwidth(size_bytes: int, seconds: float, num_devices: int) -> float:

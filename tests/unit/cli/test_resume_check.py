@@ -16,7 +16,7 @@ from jaxres.faults import StorageRefused
 from jaxres.operate.chaos.short_runs import Topology, shortened
 from jaxres.train import kept_results, resume_results
 from jaxres.train.chaos_hooks import break_hook
-from jaxres.train.resume_results import CheckResult, Found
+from jaxres.train.resume_results import KnownResume, ResumeCheckResult
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "promises" / "tiny.yaml"
@@ -28,8 +28,8 @@ def config(tmp_path: Path) -> configs.RunConfig:
     return configs.load(TINY, [f"data.cache_dir={tmp_path}"]).config
 
 
-def result(**changes: Any) -> CheckResult:
-    found = CheckResult(
+def result(**changes: Any) -> ResumeCheckResult:
+    found = ResumeCheckResult(
         config="tiny",
         trajectory="x",
         guarantee="bitwise",
@@ -91,7 +91,7 @@ def test_a_topology_has_hosts_and_perhaps_devices() -> None:
 def test_a_result_is_found_for_its_trajectory_only(config: configs.RunConfig) -> None:
     assert "never tested" in resume_results.read(config).text
     resume_results.store(config, result())
-    assert resume_results.read(config) == Found(
+    assert resume_results.read(config) == KnownResume(
         True, "guarantee: bitwise here", date="2026-11-26", devices="1 x cpu"
     )
     free = config.model_copy(update={"hooks": (), "train": config.train.model_copy()})

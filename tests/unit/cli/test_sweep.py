@@ -108,7 +108,7 @@ class FakeRun:
         self.signals.append(number)
 
 
-class StartedAtASignal(sweep.Point):
+class StartedAtASignal(sweep.SweepPoint):
     """A point that gets its process in the moment of a signal to the sweep."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -134,13 +134,13 @@ class FakeClock:
         assert self.sleeps < 10, "the signal did not reach the run"
 
 
-@pytest.mark.parametrize("kind", [sweep.Point, StartedAtASignal])
+@pytest.mark.parametrize("kind", [sweep.SweepPoint, StartedAtASignal])
 def test_a_signal_during_the_start_of_a_run_reaches_it_once(tmp_path, monkeypatch, kind):
     started: list[FakeRun] = []
 
     def start(*_: Any, **__: Any) -> FakeRun:
         started.append(FakeRun())
-        if kind is sweep.Point:
+        if kind is sweep.SweepPoint:
             signal.raise_signal(signal.SIGTERM)  # Before the sweep knows the process.
         return started[-1]
 

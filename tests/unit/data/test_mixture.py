@@ -5,7 +5,7 @@ import pytest
 
 from jaxres.config.schema_data import DataSection, HuggingfaceTokenizer, TokensSource
 from jaxres.data import open_dataset, write_tokens
-from jaxres.data.mixture import BLOCK_ROWS, MixedRows, Part, describe_row, mix, quotas
+from jaxres.data.mixture import BLOCK_ROWS, MixedRows, MixturePart, describe_row, mix, quotas
 from jaxres.data.order import positions_at, sample_ids_at, skip_ranges
 from jaxres.data.shuffle import Permutation
 from jaxres.data.tokenizer import open_tokenizer
@@ -14,7 +14,7 @@ from tests import bpe
 
 
 def part(name, num_rows, weight, *, epochs=None, seed=0):
-    return Part(Permutation(num_rows, seed, name=name), weight, epochs)
+    return MixturePart(Permutation(num_rows, seed, name=name), weight, epochs)
 
 
 THREE = [part("a", 1000, 0.7), part("b", 37, 0.25), part("c", 10_007, 0.05)]

@@ -19,7 +19,7 @@ from jaxres.runlog.events import (
     TrainingStarted,
 )
 from jaxres.train.checks.host_times import TIMED_STEPS, Times
-from jaxres.train.checks.performance_guard import PerformanceGuard, Place
+from jaxres.train.checks.performance_guard import DevicePlace, PerformanceGuard
 from tests.manual_clock import ManualClock
 
 DEVICES_A_HOST = 2
@@ -48,7 +48,7 @@ class SimulatedJob:
         """Simulates so many steps with the default settings; returns the reports."""
         self.clock, chance = ManualClock(), np.random.default_rng(self.seed)
         places = [
-            Place(host, host * DEVICES_A_HOST + i, "H100")
+            DevicePlace(host, host * DEVICES_A_HOST + i, "H100")
             for host in range(self.num_hosts)
             for i in range(DEVICES_A_HOST)
         ]

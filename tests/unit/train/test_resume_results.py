@@ -12,11 +12,11 @@ import pytest
 from jaxres import config as configs
 from jaxres.runlog.events import Noted
 from jaxres.train import build, kept_results, resume_results
-from jaxres.train.resume_results import CheckResult
+from jaxres.train.resume_results import ResumeCheckResult
 
 TINY = Path(__file__).parents[3] / "tests" / "promises" / "tiny.yaml"
 DEVICES = "2 x cpu cpu"
-GOOD = CheckResult(
+GOOD = ResumeCheckResult(
     config="tiny",
     trajectory="x",
     guarantee=resume_results.BITWISE,

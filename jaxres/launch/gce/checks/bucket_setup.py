@@ -201,7 +201,7 @@ NONCURRENT = ("numNewerVersions", "daysSinceNoncurrentTime", "noncurrentTimeBefo
 
 
 @dataclass(frozen=True)
-class Finding:
+class BucketFinding:
     """Result of checking one setting of a bucket."""
 
     kind: Literal["ok", "note", "change", "danger"]
@@ -302,7 +302,9 @@ def _plan(region: str) -> list[str]:
     ]
 
 
-def check_settings(found: Resource, run: GcsPath, regions: Sequence[str]) -> Iterator[Finding]:
+def check_settings(
+    found: Resource, run: GcsPath, regions: Sequence[str]
+) -> Iterator[BucketFinding]:
     """Yields a finding for every setting of a bucket; pure.
 
     Args:
@@ -314,74 +316,74 @@ def check_settings(found: Resource, run: GcsPath, regions: Sequence[str]) -> Ite
     yield _class(found)
     if found.get("hierarchicalNamespace", {}).get("enabled"):
         text = "hierarchical namespace is on (can't be changed): no gain, jaxres renames nothing; "
-        yield Finding("note", text + "empty folders of pruned checkpoints stay")
+        yield BucketFinding("note", text + "empty folders of pruned checkpoints stay")
     else:
-        yield Finding("ok", "hierarchical namespace off")
+        yield BucketFinding("ok", "hierarchical namespace off")
     yield from _access(found)
     yield _soft_delete(found)
     if found.get("versioning", {}).get("enabled"):
         text = "object versioning from on to off: a pruned checkpoint stays as a version and is "
         text += "billed forever; for the whole bucket, and existing versions stay"
-        yield Finding("change", text, {"versioning": {"enabled": False}})
+        yield BucketFinding("change", text, {"versioning": {"enabled": False}})
     else:
-        yield Finding("ok", "no object versioning")
+        yield BucketFinding("ok", "no object versioning")
     yield from _lifecycle(found, run)
     yield from _locks(found)
 
 
-def _region(found: Resource, regions: Sequence[str]) -> Finding:
+def _region(found: Resource, regions: Sequence[str]) -> BucketFinding:
     place = location_of(found)
     if place.kind != "region":
         text = f"{place.kind} {place.name} (can't be changed) costs more than {regions[0]} alone"
-        return Finding("note", text)
+        return BucketFinding("note", text)
     if place.name not in regions:
         text = f"region {place.name}, while the VMs would be in {', '.join(sorted({*regions}))}: "
         text += "every checkpoint would cross regions, slowly and at a cost. Use another bucket"
-        return Finding("danger", text)
+        return BucketFinding("danger", text)
     others = sorted({*regions} - {place.name})
     if others:
         text = f"region {place.name} (can't be changed): VMs in {', '.join(others)} pay for egress"
-        return Finding("note", text)
-    return Finding("ok", f"region {place.name}")
+        return BucketFinding("note", text)
+    return BucketFinding("ok", f"region {place.name}")
 
 
-def _class(found: Resource) -> Finding:
+def _class(found: Resource) -> BucketFinding:
     name = found.get("storageClass", "STANDARD")
     if name == "STANDARD":
-        return Finding("ok", "storage class STANDARD")
+        return BucketFinding("ok", "storage class STANDARD")
     text = f"storage class of new objects from {name} to STANDARD: {name} bills objects deleted "
-    return Finding("change", text + "early as if they existed", {"storageClass": "STANDARD"})
+    return BucketFinding("change", text + "early as if they existed", {"storageClass": "STANDARD"})
 
 
-def _access(found: Resource) -> Iterator[Finding]:
+def _access(found: Resource) -> Iterator[BucketFinding]:
     access = found.get("iamConfiguration", {})
     if access.get("uniformBucketLevelAccess", {}).get("enabled"):
-        yield Finding("ok", "uniform access")
+        yield BucketFinding("ok", "uniform access")
     else:
         text = "uniform access from off to on: only roles apply then, access by an object's own "
         text += "list ends, and after 90 days the change is permanent"
         settings = {"iamConfiguration": {"uniformBucketLevelAccess": {"enabled": True}}}
-        yield Finding("change", text, settings)
+        yield BucketFinding("change", text, settings)
     if access.get("publicAccessPrevention") == "enforced":
-        yield Finding("ok", "public access prevented")
+        yield BucketFinding("ok", "public access prevented")
     else:
         text = "public access prevention from inherited to enforced: public objects in the "
         text += "bucket become private"
         settings = {"iamConfiguration": {"publicAccessPrevention": "enforced"}}
-        yield Finding("change", text, settings)
+        yield BucketFinding("change", text, settings)
 
 
-def _soft_delete(found: Resource) -> Finding:
+def _soft_delete(found: Resource) -> BucketFinding:
     policy = found.get("softDeletePolicy", {})
     seconds = int(policy.get("retentionDurationSeconds", SOFT_DELETE_SECONDS))
     if not seconds:
-        return Finding("ok", "soft delete off")
+        return BucketFinding("ok", "soft delete off")
     text = f"soft delete from {seconds / DAY_SECONDS:g} days to off, for the whole bucket: pruned "
     text += "checkpoints are billed that long; objects deleted from now on can't be restored"
-    return Finding("change", text, {"softDeletePolicy": {"retentionDurationSeconds": "0"}})
+    return BucketFinding("change", text, {"softDeletePolicy": {"retentionDurationSeconds": "0"}})
 
 
-def _lifecycle(found: Resource, run: GcsPath) -> Iterator[Finding]:
+def _lifecycle(found: Resource, run: GcsPath) -> Iterator[BucketFinding]:
     rules = list(found.get("lifecycle", {}).get("rule", ()))
     kept, changes = [], []
     for rule in rules:
@@ -394,7 +396,7 @@ def _lifecycle(found: Resource, run: GcsPath) -> Iterator[Finding]:
             )
             text += "other objects too: only you can know whether it may be removed. Limit its "
             text += "matchesPrefix to those objects, or use a bucket without it"
-            yield Finding("danger" if action == "Delete" else "note", text)
+            yield BucketFinding("danger" if action == "Delete" else "note", text)
         rest = _rule_without(rule, ours) if ours and not others else rule
         if rest is not None:
             kept.append(rest)
@@ -405,9 +407,9 @@ def _lifecycle(found: Resource, run: GcsPath) -> Iterator[Finding]:
         kept.append(ABORTS)
         changes.append(f"lifecycle: one more rule, {_as_json(ABORTS)}")
     for text in changes:
-        yield Finding("change", text, {"lifecycle": {"rule": kept}})
+        yield BucketFinding("change", text, {"lifecycle": {"rule": kept}})
     if not changes:
-        yield Finding("ok", "lifecycle: unfinished uploads are aborted")
+        yield BucketFinding("ok", "lifecycle: unfinished uploads are aborted")
 
 
 def _prefixes_of_run(rule: Mapping[str, Any], run: GcsPath) -> tuple[list[str], bool]:
@@ -437,7 +439,7 @@ def _aborts(rule: Mapping[str, Any]) -> bool:
     )
 
 
-def _locks(found: Resource) -> Iterator[Finding]:
+def _locks(found: Resource) -> Iterator[BucketFinding]:
     """Yields settings that make every deletion and overwrite fail."""
     update = f"`gcloud storage buckets update {SCHEME}{found['name']}"
     if policy := found.get("retentionPolicy"):
@@ -446,15 +448,15 @@ def _locks(found: Resource) -> Iterator[Finding]:
         remedy = f"{update} --clear-retention-period` removes it, if that is right"
         if policy.get("isLocked"):
             remedy = "it is locked, so use another bucket"
-        yield Finding("danger", text + f"before (403), and a run needs both; {remedy}")
+        yield BucketFinding("danger", text + f"before (403), and a run needs both; {remedy}")
     if found.get("defaultEventBasedHold"):
         text = "a default event-based hold: no object can be deleted or overwritten (403); "
         text += f"{update} --no-default-event-based-hold` removes it, if that is right"
-        yield Finding("danger", text)
+        yield BucketFinding("danger", text)
     if found.get("billing", {}).get("requesterPays"):
         text = "requester pays: jaxres names no project to bill with its requests (400); "
         text += f"{update} --no-requester-pays` turns it off, if that is right"
-        yield Finding("danger", text)
+        yield BucketFinding("danger", text)
 
 
 def _as_json(rule: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ EPHEMERAL_PORTS: Ports = (32_768, 60_999)
 
 
 @dataclass(frozen=True)
-class Group:
+class FirewallGroup:
     """VMs that a rule names; without ranges, tags and accounts: all."""
 
     ranges: tuple[str, ...] = ()
@@ -35,8 +35,8 @@ class FirewallRule:
     allows: bool
     priority: int
     ports: tuple[Ports, ...]
-    sources: Group = Group()
-    targets: Group = Group()
+    sources: FirewallGroup = FirewallGroup()
+    targets: FirewallGroup = FirewallGroup()
 
 
 @dataclass(frozen=True)
@@ -94,31 +94,31 @@ def closed_ports(
     return tuple(sorted([*closed, *open_or_unknown]))
 
 
-def _is_target(group: Group, job: JobNetwork) -> bool:
+def _is_target(group: FirewallGroup, job: JobNetwork) -> bool:
     return not (group.tags or group.accounts) or _is_named(group, job)
 
 
-def _is_named(group: Group, job: JobNetwork) -> bool:
+def _is_named(group: FirewallGroup, job: JobNetwork) -> bool:
     return bool({*group.tags} & {*job.tags}) or job.account in group.accounts
 
 
-def _has_all(sources: Group, job: JobNetwork) -> bool:
+def _has_all(sources: FirewallGroup, job: JobNetwork) -> bool:
     """Returns whether a rule applies to connections from every VM of the job."""
-    if sources == Group() or _is_named(sources, job):
+    if sources == FirewallGroup() or _is_named(sources, job):
         return True
     own = ipaddress.IPv4Network(job.ip_range)
     return any(own.subnet_of(each) for each in _networks(sources))
 
 
-def _has_some(sources: Group, job: JobNetwork) -> bool:
+def _has_some(sources: FirewallGroup, job: JobNetwork) -> bool:
     """Returns whether a rule may apply to connections from a VM of the job."""
-    if sources == Group() or _is_named(sources, job):
+    if sources == FirewallGroup() or _is_named(sources, job):
         return True
     own = ipaddress.IPv4Network(job.ip_range)
     return any(own.overlaps(each) for each in _networks(sources))
 
 
-def _networks(group: Group) -> list[ipaddress.IPv4Network]:
+def _networks(group: FirewallGroup) -> list[ipaddress.IPv4Network]:
     """Returns the ranges of a group; the VMs of a job connect by IPv4."""
     return [ipaddress.IPv4Network(text, strict=False) for text in group.ranges if ":" not in text]
 

@@ -14,8 +14,8 @@ from jaxres.config.schema_gce import ContainerRuntime, GceSection
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.checks.check_result import CheckResult
 from jaxres.launch.gce.checks.firewall_rules import (
+    FirewallGroup,
     FirewallRule,
-    Group,
     JobNetwork,
     closed_ports,
     needed_ports,
@@ -285,8 +285,8 @@ def _rule(rule: Any) -> FirewallRule | None:
     ports = tuple(ports for entry in entries for ports in parse_ports(entry.ports))
     if not ports:
         return None
-    sources = Group(
+    sources = FirewallGroup(
         tuple(rule.source_ranges), tuple(rule.source_tags), tuple(rule.source_service_accounts)
     )
-    targets = Group((), tuple(rule.target_tags), tuple(rule.target_service_accounts))
+    targets = FirewallGroup((), tuple(rule.target_tags), tuple(rule.target_service_accounts))
     return FirewallRule(allows, rule.priority, ports, sources, targets)

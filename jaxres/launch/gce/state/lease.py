@@ -80,7 +80,7 @@ class Lease:
         """Generation of another launcher's lease, and since when it is unchanged; later by the time
         in which the bucket did not answer."""
         self._other_name, self._other_seconds = "", seconds
-        self._found: _Found | None = None
+        self._found: _LeaseObject | None = None
         """The lease as `acquire` has read it last."""
         self._lock = threading.RLock()
         """Held while the lease is written: the launcher and its thread both renew it."""
@@ -159,7 +159,7 @@ class Lease:
         if found.terms is not None and not found.terms.released:
             self._other = found.generation, self._now()
 
-    def _read_and_count(self) -> _Found:
+    def _read_and_count(self) -> _LeaseObject:
         """Reads the lease; the time in which the bucket does not answer is no part of the wait.
 
         The holder could not renew the lease meanwhile. A bucket or a machine that is only slow
@@ -177,12 +177,12 @@ class Lease:
             if self._other is not None and took > COUNTED_SECONDS:
                 self._other = self._other[0], self._other[1] + took - COUNTED_SECONDS
 
-    def _describe(self, found: _Found) -> str:
+    def _describe(self, found: _LeaseObject) -> str:
         if found.terms is not None:
             return found.terms.holder
         return f"an unknown launcher ({self._path} is {found.problem or 'missing'})"
 
-    def _set_aside(self, found: _Found) -> None:
+    def _set_aside(self, found: _LeaseObject) -> None:
         """Keeps a copy of a damaged lease before it is overwritten."""
         if found.problem:
             aside = gcs_objects.set_aside(self._path, found.data, generation=found.generation)
@@ -235,7 +235,7 @@ class Lease:
             )
             raise self._fenced
 
-    def _rewrite(self, found: _Found, terms: LeaseRecord, *, started: float) -> bool:
+    def _rewrite(self, found: _LeaseObject, terms: LeaseRecord, *, started: float) -> bool:
         """Writes a lease again that was deleted, damaged or replaced by an older copy.
 
         Returns False if another launcher holds it, or may have held it since this one, which was
@@ -277,18 +277,18 @@ class Lease:
         self._mine, self._other = (terms, generation, started), None
         return True
 
-    def _read(self) -> _Found:
+    def _read(self) -> _LeaseObject:
         found = gcs_objects.read_at(self._path)
         if found is None:
-            return _Found(0)
+            return _LeaseObject(0)
         try:
-            return _Found(found[1], _decode(found[0], self._path), found[0])
+            return _LeaseObject(found[1], _decode(found[0], self._path), found[0])
         except ValueError as error:
-            return _Found(found[1], None, found[0], f"damaged ({error})")
+            return _LeaseObject(found[1], None, found[0], f"damaged ({error})")
 
 
 @dataclass(frozen=True)
-class _Found:
+class _LeaseObject:
     """The lease object as it was read."""
 
     generation: int

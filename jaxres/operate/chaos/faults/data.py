@@ -20,12 +20,12 @@ from jaxres.data.token_digests import BLOCK_BYTES
 from jaxres.data.token_folder import DTYPES, TokenRows
 from jaxres.operate.chaos.held_run import AGAIN, HeldRun
 from jaxres.operate.chaos.scenarios import SPIKE_STEPS
-from jaxres.operate.chaos.schedule import STEPS, Fault
+from jaxres.operate.chaos.schedule import STEPS, ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog.event_log import read_events
 
 
-def bad_record(run: HeldRun, number: int, fault: Fault) -> Injection:
+def bad_record(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, makes a token out of range that it reads two steps later, and starts it."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
@@ -53,7 +53,7 @@ def bad_record(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, did, recovery_seconds=seconds, unkept=unkept)
 
 
-def spike(run: HeldRun, number: int, fault: Fault) -> Injection:
+def spike(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Multiplies the parameters, and waits until the run has rolled back."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos.faults.process import SENT_SECONDS
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog.event_log import read_events
 
@@ -17,7 +17,7 @@ REMAP = "remap_pending 1"
 DID = "a row of memory of the GPU is to be remapped"
 
 
-def remap_row(run: HeldRun, number: int, fault: Fault) -> Injection:
+def remap_row(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Gives a GPU a fault, and starts the command again on a healthy one once the run has ended."""
     assert run.gpus is not None, "a scenario with a fake of NVIDIA's library"
     attempt = run.history().attempt

@@ -12,13 +12,13 @@ from pathlib import Path
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos import damage, leftovers
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog import attempt_history, replica_files
 from jaxres.runlog.paths import RunDir
 
 
-def damage_step(run: HeldRun, number: int, fault: Fault) -> Injection:
+def damage_step(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, damages its newest checkpoint, and starts it again."""
     if problem := run.wait_commit(fault.step) or run.stop(number):
         return Injection(fault, problem=problem)
@@ -32,7 +32,7 @@ def damage_step(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, did, damaged_step=newest.step)
 
 
-def tear_lines(run: HeldRun, number: int, fault: Fault) -> Injection:
+def tear_lines(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, appends half a line to its logs, and starts it again."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
@@ -49,7 +49,7 @@ def tear_lines(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, f"half a line in {names}")
 
 
-def lose_region(run: HeldRun, number: int, fault: Fault) -> Injection:
+def lose_region(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills the run, deletes its directory, and resumes in the replica."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -72,7 +72,7 @@ def lose_region(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, f"{root.name} is deleted")
 
 
-def lose_log(run: HeldRun, number: int, fault: Fault) -> Injection:
+def lose_log(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, deletes its log, and goes on as the message of the next start says."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
@@ -92,7 +92,7 @@ def lose_log(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, "log/ is deleted", unkept=unkept)
 
 
-def damage_cache(run: HeldRun, number: int, fault: Fault) -> Injection:
+def damage_cache(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, cuts every compiled program in half, and starts it again."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
@@ -112,7 +112,7 @@ def _truncate(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-def damage_data(run: HeldRun, number: int, fault: Fault) -> Injection:
+def damage_data(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, flips a bit in each block of its cached corpus, and starts it again."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)

@@ -9,8 +9,8 @@ import subprocess
 
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.job_network import JobNetwork
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.job_network import ProxiedNetwork
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 
 LATE_SECONDS = 0.5
@@ -19,7 +19,7 @@ LATE_MESSAGES = 5
 """How many of these a slow network delays at least."""
 
 
-def partition(run: HeldRun, number: int, fault: Fault) -> Injection:
+def partition(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Cuts a host off, until every supervisor has ended; then starts the job again."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -36,7 +36,7 @@ def partition(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, f"host {fault.host} was cut off: {lost} bytes lost", unkept=unkept)
 
 
-def lose_host(run: HeldRun, number: int, fault: Fault) -> Injection:
+def lose_host(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills a host's supervisor, with which its worker ends; then starts the job again."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -52,7 +52,7 @@ def lose_host(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, evidence, unkept=unkept)
 
 
-def slow_network(run: HeldRun, number: int, fault: Fault) -> Injection:
+def slow_network(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Delays all that the supervisors send, until the next save is committed."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -73,7 +73,7 @@ def slow_network(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, evidence, recovery_seconds=run.seconds(), unkept=unkept)
 
 
-def _network(run: HeldRun) -> JobNetwork:
+def _network(run: HeldRun) -> ProxiedNetwork:
     assert run.network is not None, "a scenario of several supervisors"
     return run.network
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.host import proc_stat
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog import step_dirs
 
@@ -23,19 +23,19 @@ SENT_SECONDS = 0.2
 """Pause after the supervisor has passed a request on: the worker's thread takes it at once."""
 
 
-def kill_worker(run: HeldRun, number: int, fault: Fault) -> Injection:
+def kill_worker(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills a worker when the newest save is committed."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
     return _signal(run, number, fault, signal.SIGKILL)
 
 
-def stop_worker(run: HeldRun, number: int, fault: Fault) -> Injection:
+def stop_worker(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Suspends a worker at once: the deadline of hooks begins with the hold."""
     return _signal(run, number, fault, signal.SIGSTOP)
 
 
-def _signal(run: HeldRun, number: int, fault: Fault, sent: signal.Signals) -> Injection:
+def _signal(run: HeldRun, number: int, fault: ScheduledFault, sent: signal.Signals) -> Injection:
     pid = run.pid(number, fault.host)
     run.mark_fault()
     run.plan(number + 1)  # Before another worker trains.
@@ -44,7 +44,7 @@ def _signal(run: HeldRun, number: int, fault: Fault, sent: signal.Signals) -> In
     return Injection(fault, f"{sent.name} to pid {pid}")
 
 
-def kill_in_save(run: HeldRun, number: int, fault: Fault) -> Injection:
+def kill_in_save(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills host 0's worker as soon as a save has a directory and no commit record.
 
     The worker is suspended while that is looked at, so that the save can't end meanwhile. A
@@ -84,7 +84,7 @@ def _suspend(run: HeldRun, pid: int) -> bool:
     return _is_suspended(pid)
 
 
-def notice(run: HeldRun, number: int, fault: Fault) -> Injection:
+def notice(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Sends a notice, and starts the command again."""
     run.mark_fault()
     if problem := run.stop(number):
@@ -93,7 +93,7 @@ def notice(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, "the command exited with PREEMPTED")
 
 
-def kill_supervisor(run: HeldRun, number: int, fault: Fault) -> Injection:
+def kill_supervisor(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills the supervisor, and starts the command again."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -107,7 +107,7 @@ def kill_supervisor(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, evidence)
 
 
-def stop_and_resume(run: HeldRun, number: int, fault: Fault) -> Injection:
+def stop_and_resume(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run as its operator, by Ctrl-C or by a file, and starts the command again."""
     process, output = run.runner.process, run.runner.output(run.name)
     assert process is not None
@@ -127,7 +127,7 @@ def stop_and_resume(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, by, unkept="" if kept else f"it exited with {exit_name(code)}")
 
 
-def leave_zombie(run: HeldRun, number: int, fault: Fault) -> Injection:
+def leave_zombie(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Suspends the supervisor until another one has taken the run over, and then resumes it."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)

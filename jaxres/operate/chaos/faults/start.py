@@ -16,7 +16,7 @@ from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos import job_devices
 from jaxres.operate.chaos.held_run import AGAIN, HeldRun
 from jaxres.operate.chaos.scenarios import LOOP_ATTEMPTS, WORKER_SETTING
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog import attempt_history
 from jaxres.runlog.attempt_history import AttemptSummary
@@ -30,7 +30,7 @@ MOST_KILLS = EXPECTED_KILLS + 2
 """Kills after which a supervisor that has not given up is left alone."""
 
 
-def bad_config(run: HeldRun, number: int, fault: Fault) -> Injection:
+def bad_config(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, starts the command with two wrong configs, and then with the right one."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
@@ -60,7 +60,7 @@ def _contents(folder: Path) -> dict[str, str]:
     }
 
 
-def missing_device(run: HeldRun, number: int, fault: Fault) -> Injection:
+def missing_device(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, starts the command with a device less, and then with all of them.
 
     The number that belongs to a host is given as the agent of a VM gives it.
@@ -72,7 +72,7 @@ def missing_device(run: HeldRun, number: int, fault: Fault) -> Injection:
     return _unhealthy_start(run, number, fault, did, env=env, text=text)
 
 
-def failed_preflight(run: HeldRun, number: int, fault: Fault) -> Injection:
+def failed_preflight(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, starts the command where a product is wrong, and then where none is."""
     did = f"the first device of host {fault.host} computes wrong products"
     env = {WRONG_PRODUCT: str(fault.host)}
@@ -83,7 +83,7 @@ def failed_preflight(run: HeldRun, number: int, fault: Fault) -> Injection:
 def _unhealthy_start(
     run: HeldRun,
     number: int,
-    fault: Fault,
+    fault: ScheduledFault,
     did: str,
     *settings: str,
     env: Mapping[str, str],
@@ -127,7 +127,7 @@ def _attempts(run: HeldRun) -> list[AttemptSummary]:
     return attempt_history.read(run.run_dir, is_alive=False)
 
 
-def crash_loop(run: HeldRun, number: int, fault: Fault) -> Injection:
+def crash_loop(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills a worker after the same step in each attempt; starts the command again at the end."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)

@@ -11,7 +11,7 @@ import signal
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos.held_run import AGAIN, HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog import metrics
 from jaxres.runlog.event_log import read_events
@@ -25,7 +25,7 @@ def why_not(config: RunConfig) -> str:
     return ""
 
 
-def overflow_for_a_step(run: HeldRun, number: int, fault: Fault) -> Injection:
+def overflow_for_a_step(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Lets the parameters overflow in one step, and kills a worker two steps later."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -71,12 +71,12 @@ def _rows(run: HeldRun, attempt: int) -> dict[int, metrics.MetricsLine]:
     return {row.step: row for row in metrics.read_attempt(run.run_dir, attempt)}
 
 
-def leave_nan(run: HeldRun, number: int, fault: Fault) -> Injection:
+def leave_nan(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Makes a number of each parameter NaN; starts the command again once the run has ended."""
     return _end_by_edit(run, number, fault, "nan", ExitCode.DIVERGED)
 
 
-def flip_copy(run: HeldRun, number: int, fault: Fault) -> Injection:
+def flip_copy(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Flips a bit of one device's copy; uses the host again and starts the command again."""
     return _end_by_edit(run, number, fault, "flip", ExitCode.UNHEALTHY, host=fault.host)
 
@@ -84,7 +84,7 @@ def flip_copy(run: HeldRun, number: int, fault: Fault) -> Injection:
 def _end_by_edit(
     run: HeldRun,
     number: int,
-    fault: Fault,
+    fault: ScheduledFault,
     kind: Kind,
     expected: ExitCode,
     *,

@@ -11,7 +11,7 @@ import resource
 from collections.abc import Iterator
 
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.storage.path import GcsPath
 from jaxres.testing.gcs import GcsServer
@@ -25,7 +25,7 @@ LATE_SECONDS = 0.5
 """Latency of every request to slow storage."""
 
 
-def fill_disk(run: HeldRun, number: int, fault: Fault) -> Injection:
+def fill_disk(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Lets no worker write a file as large as those of a save, until the save has failed.
 
     The limit of a file's size (setrlimit(2), EFBIG) needs no mount and no root; the product takes
@@ -71,7 +71,7 @@ def _limited(run: HeldRun, number: int, size_bytes: int) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
-def storage_outage(run: HeldRun, number: int, fault: Fault) -> Injection:
+def storage_outage(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Lets the bucket refuse every request until a save has met the outage."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -92,7 +92,7 @@ def storage_outage(run: HeldRun, number: int, fault: Fault) -> Injection:
         return _until_saved(run, fault, did)
 
 
-def slow_storage(run: HeldRun, number: int, fault: Fault) -> Injection:
+def slow_storage(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Lets the bucket answer late until the next save is committed."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -107,14 +107,14 @@ def slow_storage(run: HeldRun, number: int, fault: Fault) -> Injection:
     return done
 
 
-def _until_saved(run: HeldRun, fault: Fault, did: str) -> Injection:
+def _until_saved(run: HeldRun, fault: ScheduledFault, did: str) -> Injection:
     """Waits for the commit of the step after which the fault was injected."""
     is_saved = run.wait_saved(fault.step)
     unkept = "" if is_saved else f"step {fault.step} was not committed after it"
     return Injection(fault, did, recovery_seconds=run.seconds(), unkept=unkept)
 
 
-def flip_in_bucket(run: HeldRun, number: int, fault: Fault) -> Injection:
+def flip_in_bucket(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Stops the run, flips a bit of the newest checkpoint in the bucket, and starts it again."""
     if problem := run.wait_commit(fault.step) or run.stop(number):
         return Injection(fault, problem=problem)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.operate.chaos.emulated_vms import ZONE, EmulatedVms
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog import launch_events
 from jaxres.runlog.launch_events import LaunchEvent
@@ -21,13 +21,13 @@ LISTS = 2
 LIST_CALL = "instances.aggregatedList"
 
 
-def lose_vm(run: HeldRun, number: int, fault: Fault) -> Injection:
+def lose_vm(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Ends a VM without a trace in the Compute API, and waits until another one trains."""
     vms = _vms(run)
     return _take(run, number, fault, vms.gce.die_silently, _not_replaced)
 
 
-def stock_out(run: HeldRun, number: int, fault: Fault) -> Injection:
+def stock_out(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Preempts a VM whose capacity option has no other one, and waits for one of the next."""
     gce = _vms(run).gce
     gce.stockout(zone=ZONE, model="SPOT")
@@ -37,7 +37,7 @@ def stock_out(run: HeldRun, number: int, fault: Fault) -> Injection:
 def _take(
     run: HeldRun,
     number: int,
-    fault: Fault,
+    fault: ScheduledFault,
     take: Callable[[str], None],
     unkept: Callable[[HeldRun, str, Sequence[LaunchEvent]], str],
 ) -> Injection:
@@ -88,7 +88,7 @@ def _not_elsewhere(run: HeldRun, lost: str, events: Sequence[LaunchEvent]) -> st
     return "" if is_next else f"{newest.name} is not of the next capacity option"
 
 
-def kill_launcher(run: HeldRun, number: int, fault: Fault) -> Injection:
+def kill_launcher(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills the launcher, starts the command again, and waits until it has looked around."""
     vms = _vms(run)
     if problem := run.wait_commit(fault.step):
@@ -118,7 +118,7 @@ def kill_launcher(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, evidence, recovery_seconds=seconds, unkept=unkept)
 
 
-def lose_launch_state(run: HeldRun, number: int, fault: Fault) -> Injection:
+def lose_launch_state(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Kills the launcher, deletes its desired state, and starts the command again."""
     vms = _vms(run)
     if problem := run.wait_commit(fault.step):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos.held_run import HeldRun
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog import metrics
 from jaxres.runlog.event_log import read_events
@@ -28,7 +28,7 @@ FIRST_STEPS = 10
 """Steps whose time is not usual."""
 
 
-def exhaust_memory(run: HeldRun, number: int, fault: Fault) -> Injection:
+def exhaust_memory(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Lets a worker run out of memory until the command ends, and starts it again without that."""
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)
@@ -48,7 +48,7 @@ def exhaust_memory(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, did, ended_attempts=OOM_ATTEMPTS, unkept=unkept)
 
 
-def slow_host(run: HeldRun, number: int, fault: Fault) -> Injection:
+def slow_host(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     """Lets a host sleep in each step until it is named, or until the run has ended."""
     attempt = run.history().attempt
     rows = metrics.read_attempt(run.run_dir, attempt)
@@ -71,7 +71,7 @@ def slow_host(run: HeldRun, number: int, fault: Fault) -> Injection:
     return Injection(fault, did, recovery_seconds=taken, unkept=not_named(found, fault))
 
 
-def not_named(found: Sequence[tuple[int, int]], fault: Fault) -> str:
+def not_named(found: Sequence[tuple[int, int]], fault: ScheduledFault) -> str:
     """Returns what is wrong with the hosts that were named as slow, and the steps; empty: nothing.
 
     >>> slow = Fault("straggler", 32, host=1)

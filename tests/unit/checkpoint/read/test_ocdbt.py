@@ -125,7 +125,7 @@ def test_values_of_several_data_files_are_found(tmp_path):
         (tmp_path / name).write_bytes(data)
         for part in range(3):
             key = f"{part}/{number}"
-            places[key] = ocdbt.Place(100 * part, 100, name)
+            places[key] = ocdbt.ValuePlace(100 * part, 100, name)
             wanted[key.encode()] = data[100 * part :][:100]
     (tmp_path / "d").mkdir()
     ocdbt.write_index(tmp_path, places)
@@ -135,7 +135,7 @@ def test_values_of_several_data_files_are_found(tmp_path):
 @pytest.mark.parametrize("name", [ocdbt.INDEX_FILE, ocdbt.MANIFEST_FILE])
 def test_a_flipped_bit_of_the_index_is_found_by_tensorstore(tmp_path, name):
     (tmp_path / "d").mkdir()
-    ocdbt.write_index(tmp_path, {"a": b"1", "b": ocdbt.Place(0, 5)})
+    ocdbt.write_index(tmp_path, {"a": b"1", "b": ocdbt.ValuePlace(0, 5)})
     data = bytearray((tmp_path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / name).write_bytes(data)

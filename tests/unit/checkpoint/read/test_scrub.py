@@ -86,7 +86,7 @@ def test_only_an_intact_copy_of_the_replica_is_offered(run_dir, tmp_path):
     assert scrub.intact_copy(run_dir, commit, there.root, **own) is None
     shutil.copytree(run_dir.root, there.root)
     assert scrub.intact_copy(run_dir, commit, there.root, **own) is None, "no replica of this run"
-    progress = replica_files.Progress(str(there.root), 9, commit.step)
+    progress = replica_files.ReplicaProgress(str(there.root), 9, commit.step)
     replica_files.write_progress(run_dir, progress)
     copy = there.root / commit.path
     assert scrub.intact_copy(run_dir, commit, there.root, **own) == str(copy)

@@ -13,7 +13,7 @@ from jaxres.launch.gce.log_follower import (
     MAX_UNAVAILABLE_SECONDS,
     LogFollower,
     Output,
-    Part,
+    OutputPart,
     find_slot,
     next_output,
     part_after,
@@ -176,16 +176,16 @@ def test_a_lost_desired_state_is_waited_for_and_not_for_ever(gcs_bucket: str) ->
 @pytest.mark.parametrize(
     ("printed", "start", "size", "part"),
     [
-        (0, 0, 10, Part(0, 0)),
-        (4, 0, 10, Part(4, 0)),
-        (14, 10, 10, Part(4, 0)),
-        (4, 10, 10, Part(0, 6)),
-        (10, 0, 10, Part(10, 0)),
-        (30, 0, 10, Part(10, 0)),
+        (0, 0, 10, OutputPart(0, 0)),
+        (4, 0, 10, OutputPart(4, 0)),
+        (14, 10, 10, OutputPart(4, 0)),
+        (4, 10, 10, OutputPart(0, 6)),
+        (10, 0, 10, OutputPart(10, 0)),
+        (30, 0, 10, OutputPart(10, 0)),
     ],
 )
 def test_the_new_part_of_an_output_begins_where_the_printed_one_ends(
-    printed: int, start: int, size: int, part: Part
+    printed: int, start: int, size: int, part: OutputPart
 ) -> None:
     assert part_after(printed, start=start, size=size) == part
 

@@ -74,12 +74,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
-def node(run_dir: RunDir, train, *, is_first=True, waits=None, stops=False) -> sky.Node:
+def node(run_dir: RunDir, train, *, is_first=True, waits=None, stops=False) -> sky.SkyNode:
     def wait(seconds: float) -> bool:
         (waits if waits is not None else []).append(seconds)
         return stops
 
-    return sky.Node(CONFIG, run_dir, clock=HandClock(), wait=wait, train=train, is_first=is_first)
+    return sky.SkyNode(
+        CONFIG, run_dir, clock=HandClock(), wait=wait, train=train, is_first=is_first
+    )
 
 
 @pytest.mark.parametrize("code", [0, 64, 75, 76, 78, 81, 82, 83, 84, 85, 129, 143])

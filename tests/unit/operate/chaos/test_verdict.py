@@ -10,9 +10,9 @@ import pytest
 
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_row
 from jaxres.goodput.intervals import Activity
-from jaxres.goodput.summary import Incident
+from jaxres.goodput.summary import CostlyInterruption
 from jaxres.operate.chaos import verdict
-from jaxres.operate.chaos.schedule import Fault, PlannedRun
+from jaxres.operate.chaos.schedule import PlannedRun, ScheduledFault
 from jaxres.operate.chaos.time_account import TimeAccount
 from jaxres.operate.chaos.verdict import ChaosFacts, Injection, judge, outcomes
 from jaxres.operate.resume_verdict import AttemptFacts, RunFacts
@@ -20,7 +20,7 @@ from jaxres.runlog.metrics import MetricsLine
 
 KILLED = SIGNAL_BASE + signal.SIGKILL
 SAVE_EVERY, STEPS = 3, 12
-KILL, FLIP = Fault("worker-kill", 5), Fault("bit-flip", 8)
+KILL, FLIP = ScheduledFault("worker-kill", 5), ScheduledFault("bit-flip", 8)
 
 
 def row(step: int, *, attempt: int = 1, loss: float | None = None) -> MetricsLine:
@@ -62,8 +62,8 @@ RUN = RunFacts(
 )
 
 
-def incident(attempt: int, cause: str, steps_lost: int) -> Incident:
-    return Incident(
+def incident(attempt: int, cause: str, steps_lost: int) -> CostlyInterruption:
+    return CostlyInterruption(
         attempt=attempt,
         cause=cause,
         reason="",
@@ -222,7 +222,7 @@ def test_leftovers_and_lost_lines_are_found() -> None:
     assert set(verdict.PROMISES) >= {"nothing left", "whole lines"}
 
 
-OUTAGE = Fault("storage-outage", 6)
+OUTAGE = ScheduledFault("storage-outage", 6)
 
 
 def with_outage(**changes: Any) -> ChaosFacts:
@@ -268,7 +268,7 @@ def test_a_batch_that_is_doubled_or_missing_in_the_history_is_counted() -> None:
     assert found.text == "1 batch(es) of samples are missing in the history, 1 are too many"
 
 
-LOOP, NAN = Fault("crash-loop", 5), Fault("nan-state", 7)
+LOOP, NAN = ScheduledFault("crash-loop", 5), ScheduledFault("nan-state", 7)
 
 
 def test_the_steps_after_a_changed_state_are_not_compared_and_must_not_be_kept() -> None:
@@ -337,7 +337,7 @@ def test_where_rows_are_left_out_the_samples_must_be_those_that_are_left() -> No
             for one in rows
         )
 
-    record = Fault("bad-record", 7)
+    record = ScheduledFault("bad-record", 7)
     attempts = (
         AttemptFacts(1, ExitCode.PREEMPTED, 0, 7, "program"),
         AttemptFacts(2, 0, 7, STEPS, "program"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxres.operate.plan.failure_model import Component, Fleet
+from jaxres.operate.plan.failure_model import Component, FleetModel
 from jaxres.operate.plan.job import Job
 
 
 def job(*, num_gpus: int = 64, gpu_mtbf_hours: float = 640.0, **changes: Any) -> Job:
     """Returns a job of hosts with 8 GPUs; by default a failure every 10 hours."""
     fields: dict[str, Any] = {
-        "fleet": Fleet(num_gpus, 8, (Component("gpu", "gpu", gpu_mtbf_hours),)),
+        "fleet": FleetModel(num_gpus, 8, (Component("gpu", "gpu", gpu_mtbf_hours),)),
         "hours": 720.0,
         "state_bytes": 64e9,
         "write_seconds": 8.0,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxres.operate.plan import goodput_model
-from jaxres.operate.plan.failure_model import Component, Fleet
+from jaxres.operate.plan.failure_model import Component, FleetModel
 from jaxres.operate.plan.goodput_model import Interruption, Outages, Plan, Tier
 from jaxres.operate.plan.job import interruptions, plan_of
 from jaxres.operate.plan.simulate import simulate
@@ -129,7 +129,7 @@ def test_a_lost_machine_on_demand_is_replaced_by_a_spot_vm_again() -> None:
 def racks(spares: int, *, memory: str = "off"):
     parts = (Component("gpu", "gpu", 1e4), Component("switch", "rack", 400.0))
     base = job().with_measures(spares=spares, memory=memory)
-    fleet = Fleet(base.fleet.num_gpus, base.fleet.gpus_per_host, parts, hosts_per_rack=4)
+    fleet = FleetModel(base.fleet.num_gpus, base.fleet.gpus_per_host, parts, hosts_per_rack=4)
     return replace(base, fleet=fleet, repair_hours=24.0, host_share=0.25)
 
 

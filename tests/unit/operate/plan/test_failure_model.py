@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from jaxres.operate.plan import failure_model
-from jaxres.operate.plan.failure_model import Component, Fleet
+from jaxres.operate.plan.failure_model import Component, FleetModel
 
 
-def fleet(num_gpus: int, *components: Component, gpus_per_host: int = 8) -> Fleet:
-    return Fleet(num_gpus, gpus_per_host, components)
+def fleet(num_gpus: int, *components: Component, gpus_per_host: int = 8) -> FleetModel:
+    return FleetModel(num_gpus, gpus_per_host, components)
 
 
 def test_a_thousand_gpus_of_which_each_survives_a_day_by_999_in_1000_all_survive_by_37_percent():

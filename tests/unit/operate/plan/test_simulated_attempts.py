@@ -12,9 +12,14 @@ from jaxres.config.schema import LaunchSection, RestartSection
 from jaxres.config.schema_operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen
 from jaxres.operate.plan import goodput_model
 from jaxres.operate.plan.goodput_model import Interruption, Plan, Tier
-from jaxres.operate.plan.simulated_attempts import Failure, JobSettings, Times, simulate_attempts
+from jaxres.operate.plan.simulated_attempts import (
+    JobSettings,
+    PartTimes,
+    SimulatedFailure,
+    simulate_attempts,
+)
 
-TIMES = Times(
+TIMES = PartTimes(
     step_seconds=1.0,
     stall_seconds=2.0,
     commit_seconds=3.0,
@@ -36,7 +41,7 @@ def settings(last_step, when=None, *, launch=None, **restart):
 
 
 def test_a_failure_in_a_save_costs_the_steps_since_the_commit_and_each_part_of_the_recovery():
-    found = simulate_attempts(TIMES, [Failure(seconds=47.0)], settings(50))
+    found = simulate_attempts(TIMES, [SimulatedFailure(seconds=47.0)], settings(50))
     # Saves begin at 10, 22, 34 and 46; that of step 40 is not taken when the failure comes.
     assert (found.steps_lost, found.num_attempts, found.step) == (10, 2, 50)
     again = 10 + 2 + 10 + 2 + 3
@@ -47,16 +52,17 @@ def test_a_failure_in_a_save_costs_the_steps_since_the_commit_and_each_part_of_t
 
 def test_a_save_that_is_not_committed_yet_is_lost():
     before, after = (
-        simulate_attempts(TIMES, [Failure(seconds=at)], settings(50)) for at in (14.9, 15.1)
+        simulate_attempts(TIMES, [SimulatedFailure(seconds=at)], settings(50))
+        for at in (14.9, 15.1)
     )
     assert (before.steps_lost, after.steps_lost) == (12, 3)
 
 
 def test_waits_are_those_of_the_restart_policy_also_when_it_gives_up():
-    early = Failure(seconds=5.0)
+    early = SimulatedFailure(seconds=5.0)
     three = simulate_attempts(TIMES, [early] * 3, settings(50))
     assert three.wait_seconds == 4 + 8 + 16
-    after_progress = [early, Failure(seconds=16.0), early]
+    after_progress = [early, SimulatedFailure(seconds=16.0), early]
     assert simulate_attempts(TIMES, after_progress, settings(50)).wait_seconds == 4 + 4 + 8
     gave_up = simulate_attempts(TIMES, [early] * 3, settings(50, max_attempts_without_commit=3))
     assert "3 attempts have ended without a new committed step" in gave_up.gave_up
@@ -64,8 +70,8 @@ def test_waits_are_those_of_the_restart_policy_also_when_it_gives_up():
 
 
 def test_failures_that_come_together_are_restarts_before_the_training():
-    crash = Failure(seconds=16.0)
-    in_setup = Failure(seconds=7.0, in_setup=True)
+    crash = SimulatedFailure(seconds=16.0)
+    in_setup = SimulatedFailure(seconds=7.0, in_setup=True)
     found = simulate_attempts(TIMES, [crash, in_setup], settings(20))
     alone = simulate_attempts(TIMES, [crash], settings(20))
     assert found.seconds - alone.seconds == 7 + 5 + 8 + 1
@@ -73,13 +79,13 @@ def test_failures_that_come_together_are_restarts_before_the_training():
 
 
 def test_a_preemption_with_a_notice_loses_no_step_and_does_not_wait():
-    notice = Failure(seconds=16.0, code=75, is_saved=True)
+    notice = SimulatedFailure(seconds=16.0, code=75, is_saved=True)
     found = simulate_attempts(TIMES, [notice], settings(50))
     assert (found.steps_lost, found.wait_seconds) == (0, 0.0)
 
 
 def test_a_save_waits_for_the_one_before_it():
-    slow = Times(step_seconds=1.0, stall_seconds=1.0, commit_seconds=25.0)
+    slow = PartTimes(step_seconds=1.0, stall_seconds=1.0, commit_seconds=25.0)
     found = simulate_attempts(slow, [], settings(40))
     # Saves of steps 10, 20, 30 and 40 begin at 10, 36, 62 and 88.
     assert (found.num_saves, found.seconds) == (4, 88 + 26)
@@ -102,8 +108,8 @@ def test_it_agrees_with_the_closed_form_under_exponential_failures():
     kind = Interruption(name="x", per_hour=3600 / 400, restart_seconds=0.0, leaves="storage")
     expected = goodput_model.long_run_goodput(Plan(interruptions=(kind,), storage=saves))
     chance = random.Random(0)
-    times = Times(step_seconds=0.5, stall_seconds=5.0, commit_seconds=20.0)
-    failures = [Failure(seconds=chance.expovariate(1 / 400)) for _ in range(500)]
+    times = PartTimes(step_seconds=0.5, stall_seconds=5.0, commit_seconds=20.0)
+    failures = [SimulatedFailure(seconds=chance.expovariate(1 / 400)) for _ in range(500)]
     no_waits = RestartSection(backoff_seconds=0.0, jitter=0.0, max_attempts_without_commit=500)
     job = JobSettings(
         last_step=10**9,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jaxres.goodput.intervals import Activity, Interval
+from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.operate.report import curves, time_charts
 from jaxres.operate.report.scale import Scale, fit
 
@@ -43,7 +43,7 @@ def test_shares_of_columns_sum_up_to_the_seconds_of_each_color():
     edges = np.concatenate([[0.0], np.cumsum(rng.exponential(1.0, 5000))])
     kinds = list(Activity)
     intervals = [
-        Interval(kinds[n % len(kinds)], float(a), float(b), 1)
+        ActivityInterval(kinds[n % len(kinds)], float(a), float(b), 1)
         for n, (a, b) in enumerate(pairwise(edges))
     ]
     total = float(edges[-1])

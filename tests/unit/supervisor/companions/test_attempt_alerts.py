@@ -124,7 +124,9 @@ def test_a_replica_that_catches_up_in_a_later_attempt_ends_its_incident(
             with process, opening as alerts:
                 process.ensure_started(alerts.on_event)
                 hook.wait(lambda n=num_sent: len(hook.accepted) == n)
-            replica_files.write_progress(run_dir, replica_files.Progress(str(replica), 2, 40))
+            replica_files.write_progress(
+                run_dir, replica_files.ReplicaProgress(str(replica), 2, 40)
+            )
     assert [body["kind"] for body in hook.accepted] == ["replica_behind", "replica_caught_up"]
 
 

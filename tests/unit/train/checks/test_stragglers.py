@@ -18,7 +18,7 @@ from jaxres.runlog.events import (
 )
 from jaxres.train.checks import stragglers
 from jaxres.train.checks.host_times import Times
-from jaxres.train.checks.performance_guard import PerformanceGuard, Place
+from jaxres.train.checks.performance_guard import DevicePlace, PerformanceGuard
 from jaxres.train.checks.stragglers import Comparison, Series
 from tests.manual_clock import ManualClock
 from tests.tiers import slow_but
@@ -113,7 +113,7 @@ def test_nothing_is_reported_before_it_has_lasted_for_min_seconds():
         events: list[Event] = []
         guard = PerformanceGuard(
             ThroughputSection(min_seconds=min_seconds),
-            places=[Place(0, 0, "cpu"), Place(1, 1, "cpu")],
+            places=[DevicePlace(0, 0, "cpu"), DevicePlace(1, 1, "cpu")],
             tokens_per_step=1,
             reports=True,
             emit=events.append,
@@ -156,7 +156,7 @@ def test_host_0_and_a_single_hosts_devices_are_named_too():
     first = next(event for event in job.run(400) if isinstance(event, StragglerFound))
     assert (first.host, first.cause) == (0, "host")
     events, clock = [], ManualClock()
-    places = [Place(0, device, "H100") for device in range(4)]
+    places = [DevicePlace(0, device, "H100") for device in range(4)]
     guard = PerformanceGuard(
         ThroughputSection(min_seconds=0.0),
         places=places,

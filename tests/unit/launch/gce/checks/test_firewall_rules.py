@@ -6,8 +6,8 @@ import pytest
 
 from jaxres.launch.gce.checks.firewall_rules import (
     ALL_PORTS,
+    FirewallGroup,
     FirewallRule,
-    Group,
     JobNetwork,
     Ports,
     closed_ports,
@@ -15,7 +15,7 @@ from jaxres.launch.gce.checks.firewall_rules import (
 
 JOB = JobNetwork("10.1.0.0/20", ("train",), "a@p.iam.gserviceaccount.com")
 NEEDED: tuple[Ports, ...] = ((8000, 8999),)
-INSIDE = Group(("10.0.0.0/8",))
+INSIDE = FirewallGroup(("10.0.0.0/8",))
 
 
 def rule(*, allows: bool = True, priority: int = 1000, **fields: object) -> FirewallRule:
@@ -28,22 +28,22 @@ def rule(*, allows: bool = True, priority: int = 1000, **fields: object) -> Fire
     [
         ([], NEEDED),
         ([rule()], ()),
-        ([rule(sources=Group())], ()),
-        ([rule(sources=Group(("::/0",)))], NEEDED),
-        ([rule(sources=Group(("10.1.0.0/21",)))], NEEDED),
-        ([rule(sources=Group(tags=("train",)))], ()),
-        ([rule(sources=Group(tags=("web",)))], NEEDED),
-        ([rule(targets=Group(tags=("web",)))], NEEDED),
-        ([rule(targets=Group(accounts=("a@p.iam.gserviceaccount.com",)))], ()),
+        ([rule(sources=FirewallGroup())], ()),
+        ([rule(sources=FirewallGroup(("::/0",)))], NEEDED),
+        ([rule(sources=FirewallGroup(("10.1.0.0/21",)))], NEEDED),
+        ([rule(sources=FirewallGroup(tags=("train",)))], ()),
+        ([rule(sources=FirewallGroup(tags=("web",)))], NEEDED),
+        ([rule(targets=FirewallGroup(tags=("web",)))], NEEDED),
+        ([rule(targets=FirewallGroup(accounts=("a@p.iam.gserviceaccount.com",)))], ()),
         ([rule(ports=((22, 22), (8000, 8499)))], ((8500, 8999),)),
         ([rule(ports=((8000, 8499),)), rule(ports=((8500, 9000),))], ()),
         ([rule(), rule(allows=False, priority=900)], NEEDED),
         ([rule(), rule(allows=False)], NEEDED),
         ([rule(), rule(allows=False, priority=1100)], ()),
         ([rule(), rule(allows=False, priority=1, ports=((8100, 8100),))], ((8100, 8100),)),
-        ([rule(), rule(allows=False, priority=1, sources=Group(("10.1.2.0/24",)))], NEEDED),
-        ([rule(), rule(allows=False, priority=1, sources=Group(("10.2.0.0/24",)))], ()),
-        ([rule(), rule(allows=False, priority=1, targets=Group(tags=("web",)))], ()),
+        ([rule(), rule(allows=False, priority=1, sources=FirewallGroup(("10.1.2.0/24",)))], NEEDED),
+        ([rule(), rule(allows=False, priority=1, sources=FirewallGroup(("10.2.0.0/24",)))], ()),
+        ([rule(), rule(allows=False, priority=1, targets=FirewallGroup(tags=("web",)))], ()),
     ],
 )
 def test_the_first_rule_by_priority_decides_for_each_port(

@@ -12,7 +12,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.operate.chaos.faults import network as network_faults
-from jaxres.operate.chaos.job_network import JobNetwork
+from jaxres.operate.chaos.job_network import ProxiedNetwork
 from jaxres.testing.proxy import Proxy
 from tests.waiting import SURE_SECONDS, wait_until
 
@@ -61,7 +61,7 @@ def test_a_slow_proxy_delays_and_loses_nothing(server: socket.socket) -> None:
 
 
 def test_host_0_is_cut_from_all_and_another_from_host_0_alone() -> None:
-    network = JobNetwork(3)
+    network = ProxiedNetwork(3)
     with contextlib.closing(network):
         leader, *others = network.open()
         assert [proxy.address for proxy in network.proxies] == others

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jaxres.operate.chaos.faults.worker import not_named
-from jaxres.operate.chaos.schedule import Fault
+from jaxres.operate.chaos.schedule import ScheduledFault
 
-SLOW = Fault("straggler", 32, host=1)
+SLOW = ScheduledFault("straggler", 32, host=1)
 
 
 @pytest.mark.parametrize(
