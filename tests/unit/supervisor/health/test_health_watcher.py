@@ -1,11 +1,14 @@
 """The health process reads a fake of NVIDIA's library; the watcher judges what it sends."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,7 @@ from jaxres.supervisor.health.health_messages import KERNEL_LOG, MESSAGES, XidRe
 from jaxres.supervisor.health.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.health.host_health import HostReading
 from jaxres.testing.nvml import LIBRARY
+from tests.manual_clock import ManualClock
 from tests.promises.trainer import ROOT
 from tests.waiting import SURE_SECONDS, wait_until
 
@@ -124,19 +128,24 @@ def test_an_xid_error_is_found_while_the_library_hangs(gpus, watch, tmp_path):
     assert [each.kind for each in next_found(watcher)] == ["xid"]
 
 
-def test_xid_errors_in_the_kernels_log_do_not_hide_that_the_library_hangs(watch, monkeypatch):
+def test_xid_errors_in_the_kernels_log_do_not_hide_that_the_library_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(health_watcher, "START_SECONDS", 0.3)
-    line = json.dumps(MESSAGES.encode(XidReported("GPU 0", 13, KERNEL_LOG)))
-    with subprocess.Popen(
-        ["sh", "-c", f"for i in $(seq 1000); do echo '{line}'; sleep 0.05; done"],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        section = QUICK.model_copy(update={"answer_seconds": 0.3})
-        why = watch(CUDA_VISIBLE_DEVICES="")._forward(process, section)
-        os.killpg(process.pid, signal.SIGKILL)
-    assert why is not None
-    assert "has not answered for 0.3 s" in why
+    section, clock = QUICK.model_copy(update={"answer_seconds": 0.3}), ManualClock()
+    watcher = HealthWatcher(section, tmp_path, env={}, clock=clock)
+    read_end, write_end = os.pipe()
+    process = SimpleNamespace(stdout=os.fdopen(read_end, "rb"))
+    line = json.dumps(MESSAGES.encode(XidReported("GPU 0", 13, KERNEL_LOG))).encode() + b"\n"
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(watcher._forward(process, section)))
+    thread.start()
+    for _ in range(5):  # The last lines would come after its limit of 0.35 s.
+        with contextlib.suppress(BrokenPipeError):  # It has ended.
+            os.write(write_end, line)
+        wait_until(lambda: watcher._threads.take() or not thread.is_alive(), "message, or the end")
+        clock.now += 0.2
+    os.close(write_end)
+    thread.join()
+    assert ends == ["NVIDIA's library (NVML) has not answered for 0.3 s"]
 
 
 def test_what_a_driver_refuses_or_lacks_is_listed_as_not_seen(gpus, watch):
@@ -368,6 +377,8 @@ def test_a_full_disk_is_told_once_and_again_after_it_had_space(watch, monkeypatc
 
 
 LEAKING = """
+import signal
+import subprocess
 import sys
 kept = []
 for _ in sys.stdin:
