@@ -74,14 +74,14 @@ usage: jaxres COMMAND ...   (also: python -m jaxres COMMAND ...)
       [section.field=value ...]                         one has changed, with file and block
   doctor CONFIG.yaml [section.field=value ...]          checks before a run: pass, warn or fail,
       [--devices N [--hosts H]] [--all] [--json]        and what to do; also for N devices elsewhere
-      [--send-test-alert]                               (docs/checklist.md)
+      [--send-test-alert]                               (docs/prove.md)
   resume-check CONFIG.yaml [section.field=value ...]    a short unbroken run against broken ones, in
       [--steps N] [--breaks K] [--repeat R] [--seed S]  a folder of their own: equal bit for bit?
       [--topology HxD ...] [--to FOLDER] [--keep] [--json]
   chaos list                                            faults that it can inject into a run
   chaos run [CONFIG.yaml] [SCENARIO ...] [--seed S]     injects them into short runs of a config, in
       [--faults N] [--minutes M] [--only A,B] ...       a folder of their own; exit 0: all promises
-      [--max-recovery-seconds R] [--json FILE]          held (docs/chaos.md)
+      [--max-recovery-seconds R] [--json FILE]          held (docs/prove.md)
   plan [CONFIG.yaml] [--gpus N] [--from RUN_DIR] ...    failures, save interval, goodput and cost of
       [--json]                                          a job, of each measure (docs/planning.md)
 

@@ -65,7 +65,7 @@ class SlackTarget(Section):
     url_env: Variable = free(...)
     """Name of the environment variable that holds the incoming webhook's URL."""
     kinds: tuple[str, ...] | None = free(None)
-    """Kinds of incidents that are sent (docs/alerts.md); null: all."""
+    """Kinds of incidents that are sent (docs/watch.md); null: all."""
 
 
 class PagerdutyTarget(Section):
@@ -87,7 +87,7 @@ class GenericTarget(Section):
     url_env: Variable = free(...)
     """Name of the environment variable that holds the URL, which may contain a secret."""
     kinds: tuple[str, ...] | None = free(None)
-    """Kinds of incidents that are sent (docs/alerts.md); null: all."""
+    """Kinds of incidents that are sent (docs/watch.md); null: all."""
 
 
 AlertTarget = Annotated[SlackTarget | PagerdutyTarget | GenericTarget, Field(discriminator="kind")]
@@ -162,7 +162,7 @@ def _listening(text: str) -> str:
 
 
 class PrometheusSection(Section):
-    """Exporter of metrics for Prometheus in each supervisor (docs/metrics.md)."""
+    """Exporter of metrics for Prometheus in each supervisor (docs/watch.md)."""
 
     address: Annotated[str, AfterValidator(_listening)] = free("127.0.0.1:19400")
     """Address HOST:PORT on which /metrics is served to everyone who can connect."""

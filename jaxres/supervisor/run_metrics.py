@@ -2,7 +2,7 @@
 
 The supervisor's loop passes on what it receives and does; a thread that serves the metrics reads
 them at any time. Names and units follow Prometheus' conventions
-(https://prometheus.io/docs/practices/naming); docs/metrics.md lists them.
+(https://prometheus.io/docs/practices/naming); docs/watch.md lists them.
 """
 
 from __future__ import annotations

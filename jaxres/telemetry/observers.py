@@ -1,7 +1,7 @@
 """Observers: components that receive every event and every completed step of a run, in order.
 
 The console, TensorBoard, the heartbeat to the supervisor, the save scheduler and the alerts are
-observers. docs/observers.md shows how to add one.
+observers. docs/watch.md shows how to add one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     ... --at-a-time N                           so many at the same time
 
 A mutant is caught if the command prints a broken promise, or ends with another code than 0. It is
-ended at the first broken promise. docs/chaos.md has the list.
+ended at the first broken promise.
 """
 
 from __future__ import annotations

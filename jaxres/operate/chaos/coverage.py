@@ -16,7 +16,7 @@ def scenarios_of(row: str) -> tuple[str, ...]:
 
 
 def table() -> str:
-    """Returns the table of docs/chaos.md."""
+    """Returns the table of docs/prove.md."""
     lines = ["| fault | scenarios |", "|---|---|"]
     for fault in faults.ALL:
         names = ", ".join(f"`{name}`" for name in scenarios_of(fault.name))

@@ -1,7 +1,7 @@
 """The production checklist of `jaxres doctor`: what a long run needs beyond a valid config. Pure.
 
 Each item is a function of the config and of what is known about the job and this machine
-(`checklist_facts.py`). docs/checklist.md has the table of all items.
+(`checklist_facts.py`). docs/prove.md has the table of all items.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def text(checks: Sequence[Check], *, all_items: bool) -> str:
     for check in checks:
         by_status[check.status].append(check.name)
     counts = ", ".join(f"{len(names)} {status}" for status, names in by_status.items() if names)
-    lines = [f"production checklist: {counts} (docs/checklist.md)"]
+    lines = [f"production checklist: {counts} (docs/prove.md)"]
     if all_items:
         return "\n".join([*lines, *(check.line(width=width) for check in checks)]) + "\n"
     lines += [
@@ -390,7 +390,7 @@ def _alerts(config: RunConfig, facts: Facts) -> ItemResult:
         if is_small(config, facts):
             return not_applicable(SMALL)
         return warn(
-            "no alert is sent if the run ends or stops", "Set alerts.targets (docs/alerts.md)"
+            "no alert is sent if the run ends or stops", "Set alerts.targets (docs/watch.md)"
         )
     if facts.alert_error is not None:
         remedy = "Set it where the supervisor starts, or remove the target"

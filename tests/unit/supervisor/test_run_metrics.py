@@ -223,7 +223,7 @@ def test_the_spend_grows_by_the_price_of_a_host(clock):
 
 
 def test_names_follow_the_conventions_and_the_page_lists_each_with_its_labels():
-    page = (ROOT / "docs/metrics.md").read_text()
+    page = (ROOT / "docs/watch.md").read_text()
     listed = dict(re.findall(r"^\| `(jaxres_\w+)(?:\{([\w, ]+)\})?` \|", page, re.M))
     assert listed == {name: ", ".join(metric.labels) for name, metric in METRICS.items()}
     for name, metric in METRICS.items():

@@ -10,7 +10,7 @@ from jaxres.operate.chaos.scenarios import ALL
 from tools.mutants.tables import read_all
 
 ROOT = Path(__file__).parents[4]
-DOCS = ROOT / "docs" / "chaos.md"
+DOCS = ROOT / "docs" / "prove.md"
 MUTANTS = {
     "bad_config": "unknown-keys-ignored",
     "nonfinite_update": "masked-by-a-product",

@@ -265,7 +265,7 @@ def test_an_item_has_its_status_and_says_why(
 
 
 def test_every_item_is_in_the_table_of_the_docs_and_says_whether_it_is_for_all_runs() -> None:
-    text = (ROOT / "docs/checklist.md").read_text()
+    text = (ROOT / "docs/prove.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([a-z ]+?)( \*)? \|", text, re.MULTILINE)
     wanted = [(str(n), item.name, "" if item.for_all else " *") for n, item in enumerate(ITEMS, 1)]
     assert rows == [(n, name, star) for n, name, star in wanted]
@@ -313,7 +313,7 @@ def test_what_is_good_is_listed_by_name_and_what_is_not_has_a_line() -> None:
         Check("n/a", "capacity", "d"),
     ]
     lines = checklist.text(checks, all_items=False).splitlines()
-    assert lines[0] == "production checklist: 1 pass, 2 warn, 1 n/a (docs/checklist.md)"
+    assert lines[0] == "production checklist: 1 pass, 2 warn, 1 n/a (docs/prove.md)"
     assert [line.split() for line in lines[1:4]] == [
         ["warn", "replica", "b.", "Do", "c"],
         ["pass", "digests"],
