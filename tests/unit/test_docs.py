@@ -297,6 +297,30 @@ def test_the_map_lists_every_page():
     assert {name for name in names if f"({name})" not in text} == set()
 
 
+ADR_HEADS = ["Context", "Decision", "Given up", "Undo"]
+ADRS = {int(path.name[:4]): path for path in sorted((ROOT / "docs/adr").glob("*.md"))}
+
+
+@pytest.mark.parametrize("number", ADRS)
+def test_an_adr_has_a_status_and_the_uniform_form(number):
+    lines = ADRS[number].read_text().splitlines()
+    assert lines[0].startswith(f"# {number}. ")
+    (status,) = (line for line in lines if line.startswith("Status:"))
+    replaced = re.fullmatch(r"Status: (?:accepted|superseded by (\d+))", status)
+    assert replaced, f"{status}: neither accepted nor superseded by a number"
+    if replaced[1]:
+        assert len(lines) <= 10
+        assert f"Supersedes: {number}" in ADRS[int(replaced[1])].read_text().splitlines()
+        return
+    assert len(lines) <= 60
+    heads = [head for line in lines for head in re.findall(r"^\*\*(.+?)\.\*\*", line)]
+    assert heads == ADR_HEADS
+    for line in lines:
+        for earlier in re.findall(r"^Supersedes: (\d+)$", line):
+            text = ADRS[int(earlier)].read_text()
+            assert f"Status: superseded by {number}" in text.splitlines()
+
+
 def test_architecture_lists_every_folder_and_module_and_no_other():
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
     listed = {}
