@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxres import config, exit_codes, faults  # noqa: E402
 from jaxres.launch.k8s import command as k8s  # noqa: E402
+from tools import module_tables  # noqa: E402
 
 K8S_EXAMPLE = (
     *("quickstart", "run.dir=gs://my-bucket/runs/first", "--image", "my-registry/jaxres:1"),
@@ -28,6 +29,7 @@ def golden_files() -> dict[Path, str]:
     files = {
         ROOT / "docs" / "FAULTS.md": faults.table(),
         ROOT / "docs" / "exit-codes.md": exit_codes.table(),
+        **module_tables.pages(),
     }
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         loaded = config.load(path)

@@ -1,8 +1,7 @@
 """Has the kernel read many parts of a memory-mapped file at once.
 
 A page fault reads one part and waits for it, and the next fault the next one: 480 rows of a file
-outside the page cache took 1.6 s so, and 0.01 s if they were requested together before
-(docs/benchmarks.md).
+outside the page cache took 1.6 s so, and 0.01 s if they were requested together before.
 """
 
 from __future__ import annotations

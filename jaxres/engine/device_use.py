@@ -4,8 +4,8 @@ XLA loads the kernels of cuDNN's attention when a program with it is executed fo
 cuDNN does that by capturing a stream (cudnn-frontend, `Graph::warmup`). What another thread gives
 to the device meanwhile becomes part of the capture: a copy to the device, within it or to pinned
 memory, or another program. The execution then fails with "capturing stream has unjoined work", or
-the process dies by SIGSEGV. Seen on an H100 with jaxlib 0.11.2 and cuDNN 9.19 (docs/gpu.md); copies
-to pageable memory of the host did no harm.
+the process dies by SIGSEGV. Seen on an H100 with jaxlib 0.11.2 and cuDNN 9.19 (ADR 93); copies to
+pageable memory of the host did no harm.
 
 So threads beside the training's hold `background()` while they use the devices, and the training's
 programs are `alone_at_first`. One lock for the process, which all devices belong to.
@@ -61,7 +61,7 @@ def fetch(arrays: Sequence[jax.Array], *, pinned: bool | None = None) -> list[np
     """Returns the items of arrays in the host's memory; on a CPU these are views.
 
     An accelerator writes into pinned memory at the speed of its bus, and into other memory at a
-    fraction of it: 44 against 1.2 GB/s on an H100 (docs/gpu.md). JAX keeps such memory for the next
+    fraction of it: 44 against 1.2 GB/s on an H100 (ADR 93). JAX keeps such memory for the next
     copies, up to a limit (XLA's `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, 64 GB); past it the copy goes
     to other memory.
 

@@ -1,4 +1,4 @@
-"""Each command of docs/runs.md, optimizers.md and models.md does what its page says, in order.
+"""Each command of docs/runs.md and models.md does what its page says, in order.
 
 They run as a newcomer types them, in a folder that has what the pages presuppose: a config, the
 folder of a downloaded model, texts, photos and tasks. Commands that need a bucket or a service of
@@ -39,12 +39,21 @@ SHORTER = {  # Commands that would train for minutes.
 HELLASWAG = {"ctx": "the sum of 1 and 1", "endings": ["is 2", "is 3"], "label": 0}
 
 
-def commands(page: str) -> Iterator[str]:
-    """Yields the commands of a page's bash blocks, each in one line."""
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+def commands(text: str) -> Iterator[str]:
+    """Yields the commands of a text's bash blocks, each in one line."""
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             if line.strip() and not any(text in line for text in LEFT_OUT):
                 yield line
+
+
+def models_and_optimizers() -> tuple[str, str]:
+    """Returns the two parts of docs/models.md."""
+    models, heading, optimizers = (
+        (ROOT / "docs" / "models.md").read_text().partition("\n## Optimizers\n")
+    )
+    assert heading
+    return models, optimizers
 
 
 @pytest.fixture
@@ -85,7 +94,7 @@ def test_commands_on_many_runs(tmp_path: Path, shell) -> None:
     (tmp_path / "wikitext.jsonl").write_text(json.dumps({"text": "a text of some words"}) + "\n")
     shell("python -m jaxres.train my.yaml run.dir=runs/second run.seed=1")
     shell(f"jaxres checkpoints export runs/second --out {tmp_path}/MODEL")
-    printed = {line: shell(line) for line in commands("runs.md")}
+    printed = {line: shell(line) for line in commands((ROOT / "docs" / "runs.md").read_text())}
     found = {Path(row["run"]).name: row for row in jaxres.runs(tmp_path / "runs")}
     assert found["first"]["name"] == "longer warm-up"
     assert found["lower-rate"]["step"] == found["third"]["step"] == STEPS
@@ -100,16 +109,16 @@ def test_commands_on_many_runs(tmp_path: Path, shell) -> None:
 
 @pytest.mark.campaign
 def test_commands_on_optimizers(tmp_path: Path, shell) -> None:
-    """Each kind of optimizer and schedule, and adapters: docs/optimizers.md."""
+    """Each kind of optimizer and schedule, and adapters: docs/models.md."""
+    _, page = models_and_optimizers()
     shell("python -m jaxres.train my.yaml train.steps=4 run.dir=base model.num_kv_heads=1")
     shell(f"jaxres checkpoints export base --out {tmp_path}/MODEL")
     (tmp_path / "texts").mkdir()
     lines = [json.dumps({"text": f"the answer to {n} is {n + 1}. " * 9}) for n in range(60)]
     (tmp_path / "texts" / "all.jsonl").write_text("\n".join(lines))
-    for number, line in enumerate(commands("optimizers.md")):
+    for number, line in enumerate(commands(page)):
         own = f" train.steps=20 run.dir=runs/own-{number}" if "my.yaml" in line else ""
         shell(line + own)
-    page = (ROOT / "docs" / "optimizers.md").read_text()
     (groups,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "groups.yaml").write_text(MY_YAML + groups)
     shell("python -m jaxres.train groups.yaml train.steps=4")
@@ -120,8 +129,8 @@ def test_commands_on_optimizers(tmp_path: Path, shell) -> None:
 def test_commands_on_models(tmp_path: Path, shell) -> None:
     """A Vision Transformer, and the Flax module of the page: docs/models.md."""
     photos(tmp_path / "photos")
-    page = (ROOT / "docs" / "models.md").read_text()
+    page, _ = models_and_optimizers()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_model.py").write_text(block)
-    for line in commands("models.md"):
+    for line in commands(page):
         shell(line)

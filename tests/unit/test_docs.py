@@ -33,6 +33,7 @@ from jaxres.models import custom
 from jaxres.supervisor.run_config import parse_target
 from tests.emulators import kubernetes, skypilot
 from tests.unit.checkpoint import families
+from tools import module_tables
 from tools.mutants.tables import read_all
 
 ROOT = Path(__file__).parents[2]
@@ -297,19 +298,57 @@ def test_the_map_lists_every_page():
     assert {name for name in names if f"({name})" not in text} == set()
 
 
-def test_architecture_lists_every_folder_and_module_and_no_other():
-    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
-    listed = {}
-    for folder, modules in re.findall(
-        r"^\| `jaxres/([\w/]*?)/?`[^|]*\| (.*) \|$", text, re.MULTILINE
-    ):
-        listed[folder] = set(re.findall(r"`(\w+\.py)`", modules))
-    found: dict[str, set[str]] = {}
+ADR_HEADS = ["Context", "Decision", "Given up", "Undo"]
+ADRS = {int(path.name[:4]): path for path in sorted((ROOT / "docs/adr").glob("*.md"))}
+
+
+@pytest.mark.parametrize("number", ADRS)
+def test_an_adr_has_a_status_and_the_uniform_form(number):
+    lines = ADRS[number].read_text().splitlines()
+    assert lines[0].startswith(f"# {number}. ")
+    (status,) = (line for line in lines if line.startswith("Status:"))
+    replaced = re.fullmatch(r"Status: (?:accepted|superseded by (\d+))", status)
+    assert replaced, f"{status}: neither accepted nor superseded by a number"
+    if replaced[1]:
+        assert len(lines) <= 10
+        assert f"Supersedes: {number}" in ADRS[int(replaced[1])].read_text().splitlines()
+        return
+    assert len(lines) <= 60
+    heads = [head for line in lines for head in re.findall(r"^\*\*(.+?)\.\*\*", line)]
+    assert heads == ADR_HEADS
+    for line in lines:
+        for earlier in re.findall(r"^Supersedes: (\d+)$", line):
+            text = ADRS[int(earlier)].read_text()
+            assert f"Status: superseded by {number}" in text.splitlines()
+
+
+@pytest.mark.parametrize("name", module_tables.PAGES)
+def test_the_generated_tables_of_a_page_are_those_of_the_code(name):
+    text = (ROOT / "docs" / name).read_text()
+    assert text == module_tables.with_parts(text, where=name), "run tools/golden.py"
+
+
+def test_the_tables_list_each_folder_and_module_with_its_docstring():
+    folders, modules = module_tables.folders(), module_tables.modules()
     for path in (ROOT / "jaxres").rglob("*.py"):
-        if path.name != "__init__.py":
-            folder = path.parent.relative_to(ROOT / "jaxres").as_posix().removeprefix(".")
-            found.setdefault(folder, set()).add(path.name)
-    assert listed == found
+        name = path.relative_to(ROOT)
+        row = f"| `{name.parent}/` |" if path.name == "__init__.py" else f"| `{name}` |"
+        table = folders if path.name == "__init__.py" else modules
+        assert table.count(f"{row} {module_tables.first_line(path)} |") == 1
+    order = [folders.index(f"`jaxres/{name}/`") for name in ("cli", "train", "engine", "storage")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("text", ["no table", "<!-- generated: modulse -->\n\n<!-- end -->"])
+def test_a_page_with_a_misspelt_table_or_without_one_is_refused(text):
+    with pytest.raises(ValueError, match=r"docs/page.md has .*; known parts: assumptions, folders"):
+        module_tables.with_parts(text, where="page.md")
+
+
+def test_a_module_without_a_docstring_is_refused(tmp_path):
+    (tmp_path / "late.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"late\.py: a module needs a docstring"):
+        module_tables.first_line(tmp_path / "late.py")
 
 
 def test_the_readme_has_at_most_120_lines():
