@@ -3,8 +3,9 @@
 The environment selects the fault instead of the config, so that the same command without it is the
 same run. FAULT="WHERE:COUNT:WHAT", as "row:300:spin", applies to every host; "row:300:spin:2" only
 to host 2. PACE is the seconds per row, HELDOUT_PACE those of a held-out row, JITTER the mean of
-random delays, which differ in every process. SLOW="HOST:COUNT:FACTOR" multiplies PACE on that host
-from its COUNT-th row on. POISON="INDEX:WHAT,..." lists unreadable items: raise,
+random delays, which differ in every process. SLOW="HOST:COUNT:FACTOR": from its COUNT-th row on
+each row of that host takes so many times as long as a row has taken, with all of the step's work,
+on this machine. POISON="INDEX:WHAT,..." lists unreadable items: raise,
 range or hang. WHAT "gate" waits until the file GATE exists. HELD="COUNT:FILE" holds a process in
 the rows of its COUNT-th own step until the file exists: of all steps but the one before, the
 metrics and commits are there. FLIP="STEP:HOST:DEVICE" flips a bit of
@@ -151,6 +152,8 @@ WHATS = {
     "exhaust_host": exhaust_host,
 }
 ROWS_READ = itertools.count(1)
+ROW_TIMES = list[float]()
+"""When the rows of a host with SLOW were read."""
 COUNTS = {where: itertools.count(1) for where in ("build", "trace", "row", "heldout")}
 
 
@@ -168,12 +171,17 @@ def reach(where: str) -> None:
         WHATS[what]()
 
 
-def slowness() -> float:
-    """Returns the factor on the seconds of a row that this host reads now."""
+def row_seconds(pace: float) -> float:
+    """Returns how long the row takes that this host reads now."""
     host, count, factor = os.environ.get("SLOW", "::").split(":")
     if host != str(jax.process_index()):
-        return 1.0
-    return float(factor) if next(ROWS_READ) >= int(count) else 1.0
+        return pace
+    number, now = next(ROWS_READ), time.monotonic()
+    ROW_TIMES.append(now)
+    if number < int(count):
+        return pace
+    before = ROW_TIMES[int(count) // 2 : int(count)]  # The first ones wait for compilation.
+    return float(factor) * (before[-1] - before[0]) / (len(before) - 1)
 
 
 def flip_bit(context: Any) -> None:
@@ -260,7 +268,7 @@ class TokenRows:
     def __getitem__(self, index: int) -> Any:
         where, pace = ("heldout", "HELDOUT_PACE") if index >= HELDOUT_FROM else ("row", "PACE")
         reach(where)
-        time.sleep(float(os.environ.get(pace, os.environ.get("PACE", "0"))) * slowness())
+        time.sleep(row_seconds(float(os.environ.get(pace, os.environ.get("PACE", "0")))))
         what = POISON.get(index)
         if what == "raise":
             raise ValueError("a broken record")

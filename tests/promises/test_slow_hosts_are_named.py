@@ -16,8 +16,8 @@ from jaxres.runlog.event_log import read_json_lines
 from tests.promises.trainer import FAULTY, TrainingProcess, Workspace
 from tests.unit.telemetry.webhook_server import served
 
-STEPS, WINDOW, WITHIN, FACTOR = 120, 10, 50, 25
-"""FACTOR is that of the slow rows: on a busy machine a usual step takes 0.2 s instead of 0.03 s."""
+STEPS, WINDOW, WITHIN, FACTOR = 120, 10, 50, 8
+"""FACTOR is relative to the rows before, with the work of their steps, on this machine."""
 ROWS_A_STEP = 12
 OVERRIDES = (
     f"train.steps={STEPS}",
@@ -53,19 +53,12 @@ def test_a_host_with_slow_data_is_named_within_50_steps_and_alerted(workspace: W
         assert reports, "host 1 is not named"
         found = reports[0]
         assert (found["cause"], found["devices"]) == ("data", [])
-        assert 0 < found["step"] - first_slow_step(trainer) <= WITHIN
+        assert onset < found["step"] <= onset + WITHIN
         assert [event["cause"] for event in named(trainer, "throughput_dropped")] == ["data"]
         incidents = {(body["kind"], body["host"]) for body in hook.accepted}
     assert {("straggler", 1), ("throughput_dropped", 1)} <= incidents
     assert f"step {found['step']}: {found['reason']}" in trainer.printed()
     assert trainer.events_of("straggler_found", host=1) == [], "one host reports"
-
-
-def first_slow_step(trainer: TrainingProcess) -> int:
-    """Returns the first step from which on host 1 works for more than half of its slow time."""
-    lines = read_json_lines(trainer.run_dir.metrics(trainer.attempt))
-    usual = float(PACE) * ROWS_A_STEP
-    return 1 + max(line["step"] for line in lines if line["busy_seconds"][1] <= usual * FACTOR / 2)
 
 
 @pytest.mark.slow
