@@ -108,7 +108,11 @@ def test_full_cache_exits_with_storage(disk: Disk, workspace: Workspace) -> None
     disk.start(*arguments).assert_fails(
         ExitCode.STORAGE, "data.cache_dir", str(disk.inside), "No space left", "Free"
     )
-    assert sorted(p.name for p in disk.run_dir.root.parent.rglob("*")) == ["ballast", "corpora"]
+    assert sorted(p.name for p in disk.run_dir.root.parent.rglob("*")) == [
+        "ballast",
+        "corpora",
+        "listings",
+    ]
 
 
 @pytest.mark.slow
