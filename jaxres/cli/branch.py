@@ -201,7 +201,10 @@ def _delete_killed(to: Path) -> None:
     """Deletes what killed processes have left of this branch; a live one holds its lock file."""
     for left in to.parent.glob(f".{glob.escape(to.name)}.{12 * '[0-9a-f]'}.tmp"):
         lock = RunDir(left).lock
-        with contextlib.suppress(OSError, StorageUnavailable), open(lock, "rb+") as file:
+        with (
+            contextlib.suppress(OSError, StorageUnavailable),
+            open(lock, "rb+", opener=files.only_files) as file,
+        ):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             files.delete_tree(left)
 

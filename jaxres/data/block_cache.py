@@ -14,6 +14,7 @@ import threading
 import uuid
 from pathlib import Path
 
+from jaxres.storage import files
 from jaxres.storage.gcs_objects import Stat
 from jaxres.storage.path import GcsPath
 from jaxres.storage.threads import spawn_thread
@@ -40,9 +41,9 @@ class BlockCache:
         """Returns what the block of an object has on the disk, unchecked; None: it is absent."""
         path = self._path(name, block)
         try:
-            data = path.read_bytes()
+            data = files.read_whole(path)
             os.utime(path)
-        except OSError:  # Absent, removed meanwhile, or an unreadable sector: fetched again.
+        except OSError:  # Absent, removed meanwhile, no file, or an unreadable sector.
             return None
         return data
 
@@ -73,7 +74,7 @@ class BlockCache:
 
     def trim(self) -> None:
         """Removes the least recently used blocks, if all blocks together exceed the limit."""
-        with self._trimming, (self._folder / LOCK).open("wb") as lock:
+        with self._trimming, open(self._folder / LOCK, "wb", opener=files.only_files) as lock:
             with contextlib.suppress(OSError):  # File systems without locks: both remove blocks.
                 fcntl.flock(lock, fcntl.LOCK_EX)
             found = sorted(_files_below(self._folder))

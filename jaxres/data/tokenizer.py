@@ -33,6 +33,7 @@ LIBRARY = "huggingface:"
 FILE_NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 OF_MODEL = ("config.json", "generation_config.json")
 """Files of a model that may have the number of the token that ends a document."""
 DEFAULT_SETTINGS = {
@@ -280,9 +281,10 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
             "folder that has it. If it has moved, give the new path."
         )
     where, settings = f"data.tokenizer.path: {file}", _settings(folder / SETTINGS)
+    special, added = _settings(folder / SPECIAL), _settings(folder / ADDED)
     of_model = dict[str, Any]()
     if section.end_of_document is None and settings.get("eos_token") is None:
-        settings |= {"eos_token": _settings(folder / SPECIAL).get("eos_token")}
+        settings |= {"eos_token": special.get("eos_token")}
         of_model = {name: _settings(folder / name).get("eos_token_id") for name in OF_MODEL}
     tokenizer = parse_tokenizer(
         data,
@@ -295,6 +297,10 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
     _check_encoding(tokenizer, where)
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
     tokenizer_settings.check(settings, data, ids, where=where)
+    control = section.special_tokens == "control"
+    tokenizer_settings.check_tokens(
+        tokenizer.library, settings, special, added, control=control, where=where
+    )
     return tokenizer
 
 
@@ -436,7 +442,7 @@ def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tupl
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Returns the fields of a tokenizer_config.json; none if it does not exist."""
+    """Returns the fields of a file beside tokenizer.json; none if it does not exist."""
     data = _read(path)
     try:
         fields = {} if data is None else json.loads(data)

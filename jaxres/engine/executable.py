@@ -127,9 +127,12 @@ def sources(
     """
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py") if paths is None else paths):
+        if not files.is_file(path):  # A folder, a pipe or an editor's link to nothing: no code.
+            continue
         if since <= path.stat().st_ctime <= now + AHEAD_SECONDS:
             return None
-        total.update(b"\0".join([str(path.relative_to(folder)).encode(), path.read_bytes(), b""]))
+        data = files.read_whole(path)
+        total.update(b"\0".join([str(path.relative_to(folder)).encode(), data, b""]))
     return total.hexdigest()
 
 

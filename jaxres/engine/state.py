@@ -150,6 +150,12 @@ def state_from_params(
     )
 
 
+def count_nonfinite(tree: Any) -> jax.Array:
+    """Returns uint32[N]: how many values of each of N arrays are not finite; call under jit."""
+    counts = [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)]
+    return jnp.asarray(counts, jnp.uint32)
+
+
 def to_plain(state: TrainState) -> dict[str, Any]:
     """Returns the state as the nested dict that a checkpoint stores.
 

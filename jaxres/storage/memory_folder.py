@@ -143,7 +143,7 @@ def delete_replaced(
 def _owner(folder: Path) -> Owner | None:
     """Returns whose states a folder has; None: it has no record that can be read."""
     try:
-        found = Owner(**json.loads((folder / OWNER).read_bytes()))
+        found = Owner(**json.loads(files.read_whole(folder / OWNER)))
     except (OSError, ValueError, TypeError):
         return None
     return found if all(isinstance(text, str) for text in dataclasses.astuple(found)) else None

@@ -39,12 +39,18 @@ def upload_artifacts(run_dir: RunDir, attempt: int) -> None:
 
     def copy() -> None:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and (data := path.read_bytes()[-MAX_UPLOAD_BYTES:]):
+            if path.is_file() and (data := _end_of(path)):
                 name = path.relative_to(folder).as_posix()
                 files.replace(run_dir.attempt(attempt) / name, data)
 
     with contextlib.suppress(RunError, OSError):
         call_with_timeout(copy, seconds=UPLOAD_SECONDS)
+
+
+def _end_of(path: Path) -> bytes:
+    with files.open_file(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_UPLOAD_BYTES))
+        return file.read(MAX_UPLOAD_BYTES)
 
 
 def supervision_started(

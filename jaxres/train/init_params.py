@@ -30,6 +30,7 @@ from jaxres.config.schema_model import AnyModel
 from jaxres.config.schema_training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
 from jaxres.data import hf_bytes_tokenizer
 from jaxres.data.tokenizer import BYTES, FILE_NAME, Tokenizer
+from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError, StorageRefused, Unrestorable, UsageError
@@ -152,7 +153,7 @@ def build(section: FromSeed | FromStored, parts: Components, context: AttemptCon
       StorageUnavailable: storage did not answer.
     """
     if isinstance(section, FromSeed):
-        return lambda line: (parts.init(), None)
+        return lambda line: (_from_seed(parts), None)
     history = context.log.history()
     if history.newest is None:
         return _from_source(section, parts, context)
@@ -161,6 +162,32 @@ def build(section: FromSeed | FromStored, parts: Components, context: AttemptCon
     # Only a rollback to before the first committed step needs the weights again.
     resolved = functools.cache(lambda: _from_source(section, parts, context))
     return lambda history: resolved()(history)
+
+
+def _from_seed(parts: Components) -> TrainState:
+    """Returns the state that the seed makes; raises ConfigError if a user's model is not finite."""
+    state = parts.init()
+    if parts.config.model.kind != "custom":  # The models of this package make finite values.
+        return state
+    paths = _flat(state.params)
+    count = jax.jit(states.count_nonfinite, out_shardings=meshes.replicated(parts.mesh))
+    counts = np.asarray(count([*paths.values()])).tolist()
+    bad = [
+        f"{number:,} of {paths[path].size:,} values of {path}"
+        for path, number in zip(paths, counts, strict=True)
+        if number
+    ]
+    if bad:
+        raise ConfigError(
+            f"model.target: of the model's initial parameters {_shortened(bad)} are not finite "
+            f"(NaN or infinite; run.seed={parts.config.run.seed}): no step could be trained from "
+            "them. Correct the model's `init`."
+        )
+    return state
+
+
+def _shortened(parts: list[str]) -> str:
+    return ", ".join([*parts[:5], *([f"and {len(parts) - 5} more"] if len(parts) > 5 else [])])
 
 
 def _from_source(section: FromStored, parts: Components, context: AttemptContext) -> Init:
@@ -279,6 +306,9 @@ def _load_params(
 
     Only one array at a time is unsharded in this host's memory. The digest is computed over the
     values that are placed on the devices.
+
+    Raises:
+      ConfigError: one of the arrays has values that are not finite.
     """
     shapes = _flat(parts.shapes.params)
     arrays = dict(_fresh_arrays(source.binding.fresh, parts))
@@ -291,7 +321,7 @@ def _load_params(
     scale = configs.loss_scale(parts.config)
     seed, shardings = parts.config.run.seed, jax.tree.map(lambda x: x.sharding, parts.shapes)
 
-    def rest(params: Any) -> dict[str, Any]:
+    def rest(params: Any) -> tuple[dict[str, Any], jax.Array]:
         state = states.state_from_params(
             params,
             parts.model,
@@ -301,15 +331,36 @@ def _load_params(
             trainable=parts.trainable,
             ema_decay=parts.config.optimizer.ema_decay,
         )
-        return states.to_plain(state) | {"params": ()}
+        return states.to_plain(state) | {"params": ()}, states.count_nonfinite(params)
 
-    others = jax.jit(
+    others, counts = jax.jit(
         rest,
-        out_shardings=states.to_plain(shardings) | {"params": ()},
+        out_shardings=(
+            states.to_plain(shardings) | {"params": ()},
+            meshes.replicated(parts.mesh),
+        ),
         compiler_options=states.INIT_OPTIONS,
     )(params)
+    numbers = dict(zip(shapes, np.asarray(counts).tolist(), strict=True))
+    _refuse_nonfinite(source, [path for path in source.binding.taken if numbers[path]])
     state = states.from_plain(others | {"params": params})
     return state, weights_source.params_digest(rows)
+
+
+def _refuse_nonfinite(source: InitSource, paths: list[str]) -> None:
+    """Raises ConfigError for arrays with values that are not finite; reads their tensors again."""
+    bad = list[str]()
+    for name in (name for path in paths for name in source.binding.taken[path].names):
+        with _name_source(), np.errstate(over="ignore"):
+            array = np.asarray(source.weights.read(name)).astype(np.float32)
+        if number := array.size - np.count_nonzero(np.isfinite(array)):
+            bad.append(f"{number:,} of {array.size:,} values of {name}")
+    if paths:
+        raise ConfigError(
+            f"init_from.path: {source.weights.where}: {_shortened(bad or paths)} are not finite "
+            "(NaN, or beyond the range of float32): training from them would end as diverged. Take "
+            "the weights of an earlier step or of another copy."
+        )
 
 
 def _place(array: np.ndarray, sharding: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.config import RunConfig
+from jaxres.storage import files
 from jaxres.train import kept_results
 from jaxres.train.checks.device_check import kinds_of
 from jaxres.train.kept_results import version_changes, versions_here
@@ -151,7 +152,7 @@ def read(config: RunConfig) -> KnownResume:
     """Returns what the newest check of a config has found."""
     command = "run `jaxres resume-check` with it"
     try:
-        result = json.loads(path_of(config).read_bytes())
+        result = json.loads(files.read_whole(path_of(config)))
         before, level, summary = result["versions"], result["guarantee"], result["summary"]
         where = {"date": str(result.get("date", "")), "devices": str(result["devices"])}
         changed = version_changes(before, versions_here())

@@ -24,7 +24,7 @@ from jaxres.checkpoint.restore.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import box_of
 from jaxres.engine import device_use
 from jaxres.faults import RunError
-from jaxres.storage import codec
+from jaxres.storage import codec, files
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
 from jaxres.storage.codec import OtherFormat
 
@@ -149,7 +149,7 @@ class Slot:
         self._file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._file, 0, self.size_bytes)
         try:
-            index = _decoded(self._index.read_bytes())
+            index = _decoded(files.read_whole(self._index))
         except (FileNotFoundError, OtherFormat):
             return
         except ValueError as error:

@@ -55,7 +55,7 @@ from jaxres.runlog.events import (
     PhaseChanged,
 )
 from jaxres.runlog.history import RunHistory
-from jaxres.storage import memory_folder
+from jaxres.storage import files, memory_folder
 from jaxres.telemetry.stdio import format_bytes
 
 DAMAGED = "damaged"
@@ -309,8 +309,9 @@ class MemoryTier:
         assert self._every_steps is not None
         try:
             memory_folder.make(self._folder)
-            if (self._folder / DAMAGED).exists():
-                raise MemoryDamaged((self._folder / DAMAGED).read_text(errors="replace"))
+            with contextlib.suppress(FileNotFoundError):
+                text = files.read_whole(self._folder / DAMAGED).decode(errors="replace")
+                raise MemoryDamaged(text)
             self._delete_unused()
             slots = (*self._slots, *self._copies)
             missing = sum(slot.missing_bytes() for slot in slots)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from jaxres.storage.path import require_inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+ADAPTERS_FILE = "adapter_model.safetensors"
+"""Name that PEFT gives the adapters of a model, without the model."""
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format's reference reader."""
 _TYPES: dict[str, Any] = {
@@ -67,6 +71,10 @@ class Tensor:
         """
         if self.info.dtype not in TYPE_CODES:
             raise broken(self.file, f"{self.name} is of an unknown type: {self.info}")
+        return np.frombuffer(self.stored(), np.dtype(self.info.dtype)).reshape(self.info.shape)
+
+    def stored(self) -> bytearray:
+        """Reads the bytes of the numbers; raises as `read` does."""
         with (
             storage.typed_errors(self.file),
             open(self.file, "rb", opener=storage.only_files) as file,
@@ -75,7 +83,7 @@ class Tensor:
             data = bytearray(self.size)
             if file.readinto(data) != self.size:
                 raise broken(self.file, f"{self.name} is cut off")
-        return np.frombuffer(data, np.dtype(self.info.dtype)).reshape(self.info.shape)
+        return data
 
 
 def broken(path: Path, what: str) -> ConfigError:
@@ -155,21 +163,57 @@ def open_path(path: Path) -> dict[str, Tensor]:
     """Returns name -> tensor of a file, or of a folder with one file or several and their index.
 
     Raises:
-      ConfigError: the path does not exist, or a file is damaged or missing.
+      ConfigError: the path does not exist, a file is damaged or missing, or the files are of
+        several models or saves.
       StorageUnavailable: storage could not be read.
     """
     if not storage.is_dir(path):
         return open_file(path)
     index = storage.read(path / INDEX)
-    if index is not None:
-        return _open_index(path, index)
     files = [name for name in storage.list_names(path) if name.endswith(".safetensors")]
+    if ADAPTERS_FILE in files and (index is not None or len(files) > 1):
+        raise ConfigError(
+            f"{path}: has {ADAPTERS_FILE} beside the weights: whether they include these adapters "
+            "is not known. Move that file away if they do; else merge them into the weights (with "
+            "PEFT's `merge_and_unload`) and give the folder of the result."
+        )
+    if index is not None:
+        tensors = _open_index(path, index)
+        if SINGLE_FILE in files:
+            _refuse_another_save(path, tensors)
+        return tensors
+    shards = [name for name in files if _SHARD.fullmatch(name)]
+    if SINGLE_FILE in files and shards:
+        raise ConfigError(
+            f"{path}: has {SINGLE_FILE} and {shards[0]}, and no {INDEX}: they are of two saves. "
+            f"Give the path of {SINGLE_FILE}, or put the index of the others there and move "
+            f"{SINGLE_FILE} away."
+        )
     if SINGLE_FILE in files or len(files) == 1:
         return open_file(path / (SINGLE_FILE if SINGLE_FILE in files else files[0]))
     present = f"several ({', '.join(files[:3])}, ...) and no {INDEX}" if files else "none"
     raise ConfigError(
         f"{path}: expected one safetensors file here, or {INDEX}; there are {present}."
     )
+
+
+def _refuse_another_save(folder: Path, indexed: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError unless the index names the single file, or both have the same tensors."""
+    if any(tensor.file == folder / SINGLE_FILE for tensor in indexed.values()):
+        return
+    single = open_file(folder / SINGLE_FILE)
+    different = sorted(single.keys() ^ indexed.keys()) or (
+        name
+        for name, tensor in single.items()
+        if (tensor.info, tensor.size) != (indexed[name].info, indexed[name].size)
+        or tensor.stored() != indexed[name].stored()
+    )
+    if (name := next(iter(different), None)) is not None:
+        raise ConfigError(
+            f"{folder}: {SINGLE_FILE} and the files of {INDEX} differ (in {name}): one is an older "
+            "save, and which is meant is not known. Move the files that are not meant to another "
+            f"folder, or give the path of {SINGLE_FILE}."
+        )
 
 
 def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:

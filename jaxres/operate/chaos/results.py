@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from jaxres.config import RunConfig
 from jaxres.operate.chaos.scenarios import ChecklistKind
+from jaxres.storage import files
 from jaxres.train import kept_results
 from jaxres.train.kept_results import version_changes, versions_here
 
@@ -99,7 +100,7 @@ def read(config: RunConfig) -> ChaosFound:
     """Returns what the newest campaign of a config has found; other versions do not count."""
     nothing: dict[ChecklistKind, Verdict] = dict.fromkeys(KINDS, NOT_RUN)
     try:
-        result = json.loads(path_of(config).read_bytes())
+        result = json.loads(files.read_whole(path_of(config)))
         kinds: dict[ChecklistKind, Verdict] = {
             kind: _verdict(result["kinds"].get(kind)) for kind in KINDS
         }

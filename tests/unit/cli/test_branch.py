@@ -131,6 +131,15 @@ def test_what_a_killed_branch_has_left_is_deleted_by_the_next_and_a_live_one_sta
     assert sorted(path.name for path in tmp_path.iterdir()) == [live.name, other.name, "b"]
 
 
+def test_what_is_locked_by_no_file_is_not_deleted(origin: RunDir, tmp_path: Path) -> None:
+    left = tmp_path / f".b.{12 * 'a'}.tmp"
+    shutil.copytree(origin.root, left)
+    RunDir(left).lock.unlink(missing_ok=True)
+    RunDir(left).lock.symlink_to("/dev/null")
+    assert branch(origin, tmp_path / "b") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "b"]
+
+
 def test_a_branch_writes_over_nothing(
     origin: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,6 +268,17 @@ def test_the_cache_is_bounded_and_forgets_what_was_not_used_for_longest(tmp_path
     assert (left[0], left[1] > 1, left[-1], len(left) <= 64) == (0, True, 64, True), left
 
 
+def test_a_cached_block_that_is_no_file_is_fetched_again(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path / "blocks", limit_bytes=2**20)
+    cache.write("x", 0, bytes(100))
+    (block,) = cached(tmp_path)
+    block.unlink()
+    block.symlink_to("/dev/null")
+    assert cache.read("x", 0) is None
+    cache.write("x", 0, bytes(100))
+    assert cache.read("x", 0) == bytes(100)
+
+
 def test_a_full_disk_costs_no_row(here: Path, there: GcsPath, tmp_path: Path) -> None:
     dataset = opened(there, tmp_path)
     (tmp_path / "blocks").rmdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from jaxres.config.schema_data import (
     BytesTokenizer,
@@ -19,7 +19,7 @@ from jaxres.config.schema_data import (
     TextSource,
     TokensSource,
 )
-from jaxres.data import Dataset, documents, open_dataset
+from jaxres.data import Dataset, documents, open_dataset, tokenizer
 from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.faults import ConfigError
 from tests import bpe
@@ -165,6 +165,99 @@ def test_a_setting_of_a_tokenizer_that_its_file_does_not_have_is_refused(
     (key,) = change
     with pytest.raises(ConfigError, match=f"tokenizer_config.json beside it has .*{key}"):
         open_dataset(section(corpus, folder))
+
+
+SPECIAL = {"content": "<s>", "special": True}
+PLAIN_ID, PLAIN = 400, {"content": "<plain>", "normalized": True, "special": False}
+BESIDE: dict[str, tuple[str, dict[str, object], bool]] = {
+    "a token of added_tokens.json": ("added_tokens.json", {"<new>": 401}, True),
+    "another id there": ("added_tokens.json", {"<plain>": 77}, True),
+    "flags of a token": (
+        "tokenizer_config.json",
+        {"added_tokens_decoder": {"400": PLAIN | {"lstrip": True}}},
+        True,
+    ),
+    "a token that is special": (
+        "tokenizer_config.json",
+        {"added_tokens_decoder": {"400": PLAIN | {"special": True}}},
+        True,
+    ),
+    "a named token that is special": ("special_tokens_map.json", {"pad_token": PLAIN}, True),
+    "no token": ("special_tokens_map.json", {"bos_token": 7}, True),
+    "flags that are no flags": (
+        "special_tokens_map.json",
+        {"bos_token": SPECIAL | {"lstrip": 1}},
+        True,
+    ),
+    "flags of a special token": (
+        "tokenizer_config.json",
+        {"added_tokens_decoder": {"1": SPECIAL | {"rstrip": True}}},
+        False,
+    ),
+    "flags of a named token": (
+        "tokenizer_config.json",
+        {"bos_token": SPECIAL | {"normalized": True}},
+        False,
+    ),
+    "a named token": ("tokenizer_config.json", {"pad_token": "<new>"}, False),
+    "one of the map": ("special_tokens_map.json", {"bos_token": "<new>"}, False),
+    "several of the map": (
+        "special_tokens_map.json",
+        {"additional_special_tokens": ["<s>", SPECIAL | {"content": "<new>"}]},
+        False,
+    ),
+    "a piece of text": ("special_tokens_map.json", {"bos_token": "return"}, False),
+}
+"""Name -> file beside tokenizer.json, its fields, whether they change texts without `control`."""
+AGREEING = {
+    "tokenizer_config.json": {
+        "added_tokens_decoder": {"1": SPECIAL, "400": PLAIN},
+        "additional_special_tokens": ["<s>", SPECIAL | {"lstrip": True}],
+        "bos_token": SPECIAL | {"__type": "AddedToken", "normalized": True},
+        "pad_token": "<pad>",
+    },
+    "special_tokens_map.json": {"bos_token": "<s>", "pad_token": SPECIAL | {"content": "<pad>"}},
+    "added_tokens.json": {"<s>": 1, "<plain>": 400},
+}
+"""What Hugging Face's libraries write; where added_tokens_decoder has a token, its flags count."""
+
+
+def with_plain_token(folder: Path) -> Path:
+    """Trains a tokenizer and gives it a token that is not special, in a folder without settings."""
+    library = Tokenizer.from_file(str(bpe.train(folder) / "tokenizer.json"))
+    library.add_tokens([AddedToken("<plain>", normalized=True)])
+    assert library.token_to_id("<plain>") == PLAIN_ID
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["text", "control"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_token_beside_a_tokenizer_that_its_file_does_not_have_so_is_refused(
+    corpus: Path, tmp_path: Path, name: str, mode: str
+) -> None:
+    folder = with_plain_token(tmp_path / "tokenizer")
+    file, fields, always = BESIDE[name]
+    given = section(corpus, folder, special_tokens=mode, end_of_document=bpe.END)
+    (folder / file).write_text(json.dumps(fields))
+    if not always and mode == "text":
+        assert tokenizer.open_tokenizer(given.tokenizer).vocab_size == 401
+        return
+    with pytest.raises(ConfigError, match=r"beside it has .*save_pretrained") as caught:
+        tokenizer.open_tokenizer(given.tokenizer)
+    assert name in ("no token", "flags that are no flags") or f"{file}" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["text", "control"])
+def test_tokens_beside_a_tokenizer_that_agree_with_it_are_accepted(
+    corpus: Path, tmp_path: Path, mode: str
+) -> None:
+    folder = with_plain_token(tmp_path / "tokenizer")
+    given = section(corpus, folder, special_tokens=mode, end_of_document=bpe.END)
+    for file, fields in AGREEING.items():
+        (folder / file).write_text(json.dumps(fields))
+    assert tokenizer.open_tokenizer(given.tokenizer).vocab_size == 401
 
 
 def test_a_long_document_has_the_same_tokens_in_pieces(

@@ -212,6 +212,17 @@ def test_code_that_changed_after_its_import_has_no_digest(tmp_path):
     assert executable.sources(folder, since=now - 10, now=now) is None
 
 
+def test_what_is_no_file_is_no_code_of_a_package(tmp_path):
+    """A link to nothing is what an editor leaves beside a file with unsaved changes."""
+    (tmp_path / "a.py").write_text("a = 1\n")
+    now = time.time()
+    known = executable.sources(tmp_path, since=now + 10, now=now)
+    (tmp_path / "b.py").mkdir()
+    (tmp_path / ".#a.py").symlink_to("user@host.4711:1")
+    (tmp_path / "c.py").symlink_to("/dev/null")
+    assert executable.sources(tmp_path, since=now + 10, now=now) == known
+
+
 def test_code_of_the_future_is_as_it_was_imported(tmp_path):
     """The clock was set back, or is behind that of the machine on which the files were written."""
     (tmp_path / "a.py").write_text("a = 1\n")

@@ -1,16 +1,24 @@
 """Promises of the words after giving up: a remedy for the cause, and the end of the right log."""
 
 import json
+import os
 import signal
 
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog import run_log
+from jaxres.runlog import paths, run_log
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import EVENTS
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.failure_report import failure_text, supervision_started
+from jaxres.storage import files
+from jaxres.storage.path import GcsPath
+from jaxres.supervisor.failure_report import (
+    MAX_UPLOAD_BYTES,
+    failure_text,
+    supervision_started,
+    upload_artifacts,
+)
 from jaxres.supervisor.restart_policy import Restart, RestartHistory, RestartPolicy
 from tests.unit.launch.gce_config import config
 
@@ -70,3 +78,22 @@ def test_the_start_of_a_supervisor_is_an_event_also_with_a_job_on_vms_in_its_con
     written = json.loads(json.dumps(EVENTS.encode(event)))
     assert written["policy"]["max_hours"] == 3.0
     assert "gce" not in written["policy"]
+
+
+def test_the_end_of_a_large_output_is_uploaded_and_what_is_no_file_is_left_out(
+    gcs_bucket, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(paths, "SCRATCH", tmp_path)
+    run_dir = RunDir(GcsPath(gcs_bucket, "run"))
+    output = run_dir.output(2, 0)
+    output.parent.mkdir(parents=True)
+    with output.open("wb") as file:
+        file.truncate(2**40)  # Sparse: far more than fits into memory.
+        file.seek(0, os.SEEK_END)
+        file.write(b"the end")
+    os.mkfifo(output.with_name("pipe"))
+    (output.with_name("device")).symlink_to("/dev/null")
+    upload_artifacts(run_dir, 2)
+    assert files.list_names(run_dir.attempt(2)) == [output.name]
+    data = files.read(run_dir.attempt(2) / output.name)
+    assert (len(data), data[-7:]) == (MAX_UPLOAD_BYTES, b"the end")

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxres import config as configs
 from jaxres import data
@@ -72,7 +75,7 @@ def record_tokenizer(root, name):
     RunLog.claim(log, CLAIM, after=run_log.read_records(log), clock=SystemClock()).append(start)
 
 
-def parts_of(corpus, tmp_path, *, mesh=None, **init_from):
+def parts_of(corpus, tmp_path, *, mesh=None, model=None, **init_from):
     config = RunConfig.model_validate_json(
         json.dumps(
             {
@@ -82,11 +85,7 @@ def parts_of(corpus, tmp_path, *, mesh=None, **init_from):
                     "heldout_fraction": 0,
                     "cache_dir": str(tmp_path / "cache"),
                 },
-                "model": {
-                    "kind": "gpt",
-                    **llama_run.SIZES,
-                    "tie_embeddings": False,
-                },
+                "model": model or {"kind": "gpt", **llama_run.SIZES, "tie_embeddings": False},
                 "mesh": mesh or {},
                 "train": {"steps": 8, "global_batch_size": 8},
                 "init_from": init_from or {"kind": "seed"},
@@ -353,6 +352,56 @@ def test_a_damaged_source_is_a_config_error_of_this_run(corpus, tmp_path, source
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
     with pytest.raises(ConfigError, match=r"init_from\.path: .*progress\.json is missing"):
         init_params.build(parts.config.init_from, parts, context_at(tmp_path)[0])
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_the_name_of_their_tensor(
+    corpus, tmp_path, source, value
+):
+    """Also in a row of the embedding that no text uses."""
+    folder = shutil.copytree(next((source[0] / "exports").iterdir()), tmp_path / "folder")
+    (folder / "jaxres.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    weights = tensors[EMBEDDING].copy()
+    weights[-1, :3] = value
+    save_file(tensors | {EMBEDDING: weights}, folder / "model.safetensors")
+    parts = parts_of(corpus, tmp_path, kind="safetensors", path=str(folder))
+    with pytest.raises(ConfigError) as error:
+        started(parts, context_at(tmp_path)[0])
+    assert str(error.value).startswith(f"init_from.path: {folder}: 3 of {weights.size:,} values of")
+    assert f"values of {EMBEDDING} are not finite" in str(error.value)
+
+
+def broken_model(*, value, vocab_size, seq_len):
+    """A model with two arrays, of which one has a value of the test twice."""
+    values = [1.0, float(value), float(value), 2.0]
+
+    def init(key):
+        return {"a": jnp.ones(3), "b": {"c": jnp.asarray(values)}}
+
+    def loss(params, batch, key):
+        loss_B = jnp.ones(batch["tokens_BT"].shape[0])
+        return loss_B * params["a"].sum(), loss_B
+
+    return SimpleNamespace(init=init, loss=loss)
+
+
+@pytest.mark.parametrize("value", ["0.5", "inf"])
+def test_a_users_model_that_begins_with_values_that_are_not_finite_is_refused(
+    corpus, tmp_path, value
+):
+    target = f"{__name__}:broken_model"
+    model = {"kind": "custom", "target": target, "args": {"value": value}}
+    parts = parts_of(corpus, tmp_path, model=model)
+    if value == "0.5":
+        state, origin = started(parts, context_at(tmp_path)[0])
+        assert (state.params["b"]["c"].tolist(), origin) == ([1.0, 0.5, 0.5, 2.0], None)
+        return
+    with pytest.raises(ConfigError, match=r"2 of 4 values of params/b/c are not finite"):
+        started(parts, context_at(tmp_path)[0])
 
 
 @pytest.mark.slow

@@ -118,3 +118,13 @@ def test_a_kill_at_any_operation_leaves_a_whole_state(tmp_path, monkeypatch, tie
     assert len(calls) == number - 1 >= 6, "hardly killed"
     for slot in sender:
         slot.close()
+
+
+def test_an_index_that_is_no_file_is_neither_read_nor_taken_for_damage(tmp_path):
+    first = opened(tmp_path, "slot")[0]
+    keep([first], 5)
+    index = tmp_path / "slot-0.json"
+    index.unlink()
+    index.symlink_to("/dev/null")
+    with pytest.raises(OSError, match="a pipe, a socket or a device, expected a file"):
+        Slot(tmp_path / "slot-0.data", pieces()).open()

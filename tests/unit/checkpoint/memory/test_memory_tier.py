@@ -128,6 +128,15 @@ def test_wrong_bytes_close_the_tier_for_later_attempts_too(harness):
     assert not list(harness.folder.glob("*.data")), "its memory is given back"
 
 
+def test_a_reason_that_is_no_file_is_not_read(harness):
+    """What an earlier attempt has written of damage; who reads a pipe there waits for ever."""
+    keep(harness.begun(), 5)
+    (harness.folder / memory_tier.DAMAGED).symlink_to("/dev/null")
+    assert harness.restore(harness.tier()) is None
+    assert "a device, expected a file" in harness.events[-1].reason
+    assert not harness.events[-1].is_damaged
+
+
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_wrong_copy_on_any_device_is_found(harness, monkeypatch, number):
     """The bytes of the slot are right: they change on the way to one device."""

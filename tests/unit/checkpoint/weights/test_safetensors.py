@@ -167,3 +167,48 @@ def test_several_files_without_an_index_are_not_guessed_at(tmp_path):
     (tmp_path / safetensors.INDEX).unlink()
     with pytest.raises(ConfigError, match="there are several"):
         safetensors.open_path(tmp_path)
+
+
+def two_saves(folder, **single):
+    sharded(folder, {"a": "1.safetensors", "b": "2.safetensors"})
+    package.save_file({"a": ARRAYS["a"], "b": ARRAYS["b"]} | single, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("single", "name"),
+    [
+        ({"a": ARRAYS["a"] + 1}, "a"),
+        ({"a": ARRAYS["a"].T.copy()}, "a"),
+        ({"a": ARRAYS["a"].view(np.int32)}, "a"),
+        ({"lm_head": ARRAYS["a"]}, "lm_head"),
+    ],
+)
+def test_a_single_file_beside_an_index_of_other_tensors_is_not_guessed_at(tmp_path, single, name):
+    two_saves(tmp_path, **single)
+    with pytest.raises(ConfigError, match=rf"differ \(in {name}\).*not meant to another folder"):
+        safetensors.open_path(tmp_path)
+    assert safetensors.open_path(tmp_path / "model.safetensors").keys() >= {"a", "b"}
+    (tmp_path / "model.safetensors").unlink()
+    assert safetensors.open_path(tmp_path).keys() == {"a", "b"}
+
+
+def test_a_single_file_with_the_tensors_of_the_index_is_accepted(tmp_path):
+    two_saves(tmp_path)
+    assert safetensors.open_path(tmp_path)["a"].file == tmp_path / "1.safetensors"
+
+
+def test_a_single_file_beside_numbered_files_without_an_index_is_not_guessed_at(tmp_path):
+    for name in ("model", "model-00001-of-00002", "model-00002-of-00002"):
+        package.save_file({"a": ARRAYS["a"]}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"two saves. Give the path of model\.safetensors"):
+        safetensors.open_path(tmp_path)
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_adapters_beside_weights_are_not_dropped(tmp_path, has_index):
+    two_saves(tmp_path)
+    if not has_index:
+        (tmp_path / safetensors.INDEX).unlink()
+    package.save_file({"lora_A": ARRAYS["a"]}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"adapter_model.*Move that file away if they do"):
+        safetensors.open_path(tmp_path)
