@@ -273,7 +273,7 @@ def test_every_link_and_path_of_a_page_exists(page):
     text = FENCE.sub("", page.read_text())
     links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     missing = [link for link in links if not _exists(page, link)]
-    paths = re.findall(r"(?<![\w./])(?:jaxres|tests|tools|docs|configs)/[\w./-]+\w", text)
+    paths = re.findall(r"(?<![\w./])(?:jaxres|emulators|tests|tools|docs|configs)/[\w./-]+\w", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
     for path in re.findall(r"`(\w+/[\w/]*\w\.py)`", text):  # As in jaxres/, or as in tests/.
         homes = (ROOT, ROOT / "jaxres", ROOT / "tests")
@@ -301,13 +301,13 @@ def test_architecture_lists_every_folder_and_module_and_no_other():
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
     listed = {}
     for folder, modules in re.findall(
-        r"^\| `jaxres/([\w/]*?)/?`[^|]*\| (.*) \|$", text, re.MULTILINE
+        r"^\| `((?:jaxres|emulators)(?:/\w+)*)/?`[^|]*\| (.*) \|$", text, re.MULTILINE
     ):
         listed[folder] = set(re.findall(r"`(\w+\.py)`", modules))
     found: dict[str, set[str]] = {}
-    for path in (ROOT / "jaxres").rglob("*.py"):
+    for path in (*(ROOT / "jaxres").rglob("*.py"), *(ROOT / "emulators").rglob("*.py")):
         if path.name != "__init__.py":
-            folder = path.parent.relative_to(ROOT / "jaxres").as_posix().removeprefix(".")
+            folder = path.parent.relative_to(ROOT).as_posix()
             found.setdefault(folder, set()).add(path.name)
     assert listed == found
 
