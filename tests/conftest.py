@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,13 +18,16 @@ from jaxtyping import install_import_hook
 from tests.compiling import compile_quickly, keep_compiled, processor_digest
 
 if TYPE_CHECKING:
-    from jaxres.testing.gcs import GcsServer
+    from jaxres_emulators.gcs import GcsServer
 
 # Read at the import of gcsfs; else it queries Google, for minutes, for the type of every bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # Images of containers set it; without bytecode every process of a test compiles all of jaxres.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# What a test starts imports the emulators of this tree, whichever are installed.
+EMULATORS = str(Path(__file__).parents[1] / "emulators")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (EMULATORS, os.environ.get("PYTHONPATH"))))
 # Ignored under nohup and behind a shell's `&`.
 for number, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -73,7 +77,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[GcsServer]:
     """One emulated service for all tests: libraries read its address only once."""
-    from jaxres.testing.gcs import GcsServer
+    from jaxres_emulators.gcs import GcsServer
 
     with GcsServer(buckets=()) as server:
         os.environ.update(server.env)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_FILE_LINES = {"jaxres": 600, "tests": 600, "tools": 600, "examples": 60}
+MAX_FILE_LINES = {"jaxres": 600, "emulators": 600, "tests": 600, "tools": 600, "examples": 60}
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 """Parameters of a function of the package, `self` apart; more belong together in a dataclass."""
@@ -70,8 +70,6 @@ WALL_CLOCK_MAY = {
     "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
-EMULATORS = "testing"
-"""Folder of jaxres with emulated services: their time and environment are those of the machine."""
 ENVIRONMENT = (
     *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py", "standby.py"),
     *("faulty_worker_hook.py", "jax_coordination.py"),
@@ -129,7 +127,7 @@ def _check(path: Path) -> Iterator[str]:
         yield f"{path}: {lines} lines, at most {limit}: split it by responsibility"
     if path.name in ("utils.py", "helpers.py", "common.py"):
         yield f"{path}: name it after its content"
-    production = path.parts[0] == "jaxres" and path.parts[1] != EMULATORS
+    production = path.parts[0] == "jaxres"  # The emulators have the machine's time.
     tree = ast.parse(text)
     for node in ast.walk(tree):
         yield from _check_node(path, node, production=production)
@@ -195,13 +193,12 @@ def _wall_clock_readers(node: ast.AST, *, within: str) -> Iterator[tuple[str, in
 
 
 def _classes_of_one_name() -> Iterator[str]:
-    """Yields names that several classes of the package have; emulators apart."""
+    """Yields names that several classes of the package have."""
     places: dict[str, list[str]] = {}
     for path in _tracked("jaxres/*.py"):
-        if path.parts[1] != EMULATORS:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
     for name, found in sorted(places.items()):
         if len(found) > 1:
             yield f"{found[-1]}: class {name} exists already, at {found[0]}: name what differs"
@@ -248,9 +245,9 @@ def _tests_by_module() -> Iterator[str]:
                 for alias in node.names:
                     for module in (node.module or "", f"{node.module}.{alias.name}"):
                         tests.setdefault(module, set()).add(str(path))
-    for path in _tracked("jaxres/*.py"):
+    for path in _tracked("jaxres/*.py", "emulators/*.py"):
         if path.name != "__init__.py":
-            module = ".".join(path.with_suffix("").parts)
+            module = ".".join(path.with_suffix("").parts).removeprefix("emulators.")
             found = ", ".join(sorted(tests.get(module, ())))
             yield f"{path}: {found or 'none; see tests/promises'}"
 

@@ -25,6 +25,7 @@ from jaxres.faults import RunError, UsageError
 from jaxres.operate.chaos import (
     emulated_bucket,
     emulated_vms,
+    emulators,
     fake_gpus,
     job_devices,
     job_network,
@@ -220,6 +221,8 @@ class Chaos:
 
     def _why_no_place(self, scenario: Scenario) -> str:
         """Returns why this config can't have the runs of a scenario; empty: it can."""
+        if scenario.is_emulated and (reason := emulators.why_not()):
+            return reason
         if scenario.min_hosts > self._options.hosts:
             return f"needs --hosts {scenario.min_hosts} or more: a host is slow beside others"
         if scenario.has_fake_gpus:

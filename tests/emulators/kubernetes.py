@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from jaxres.testing.serving import Quiet, Serving
+from jaxres_emulators.serving import Quiet, Serving
 from tests.emulators import polling
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import pytest
 
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gcs import GcsServer
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, MLP, Workspace
 from tests.sharing import made_once

@@ -18,10 +18,10 @@ from typing import Any
 
 from jaxres.runlog import metrics
 from jaxres.storage.path import GcsPath
-from jaxres.testing.environment import environment
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gcs import GcsServer
 from jaxres.train.worker import NAME_PREFIX
+from jaxres_emulators.environment import environment
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gcs import GcsServer
 from tests.promises.cloud import SPOT, Cloud, Launcher
 from tests.promises.trainer import ROOT, run_history
 from tests.waiting import SURE_SECONDS

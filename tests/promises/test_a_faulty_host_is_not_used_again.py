@@ -11,7 +11,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.run_log import start_of
-from jaxres.testing.nvml import FakeNvml
+from jaxres_emulators.nvml import FakeNvml
 from tests.promises.cloud import Cloud
 from tests.promises.test_sick_gpus_are_left import OFTEN, faults
 from tests.promises.test_supervisor_restarts_the_worker import start

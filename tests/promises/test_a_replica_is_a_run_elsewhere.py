@@ -25,7 +25,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Prune, Quarantine, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.damage import flip_bit_at
 from tests.promises.conftest import Make
 from tests.promises.mounts import Namespace

@@ -18,7 +18,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.damage import flip_bit_at
 from tests.promises.trainer import (
     FAULTY,

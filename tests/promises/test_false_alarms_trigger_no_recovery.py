@@ -10,7 +10,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.attempt_history import phase_seconds
 from jaxres.runlog.paths import RunDir
-from jaxres.testing.metadata import MetadataServer
+from jaxres_emulators.metadata import MetadataServer
 from tests.promises.preloaded import Jumping, Mount
 from tests.promises.test_supervisor_restarts_the_worker import attempts, decisions, start
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, history

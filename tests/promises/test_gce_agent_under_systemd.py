@@ -25,7 +25,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.emulators import docker
 from tests.promises import booted_systemd
 from tests.promises.booted_systemd import Systemd

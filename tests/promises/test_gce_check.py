@@ -20,8 +20,8 @@ from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gcs import GcsServer
 from tests.promises import forks
 from tests.promises.cloud import SPOT, Cloud
 from tests.promises.trainer import ENDLESS, TINY, run_history

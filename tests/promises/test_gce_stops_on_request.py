@@ -9,8 +9,8 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from jaxres.testing.gce.billing import CALL
-from jaxres.testing.gce.billing_skus import SKUS, sku
+from jaxres_emulators.gce.billing_skus import SKUS, sku
+from jaxres_emulators.gce.calls.billing import CALL
 from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, run_history, starts
 

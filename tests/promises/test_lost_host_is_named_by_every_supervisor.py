@@ -16,7 +16,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from jaxres.testing.proxy import Proxy
+from jaxres_emulators.proxy import Proxy
 from tests.promises.networks import network, permitted
 from tests.promises.trainer import (
     ENDLESS,

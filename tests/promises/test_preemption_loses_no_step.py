@@ -16,7 +16,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
-from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
+from jaxres_emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
 from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
     ENDLESS,

@@ -14,7 +14,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
-from jaxres.testing.nvml import FakeNvml
+from jaxres_emulators.nvml import FakeNvml
 from tests.promises.trainer import (
     FAULTY,
     PACED,

@@ -19,11 +19,12 @@ import pytest
 from tests.promises.trainer import ROOT
 from tests.waiting import SURE_SECONDS
 
-SOURCES = ("jaxres", "configs", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("jaxres", "emulators", "configs", "pyproject.toml", "README.md", "LICENSE")
 SMALL = (
     *("train.steps=3", "model.kind=mlp", "telemetry.sample_tokens=0", "evaluation.batches=1"),
     "data.source.path={stdlib}/json",
 )
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, {!r})(sys.argv[1]))"
 
 
 def _run(*command: str | Path, cwd: Path, env: dict[str, str]) -> str:
@@ -61,16 +62,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory, clean_env: dict[str, str]) -
             shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=left_out)
         else:
             shutil.copy(ROOT / name, source / name)
-    build = (
-        "import sys; from setuptools import build_meta as b; print(getattr(b, {!r})(sys.argv[1]))"
-    )
-    output = [sys.executable, "-c", build.format("build_sdist"), folder]
+    output = [sys.executable, "-c", BUILD.format("build_sdist"), folder]
     sdist = folder / _run(*output, cwd=source, env=clean_env).splitlines()[-1]
     with tarfile.open(sdist) as tar:
         if hasattr(tarfile, "data_filter"):  # Not in Python 3.11.2.
             tar.extraction_filter = tarfile.data_filter
         tar.extractall(unpacked)
-    output = [sys.executable, "-c", build.format("build_wheel"), folder]
+    output = [sys.executable, "-c", BUILD.format("build_wheel"), folder]
     root = unpacked / sdist.name.removesuffix(".tar.gz")
     return folder / _run(*output, cwd=root, env=clean_env).splitlines()[-1]
 
@@ -107,9 +105,27 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         (metadata,) = [name for name in file.namelist() if name.endswith("/METADATA")]
         facts = email.message_from_bytes(file.read(metadata))
     assert found == wanted
+    assert [name for name in found if "emulators/" in name] == []
     assert facts["License-File"] == "LICENSE"
     documented = re.findall(r"`\.\[(\w+)\]`", (ROOT / "docs/getting-started.md").read_text())
     assert sorted(facts.get_all("Provides-Extra", [])) == sorted(documented)
+
+
+@pytest.mark.slow
+def test_the_emulators_have_a_wheel_of_their_own_with_every_file(
+    tmp_path: Path, clean_env: dict[str, str]
+) -> None:
+    source = tmp_path / "emulators"
+    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    shutil.copytree(ROOT / "emulators", source, ignore=left_out)
+    package = source / "jaxres_emulators"
+    wanted = {str(path.relative_to(source)) for path in package.rglob("*") if path.is_file()}
+    assert {"jaxres_emulators/nvml/fake_nvml.c", "jaxres_emulators/gcs/__main__.py"} <= wanted
+    output = [sys.executable, "-c", BUILD.format("build_wheel"), tmp_path]
+    wheel = tmp_path / _run(*output, cwd=source, env=clean_env).splitlines()[-1]
+    with zipfile.ZipFile(wheel) as file:
+        found = {name for name in file.namelist() if ".dist-info/" not in name}
+    assert found == wanted
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from tests.compiling import quickly_compiled
 
 if TYPE_CHECKING:
-    from jaxres.testing.gce import GceEmulator
+    from jaxres_emulators.gce import GceEmulator
     from tests.unit.emulators.gce_requests import Clients
 
 
@@ -24,7 +24,7 @@ def quick_compile() -> Iterator[None]:
 @pytest.fixture
 def gce() -> Iterator[GceEmulator]:
     """An emulated Compute Engine whose VMs have no processes."""
-    from jaxres.testing.gce import GceEmulator
+    from jaxres_emulators.gce import GceEmulator
 
     with GceEmulator(speed=200, is_simulated=True) as gce:
         yield gce

@@ -274,7 +274,7 @@ def test_every_link_and_path_of_a_page_exists(page):
     text = FENCE.sub("", page.read_text())
     links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     missing = [link for link in links if not _exists(page, link)]
-    paths = re.findall(r"(?<![\w./])(?:jaxres|tests|tools|docs|configs)/[\w./-]+\w", text)
+    paths = re.findall(r"(?<![\w./])(?:jaxres|emulators|tests|tools|docs|configs)/[\w./-]+\w", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
     for path in re.findall(r"`(\w+/[\w/]*\w\.py)`", text):  # As in jaxres/, or as in tests/.
         homes = (ROOT, ROOT / "jaxres", ROOT / "tests")

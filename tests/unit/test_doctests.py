@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("jaxres", "tests")
+PLACES = ("jaxres", "emulators", "tests")
 
 
 def modules_with_examples() -> list[str]:
     """Returns the names of the modules whose text has an example."""
     paths = [path for place in PLACES for path in sorted((ROOT / place).rglob("*.py"))]
     return [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("emulators.")
         for path in paths
         if path != Path(__file__) and "    >>> " in path.read_text()
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.engine import mesh_plan
-from jaxres.testing.nvml import FakeNvml
+from jaxres_emulators.nvml import FakeNvml
 from tools.gpu import kernels, machine, recovery, steps, trace, training
 from tools.gpu.check import ROOT
 

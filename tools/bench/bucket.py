@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from jaxres.runlog.event_log import read_events  # noqa: E402
 from jaxres.runlog.paths import RunDir  # noqa: E402
 from jaxres.storage.path import parse_path  # noqa: E402
-from jaxres.testing.gcs import GcsServer  # noqa: E402
+from jaxres_emulators.gcs import GcsServer  # noqa: E402
 
 CLASSES = {"A": 0.05, "B": 0.004}
 """Dollars for 10,000 requests, standard storage in us-east1, from Google's example:

@@ -40,7 +40,7 @@ from jaxres.data import (  # noqa: E402
 )
 from jaxres.storage import gcs_objects  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
-from jaxres.testing.gcs.server import CONTROL  # noqa: E402
+from jaxres_emulators.gcs.server import CONTROL  # noqa: E402
 
 QUICKSTART = 2.5
 """Steps in a second of the quickstart on two cores."""
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--late", type=float, default=0.05, help="seconds that each answer takes")
     parser.add_argument("--bandwidth", type=float, default=1e8, help="bytes in a second")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "jaxres.testing.gcs"]
+    command = [sys.executable, "-m", "jaxres_emulators.gcs"]
     share = 0.0
     with (
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server,

@@ -34,9 +34,9 @@ from jaxres.launch.gce.state.desired_state import DesiredState, decode_state  # 
 from jaxres.launch.gce.state.observed_state import AgentReport  # noqa: E402
 from jaxres.launch.gce.state.paths import LaunchPaths  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
-from jaxres.testing.gce import GceEmulator  # noqa: E402
-from jaxres.testing.gcs import GcsServer  # noqa: E402
-from jaxres.testing.gcs.objects import GcsError  # noqa: E402
+from jaxres_emulators.gce import GceEmulator  # noqa: E402
+from jaxres_emulators.gcs import GcsServer  # noqa: E402
+from jaxres_emulators.gcs.objects import GcsError  # noqa: E402
 
 CONFIG = ROOT / "tests" / "promises" / "faulty.yaml"
 BUCKET = "bucket"

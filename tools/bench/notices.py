@@ -30,7 +30,7 @@ from jaxres.runlog.paths import RunDir
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from jaxres.testing.metadata import MetadataServer  # noqa: E402
+from jaxres_emulators.metadata import MetadataServer  # noqa: E402
 
 CONFIG = ROOT / "tests" / "promises" / "tiny.yaml"
 OVERRIDES = ("model.kind=mlp", "optimizer.schedule.kind=constant", "train.steps=1000000")

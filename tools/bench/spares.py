@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 from jaxres.runlog.event_log import read_events  # noqa: E402
 from jaxres.runlog.metrics import read_attempt  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
-from jaxres.testing.environment import environment  # noqa: E402
-from jaxres.testing.gce import GceEmulator  # noqa: E402
-from jaxres.testing.gcs import GcsServer  # noqa: E402
+from jaxres_emulators.environment import environment  # noqa: E402
+from jaxres_emulators.gce import GceEmulator  # noqa: E402
+from jaxres_emulators.gcs import GcsServer  # noqa: E402
 from tests.promises.cloud import Cloud, Launcher  # noqa: E402
 
 BUCKET = "bucket"

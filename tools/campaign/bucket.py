@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from jaxres.testing.gcs.faults import RequestFault
-from jaxres.testing.gcs.server import GcsRequest, GcsResponse, GcsServer
+from jaxres_emulators.gcs.faults import RequestFault
+from jaxres_emulators.gcs.server import GcsRequest, GcsResponse, GcsServer
 
 WRITES = ("POST", "PUT", "PATCH", "DELETE")
 NAME_BYTES = 2000

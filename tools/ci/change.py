@@ -10,6 +10,9 @@ from pathlib import Path
 
 from tools.ci.results import ROOT
 
+FOLDERS = ("", "emulators")
+"""Folders of this repository from which modules are imported."""
+
 
 def changed_since(commit: str | None) -> frozenset[str] | None:
     """Returns the files that differ between a commit and the working tree; None without a base.
@@ -46,6 +49,6 @@ def imported(path: str) -> frozenset[str]:
 
 
 def _files_of(modules: Iterable[str]) -> set[str]:
-    paths = (Path(*module.split(".")) for module in modules)
+    paths = (Path(folder, *module.split(".")) for module in modules for folder in FOLDERS)
     places = (place for path in paths for place in (path.with_suffix(".py"), path / "__init__.py"))
     return {str(place) for place in places if (ROOT / place).is_file()}

@@ -1,4 +1,4 @@
-"""Records which functions of jaxres and its tools each test executes, in all of its processes.
+"""Records which functions of this repository each test executes, in all of its processes.
 
 While a campaign runs, a `.pth` file of the environment calls `start` in every process of it. Each
 function then begins with a look at its flag; the first call for a test writes a line, so
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PACKAGES = ("jaxres", "tools")
+PACKAGES = ("jaxres", "jaxres_emulators", "tools")
 HIT, RAN = "__jaxres_hit__", "__jaxres_ran__"
 """What the inserted statement finds in builtins: a function, and the flags of all functions."""
 CURRENT = "PYTEST_CURRENT_TEST"

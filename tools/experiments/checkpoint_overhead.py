@@ -68,7 +68,7 @@ def requested(words: str) -> bytes:
 @contextlib.contextmanager
 def slow_bucket() -> Iterator[dict[str, str]]:
     """Serves the emulated bucket; yields the environment variables of its clients."""
-    command = [sys.executable, "-m", "jaxres.testing.gcs", "--bucket", BUCKET]
+    command = [sys.executable, "-m", "jaxres_emulators.gcs", "--bucket", BUCKET]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout
         try:

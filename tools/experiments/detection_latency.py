@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxres.testing.proxy import Proxy
+from jaxres_emulators.proxy import Proxy
 from tools.experiments import plans
 from tools.experiments.training_process import ROOT
 

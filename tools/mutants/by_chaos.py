@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from jaxres.operate.chaos.verdict import PROMISES  # noqa: E402 (of this tree)
 from tools.mutants.run import SLOTS  # noqa: E402
 from tools.mutants.tables import Mutant, apply, read_all  # noqa: E402
-from tools.mutants.trees import copy_tree  # noqa: E402
+from tools.mutants.trees import copy_tree, python_path  # noqa: E402
 
 BROKEN = re.compile(rf"^  ({'|'.join(map(re.escape, PROMISES))}): ")
 LIMIT_SECONDS = 1200
@@ -155,7 +155,8 @@ def _caught_by(tree: Path, case: Case, caches: str, *, log: Path) -> str:
         process = subprocess.Popen(
             command,
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree), "TMPDIR": str(tree.parent)} | case.env,
+            env={**os.environ, "PYTHONPATH": python_path(tree), "TMPDIR": str(tree.parent)}
+            | case.env,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -2,9 +2,9 @@
 
     python tools/mutants/fork_server.py FD MODULE ...
 
-It has imported pytest and third-party modules only: what a mutant may change (`jaxres`, `tests`,
-`tools`, `configs`) is imported by the fork, from the mutant's tree. So this file imports nothing of
-this repository.
+It has imported pytest and third-party modules only: what a mutant may change (`jaxres`,
+`emulators`, `tests`, `tools`, `configs`) is imported by the fork, from the mutant's tree. So this
+file imports nothing of this repository.
 
 For each order it forks a watcher. The watcher is the subreaper of all that the test starts; it
 forks the process that runs pytest, waits for its end or for the limit, kills its descendants, and
@@ -40,7 +40,7 @@ ORDER_BYTES = 1 << 17
 PR_SET_CHILD_SUBREAPER = 36
 TRACEBACK_SECONDS = 2.0
 """For the traceback of a test that is ended by its limit."""
-PRODUCT, EMULATORS = "jaxres/", "jaxres/testing/"
+PRODUCT = "jaxres/"
 """An assertion of the product is a crash; one of an emulator is part of the test."""
 
 
@@ -244,7 +244,7 @@ def _is_of_product(error: BaseException, tree: str) -> bool:
         if path.startswith(f"{tree}/"):
             innermost = path.removeprefix(f"{tree}/")
         trace = trace.tb_next
-    return innermost.startswith(PRODUCT) and not innermost.startswith(EMULATORS)
+    return innermost.startswith(PRODUCT)
 
 
 if __name__ == "__main__":

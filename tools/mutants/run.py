@@ -44,7 +44,7 @@ if str(ROOT) not in sys.path:  # As a script.
 from tools.ci.results import lines  # noqa: E402
 from tools.mutants.forks import MODULES, ForkServer, environment  # noqa: E402
 from tools.mutants.tables import Mutant, read_all  # noqa: E402
-from tools.mutants.trees import Tree, copy_tree  # noqa: E402
+from tools.mutants.trees import Tree, copy_tree, python_path  # noqa: E402
 
 LIMIT_SECONDS = 900.0
 SLOTS = 2
@@ -277,7 +277,7 @@ class Bench:
     def _order(self, mutant: Mutant, tree: Tree, scratch: Path, *, tier: str) -> dict[str, Any]:
         (scratch / "d").mkdir()
         env = {
-            "PYTHONPATH": str(tree.folder),
+            "PYTHONPATH": python_path(tree.folder),
             "TMPDIR": str(scratch / "d"),
             "PWD": str(tree.folder),
             "JAXRES_TEST_CACHES": str(self._folder / "caches"),

@@ -34,6 +34,11 @@ def copy_tree(root: Path, tree: Path) -> None:
             shutil.copy2(Path(root, name), Path(tree, name), follow_symlinks=False)
 
 
+def python_path(tree: Path) -> str:
+    """Returns the PYTHONPATH with which a process imports jaxres and the emulators of a tree."""
+    return os.pathsep.join((str(tree), str(tree / "emulators")))
+
+
 def errors(paths: Iterable[Path]) -> str:
     """Returns the first syntax error of Python files, or, if ruff is installed, undefined name.
 

@@ -1,22 +1,24 @@
-"""A bucket on loopback for one run with faults: the emulated Cloud Storage of `jaxres.testing`."""
+"""A bucket on loopback for one run with faults, by the Cloud Storage of `jaxres_emulators`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import secrets
 import shutil
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from jaxres.config import RunConfig
+from jaxres.operate.chaos import emulators
 from jaxres.operate.chaos.short_runs import Runner
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_client
 from jaxres.storage.path import GcsPath
-from jaxres.testing.environment import environment
-from jaxres.testing.gcs import GcsServer
 from jaxres.train.chaos_hooks import break_hook
+
+if TYPE_CHECKING:
+    from jaxres_emulators.gcs import GcsServer
 
 PACKAGES = ("google.cloud.storage", "gcsfs", "google_crc32c")
 
@@ -29,6 +31,9 @@ def emulated_bucket(runner: Runner, name: str) -> Iterator[tuple[Runner, GcsServ
       runner: of runs on a disk.
       name: of the run; its files outside the bucket are deleted at the end.
     """
+    from jaxres_emulators.environment import environment
+    from jaxres_emulators.gcs import GcsServer
+
     bucket = GcsPath(f"jaxres-chaos-{secrets.token_hex(4)}", "")
     with GcsServer(buckets=(bucket.bucket,)) as server, environment(server.env):
         there = dataclasses.replace(runner, env={**runner.env, **server.env}, bucket=bucket)
@@ -44,17 +49,9 @@ def emulated_bucket(runner: Runner, name: str) -> Iterator[tuple[Runner, GcsServ
 
 def why_not(config: RunConfig) -> str:
     """Returns why a config has no run in an emulated bucket; empty: it can have one."""
-    missing = [name for name in PACKAGES if not is_there(name)]
+    missing = [name for name in PACKAGES if not emulators.is_there(name)]
     if missing:
         return f"{missing[0]} is not installed: the extra `gcs`"
     if "gs://" in config.data.model_dump_json():
         return "the data are in a bucket, and the emulator takes its place"
     return ""
-
-
-def is_there(name: str) -> bool:
-    """Returns whether a package is installed."""
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False

@@ -1,4 +1,4 @@
-"""VMs on loopback for one run with faults: the emulated Compute Engine of `jaxres.testing`.
+"""VMs on loopback for one run with faults: the emulated Compute Engine of `jaxres_emulators`.
 
 VMs are processes of this machine. They run this interpreter, and what it imports here.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jaxres
 from jaxres import config as configs
@@ -23,11 +23,14 @@ from jaxres.config.schema_gce import GceSection, PythonRuntime, SpotOption, Stan
 from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.operate.chaos import emulated_bucket as buckets
+from jaxres.operate.chaos import emulators
 from jaxres.operate.chaos.short_runs import Runner
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
-from jaxres.testing.gce import GceEmulator
 from jaxres.train.chaos_hooks import break_hook
+
+if TYPE_CHECKING:
+    from jaxres_emulators.gce import GceEmulator
 
 PACKAGE = "google.cloud.compute"
 PROGRAMS = ("bash", "curl", "tar", "sha256sum")
@@ -90,6 +93,8 @@ def emulated_vms(runner: Runner, name: str, *, hosts: int) -> Iterator[tuple[Run
       name: of the run.
       hosts: number of VMs.
     """
+    from jaxres_emulators.gce import GceEmulator
+
     with buckets.emulated_bucket(runner, name) as (there, server):
         run = there.run_dir(name).root
         assert isinstance(run, GcsPath), run
@@ -164,7 +169,7 @@ def why_not(config: RunConfig) -> str:
     """Returns why a config has no run on emulated VMs; empty: it can have one."""
     if reason := buckets.why_not(config):
         return reason
-    if not buckets.is_there(PACKAGE):
+    if not emulators.is_there(PACKAGE):
         return f"{PACKAGE} is not installed: the extra `gce`"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     return f"{missing[0]} is not installed: VMs boot with it" if missing else ""

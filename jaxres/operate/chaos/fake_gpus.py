@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from jaxres.operate.chaos.short_runs import Runner
 from jaxres.supervisor.health.health_messages import is_visible
 from jaxres.supervisor.health.health_watcher import may_use_gpus
-from jaxres.testing.nvml import COMPILERS, FakeNvml, compiler
+
+if TYPE_CHECKING:
+    from jaxres_emulators.nvml import FakeNvml
 
 PATH = "LD_LIBRARY_PATH"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -27,6 +30,8 @@ def why_not(env: Mapping[str, str]) -> str:
         return f"the health guard reads no GPU with {' '.join(named)}"
     if importlib.util.find_spec("pynvml") is None:
         return "nvidia-ml-py is not installed (the extra `hardware`)"
+    from jaxres_emulators.nvml import COMPILERS, compiler
+
     if compiler() is None:
         return f"there is no C compiler ({', '.join(COMPILERS)}) for the fake of NVIDIA's library"
     return ""
@@ -35,6 +40,8 @@ def why_not(env: Mapping[str, str]) -> str:
 @contextlib.contextmanager
 def fake_gpus(runner: Runner, name: str) -> Iterator[tuple[Runner, FakeNvml]]:
     """Yields a runner whose commands find one healthy GPU, and the state of that GPU."""
+    from jaxres_emulators.nvml import FakeNvml
+
     gpus = FakeNvml(runner.folder / f"{name}-nvml")
     env = {**runner.env, **gpus.env}
     if before := runner.env.get(PATH):

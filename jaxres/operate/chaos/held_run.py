@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.operate.chaos import leftovers
@@ -24,9 +25,11 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import RunPath
-from jaxres.testing.gcs import GcsServer
-from jaxres.testing.nvml import FakeNvml
 from jaxres.train.chaos_hooks import break_hook, fault_request
+
+if TYPE_CHECKING:
+    from jaxres_emulators.gcs import GcsServer
+    from jaxres_emulators.nvml import FakeNvml
 
 END_POLLS = 100_000
 """Most looks at a process that is to end: half an hour of them, and longer on a slow machine."""

@@ -10,8 +10,10 @@ import contextlib
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from jaxres.testing.proxy import Proxy
+if TYPE_CHECKING:
+    from jaxres_emulators.proxy import Proxy
 
 
 @dataclass
@@ -24,6 +26,8 @@ class ProxiedNetwork:
 
     def open(self) -> list[str]:
         """Opens new proxies; returns the address of the rendezvous for each host."""
+        from jaxres_emulators.proxy import Proxy
+
         self.close()
         with socket.create_server(("127.0.0.1", 0)) as free:
             leader = f"127.0.0.1:{free.getsockname()[1]}"

@@ -69,6 +69,11 @@ class Scenario:
     checklist_kind: ChecklistKind | None = None
     """Which item of `jaxres doctor`'s checklist it is a test of."""
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether an emulated service is in its run: a bucket, VMs, a proxy or a fake library."""
+        return self.has_fake_gpus or self.place != "disk"
+
 
 NOTICE_ENDS: frozenset[int | None] = frozenset({ExitCode.PREEMPTED})
 NO_RECORD: frozenset[int | None] = frozenset({None})

@@ -16,7 +16,7 @@ from jaxres.data import dataset, download_cache, open_dataset, write_tokens
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, gcs_client
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.waiting import SURE_SECONDS
 
 TEXTS = {f"part/{n:02d}.txt": f"text number {n} ".encode() * 200 for n in range(6)}

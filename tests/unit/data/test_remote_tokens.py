@@ -29,8 +29,8 @@ from jaxres.data.remote_items import RemoteItems
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.storage import files, gcs_client
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
-from jaxres.testing.gcs.objects import SparseData
+from jaxres_emulators.gcs import GcsServer
+from jaxres_emulators.gcs.objects import SparseData
 from tests.damage import flip_bit_at
 from tests.waiting import SURE_SECONDS
 

@@ -13,7 +13,7 @@ import pytest
 from google.api_core import exceptions
 from google.cloud import compute_v1 as compute
 
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.unit.emulators.gce_requests import PROJECT, TERMINATE, ZONE, Clients, bulk, spot
 from tests.waiting import SURE_SECONDS
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.unit.emulators.gce_requests import IMAGE, PROJECT, ZONE
 from tests.waiting import SURE_SECONDS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from jaxres.testing.gce import keeper
+from jaxres_emulators.gce.vms import keeper
 from tests.waiting import SURE_SECONDS
 
 MARK = f"KEEPER_TEST_{os.getpid()}=yes"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,8 +22,9 @@ from google.cloud import compute_v1 as compute
 
 from jaxres.supervisor.preemption import gce_metadata
 from jaxres.supervisor.preemption.gce_metadata import Response
-from jaxres.testing.gce import GceEmulator, keeper
-from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gce.vms import keeper
+from jaxres_emulators.metadata import EVENT, PREEMPTED, UPCOMING
 from tests.unit.emulators.gce_requests import PROJECT, ZONE, Clients, spot
 from tests.waiting import SURE_SECONDS, wait_until
 
@@ -312,10 +312,9 @@ def test_a_simulated_maintenance_preempts_a_spot_vm_but_not_every_machine_type(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
-    words = [sys.executable, "-m", "jaxres.testing.gce", "--speed", "60"]
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    words = [sys.executable, "-m", "jaxres_emulators.gce", "--speed", "60"]
     with (
-        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process,
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as stack,
     ):
         stack.callback(process.kill)

@@ -26,8 +26,8 @@ from google.api_core import exceptions
 from google.cloud import storage as gcs
 from orbax.checkpoint import v1 as ocp
 
-from jaxres.testing.gcs import GcsServer, objects
-from jaxres.testing.gcs.server import LATE_SECONDS
+from jaxres_emulators.gcs import GcsServer, objects
+from jaxres_emulators.gcs.server import LATE_SECONDS
 from tests.waiting import SURE_SECONDS
 
 NO_RETRY: dict[str, Any] = {"retry": None}
@@ -203,7 +203,7 @@ def test_orbax_saves_and_loads(bucket: Any) -> None:
 
 
 def test_the_emulator_starts_from_the_command_line_and_accepts_faults() -> None:
-    command = [sys.executable, "-m", "jaxres.testing.gcs"]
+    command = [sys.executable, "-m", "jaxres_emulators.gcs"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

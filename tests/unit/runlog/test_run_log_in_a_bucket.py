@@ -17,7 +17,7 @@ from jaxres.runlog.run_log import RunLog, Skip, read_records
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.run_config import resolve_run
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.tiers import campaign
 from tests.unit.runlog.example_records import CLAIM
 

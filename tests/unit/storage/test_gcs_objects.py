@@ -15,7 +15,7 @@ from jaxres.runlog.event_log import read_json_lines
 from jaxres.storage import files, gcs_client, gcs_objects, line_writer
 from jaxres.storage.line_writer import open_line_writer
 from jaxres.storage.path import GcsPath, parse_path
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxres.testing.nvml import FakeNvml
+from jaxres_emulators.nvml import FakeNvml
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from jaxres.supervisor.process.worker_group import boot_id
 from jaxres.supervisor.restart_loop import LoopState
 from jaxres.supervisor.restart_policy import RestartHistory, RestartPolicy
 from jaxres.supervisor.run_lock import RunLock
-from jaxres.testing.metadata import MetadataServer
+from jaxres_emulators.metadata import MetadataServer
 from tests.hanging import waiting_opener
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS

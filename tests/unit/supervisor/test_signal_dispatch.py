@@ -7,7 +7,7 @@ import pytest
 
 from jaxres.runlog.event_log import read_events
 from jaxres.supervisor.process.spawn import LEAVE
-from jaxres.testing.metadata import MetadataServer
+from jaxres_emulators.metadata import MetadataServer
 from tests.unit.supervisor.test_supervisor import supervisors
 
 LEAVES = {"on_stop": [75, 0.0]}

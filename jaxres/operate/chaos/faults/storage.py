@@ -9,12 +9,15 @@ import contextlib
 import random
 import resource
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from jaxres.operate.chaos.held_run import HeldRun
 from jaxres.operate.chaos.schedule import ScheduledFault
 from jaxres.operate.chaos.verdict import Injection
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+
+if TYPE_CHECKING:
+    from jaxres_emulators.gcs import GcsServer
 
 OTHER_BYTES = 64 * 2**10
 """Space that is left for the lines of logs and for small files on a disk that is full."""

@@ -23,9 +23,9 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
-from jaxres.testing.gcs.server import GcsRequest
-from jaxres.testing.gcs.uploads import multipart
+from jaxres_emulators.gcs import GcsServer
+from jaxres_emulators.gcs.server import GcsRequest
+from jaxres_emulators.gcs.uploads import multipart
 from tests.unit.checkpoint.write.test_bucket_writer import state
 from tests.unit.runlog.example_records import CLAIM
 

@@ -29,7 +29,7 @@ from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files, gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests import damage
 from tests.waiting import SURE_SECONDS
 

@@ -24,7 +24,7 @@ from jaxres.storage import files, gcs_client, gcs_objects
 from jaxres.storage.gcs_objects import Stat
 from jaxres.storage.object_streams import MemoryFile
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.waiting import SURE_SECONDS
 
 DATABASE = "state/ocdbt.process_0.0"

@@ -20,7 +20,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record, file_name
 from jaxres.storage import gcs_objects, threads
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
 

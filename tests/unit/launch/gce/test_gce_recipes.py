@@ -20,7 +20,7 @@ from jaxres.launch.gce.controller import machine_for, new_state
 from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 
 FOLDER = Path(__file__).parents[4] / "configs" / "gce"
 NAMES = ("a2-highgpu", "a3-highgpu", "a3-megagpu", "a3-ultragpu", "a4-highgpu", "g2")

@@ -21,7 +21,7 @@ from jaxres.launch.gce.state.desired_state import JobEnd, StateObject
 from jaxres.launch.gce.state.lease import Lease
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.tiers import slow_but
 from tests.unit.launch.gce_config import config
 

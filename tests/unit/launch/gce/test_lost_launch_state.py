@@ -28,7 +28,7 @@ from jaxres.launch.gce.vm import instance_spec
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.tiers import slow_but
 from tests.unit.launch.gce_config import config
 

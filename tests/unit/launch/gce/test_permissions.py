@@ -14,8 +14,8 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch.gce import command
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gcs import GcsServer
 from tests.promises.trainer import TINY
 
 TABLE = Path(__file__).parents[4] / "docs" / "gce-reference.md"

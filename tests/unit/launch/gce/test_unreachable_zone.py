@@ -23,7 +23,7 @@ from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd, PendingC
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.unit.launch.gce.api.test_gce_api import NAMES as TWO
 from tests.unit.launch.gce.api.test_gce_api import ZONE as HOME
 from tests.unit.launch.gce.api.test_gce_api import ComputeFixture

@@ -19,7 +19,7 @@ from jaxres.supervisor.health import health_watcher, host_health, nvml
 from jaxres.supervisor.health.health_messages import KERNEL_LOG, MESSAGES, XidReported
 from jaxres.supervisor.health.health_watcher import HealthWatcher, may_have_gpus
 from jaxres.supervisor.health.host_health import HostReading
-from jaxres.testing.nvml import LIBRARY
+from jaxres_emulators.nvml import LIBRARY
 from tests.manual_clock import ManualClock
 from tests.promises.trainer import ROOT
 from tests.waiting import SURE_SECONDS, wait_until

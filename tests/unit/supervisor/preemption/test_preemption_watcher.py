@@ -18,7 +18,7 @@ from jaxres.supervisor.preemption import gce_metadata
 from jaxres.supervisor.preemption import watcher as preemption_watcher
 from jaxres.supervisor.preemption.gce_metadata import NoResponse, Response, Server
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
-from jaxres.testing.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
+from jaxres_emulators.metadata import EVENT, PREEMPTED, UPCOMING, MetadataServer
 from tests.waiting import SURE_SECONDS, wait_until
 
 

@@ -19,7 +19,7 @@ from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.unit.launch.gce_config import config
 
 ZONE = "us-central1-a"

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxres.launch.gce.api.compute import classify, is_about_notice
-from jaxres.testing.gce.errors import api_disabled, by_word, exists, no_permission, no_token
-from jaxres.testing.gce.operations import TEXTS, Failure
+from jaxres_emulators.gce.errors import api_disabled, by_word, exists, no_permission, no_token
+from jaxres_emulators.gce.operations import TEXTS, Failure
 
 SHORT = "VM_MIN_COUNT_NOT_REACHED"
 DETAILS = "ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS"

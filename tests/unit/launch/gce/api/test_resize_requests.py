@@ -11,7 +11,7 @@ import pytest
 from jaxres.launch.gce.api.compute import ApiUnavailable
 from jaxres.launch.gce.state.desired_state import InstanceGroup, PendingCreate
 from jaxres.launch.gce.state.observed_state import CreateFailed
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.unit.launch.gce.api.test_gce_api import CREATION, NAMES, ZONE, ComputeFixture
 
 OPTION = {"kind": "flex_start", "zones": [ZONE], "machine_type": "a2-highgpu-1g"}

@@ -14,7 +14,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch.gce import command as gce
 from jaxres.storage import gcs_client
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 
 Init = Callable[..., str]
 KEEPS = {"action": {"type": "Delete"}, "condition": {"age": 30, "numNewerVersions": 2}}

@@ -12,7 +12,7 @@ from jaxres.launch.gce.api.resource_reader import ResourceReader
 from jaxres.launch.gce.checks import future_reservations
 from jaxres.launch.gce.state.capacity_options import NEVER, Backoff
 from jaxres.launch.gce.state.observed_state import CreateFailed
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.unit.launch.gce.decide.test_reconcile import NOW, START, ZONE, next_state, observed
 from tests.unit.launch.gce_config import OPTION, config
 

@@ -24,9 +24,9 @@ from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.catalog_prices import CatalogPrice, UnknownPrice
 from jaxres.launch.gce.state.desired_state import DesiredState, Spending, decode_state, encode_state
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gce.billing import CALL
-from jaxres.testing.gce.billing_skus import NETHERLANDS, SKUS, sku
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gce.billing_skus import NETHERLANDS, SKUS, sku
+from jaxres_emulators.gce.calls.billing import CALL
 from tests.manual_clock import ManualClock
 from tests.promises.trainer import TINY
 from tests.unit.launch.gce_config import OPTION, config

@@ -14,7 +14,7 @@ from jaxres.launch.gce.checks import preflight
 from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
+from jaxres_emulators.gce import GceEmulator
 from tests.manual_clock import ManualClock
 from tests.unit.launch.gce_config import IMAGE, OPTION, config
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxres.launch.gce.state import catalog_prices
 from jaxres.launch.gce.state.catalog_prices import CatalogPrice, MachineParts, UnknownPrice, Usage
-from jaxres.testing.gce.billing_skus import NETHERLANDS, SKUS, sku
+from jaxres_emulators.gce.billing_skus import NETHERLANDS, SKUS, sku
 
 A100, H100, MEGA = "nvidia-tesla-a100", "nvidia-h100-80gb", "nvidia-h100-mega-80gb"
 PARTS = {

@@ -15,7 +15,7 @@ from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
 from jaxres.launch.gce.state.lease import TAKEOVER_TERMS, Lease
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.manual_clock import ManualClock
 
 RACERS = 3

@@ -10,7 +10,7 @@ from jaxres.launch.gce.state import lease_wait
 from jaxres.launch.gce.state.lease import MAX_HANG_SECONDS, RENEW_SHARE, TAKEOVER_TERMS, Lease
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gcs import GcsServer
+from jaxres_emulators.gcs import GcsServer
 from tests.manual_clock import ManualClock
 from tests.waiting import wait_until
 

@@ -18,8 +18,8 @@ from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.vm.instance_spec import NUM_GPUS, Machine
 from jaxres.storage.path import GcsPath
-from jaxres.testing.gce import GceEmulator
-from jaxres.testing.gce.vm import Vm
+from jaxres_emulators.gce import GceEmulator
+from jaxres_emulators.gce.vms.vm import Vm
 from tests.unit.launch.gce.api.test_gce_api import CREATION, NAMES, SINGLE, ZONE, ComputeFixture
 from tests.unit.launch.gce_config import OPTION, config
 

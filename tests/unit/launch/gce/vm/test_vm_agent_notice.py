@@ -19,7 +19,7 @@ from jaxres.launch.gce.vm.agent import Agent
 from jaxres.launch.gce.vm.instance_spec import NOTICE, NUM_GPUS, Machine
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
-from jaxres.testing.metadata import NO_UPCOMING, UPCOMING, MetadataServer
+from jaxres_emulators.metadata import NO_UPCOMING, UPCOMING, MetadataServer
 from tests.unit.launch.gce_config import OPTION, config
 from tests.waiting import SURE_SECONDS, wait_until
 

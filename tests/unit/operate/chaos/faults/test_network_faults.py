@@ -13,7 +13,7 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.operate.chaos.faults import network as network_faults
 from jaxres.operate.chaos.job_network import ProxiedNetwork
-from jaxres.testing.proxy import Proxy
+from jaxres_emulators.proxy import Proxy
 from tests.waiting import SURE_SECONDS, wait_until
 
 

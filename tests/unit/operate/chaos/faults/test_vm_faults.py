@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
-from jaxres.operate.chaos import emulated_bucket, emulated_vms
+from jaxres.operate.chaos import emulated_vms, emulators
 from jaxres.operate.chaos.faults import vm as vm_faults
 from jaxres.operate.chaos.short_runs import shortened
 from jaxres.runlog.launch_events import LaunchEvent
@@ -90,7 +90,7 @@ def test_vms_are_not_applicable_without_the_packages_and_programs_they_need(
     assert emulated_vms.why_not(config) == ""
     monkeypatch.setenv("PATH", "/nowhere")
     assert emulated_vms.why_not(config) == "bash is not installed: VMs boot with it"
-    monkeypatch.setattr(emulated_bucket, "is_there", lambda name: name != emulated_vms.PACKAGE)
+    monkeypatch.setattr(emulators, "is_there", lambda name: name != emulated_vms.PACKAGE)
     assert "the extra `gce`" in emulated_vms.why_not(config)
-    monkeypatch.setattr(emulated_bucket, "is_there", lambda _: False)
+    monkeypatch.setattr(emulators, "is_there", lambda _: False)
     assert "the extra `gcs`" in emulated_vms.why_not(config)

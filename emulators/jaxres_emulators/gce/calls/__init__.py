@@ -1,0 +1,1 @@
+"""The calls of the Compute Engine API, and their routes."""
