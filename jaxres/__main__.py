@@ -16,6 +16,7 @@ from typing import NoReturn
 from jaxres import __version__, faults
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
 from jaxres.faults import RunError, UsageError
+from jaxres.secret_values import redact_words
 from jaxres.telemetry import stdio
 
 USAGE = """\
@@ -186,7 +187,7 @@ def _run(args: Sequence[str]) -> int:
         from jaxres.config.errors import did_you_mean
 
         hint, known = did_you_mean(verb, VERBS), ", ".join(VERBS)
-        raise UsageError(f"{verb!r}: unknown command{hint} (commands: {known})")
+        raise UsageError(f"{redact_words(verb)!r}: unknown command{hint} (commands: {known})")
     from jaxres.storage import gcs_client, home
 
     home.ensure(os.environ)

@@ -91,6 +91,8 @@ _ASSIGNED = (
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
 )
 _HEADER = r"\b([Bb]earer|[Bb]asic)( +)([A-Za-z0-9._~+/=:-]{12,})"
+_PAIR = r"(?<![\w/:.@+-])([\w.@+-]+):(?!/)[^\s'\",)]{3,}"
+"""User and password, without a scheme; also `package.module:function`."""
 _OPAQUE = r"(?=.*[0-9])[A-Za-z0-9_.~+/=:-]{8,}"
 _PREFIXED = r"(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|npm_|pypi-)[\w.-]+"
 
@@ -158,6 +160,15 @@ def redact_text(text: str) -> str:
     if "=" in text or ":" in text:
         text = re.sub(_ASSIGNED, _redact_assigned, text)
     return re.sub(_HEADER, _redact_header, text)
+
+
+def redact_words(text: str) -> str:
+    """Returns `redact_text` of words that a command does not know; of `A:B`, B may be a password.
+
+    >>> redact_words("c.yaml hunter2:password --step=me:se:cret https://host/a")
+    'c.yaml hunter2:<secret> --step=me:<secret> https://host/a'
+    """
+    return re.sub(_PAIR, rf"\1:{HIDDEN}", redact_text(text))
 
 
 def contains(value: Any, name: str = "") -> bool:

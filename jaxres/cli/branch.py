@@ -7,7 +7,6 @@ learning rate, batch size or schedule. The runs share nothing afterwards.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import fcntl
@@ -25,6 +24,7 @@ from jaxres.checkpoint.read.verify import verify_step
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.config.argparser import Parser
 from jaxres.config.errors import show
 from jaxres.config.schema_data import MixtureSource
 from jaxres.exit_codes import ExitCode
@@ -49,7 +49,7 @@ COPY_BYTES = 4 * 2**20
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser("jaxres branch", allow_abbrev=False)
+    parser = Parser(prog="jaxres branch")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the run to branch from")
     parser.add_argument("--to", required=True, metavar="DIR", help="directory of the new run")
     parser.add_argument("--step", metavar="N|best", help="committed step; default: the newest")

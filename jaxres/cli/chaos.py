@@ -40,6 +40,7 @@ from jaxres.operate.chaos.schedule import SAVE_EVERY, STEPS, PlannedRun, plan
 from jaxres.operate.chaos.short_runs import Runner, Topology, report_failed, run_folder, shortened
 from jaxres.operate.chaos.verdict import Broken, ChaosFacts, Outcome
 from jaxres.operate.resume_verdict import RunFacts
+from jaxres.secret_values import redact_words
 from jaxres.train import kept_results
 from jaxres.train.chaos_hooks import array_edit_hook
 from jaxres.train.kept_results import versions_here
@@ -121,9 +122,8 @@ def _sort_words(options: argparse.Namespace) -> None:
     misspelt = [w for w in others if not _is_config(w) and did_you_mean(w, list(BY_NAME))]
     if len(others) > 1 or misspelt or (options.verb == "list" and options.words):
         hint = did_you_mean(others[-1], list(BY_NAME)) if others else ""
-        raise UsageError(
-            f"{(others or options.words)[-1]!r}: not a scenario{hint}; `jaxres chaos list`"
-        )
+        shown = redact_words((others or options.words)[-1])
+        raise UsageError(f"{shown!r}: not a scenario{hint}; `jaxres chaos list`")
     for name in (options.only or "").split(",") if options.only is not None else ():
         if name not in BY_NAME:
             hint = did_you_mean(name, list(BY_NAME))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 from jaxres import config as configs
 from jaxres.cli import status
 from jaxres.clock import Clock, SystemClock
+from jaxres.config.argparser import Parser
 from jaxres.config.errors import show
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
@@ -60,7 +60,7 @@ class RunRow:
 def main(arguments: Sequence[str], *, clock: Clock | None = None) -> int:
     """Runs `runs` or `compare`, the first argument, and returns its exit code."""
     verb, *words = arguments
-    parser = argparse.ArgumentParser(f"jaxres {verb}", allow_abbrev=False)
+    parser = Parser(prog=f"jaxres {verb}")
     parser.add_argument("--json", action="store_true")
     if verb == "runs":
         parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER")

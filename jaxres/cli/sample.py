@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxres import inference
 from jaxres.checkpoint.weights.source import parse_step
+from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.inference import LoadedModel
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def model_parser(command: str) -> argparse.ArgumentParser:
     """Returns a parser of the arguments of each command on the model of a run or of a folder."""
-    parser = argparse.ArgumentParser(command, allow_abbrev=False)
+    parser = Parser(prog=command)
     parser.add_argument("model", metavar="RUN_DIR|FOLDER", help="a run, or a folder in HF's format")
     parser.add_argument("--step", metavar="N|best", help="committed step; default: the newest")
     parser.add_argument("--json", action="store_true")

@@ -6,7 +6,6 @@ with a sweep that was interrupted: runs that are done end at once, the others re
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import re
@@ -22,7 +21,7 @@ from typing import Any
 from jaxres import config as configs
 from jaxres.cli import runs
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.argparser import local_path_argument
+from jaxres.config.argparser import Parser, local_path_argument
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
 from jaxres.host import signals
@@ -109,7 +108,7 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser("jaxres sweep", allow_abbrev=False)
+    parser = Parser(prog="jaxres sweep")
     parser.add_argument("config", metavar="CONFIG.yaml", type=local_path_argument)
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
     parser.add_argument("--grid", nargs="+", required=True, metavar="section.field=A,B")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxres.faults import ConfigError, UsageError
-from jaxres.secret_values import redact_text
+from jaxres.secret_values import redact_text, redact_words
 from jaxres.storage.path import RunPath, is_address, normalized, parse_path
 
 
@@ -36,4 +36,4 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with the message and the command that prints the usage."""
-        raise UsageError(f"{self.prog}: {message} (usage: `{self.prog} --help`)")
+        raise UsageError(f"{self.prog}: {redact_words(message)} (usage: `{self.prog} --help`)")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxres.config.errors import did_you_mean, one_line, shorten
 from jaxres.faults import ConfigError, UsageError
+from jaxres.secret_values import redact_words
 from jaxres.storage import files
 
 FOLDER = Path(__file__).parent / "builtin"
@@ -55,7 +56,7 @@ def find(target: Path) -> Path:
     if target.suffix == SUFFIX and target.stem in known:
         raise UsageError(f"{target}: no such file; the built-in config is named {target.stem!r}")
     if len(target.parts) == 1 and not target.suffix:
-        text = one_line(shorten(str(target)))
+        text = one_line(shorten(redact_words(str(target))))
         hint = did_you_mean(text, known)
         raise ConfigError(
             f"{text}: no such file or run directory, and no built-in config has this name{hint} "

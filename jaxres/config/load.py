@@ -28,7 +28,7 @@ from jaxres.config.schema_fields import ROOT, FieldSpec
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
 from jaxres.faults import StorageRefused, UsageError
-from jaxres.secret_values import redact_text
+from jaxres.secret_values import redact_words
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -117,7 +117,7 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     invalid = [argument for argument in overrides if not _is_override(argument)]
     if invalid:
         lines = [
-            f"{COMMAND_LINE} ({one_line(shorten(redact_text(argument)))}): no such flag; "
+            f"{COMMAND_LINE} ({one_line(shorten(redact_words(argument)))}): no such flag; "
             "settings are given as section.field=value"
             for argument in invalid
         ]

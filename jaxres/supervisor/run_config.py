@@ -12,6 +12,7 @@ from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.secret_values import redact_words
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 
@@ -28,16 +29,16 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
     targets = [argument for argument in arguments if not _is_override(argument)]
     unknown = [target for target in targets if target.startswith("-")]
     if unknown:
-        raise UsageError(f"{unknown[0]}: unknown flag (usage: `{command} --help`)")
+        raise UsageError(f"{redact_words(unknown[0])}: unknown flag (usage: `{command} --help`)")
     if len(targets) != 1:
-        given = " ".join(targets) or "nothing"
+        given = redact_words(" ".join(targets)) or "nothing"
         raise UsageError(
             f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
         )
     try:
         return parse_path(os.path.expanduser(targets[0])), overrides
     except ValueError as error:
-        raise UsageError(f"{targets[0]}: {error}") from error
+        raise UsageError(f"{redact_words(targets[0])}: {error}") from error
 
 
 def _is_override(argument: str) -> bool:

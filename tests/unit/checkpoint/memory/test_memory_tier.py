@@ -133,7 +133,7 @@ def test_a_reason_that_is_no_file_is_not_read(harness):
     keep(harness.begun(), 5)
     (harness.folder / memory_tier.DAMAGED).symlink_to("/dev/null")
     assert harness.restore(harness.tier()) is None
-    assert "a device, expected a file" in harness.events[-1].reason
+    assert "a device, expected a file" in str(harness.events[-1])
     assert not harness.events[-1].is_damaged
 
 
