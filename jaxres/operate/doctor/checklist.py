@@ -331,7 +331,7 @@ def _save_at_notice(config: RunConfig, facts: Facts) -> ItemResult:
     return warn(
         f"{found}: it saves nothing",
         "Save more often (checkpoint.when.kind=auto), set checkpoint.memory.neighbor_copies, or "
-        "ask for longer notices (docs/preemption.md)",
+        "ask for longer notices (docs/many-hosts.md)",
     )
 
 
@@ -443,8 +443,8 @@ def _budgets(config: RunConfig, _: Facts) -> ItemResult:
     if launch.gce is not None and not given:
         return warn(
             f"nothing limits the cost of the VMs (restarts: {bound})",
-            "Set launch.max_dollars, with prices of the capacity options (docs/gce-costs.md), or "
-            "launch.max_hours",
+            "Set launch.max_dollars, with prices of the capacity options (docs/gce-recovery.md), "
+            "or launch.max_hours",
         )
     return ok(", ".join([f"{bound} without a commit", *given]))
 

@@ -98,7 +98,7 @@ ASSUMPTIONS = (
         "--notice-seconds",
         30.0,
         "s that a Spot VM runs on after its notice",
-        "Compute Engine: best effort, 30 s at most; 120 by a preview feature (docs/preemption.md)",
+        "Compute Engine: best effort, 30 s at most; 120 by a preview feature (docs/many-hosts.md)",
     ),
     Assumption(
         "--storage-price",
