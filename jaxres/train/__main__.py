@@ -60,7 +60,8 @@ On several hosts start the same command on each, with a run directory that all o
 --host-id I               number of this host, from 0 (JAXRES_HOST_ID)
 The variables of Slurm, MPI, torchrun and Kubernetes indexed Jobs are detected, and the time limit
 of a job (docs/many-hosts.md). The hosts authenticate each other by the secret in RUN_DIR/secret, or
-by JAXRES_SECRET, which must be equal on all of them (docs/security.md). Workers on this machine only: `python -m jaxres.launch local`.
+by JAXRES_SECRET, which must be equal on all of them (docs/security.md). Workers on this machine
+only: `python -m jaxres.launch local`.
 """
 
 
