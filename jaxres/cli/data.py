@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,6 +16,7 @@ from jaxres import data, faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.config.schema_model import embedding_rows
 from jaxres.config.schema_training import BadRecordsSection
 from jaxres.data import Rows, download_cache
 from jaxres.data.corpus import describe, describe_corpus, open_corpus
@@ -40,6 +42,8 @@ USAGE = """jaxres data COMMAND CONFIG.yaml|RUN_DIR [section.field=value ...]
 """
 DAMAGED = 1
 """Exit code of `data verify` if the data are damaged, absent, or not those of the run."""
+TRUE = ("1", "true", "t", "yes", "y", "on")
+"""Values of a variable that JAX takes for true."""
 MAX_POSITION = 10**15
 UPLOADED_LAST = "meta.json"
 
@@ -155,8 +159,15 @@ def _print_built(built: TokenFolder, place: RunPath) -> None:
 
 
 def _open(config: RunConfig) -> Dataset:
+    """Returns the data set as a run opens it; raises ConfigError if it does not fit the model."""
     bad_records = config.guards.bad_records
-    return data.open_dataset(config.data, progress=_progress, bad_records=bad_records)
+    dataset = data.open_dataset(config.data, progress=_progress, bad_records=bad_records)
+    has_64_bits = os.environ.get("JAX_ENABLE_X64", "").lower() in TRUE
+    dataset = dataset.for_model(config.model, has_64_bits=has_64_bits)
+    rows = getattr(config.model, "vocab_size", None)
+    if rows is not None and dataset.vocab_size is not None:
+        embedding_rows(rows, vocab_size=dataset.vocab_size)
+    return dataset
 
 
 def _show(config: RunConfig, options: argparse.Namespace) -> None:

@@ -271,26 +271,6 @@ def scans_layers(setting: bool | str, *, num_layers: int, platform: str) -> bool
     return bool(setting)
 
 
-def embedding_rows(configured: int | None, *, vocab_size: int | None) -> int:
-    """Returns the embedding's rows: configured, or the tokenizer's up to a multiple of 64.
-
-    Raises ConfigError if neither is known, or if the tokenizer has more tokens.
-    """
-    if configured is None and vocab_size is None:
-        raise ConfigError(
-            "model.vocab_size: the data has no tokenizer that defines it. Set model.vocab_size."
-        )
-    if configured is None:
-        return -(-(vocab_size or 0) // 64) * 64
-    if vocab_size is not None and configured < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {configured} rows for a tokenizer of {vocab_size} tokens. "
-            "Raise it, or leave it out for the tokenizer's, up to a multiple of 64; stored weights "
-            "need the tokenizer that they were trained with."
-        )
-    return configured
-
-
 def split(module: Callable[[nnx.Rngs], M]) -> tuple[Callable[[Array], Params], Axes, Any]:
     """Splits a module into (init, axes, graph definition); allocates nothing.
 

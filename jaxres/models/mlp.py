@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxres.config.schema_model import MlpModel
+from jaxres.config.schema_model import MlpModel, embedding_rows
 from jaxres.models.interface import (
     BatchArrays,
     KeepRows,
@@ -19,7 +19,6 @@ from jaxres.models.interface import (
     Params,
     anywhere,
     cross_entropy,
-    embedding_rows,
     normal,
     split,
     stack,

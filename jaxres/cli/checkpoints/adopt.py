@@ -185,14 +185,16 @@ def _commit_of(run_dir: RunDir, found: StepDir) -> Commit:
         step=found.step,
         path=f"checkpoints/{found.name}",
         manifest=manifests.digest_of(data),
-        bytes=sum(files.sizes(step_dir).values()),
+        bytes=len(data),
     )
     try:
+        listed = manifests.load(step_dir.absolute(), commit).files
         facts = manifests.read_progress(step_dir.absolute(), commit)
     except CheckpointDamaged:
         return commit
     return replace(
         commit,
+        bytes=len(data) + sum(info.size for info in listed.values()),
         heldout_loss=facts.get("heldout_loss"),
         evaluated_step=facts.get("evaluated_step", 0),
     )

@@ -15,6 +15,7 @@ from jaxres.data import open_dataset
 from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode
 from jaxres.storage.path import GcsPath
+from tests import bpe
 
 TEXTS = ["hello world", "hello world", "a second one", ""]
 
@@ -156,3 +157,39 @@ def test_bad_input_is_one_clear_error(
     found, out, err = run(capsys, verb, config, *rest)
     assert (found, out, message in err) == (code, "", True), err
     assert message in err.splitlines()[-1], err
+
+
+class Numbers:
+    """Rows of a user, of which the second has a token that a model of 300 rows lacks."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [1, 2, 299 if index == 0 else 300, 4, 5]
+
+
+@pytest.mark.parametrize("command", ["show", "inspect"])
+def test_data_that_do_not_fit_the_model_are_not_shown_as_fine(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    folder = bpe.train(tmp_path / "tokenizer", vocab_size=270, texts=TEXTS)
+    size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    tokenizer = f"data.tokenizer={{kind: huggingface, path: {folder}}}"
+    assert run(capsys, command, config, tokenizer, f"model.vocab_size={size}")[0] == 0
+    code, out, err = run(capsys, command, config, tokenizer, f"model.vocab_size={size - 1}")
+    assert (code, out) == (ExitCode.CONFIG, "")
+    assert f"model.vocab_size: {size - 1} rows for a tokenizer of {size} tokens" in err
+
+
+def test_rows_that_the_model_can_not_take_are_not_shown(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = f"data.source={{kind: custom, target: '{__name__}:Numbers'}}"
+    others = ("show", config, source, "data.tokenizer={kind: bytes}", "--rows", "4")
+    code, out, _ = run(capsys, *others, "model.vocab_size=301")
+    assert (code, out.count("300")) == (0, 3)
+    code, out, err = run(capsys, *others, "model.vocab_size=300")
+    assert code == ExitCode.CONFIG
+    assert "300" in err
+    assert "0..299" in err

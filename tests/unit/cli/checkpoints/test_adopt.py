@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
-from jaxres.cli.checkpoints.adopt import Candidate, _newest_attempt, plan_rebuild
+from jaxres.cli.checkpoints.adopt import Candidate, _commit_of, _newest_attempt, plan_rebuild
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import DROPPED
 from jaxres.runlog.run_log import AttemptEnded, Commit, Prune, Record, RunLog, file_name
+from tests.unit.checkpoint.llama_run import config, random_params, run_of
 from tests.unit.runlog.example_records import CLAIM
 
 BODIES = [
@@ -106,3 +107,14 @@ def test_the_number_of_a_lost_attempt_is_never_used_again(tmp_path, left):
     else:
         (run_dir.checkpoints / "00000024-0007").mkdir()
     assert _newest_attempt(run_dir) == 7
+
+
+@pytest.mark.slow
+def test_the_size_of_a_step_is_that_of_the_files_of_its_manifest(tmp_path):
+    """Not of what lies beside them, such as a copy that somebody has made there."""
+    run_dir = run_of(tmp_path / "run", config(), random_params(config().model))
+    (commit,) = run_log.fold(run_log.read_records(run_dir.log)).committed
+    (run_dir.root / commit.path / "copy").write_bytes(bytes(10**6))
+    (found,) = step_dirs.listed(run_dir.checkpoints)
+    adopted = _commit_of(run_dir, found)
+    assert (adopted.bytes, adopted.manifest) == (commit.bytes, commit.manifest)
