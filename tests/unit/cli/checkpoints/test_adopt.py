@@ -111,7 +111,7 @@ def test_the_number_of_a_lost_attempt_is_never_used_again(tmp_path, left):
 
 @pytest.mark.slow
 def test_the_size_of_a_step_is_that_of_the_files_of_its_manifest(tmp_path):
-    """Not of what lies beside them, such as a copy that somebody has made there."""
+    """Not of what lies beside them, such as a copy that a user has made there."""
     run_dir = run_of(tmp_path / "run", config(), random_params(config().model))
     (commit,) = run_log.fold(run_log.read_records(run_dir.log)).committed
     (run_dir.root / commit.path / "copy").write_bytes(bytes(10**6))
