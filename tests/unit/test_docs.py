@@ -305,7 +305,10 @@ def test_architecture_lists_every_folder_and_module_and_no_other():
     ):
         listed[folder] = set(re.findall(r"`(\w+\.py)`", modules))
     found: dict[str, set[str]] = {}
-    for path in (*(ROOT / "jaxres").rglob("*.py"), *(ROOT / "emulators").rglob("*.py")):
+    for path in (
+        *(ROOT / "jaxres").rglob("*.py"),
+        *(ROOT / "emulators/jaxres_emulators").rglob("*.py"),
+    ):
         if path.name != "__init__.py":
             folder = path.parent.relative_to(ROOT).as_posix()
             found.setdefault(folder, set()).add(path.name)
