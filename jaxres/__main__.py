@@ -94,8 +94,8 @@ CONFIG.yaml may be the name of a built-in config, such as quickstart.
 TRACEBACK = "JAXRES_TRACEBACK"
 """Environment variable: any value makes a command print the traceback of an unexpected error."""
 OWN_MODULE = {
-    **dict.fromkeys(("data", "evaluate", "plan", "replay", "sample"), False),
-    **dict.fromkeys(("branch", "chaos", "doctor", "resume-check", "sweep"), True),
+    **dict.fromkeys(("evaluate", "plan", "replay", "sample"), False),
+    **dict.fromkeys(("branch", "chaos", "data", "doctor", "resume-check", "sweep"), True),
 }
 """Commands that are a module of jaxres/cli of that name; whether it takes the environment."""
 USING_JAX = ("evaluate", "replay", "sample", "branch", "doctor")

@@ -43,7 +43,6 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/gce/job_start.py:_upload_job": "start of a job: hours, cost",
     "jaxres/launch/gce/controller.py:Controller._wall": "hours and cost; the lease does not use it",
     "jaxres/launch/gce/vm/agent.py:Agent._report_notice": "when a VM will be stopped",
-    "jaxres/launch/gce/checks/option_prices.py:look_up": "a day, over several launchers",
     "jaxres/cli/report.py:_vm_spending": "cost so far, for output",
     "jaxres/launch/gce/status.py:show_status": "hours and cost so far, for output",
     "jaxres/launch/gce/vm/commands.py:cordon": "stamps an exclusion",

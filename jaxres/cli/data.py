@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -48,7 +47,7 @@ MAX_POSITION = 10**15
 UPLOADED_LAST = "meta.json"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs one command; returns the exit code."""
     if list(arguments) in (["--help"], ["-h"]):
         sys.stdout.write(f"usage: {USAGE}")
@@ -58,7 +57,11 @@ def main(arguments: Sequence[str]) -> int:
         config, history = _load(rest)
         if options.command == "verify":
             return _verify(config, history)
-        {"build": _build, "show": _show, "inspect": _inspect}[options.command](config, options)
+        if options.command == "build":
+            _build(config, options)
+        else:
+            shows = {"show": _show, "inspect": _inspect}[options.command]
+            shows(config, _open(config, env=env), options)
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
@@ -158,11 +161,11 @@ def _print_built(built: TokenFolder, place: RunPath) -> None:
     )
 
 
-def _open(config: RunConfig) -> Dataset:
+def _open(config: RunConfig, *, env: Mapping[str, str]) -> Dataset:
     """Returns the data set as a run opens it; raises ConfigError if it does not fit the model."""
     bad_records = config.guards.bad_records
     dataset = data.open_dataset(config.data, progress=_progress, bad_records=bad_records)
-    has_64_bits = os.environ.get("JAX_ENABLE_X64", "").lower() in TRUE
+    has_64_bits = env.get("JAX_ENABLE_X64", "").lower() in TRUE
     dataset = dataset.for_model(config.model, has_64_bits=has_64_bits)
     rows = getattr(config.model, "vocab_size", None)
     if rows is not None and dataset.vocab_size is not None:
@@ -170,15 +173,13 @@ def _open(config: RunConfig) -> Dataset:
     return dataset
 
 
-def _show(config: RunConfig, options: argparse.Namespace) -> None:
-    dataset = _open(config)
+def _show(config: RunConfig, dataset: Dataset, options: argparse.Namespace) -> None:
     order = dataset.order(seed=config.run.seed, rows_per_step=config.train.global_batch_size)
     for text in show_rows(dataset, order, count=options.rows, position=options.at):
         sys.stdout.write(text)
 
 
-def _inspect(config: RunConfig, options: argparse.Namespace) -> None:
-    dataset = _open(config)
+def _inspect(config: RunConfig, dataset: Dataset, options: argparse.Namespace) -> None:
     if isinstance(dataset.train, MixedRows):
         _inspect_mixture(config, dataset, dataset.train, as_json=options.json)
         return

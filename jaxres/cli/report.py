@@ -103,7 +103,6 @@ def _read_all(run_dir: RunDir) -> _Run:
     timeline = _timeline(run_dir, sources)
     vms, state = VmSpending(), _launch_state(run_dir)
     if config is not None and config.launch.gce is not None and state is not None:
-        config = option_prices.fill(config, state.prices)
         vms = _vm_spending(state, config)
     price = None if config is None else config.launch.dollars_per_host_hour
     found = summary.summarize(timeline, dollars_per_host_hour=price)

@@ -71,7 +71,7 @@ class CommonOptionFields(Section):
     dollars_per_hour: PositiveFloat | None = free(None)
     """Price of one VM, for launch.max_dollars and for the costs that `status` prints.
 
-    null: that of the Cloud Billing Catalog API, which `up` asks; unknown if it has none."""
+    null: unknown; launch.max_dollars and alerts.spend_dollars need it."""
 
 
 class SpotOption(CommonOptionFields):

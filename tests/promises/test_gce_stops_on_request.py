@@ -9,8 +9,6 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
-from jaxres_emulators.gce.billing_skus import SKUS, sku
-from jaxres_emulators.gce.calls.billing import CALL
 from tests.promises.cloud import OPTION, SPOT, Cloud
 from tests.promises.trainer import assert_bit_exact, run_history, starts
 
@@ -72,31 +70,21 @@ def test_a_job_over_its_cost_limit_saves_and_exits_with_its_code(cloud: Cloud) -
 
 
 @pytest.mark.slow
-def test_the_cost_limit_holds_with_a_price_of_the_catalog_over_a_killed_launcher(
+def test_the_cost_limit_holds_over_a_killed_launcher(
     cloud: Cloud,
 ) -> None:
-    gpu = "Nvidia Tesla A100 GPU attached to Spot Preemptible VMs running in Americas"
-    dear = sku("DEAR-01", gpu, 3600.0, group="GPU", usage="Preemptible")
-    cloud.gce.sell([*(one for one in SKUS if one["skuId"] != "A2AM-06"), dear], page_size=7)
-    unpriced = {name: value for name, value in SPOT.items() if name != "dollars_per_hour"}
-    config = cloud.config(capacity_options=[unpriced], fork=False, env={"PACE": "1"})
+    dear = SPOT | {"dollars_per_hour": 3600.0}
+    config = cloud.config(capacity_options=[dear], fork=False, env={"PACE": "1"})
     first = cloud.up(config, "launch.max_dollars=30")
     cloud.wait(cloud.gce.vms, of="VM")
     first.kill()
     first.process.wait()
-    asked = cloud.gce.calls().calls[CALL]
-    assert asked > 1, "the catalog was not read to its end"
-    cloud.gce.sell([])
     again = cloud.up(config, "launch.max_dollars=30")
     assert again.wait_exit() == ExitCode.NO_PROGRESS, cloud.describe()
     assert "launch.max_dollars=30 is reached" in again.printed()
-    assert cloud.gce.calls().calls[CALL] == asked, "a price of today was asked for again"
     facts = cloud.launch(str(cloud.run), "--json", verb="status")
     assert facts.wait_exit() == 0
     reported = json.loads(facts.printed())
-    (price,) = reported["prices"]
-    assert price["dollars_per_hour"] > 3600.0, "another price than that of the catalog"
-    assert price["skus"] == ["A2AM-04", "A2AM-05", "DEAR-01"]
     assert reported["dollars"] > 30.0
     assert sum(row["dollars"] for row in reported["spending"]) == pytest.approx(reported["dollars"])
     cloud.assert_nothing_is_left()

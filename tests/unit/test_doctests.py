@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("jaxres", "emulators", "tests")
+PLACES = ("jaxres", "emulators/jaxres_emulators", "tests")
 
 
 def modules_with_examples() -> list[str]:

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxres_emulators.gce.billing_skus import BillingCatalog
 from jaxres_emulators.gce.errors import GceError, not_found
 
 SPOT, STANDARD = "SPOT", "STANDARD"
@@ -215,7 +214,6 @@ class Catalog:
     """By zone and name."""
     futures: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """Future reservations by zone and name, as JSON has them."""
-    billing: BillingCatalog = field(default_factory=BillingCatalog)
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
     """Limits by region and metric; missing ones are large. Those of all regions: region empty."""
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxres_emulators.gce.billing_skus import BillingCatalog
 from jaxres_emulators.gce.calls.api import NUMBER, Api, Counted
 from jaxres_emulators.gce.calls.groups import end_request
 from jaxres_emulators.gce.catalog import Catalog, Reservation
@@ -383,11 +382,6 @@ class GceEmulator:
         """Returns the names of the instance templates."""
         with self.scheduler.changed:
             return sorted(self.catalog.templates)
-
-    def sell(self, skus: Sequence[dict[str, Any]], *, page_size: int = 5000) -> None:
-        """Enables the Cloud Billing API, whose catalog has these SKUs."""
-        with self.scheduler.changed:
-            self.catalog.billing = BillingCatalog([*skus], is_enabled=True, page_size=page_size)
 
     def hold_deletions(self, holds: bool = True) -> None:
         """Lets VMs that are being deleted be STOPPING until this is called with False."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ from jaxres.faults import (
 )
 from jaxres.host import signals
 from jaxres.launch.gce import job_start
-from jaxres.launch.gce.checks import hardware_report, option_prices, preflight
+from jaxres.launch.gce.checks import hardware_report, preflight
 from jaxres.launch.gce.checks.hardware_report import HostTest
 from jaxres.launch.gce.controller import Controller
 from jaxres.launch.gce.job_start import gce_section, print_line
@@ -158,18 +157,13 @@ def check(
         config, run, hosts=options.hosts, extent=options.hardware, max_hours=options.max_hours
     )
     folder = directory(run)
-    compute = functools.partial(job_start.compute_for, job, env)
-    prices = option_prices.look_up(gce_section(job), compute, clock)
-    priced = option_prices.fill(job, prices.prices)
     if options.dry_run:
-        plan = [*_highest_cost(priced), *preflight.lines(job, folder, prices)]
+        plan = [*_highest_cost(job), *preflight.lines(job, folder)]
         sys.stdout.write("".join(f"{line}\n" for line in plan))
         return ExitCode.DONE
-    for line in [*preflight.price_lines(job, prices), *_highest_cost(priced), *_other_job(run)]:
+    for line in [*preflight.price_lines(job), *_highest_cost(job), *_other_job(run)]:
         print_line(line)
-    running = job_start.start_or_resume(
-        priced, folder, env=env, clock=clock, waits=False, clear=clear
-    )
+    running = job_start.start_or_resume(job, folder, env=env, clock=clock, waits=False, clear=clear)
     if isinstance(running, int):  # Another check has begun and ended meanwhile.
         return running
     attempts: list[DesiredState] = []

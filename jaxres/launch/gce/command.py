@@ -104,8 +104,8 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         if "--dry-run" in flags:
             config, run = job_config.find_without_bucket(target, overrides)
             if "--check" in flags:
-                return preflight.show_checks(config, run, compute_for(config, env), clock)
-            return preflight.show(config, run, lambda: compute_for(config, env), clock)
+                return preflight.show_checks(config, run, compute_for(config, env))
+            return preflight.show(config, run)
         return _up(target, overrides, flags, env=env, clock=clock)
     if verb == "check":
         return _check(rest, env=env, clock=clock)

@@ -105,8 +105,7 @@ def start_or_resume(
         return ExitCode.DONE
     if is_new:
         _check_before_lease(config, run, compute, env=env)
-    known = () if desired is None else desired.prices
-    prices = option_prices.for_job(config, compute, clock, print_line, known=known, is_new=is_new)
+    option_prices.check(config, print_line, earlier=None if is_new else desired)
     may_be_led = not is_new or bool(record.damage) or _may_have_vms(config, compute, paths)
     acquire = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
     acquire(waits=waits, desired=desired, may_be_led=may_be_led)
@@ -124,7 +123,7 @@ def start_or_resume(
         else:
             config = _adopt(config, paths, desired)
         targets = alert_sender.resolve(config.alerts, env=env)
-        desired = option_prices.adopt(job_alerts.start_targets(desired, config), config, prices)
+        desired = option_prices.adopt(job_alerts.start_targets(desired, config), config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
     return controller_of(paths, config, compute, lease, record, clock, targets)
 
@@ -270,7 +269,6 @@ def controller_of(
     """Returns the controller of a job whose desired state was written, with its alerts."""
     assert record.desired is not None, paths
     alerts = JobAlerts(targets, paths.run, config.alerts, record.desired.id, lease, clock)
-    config = option_prices.fill(config, record.desired.prices)
     return Controller(paths, config, compute, lease, record, clock, print_line, alerts)
 
 

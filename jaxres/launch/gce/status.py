@@ -72,8 +72,7 @@ def show_status(
         fields: dict[str, Any] = {"run": str(run), "phase": None}
         lines = [f"{run}: {record.damage or 'there is no desired state here'}"]
     else:
-        priced = option_prices.fill(config, desired.prices)
-        fields, lines = _job_status(paths, desired, priced, now=clock.wall())
+        fields, lines = _job_status(paths, desired, config, now=clock.wall())
         fields["image"] = desired.image or None
     fields["unreachable_zones"] = sorted(silent)
     fields["orphaned_vms"] = None if orphans is None else [dataclasses.asdict(v) for v in orphans]
@@ -148,7 +147,6 @@ def _job_status(
         "saved_dollars": cheaper_option.saved_dollars(desired, gce, now=now),
         "vm_hours": (hours := reconcile.vm_hours(desired, gce, now=now)),
         "spending": spending.rows(spending.so_far(desired, gce, now=now), gce),
-        "prices": [dataclasses.asdict(price) for price in desired.prices],
         "end": desired.end and dataclasses.asdict(desired.end),
         "reason": desired.reason,
         "recovery_seconds": recovery or None,

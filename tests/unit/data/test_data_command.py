@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ def config(tmp_path: Path) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = data_command.main(arguments)
+    code = data_command.main(arguments, env=os.environ)
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 

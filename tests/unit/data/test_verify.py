@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +67,7 @@ def built(corpus: Path) -> Path:
 
 
 def verify(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    code = data_command.main(["verify", *arguments])
+    code = data_command.main(["verify", *arguments], env=os.environ)
     printed = capsys.readouterr()
     return code, printed.out + printed.err
 
@@ -146,7 +147,7 @@ def test_what_can_not_be_verified_is_an_error(
     custom = config_file(tmp_path, "{kind: custom, target: 'a:b'}")
     assert verify(capsys, custom)[0] == ExitCode.USAGE
     assert verify(capsys, str(tmp_path / "none.yaml"))[0] == ExitCode.USAGE
-    assert data_command.main(["check", custom]) == ExitCode.USAGE
+    assert data_command.main(["check", custom], env=os.environ) == ExitCode.USAGE
     gone = config_file(tmp_path, f"{{kind: text, path: {tmp_path / 'gone'}}}")
     assert verify(capsys, gone)[0] == ExitCode.CONFIG
 

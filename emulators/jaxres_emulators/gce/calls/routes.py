@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jaxres_emulators.gce.calls import billing, creation, groups, network, resources
+from jaxres_emulators.gce.calls import creation, groups, network, resources
 from jaxres_emulators.gce.calls.api import Function
 
 
@@ -238,18 +238,6 @@ ROUTES = [
         ("GET", "", "projects.get", resources.get_project, "projects.get"),
     ]
 ]
-
-
-ROUTES.append(
-    Route(
-        "GET",
-        re.compile(r"/v1/services/(?P<service>[^/]+)/skus"),
-        billing.CALL,
-        billing.list_skus,
-        "",
-    )
-)
-"""The Cloud Billing Catalog API, which needs no permission."""
 
 
 def find(method: str, path: str) -> tuple[Route, dict[str, str]] | None:

@@ -7,10 +7,9 @@ result of each check (`--dry-run --check`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxres.clock import Clock
 from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import shape_of
@@ -22,10 +21,8 @@ from jaxres.launch.gce.api.compute import Compute
 from jaxres.launch.gce.api.resource_reader import ResourceReader
 from jaxres.launch.gce.checks import bucket_setup, network_checks, option_prices, resource_checks
 from jaxres.launch.gce.checks.check_result import CheckResult, guard, table
-from jaxres.launch.gce.checks.option_prices import PriceLookup
 from jaxres.launch.gce.controller import machine_for, new_state
 from jaxres.launch.gce.state.capacity_options import zone_choices
-from jaxres.launch.gce.state.catalog_prices import CatalogPrice
 from jaxres.launch.gce.state.desired_state import VmSpec
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.vm import code_package
@@ -35,15 +32,13 @@ DIGEST, RUN_ID = "0" * 64, "x" * 8
 """Placeholders for the digest of the packed code, and for the id that the first `up` draws."""
 
 
-def show(config: RunConfig, run: GcsPath, compute: Callable[[], Compute], clock: Clock) -> int:
-    """Prints the plan; sends requests only for prices that the config does not give."""
-    assert config.launch.gce is not None, config
-    prices = option_prices.look_up(config.launch.gce, compute, clock)
-    sys.stdout.write("".join(f"{line}\n" for line in lines(config, run, prices)))
+def show(config: RunConfig, run: GcsPath) -> int:
+    """Prints the plan; sends no request."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines(config, run)))
     return ExitCode.DONE
 
 
-def lines(config: RunConfig, run: GcsPath, prices: PriceLookup) -> list[str]:
+def lines(config: RunConfig, run: GcsPath) -> list[str]:
     """Returns the plan line by line: the capacity options, then the first request in full."""
     gce, paths = config.launch.gce, LaunchPaths(run)
     assert gce is not None, config
@@ -54,8 +49,8 @@ def lines(config: RunConfig, run: GcsPath, prices: PriceLookup) -> list[str]:
         f"  {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({RUN_ID}: random)",
         "tried in this order:",
     ]
-    unknown = [result.found for result in option_prices.results(config, prices)]
-    found += [*_option_lines(gce, prices), *_spare_lines(gce), *unknown]
+    missing = [result.text() for result in option_prices.results(config)]
+    found += [*_option_lines(gce), *_spare_lines(gce), *missing]
     first = next(zone_choices(gce.capacity_options))
     name = f"{desired.name_prefix}-{0:04d}"
     vm = VmSpec(name, first.zone, first.option, 0.0)
@@ -72,14 +67,14 @@ def lines(config: RunConfig, run: GcsPath, prices: PriceLookup) -> list[str]:
     return [*found, *_limit_lines(config), "nothing was created"]
 
 
-def price_lines(config: RunConfig, prices: PriceLookup) -> list[str]:
+def price_lines(config: RunConfig) -> list[str]:
     """Returns the prices of the VMs, and the limits of the job."""
     gce = config.launch.gce
     assert gce is not None, config
-    return ["prices:", *_option_lines(gce, prices), *_spare_lines(gce), *_limit_lines(config)]
+    return ["prices:", *_option_lines(gce), *_spare_lines(gce), *_limit_lines(config)]
 
 
-def _option_lines(gce: GceSection, prices: PriceLookup) -> list[str]:
+def _option_lines(gce: GceSection) -> list[str]:
     """Returns each zone of each capacity option, with its price."""
     found = []
     for number, site in enumerate(zone_choices(gce.capacity_options), start=1):
@@ -87,14 +82,9 @@ def _option_lines(gce: GceSection, prices: PriceLookup) -> list[str]:
         shape = shape_of(option.machine_type)
         gpus = None if shape is None else shape.num_gpus(option.machine_type)
         has = "" if shape is None else f", {gpus or ''} x {shape.gpu}".replace("  ", " ")
-        price, source = option.dollars_per_hour, ""
-        by_catalog = option_prices.price_of(option, prices)
-        if price is None and isinstance(by_catalog, CatalogPrice):
-            price = by_catalog.dollars_per_hour
-            source = f", {option_prices.SOURCE}, {by_catalog.effective}"
         costs = "price unknown: give dollars_per_hour"
-        if price is not None:
-            costs = f"${price * (gce.most_hosts + gce.spares):.2f} an hour for all{source}"
+        if (price := option.dollars_per_hour) is not None:
+            costs = f"${price * (gce.most_hosts + gce.spares):.2f} an hour for all"
         found.append(
             f"  {number}. {option.kind:<11} {site.zone:<16} {option.machine_type}{has}; {costs}"
         )
@@ -174,7 +164,7 @@ def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
     return [result.text() for result in results if result.state == "warning"]
 
 
-def show_checks(config: RunConfig, run: GcsPath, compute: Compute, clock: Clock) -> int:
+def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     """Prints the results of all checks of `up`, and the prices; creates nothing.
 
     Raises:
@@ -184,11 +174,10 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute, clock: Clock)
     gce = config.launch.gce
     assert gce is not None, config
     results = [*_results(gce, compute, run)]
-    prices = option_prices.look_up(gce, lambda: compute, clock)
-    results += option_prices.results(config, prices)
+    results += option_prices.results(config)
     num_failed = sum(result.state == "failed" for result in results)
     found = [f"project {gce.project}, run {run}: {gce.most_hosts} VMs", *table(results)]
-    found += price_lines(config, prices)
+    found += price_lines(config)
     counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
     found += [f"{counts}; nothing was created"]
     sys.stdout.write("".join(f"{line}\n" for line in found))

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable
 from jaxres.launch.gce.state.capacity_options import Backoff
-from jaxres.launch.gce.state.catalog_prices import CatalogPrice
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import codec, gcs_objects
@@ -266,8 +265,8 @@ class DesiredState:
     """Lifetime of the VMs that are deleted."""
     spending: tuple[Spending, ...] = ()
     """The same two by capacity option and cause."""
-    prices: tuple[CatalogPrice, ...] = ()
-    """Prices by the Billing Catalog API, of options without one in the config: option_prices.py."""
+    prices: tuple[dict[str, Any], ...] = ()
+    """What an earlier version has written, which asked Google for prices: option_prices.py."""
     end: JobEnd | None = None
     num_events: int = 0
     """Number of events so far; see jaxres/runlog/launch_events.py."""

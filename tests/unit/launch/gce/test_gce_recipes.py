@@ -15,7 +15,6 @@ from jaxres.config.gce_machine_types import num_gpus, region_of
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api.compute import Compute
 from jaxres.launch.gce.checks import preflight
-from jaxres.launch.gce.checks.option_prices import PriceLookup
 from jaxres.launch.gce.controller import machine_for, new_state
 from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.state.paths import LaunchPaths
@@ -66,7 +65,7 @@ def test_every_recipe_passes_the_checks_and_its_first_request_is_accepted(
             gce.add_image(owner, f"{family}-1", family=family)
         compute = Compute(section, endpoint=gce.url)
         assert preflight.check(section, compute, RUN) == [], name
-        plan = "\n".join(preflight.lines(config, RUN, PriceLookup()))
+        plan = "\n".join(preflight.lines(config, RUN))
         option = section.capacity_options[0]
         assert f"{num_gpus(option.machine_type)} x " in plan, plan
         desired = new_state("jx", "0" * 64, "0" * 64, now=1.0, after=None)

@@ -9,7 +9,6 @@ import pytest
 
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.checks import preflight
-from jaxres.launch.gce.checks.option_prices import PriceLookup
 from jaxres.storage.path import GcsPath
 from tests.unit.launch.gce_config import OPTION, config
 
@@ -21,14 +20,16 @@ tried in this order:
   1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
   2. spot        us-central1-b    a2-highgpu-1g, 1 x A100 40 GB; $3.00 an hour for all
   3. standard    us-east4-a       e2-small; price unknown: give dollars_per_hour
-the price of standard e2-small is unknown: jaxres knows no SKUs of e2-small
+the price of standard e2-small is unknown: the config has none. Set \
+launch.gce.capacity_options[1].dollars_per_hour to the dollars of one VM and hour: \
+Google's page "VM instance pricing" has them
 the first request (its startup script is left out here):
 """
 
 
 def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
     standard = {"kind": "standard", "zones": ["us-east4-a"], "machine_type": "e2-small"}
-    lines = preflight.lines(config(capacity_options=[OPTION, standard]), RUN, PriceLookup())
+    lines = preflight.lines(config(capacity_options=[OPTION, standard]), RUN)
     text = "".join(f"{line}\n" for line in lines)
     label = lines[1].split("-")[2]
     assert text.startswith(EXPECTED.replace("@", label)), text
@@ -40,7 +41,7 @@ def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
 
 
 def test_the_price_of_all_vms_includes_the_spares() -> None:
-    lines = preflight.lines(config(spares=1), RUN, PriceLookup())
+    lines = preflight.lines(config(spares=1), RUN)
     assert (
         "  1. spot        us-central1-a    a2-highgpu-1g, 1 x A100 40 GB; $4.50 an hour for all"
         in lines
@@ -49,7 +50,7 @@ def test_the_price_of_all_vms_includes_the_spares() -> None:
 
 
 def test_the_plan_shows_the_request_without_its_script() -> None:
-    text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN, PriceLookup()))
+    text = "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
     for expected in (
         "  count: 2",
         "  min_count: 2",
@@ -66,9 +67,7 @@ def test_the_plan_shows_the_request_without_its_script() -> None:
     ):
         assert expected in text, f"{expected}\n{text}"
     assert "#!/bin/bash" not in text
-    assert text == "\n".join(
-        preflight.lines(config(launch={"max_dollars": 10.0}), RUN, PriceLookup())
-    )
+    assert text == "\n".join(preflight.lines(config(launch={"max_dollars": 10.0}), RUN))
 
 
 ALONE = ("request_valid_for_duration", "seconds: 1200", f"zones/{OPTION['zones'][0]}/machineTypes/")
@@ -79,9 +78,7 @@ TOGETHER = ("requested_run_duration", "default_action_on_failure: DO_NOTHING", "
 def test_a_queued_option_shows_its_request(hosts: int, fields: tuple[str, ...]) -> None:
     flex = {**OPTION, "kind": "flex_start", "wait_minutes": 20}
     text = "\n".join(
-        preflight.lines(
-            config(num_hosts=hosts, capacity_options=[flex], max_run_hours=24.0), RUN, PriceLookup()
-        )
+        preflight.lines(config(num_hosts=hosts, capacity_options=[flex], max_run_hours=24.0), RUN)
     )
     assert [field for field in fields if field not in text] == []
     assert "provisioning_model: FLEX_START" in text
@@ -91,13 +88,13 @@ def test_the_plan_lists_every_file_that_is_copied_with_its_size(tmp_path: Path) 
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "model.py").write_text("a = 1\n")
     (tmp_path / "rows.txt").write_bytes(bytes(1234567))
-    lines = preflight.lines(config(package=str(tmp_path)), RUN, PriceLookup())
+    lines = preflight.lines(config(package=str(tmp_path)), RUN)
     at = lines.index(f"copied from {tmp_path}: 2 files, 1,234,573 bytes")
     assert lines[at - 1].startswith("copied to the VMs: jaxres, ")
     assert lines[at + 1 : at + 3] == ["             6  pkg/model.py", "     1,234,567  rows.txt"]
     (tmp_path / ".env").write_text("TOKEN=1")
     with pytest.raises(ConfigError, match=r"\.env \(by its name, a secret\)"):
-        preflight.lines(config(package=str(tmp_path)), RUN, PriceLookup())
+        preflight.lines(config(package=str(tmp_path)), RUN)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ def test_the_plan_lists_every_file_that_is_copied_with_its_size(tmp_path: Path) 
 def test_the_plan_names_the_account_and_that_the_training_runs_as_root(
     gce: dict[str, Any], expected: str
 ) -> None:
-    lines = preflight.lines(config(**gce), RUN, PriceLookup())
+    lines = preflight.lines(config(**gce), RUN)
     assert expected in lines
     (root,) = (line for line in lines if "as root" in line)
     assert "Give that account no other role" in root
