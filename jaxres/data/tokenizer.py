@@ -100,9 +100,9 @@ class ByteTokenizer:
     Tokens beyond the vocabulary, which an embedding's padding rows can produce, are \ufffd, as are
     bytes that are not UTF-8. The end of a document is a newline.
 
-    >>> BytesTokenizer().encode("é!")
+    >>> ByteTokenizer().encode("é!")
     [195, 169, 33]
-    >>> BytesTokenizer().decode([97, END_OF_DOCUMENT, 255, 300])
+    >>> ByteTokenizer().decode([97, END_OF_DOCUMENT, 255, 300])
     'a\n\ufffd\ufffd'
     """
 

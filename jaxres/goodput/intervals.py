@@ -85,7 +85,7 @@ class ActivityInterval:
 def merged(intervals: Iterable[ActivityInterval]) -> list[ActivityInterval]:
     """Returns the intervals without empty ones, neighbours that differ only in time as one.
 
-    >>> a, b = Interval(Activity.DOWN, 0, 1, 1), Interval(Activity.DOWN, 1, 3, 1)
+    >>> a, b = ActivityInterval(Activity.DOWN, 0, 1, 1), ActivityInterval(Activity.DOWN, 1, 3, 1)
     >>> [(i.start, i.end) for i in merged([a, b])]
     [(0, 3)]
     """

@@ -178,7 +178,8 @@ def start_note(found: KnownResume, *, devices: str) -> str:
       found: the newest result of the config.
       devices: those of the start, as in Start.computation.
 
-    >>> found = Found(True, "guarantee: bitwise here", date="2026-11-26", devices="1 x cpu cpu")
+    >>> here = "guarantee: bitwise here"
+    >>> found = KnownResume(True, here, date="2026-11-26", devices="1 x cpu cpu")
     >>> start_note(found, devices="8 x cpu cpu on 2 hosts")
     'resume-check: guarantee: bitwise here (2026-11-26, 1 x cpu cpu)'
     >>> start_note(found, devices="1 x gpu H100")

@@ -53,7 +53,7 @@ class FleetModel:
         """Returns the rate of those that take all hosts of a rack.
 
         >>> switch = Component("switch", "rack", 1_000.0)
-        >>> Fleet(1_024, 8, (switch,), hosts_per_rack=16).rack_failures_per_hour()
+        >>> FleetModel(1_024, 8, (switch,), hosts_per_rack=16).rack_failures_per_hour()
         0.008
         """
         racks = [part for part in self.components if part.per == "rack"]
@@ -63,7 +63,7 @@ class FleetModel:
         """Returns the mean hours between failures of the fleet; inf without components.
 
         >>> year = Component("gpu", "gpu", 50_000.0)
-        >>> Fleet(1_000, 8, (year,)).mtbf_hours()
+        >>> FleetModel(1_000, 8, (year,)).mtbf_hours()
         50.0
         """
         rate = self.failures_per_hour()

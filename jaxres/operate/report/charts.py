@@ -254,7 +254,7 @@ def _interruption_marks(
 def interruption_text(one: InterruptionMark) -> str:
     """Returns what happened, for people.
 
-    >>> interruption_text(Interruption(2, "killed", 33, 20))
+    >>> interruption_text(InterruptionMark(2, "killed", 33, 20))
     'attempt 2: killed after step 33, resumed at step 20'
     """
     return f"attempt {one.attempt}: {one.cause} {one.steps_text}"

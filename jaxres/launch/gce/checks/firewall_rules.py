@@ -77,7 +77,7 @@ def closed_ports(
 ) -> tuple[Ports, ...]:
     """Returns those of the needed ports on which the VMs of a job do not reach each other.
 
-    >>> rule = FirewallRule(True, 1000, ((8000, 9000),), Group(("10.0.0.0/8",)))
+    >>> rule = FirewallRule(True, 1000, ((8000, 9000),), FirewallGroup(("10.0.0.0/8",)))
     >>> closed_ports([rule], JobNetwork("10.1.0.0/20"), [(8470, 9469)])
     ((9001, 9469),)
     """

@@ -74,7 +74,7 @@ def slow_host(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
 def not_named(found: Sequence[tuple[int, int]], fault: ScheduledFault) -> str:
     """Returns what is wrong with the hosts that were named as slow, and the steps; empty: nothing.
 
-    >>> slow = Fault("straggler", 32, host=1)
+    >>> slow = ScheduledFault("straggler", 32, host=1)
     >>> not_named([(1, 70)], slow), not_named([(0, 70)], slow)
     ('', 'host 0 was named as slow after step 70, slow since step 32 is host 1')
     """
