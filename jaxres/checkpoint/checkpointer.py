@@ -427,11 +427,10 @@ class Checkpointer:
             reports.append(save.writing.complete(reports))
         linked = self._link(save)
         root = self._run_dir.root.absolute()
-        markers = save.writing.markers or {}
         commit = finalize(
             save.step_dir,
             save.progress,
-            WrittenArrays(save.infos, save.frozen.paths, linked, markers),
+            WrittenArrays(save.infos, save.frozen.paths, linked, save.writing.markers),
             reports,
             root=root,
             claim=self._claim,

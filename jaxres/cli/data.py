@@ -31,6 +31,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.run_log import RunHistory
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import RunPath, is_remote
+from jaxres.supervisor import jax_settings
 from jaxres.supervisor.run_config import parse_target, resolve_run
 
 USAGE = """jaxres data COMMAND CONFIG.yaml|RUN_DIR [section.field=value ...]
@@ -41,8 +42,6 @@ USAGE = """jaxres data COMMAND CONFIG.yaml|RUN_DIR [section.field=value ...]
 """
 DAMAGED = 1
 """Exit code of `data verify` if the data are damaged, absent, or not those of the run."""
-TRUE = ("1", "true", "t", "yes", "y", "on")
-"""Values of a variable that JAX takes for true."""
 MAX_POSITION = 10**15
 UPLOADED_LAST = "meta.json"
 
@@ -165,7 +164,7 @@ def _open(config: RunConfig, *, env: Mapping[str, str]) -> Dataset:
     """Returns the data set as a run opens it; raises ConfigError if it does not fit the model."""
     bad_records = config.guards.bad_records
     dataset = data.open_dataset(config.data, progress=_progress, bad_records=bad_records)
-    has_64_bits = env.get("JAX_ENABLE_X64", "").lower() in TRUE
+    has_64_bits = env.get("JAX_ENABLE_X64", "").lower() in jax_settings.ON
     dataset = dataset.for_model(config.model, has_64_bits=has_64_bits)
     rows = getattr(config.model, "vocab_size", None)
     if rows is not None and dataset.vocab_size is not None:

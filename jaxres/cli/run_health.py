@@ -148,9 +148,7 @@ def outlook(run: HealthFacts) -> RunHealth:
             f"none: its supervisor (pid {run.pid}) exists, but writes no heartbeat",
         )
     if run.liveness == "alive" and not is_over:
-        return _alive(
-            last_exit, run.attempt, supervision, run.root, is_supervised=run.is_supervised
-        )
+        return _alive(run)
     if run.is_done:
         return RunHealth("done", remedy(ExitCode.DONE), "")
     if supervision is not None and supervision.decision == "gave up" and is_newest:
@@ -169,21 +167,15 @@ def _reason(supervision: LastSupervisorEvent) -> str:
     return f"exit {exit_name(supervision.exit)}: {supervision.reason}"
 
 
-def _alive(
-    last_exit: int | None,
-    attempt: int,
-    supervision: LastSupervisorEvent | None,
-    root: str,
-    *,
-    is_supervised: bool,
-) -> RunHealth:
-    is_current = supervision is not None and supervision.attempt in (attempt, attempt - 1)
+def _alive(run: HealthFacts) -> RunHealth:
+    supervision = run.supervision
+    is_current = supervision is not None and supervision.attempt in (run.attempt, run.attempt - 1)
     budget = supervision.budget if supervision is not None and is_current else ""
     restarts = f"its supervisor ({budget})" if budget else "its supervisor"
-    if supervision is not None and supervision.attempt == attempt and last_exit is not None:
+    if supervision is not None and supervision.attempt == run.attempt and run.last_exit is not None:
         # The attempt has ended, the lock holder is alive: the supervisor is between two attempts.
         after = f"{supervision.after_seconds:.0f} s after the last one"
-        return RunHealth("restarting", f"attempt {attempt + 1}, {after}", restarts)
-    if not is_supervised:
+        return RunHealth("restarting", f"attempt {run.attempt + 1}, {after}", restarts)
+    if not run.is_supervised:
         restarts = "manual, unless a job of `launch slurm`, `k8s`, `sky` or `gce` restarts it"
-    return RunHealth("running", f"to stop and save: touch {root}/stop", restarts)
+    return RunHealth("running", f"to stop and save: touch {run.root}/stop", restarts)

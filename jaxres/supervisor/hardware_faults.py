@@ -79,11 +79,8 @@ def _record(running: RunningAttempt, reason: str) -> None:
     """
     identity = identify(running.spec.env, hostname=socket.gethostname())
     result = AttemptResult(ExitCode.UNHEALTHY, reason, is_machine_fault=True, faulty_host=identity)
-    fault, folder, attempt = (
-        fault_record(result, None),
-        running.spec.run_dir.log,
-        running.spec.number,
-    )
+    fault, folder = fault_record(result, None), running.spec.run_dir.log
+    attempt = running.spec.number
     if fault is None or LEADER not in {worker.host for worker in running.workers}:
         return
 

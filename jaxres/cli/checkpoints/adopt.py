@@ -146,7 +146,7 @@ def adopt(run_dir: RunDir, *, yes: bool, clock: Clock, env: Mapping[str, str]) -
                 "nothing was changed; rerun the same command with --yes to do so\n"
             )
         _apply(run_dir, plan)
-        _commit(run_dir, plan, lock=lock, clock=clock, env=env)
+        _commit(run_dir, plan, lock=lock, env=env)
     return f"{_summary(run_dir, plan)}Done. `python -m jaxres.train {run_dir.root}` resumes it.\n"
 
 
@@ -224,9 +224,7 @@ def _free_name(run_dir: RunDir, name: str) -> str:
     return next(candidate for candidate in names if candidate not in taken)
 
 
-def _commit(
-    run_dir: RunDir, plan: RebuildPlan, *, lock: RunLock, clock: Clock, env: Mapping[str, str]
-) -> None:
+def _commit(run_dir: RunDir, plan: RebuildPlan, *, lock: RunLock, env: Mapping[str, str]) -> None:
     """Commits the step by a new attempt, whose claim fences every process of the lost ones.
 
     Complete steps that the log still does not explain are quarantined, which keeps their files.

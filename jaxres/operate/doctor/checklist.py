@@ -1,7 +1,7 @@
 """The production checklist of `jaxres doctor`: what a long run needs beyond a valid config. Pure.
 
 Each item is a function of the config and of what is known about the job and this machine
-(`checklist_facts.py`). docs/prove.md has the table of all items.
+(`facts.py`). docs/prove.md has the table of all items.
 """
 
 from __future__ import annotations
