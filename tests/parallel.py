@@ -229,17 +229,19 @@ class Pool:
         except (EOFError, ConnectionResetError):
             self._ended(worker)
             return
-        hook = self._config.hook
-        if kind == "report":
-            data = hook.pytest_report_from_serializable(config=self._config, data=value)
-            hook.pytest_runtest_logreport(report=data)
-        elif kind == "start":
-            hook.pytest_runtest_logstart(nodeid=value[0], location=tuple(value[1]))
-        elif kind == "finish":
-            hook.pytest_runtest_logfinish(nodeid=value[0], location=tuple(value[1]))
+        if kind == "finished":
+            self._replay(*value)
             self._give(worker)
         else:
             fail(self._config, f"fixtures of worker {worker.number}", value)
+
+    def _replay(self, nodeid: str, location: Any, reports: Sequence[dict[str, Any]]) -> None:
+        hook = self._config.hook
+        hook.pytest_runtest_logstart(nodeid=nodeid, location=location)
+        for data in reports:
+            report = hook.pytest_report_from_serializable(config=self._config, data=data)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=nodeid, location=location)
 
     def _ended(self, worker: Worker) -> None:
         self._workers.remove(worker)
@@ -257,24 +259,22 @@ class Pool:
 
 
 class Sender:
-    """Sends what happens in a worker to the process that prints it."""
+    """Sends what has happened in a test to the process that prints it, in one message."""
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config, self._connection = config, connection
-
-    def pytest_runtest_logstart(self, nodeid: str, location: object) -> None:
-        """Sends that a test starts."""
-        self._connection.send(("start", (nodeid, location)))
+        self._reports: list[Any] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Sends a report of a test."""
+        """Keeps a report of the test."""
         hook = self._config.hook
         data = hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._connection.send(("report", data))
+        self._reports.append(data)
 
     def pytest_runtest_logfinish(self, nodeid: str, location: object) -> None:
-        """Sends that a test has ended; the next one is given then."""
-        self._connection.send(("finish", (nodeid, location)))
+        """Sends the reports; the next test is given then."""
+        self._connection.send(("finished", (nodeid, location, self._reports)))
+        self._reports = []
 
 
 def _work(session: pytest.Session, connection: Connection) -> NoReturn:

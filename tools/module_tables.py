@@ -6,7 +6,6 @@ writes and compares them. The text of a folder or module is the first line of it
 
 from __future__ import annotations
 
-import ast
 import configparser
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from jaxres.operate.plan.assumptions import ASSUMPTIONS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxres"
 PAGES = ("ARCHITECTURE.md", "planning.md", "where-is.md")
+DOCSTRING = re.compile(r'r?"""(\S[^\n]*?)(?:\n|""")')
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
@@ -47,10 +47,10 @@ def first_line(path: Path) -> str:
     Raises:
         ValueError: the module has no docstring.
     """
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    if not docstring:
+    found = DOCSTRING.match(path.read_text())
+    if found is None:
         raise ValueError(f"{path}: a module needs a docstring, whose first line is in docs/")
-    return docstring.splitlines()[0].replace("|", r"\|")
+    return found[1].replace("|", r"\|")
 
 
 def folders() -> str:

@@ -26,9 +26,8 @@ from jaxres_emulators.gce import GceEmulator
 from jaxres_emulators.gcs import GcsServer
 from tests.promises import forks
 from tests.promises.trainer import FAULTY, ROOT, run_history
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, pause
 
-POLL_SECONDS = 0.05
 OPTION = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
 SPOT = {"kind": "spot", **OPTION}
 SOON_LOST = {"lost_seconds": 6.0, "confirm_lost_seconds": 12.0}
@@ -165,9 +164,12 @@ class Cloud:
     def wait(self, what: Callable[[], object], *, of: str, seconds: float = SURE_SECONDS) -> None:
         """Waits for a condition; fails with the output of the launchers."""
         until = time.monotonic() + seconds
-        while not what():
+        while True:
+            began = time.monotonic()
+            if what():
+                return
             assert time.monotonic() < until, f"no {of} in {seconds} s\n{self.describe()}"
-            time.sleep(POLL_SECONDS)
+            pause(time.monotonic() - began)
 
     def wait_commit(self, step: int) -> None:
         self.wait(lambda: run_history(self.run_dir).step >= step, of=f"commit of step {step}")

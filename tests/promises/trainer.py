@@ -34,11 +34,10 @@ from jaxres.train.chaos_hooks import break_hook
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork
-from tests.waiting import SURE_SECONDS
+from tests.waiting import SURE_SECONDS, pause
 
 ENDLESS = "train.steps=1000000"
 """Trains on for longer than any test waits."""
-POLL_SECONDS = 0.001
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
@@ -134,7 +133,7 @@ class TrainingProcess:
             assert time.monotonic() < deadline, (
                 f"no {what} in {seconds} s\n{self.output.read_text()}"
             )
-            time.sleep(max(POLL_SECONDS, 3 * took))  # At most a quarter of a core.
+            pause(took)
 
     def wait_step(self, step: int) -> None:
         """Waits until this attempt has finished a step at or after `step`."""

@@ -25,6 +25,7 @@ def replicator(source, to):
     return Replica(source, to, limit=BandwidthLimit(None, clock=clock), clock=clock)
 
 
+@pytest.mark.slow
 def test_a_replicator_goes_on_after_another_one_of_the_same_run(attempt, tmp_path):
     """Such as the command by hand, beside the replicator of the supervisor."""
     to = RunDir(tmp_path / "replica")

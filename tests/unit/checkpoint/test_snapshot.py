@@ -181,6 +181,7 @@ def test_thousands_of_arrays_are_copied_into_the_memory_of_an_earlier_copy():
     assert all(np.array_equal(second[path], state[path] + 1) for path in state)
 
 
+@pytest.mark.slow
 def test_no_save_compiles_the_copy_that_was_prepared():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))

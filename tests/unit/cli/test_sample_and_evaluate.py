@@ -28,6 +28,7 @@ from jaxres.faults import ConfigError
 from jaxres.models.generate import Sampling, generate
 from jaxres.runlog.paths import RunDir
 from tests import bpe
+from tests.tiers import slow_but
 from tests.unit.checkpoint import families
 
 ROWS = 300
@@ -286,7 +287,7 @@ NOT_FINITE = models.Model(
 )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_but([0.0, 1.0], 1.0))
 def test_no_token_is_drawn_from_logits_that_are_no_numbers(loaded, temperature):
     sampling = Sampling(temperature=temperature)
     with pytest.raises(ConfigError, match="no token can be drawn"):

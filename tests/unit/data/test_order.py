@@ -4,6 +4,7 @@ import pytest
 from jaxres.data.batching import batch_at
 from jaxres.data.order import batches_at, positions_at, sample_digest, sample_ids_at, skip_ranges
 from jaxres.data.shuffle import Permutation, epoch_keys, inverse_permute
+from tests.tiers import slow_but
 
 SIZES = [*range(1, 40), 63, 64, 65, 99, 100, 101, 1000, 1797, 4096, 10_007]
 
@@ -41,7 +42,7 @@ def test_epochs_and_seeds_have_unrelated_orders():
     assert not np.array_equal(orders[5, 1], orders[6, 0])
 
 
-@pytest.mark.parametrize("num_rows", [2, 3, 7, 10, 100])
+@pytest.mark.parametrize("num_rows", slow_but([2, 3, 7, 10, 100], 2, 3, 7, 10))
 def test_every_row_is_equally_likely_at_every_offset(num_rows):
     expected = 100
     num_epochs = expected * num_rows

@@ -33,6 +33,7 @@ from jaxres.storage.path import GcsPath
 from jaxres_emulators.gcs import GcsServer
 from jaxres_emulators.gcs.objects import SparseData
 from tests.damage import flip_bit_at
+from tests.tiers import slow_but
 from tests.waiting import SURE_SECONDS
 
 BLOCK = 2**16
@@ -104,7 +105,7 @@ def assert_same_rows(one: Dataset, other: Dataset) -> None:
             np.testing.assert_array_equal(x, equal[name])
 
 
-@pytest.mark.parametrize("copied_bytes", [2**24, 0])
+@pytest.mark.parametrize("copied_bytes", slow_but([2**24, 0], 0))
 def test_rows_equal_those_of_the_folder_and_a_block_is_fetched_once(
     here: Path,
     there: GcsPath,

@@ -227,6 +227,7 @@ def test_a_metadata_change_wakes_long_polls_and_guest_attributes_are_readable(
         clients.instances.set_metadata_unary(**words, metadata_resource=changed)
 
 
+@pytest.mark.slow
 def test_a_process_of_a_vm_with_a_service_account_has_googles_credentials(
     gce: GceEmulator, clients: Clients
 ) -> None:

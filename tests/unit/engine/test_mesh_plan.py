@@ -78,6 +78,7 @@ def test_with_the_invariant_reduction_a_device_computes_the_same_shapes_on_any_m
         mesh_plan.plan(MeshSection(tensor=2), section, MLP, num_devices=2)
 
 
+@pytest.mark.slow
 def test_every_row_is_computed_once_and_by_the_device_that_holds_it() -> None:
     for section, plan in {(s.global_batch_size, p): (s, p) for s, p in plans()}.values():
         batch, shards = section.global_batch_size, plan.batch_shards

@@ -205,6 +205,7 @@ def test_a_frozen_parameter_keeps_its_bits_and_has_no_optimizer_state() -> None:
     assert stepper.layout.params == ("body/w",)
 
 
+@pytest.mark.slow
 def test_a_group_has_its_own_rate_and_decay() -> None:
     group = ParamGroup(match="head/*", weight_decay=0.0, learning_rate=0.002)
     one, two = Stepper(SGD), Stepper(SGD.model_copy(update={"groups": (group,)}))

@@ -136,6 +136,7 @@ def test_positions_of_weight_zero_do_not_affect_the_loss():
     np.testing.assert_allclose(weight_B, np.asarray(batch["weights_BT"]).sum(1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_logits_of_a_plain_row_equal_those_of_one_document():
     model, batch = build(), batch_of()
     params = params_of(model)

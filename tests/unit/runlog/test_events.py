@@ -107,6 +107,7 @@ def test_partial_line_of_a_killed_process_is_skipped(tmp_path):
     assert read_json_lines(tmp_path / "absent") == []
 
 
+@pytest.mark.slow
 def test_a_file_grown_by_damage_is_read_with_little_memory(tmp_path):
     """Zeros without a newline, as a lost write leaves them: the lines around them are read."""
     path = tmp_path / "events.jsonl"

@@ -66,7 +66,7 @@ def test_a_fault_that_leaves_a_good_state_saves_and_the_end_is_unhealthy(start, 
     assert found(supervisor) == [("row_remap", "save")]
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("num_hosts", slow_but([1, 2], 2))
 def test_a_fault_that_may_have_changed_the_state_kills_the_workers_at_once(start, gpus, num_hosts):
     supervisor = start(*[SAVES] * num_hosts)
     watched(supervisor)
@@ -95,6 +95,7 @@ def test_a_crash_while_the_save_is_requested_counts_as_the_hardwares(start, gpus
     assert (ended["code"], "stop 0" in ended["reason"]) == (82, True)
 
 
+@pytest.mark.slow
 def test_a_fault_is_recorded_although_the_supervisor_is_killed_during_the_save(start, gpus):
     supervisor = start({"on_stop": [75, None]})
     run_dir = supervisor.run_dir

@@ -144,6 +144,7 @@ def test_a_killed_worker_is_named_and_all_workers_end_at_once(start):
     assert "killed by SIGKILL" in ended["reason"]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_also_ends_workers_that_do_not_notice(start):
     supervisor = start(BLIND, BLIND, BLIND, BLIND)
     supervisor.wait_steps()
@@ -154,6 +155,7 @@ def test_a_killed_worker_also_ends_workers_that_do_not_notice(start):
     assert (ended["code"], ended["culprit"]) == (137, 0)
 
 
+@pytest.mark.slow
 def test_a_suspended_worker_is_named_although_only_the_others_exit(start):
     supervisor = start(ABORTS, SAYS, ABORTS, BLIND)
     supervisor.wait_steps()
@@ -371,6 +373,7 @@ def test_hanging_storage_delays_no_deadline(start):
     assert supervisor.ended()["code"] == ExitCode.HUNG
 
 
+@pytest.mark.slow
 def test_hanging_storage_delays_no_signal(start):
     supervisor = start({"on_stop": [75, 0.2]}, {"on_stop": [75, 0]})
     supervisor.wait_steps()

@@ -288,6 +288,7 @@ def test_a_long_attempt_has_several_files(board, tmp_path, monkeypatch):
     assert [step for step, _ in losses(tmp_path / "tensorboard")] == list(range(1, 101))
 
 
+@pytest.mark.slow
 def test_a_failing_writer_is_reported_once_and_does_not_delay_training(board, tmp_path, notes):
     (tmp_path / "file").touch()
     with board(folder=tmp_path / "file" / "x") as writer:

@@ -211,6 +211,7 @@ def test_arrays_that_may_be_missing_are_initialised_from_the_seed(corpus, tmp_pa
     assert [path for path in taken if taken[path] == drawn[path]] == ["params/head"]
 
 
+@pytest.mark.slow
 def test_a_restart_takes_the_same_step_of_a_source_that_has_newer_ones(corpus, tmp_path, source):
     root, arrays = source
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
@@ -246,6 +247,7 @@ def test_other_weights_than_at_the_first_start_are_refused(corpus, tmp_path, sou
     assert origin["params"] in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_host_that_reads_other_weights_than_host_0_is_refused(corpus, tmp_path, source):
     parts = parts_of(corpus, tmp_path, kind="run", path=str(source[0]))
     _, origin = started(parts, context_at(tmp_path)[0])

@@ -26,6 +26,7 @@ from tests.unit.runlog.example_records import CLAIM
 FACTS = {"step": 8, "cursor": 192, "epoch": 0, "tokens": 12288}
 
 
+@pytest.mark.slow
 def test_an_independent_reader_computes_the_same_digest_of_a_run(attempt, capsys):
     attempt.save(8, 16, 24)
     assert checkpoints_cli.main(["checkpoints", "digest", str(attempt.run_dir.root)], usage="") == 0

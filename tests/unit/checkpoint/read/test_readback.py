@@ -117,7 +117,7 @@ def test_each_part_of_a_chunk_is_compared_with_its_own_digests(tmp_path, monkeyp
     assert "w differ from what was written" in failure()
 
 
-@pytest.mark.parametrize("writer", ["tensorstore", "orbax"])
+@pytest.mark.parametrize("writer", slow_but(["tensorstore", "orbax"], "tensorstore"))
 @pytest.mark.parametrize("harm", slow_but(HARM, "the index"))
 def test_a_save_that_reads_back_differently_fails_and_the_older_step_stays(
     attempt, monkeypatch, harm, writer

@@ -86,6 +86,7 @@ def test_what_is_not_plain_items_is_left_to_tensorstore(tmp_path):
     assert read_by_scan(*stored(tmp_path / "b", arrays, use_compression=True)) == {}
 
 
+@pytest.mark.slow
 def test_an_index_of_several_levels_is_followed(tmp_path):
     step_dir, infos = stored(tmp_path, {f"a{n}": jnp.asarray(items("int32")) for n in range(40)})
     source = tensorstore.KvStore.open(f"file://{step_dir}/state/|ocdbt:").result()

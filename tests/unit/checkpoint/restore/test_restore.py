@@ -158,6 +158,7 @@ def test_a_step_with_a_file_without_end_is_skipped_and_the_next_older_one_restor
     assert (decided.step, decided.evidence) == (24, text)
 
 
+@pytest.mark.slow
 def test_a_quarantined_step_is_never_deleted_and_never_read_again(saved):
     step_dir = saved.step_dir(24)
     shutil.rmtree(step_dir / "state")
@@ -212,6 +213,7 @@ def test_a_flipped_bit_that_stock_orbax_restores_is_found_and_its_array_named(sa
     assert "in block [0, 0] of [2, 1]" in decided.evidence
 
 
+@pytest.mark.slow
 def test_a_step_directory_without_a_commit_record_is_ignored(saved):
     """The directory is complete: the save was killed right before its record."""
     with contextlib.suppress(InjectedError), saved.checkpoints(before_commit=inject) as checkpoints:
@@ -223,6 +225,7 @@ def test_a_step_directory_without_a_commit_record_is_ignored(saved):
     assert saved.log.history().quarantined == ()
 
 
+@pytest.mark.slow
 def test_several_damaged_steps_are_skipped_in_one_restore(saved):
     spoil(saved, 24)
     (saved.step_dir(16) / "MANIFEST.json").write_bytes(b"{}")
@@ -302,6 +305,7 @@ def test_a_read_from_hanging_storage_times_out_once_and_quarantines_nothing(save
     gate.set()
 
 
+@pytest.mark.slow
 def test_one_wrong_read_is_no_proof_of_damage(saved, monkeypatch):
     """A read returns wrong bytes once, by the network or bad memory; storage holds correct ones."""
     calls, real = [], restoring.load
@@ -322,6 +326,7 @@ def test_one_wrong_read_is_no_proof_of_damage(saved, monkeypatch):
     assert "all bytes as committed" in noted.message
 
 
+@pytest.mark.slow
 def test_a_host_that_always_reads_wrong_data_raises_a_storage_error(saved, monkeypatch):
     real = restoring.load
 

@@ -88,6 +88,7 @@ def test_a_tree_of_any_layout_is_read(tmp_path, write):
         assert weights.tensors[name].shape == wanted.shape
 
 
+@pytest.mark.slow
 def test_names_of_an_nnx_state_end_with_the_name_of_the_variable(tmp_path):
     state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     pure = nnx.to_pure_dict(state)

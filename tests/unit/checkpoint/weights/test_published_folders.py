@@ -20,6 +20,7 @@ from jaxres.data.batching import BadRecord
 from jaxres.data.tokenizer import LibraryTokenizer
 from jaxres.faults import ConfigError
 from tests import bpe
+from tests.tiers import slow_but
 from tests.unit.checkpoint import families
 
 TEXT = "a text about something, with some words. " * 30
@@ -171,7 +172,7 @@ def add_token(folder: Path, *, special: bool) -> int:
 PACKINGS = ["concat", "best_fit", "pad"]
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", slow_but(PACKINGS, "best_fit"))
 def test_a_model_without_rows_for_special_tokens_starts_until_the_data_have_one(
     tmp_path: Path, packing: str
 ) -> None:

@@ -127,6 +127,7 @@ def test_adapters_alone_added_as_peft_does_give_the_merged_export(tmp_path, caps
     assert "the run has no adapters" in err
 
 
+@pytest.mark.slow
 def test_an_export_has_the_averaged_parameters_where_there_are_some(tmp_path, capsys):
     cfg = config(tie_embeddings=False)
     params, average = random_params(cfg.model), random_params(cfg.model, seed=1)
@@ -198,6 +199,7 @@ def test_exports_of_a_run_are_compared_with_their_steps(tmp_path, capsys):
     assert "other numbers" in run_command(capsys, "import", other, code=78).err
 
 
+@pytest.mark.slow
 def test_a_folder_of_the_same_step_with_other_numbers_is_not_equal(tmp_path, capsys):
     cfg = config()
     run_dir = run_of(tmp_path / "run", cfg, random_params(cfg.model))

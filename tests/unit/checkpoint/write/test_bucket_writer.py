@@ -93,6 +93,7 @@ def test_every_kind_of_array_is_saved_and_each_object_is_downloaded_once(
         assert len(reads) == 1, reads
 
 
+@pytest.mark.slow
 def test_stock_orbax_reads_a_step_of_a_bucket(
     step_dir: GcsPath, gcs_server: GcsServer, tmp_path: Path
 ) -> None:

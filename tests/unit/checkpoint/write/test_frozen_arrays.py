@@ -16,6 +16,7 @@ from jaxres.faults import StorageUnavailable
 from jaxres.runlog.events import SaveCommitted, SaveFailed
 from jaxres.storage import files
 from tests.damage import flip_bit_at
+from tests.tiers import slow_but
 from tests.unit.checkpoint.conftest import like, progress, state
 from tests.unit.checkpoint.test_checkpointer import assert_equal, commits
 
@@ -124,7 +125,7 @@ def test_a_frozen_array_that_has_changed_is_not_linked_and_then_written(attempt)
         assert_equal(restored(checkpoints, attempt).state, lora(5, base=7))
 
 
-@pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK])
+@pytest.mark.parametrize("number", slow_but([errno.EXDEV, errno.EMLINK], errno.EMLINK))
 def test_where_hard_links_are_refused_every_save_writes(attempt, monkeypatch, number):
     real, refused = os.link, []
 
@@ -140,6 +141,7 @@ def test_where_hard_links_are_refused_every_save_writes(attempt, monkeypatch, nu
     assert_all_valid(attempt)
 
 
+@pytest.mark.slow
 def test_a_link_that_fails_after_all_refuses_one_save_and_the_next_one_writes(attempt, monkeypatch):
     monkeypatch.setattr(files, "link", lambda path, to: False)
     assert saved(attempt, *map(lora, range(1, 5))) == [0, 0, 0]
@@ -149,6 +151,7 @@ def test_a_link_that_fails_after_all_refuses_one_save_and_the_next_one_writes(at
     assert_all_valid(attempt)
 
 
+@pytest.mark.slow
 def test_files_of_a_save_that_was_not_committed_are_never_linked(attempt):
     outcomes = iter([None, StorageUnavailable("as asked"), None, None, None])
 

@@ -106,6 +106,7 @@ def test_arrays_that_change_are_never_linked_and_are_digested_once(attempt, monk
     assert len(digested) == 4 * 5
 
 
+@pytest.mark.slow
 def test_an_array_that_changes_again_is_written(attempt):
     states = [*map(tree, (1, 2, 3)), tree(4, base=7), tree(5, base=7), tree(6, base=7)]
     linked = saved(attempt, *states)
@@ -154,6 +155,7 @@ def test_where_hard_links_are_refused_or_a_file_is_gone_the_part_is_written(atte
     assert_all_valid(attempt)
 
 
+@pytest.mark.slow
 def test_files_of_a_save_that_was_not_committed_are_never_linked(attempt):
     outcomes = iter([None, StorageUnavailable("as asked"), None, None, None])
 

@@ -19,6 +19,7 @@ from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.storage.path import GcsPath
+from tests.tiers import slow_but
 from tests.unit.launch.gce.test_simulated_cloud import lead
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.simulated_cloud import PREEMPTED, FaultRates, SimulatedCloud
@@ -123,7 +124,7 @@ def run_with_a_loss(
     return cloud
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", slow_but([1, 2], 2))
 def test_the_replacement_is_requested_as_soon_as_the_loss_has_ended_the_attempt(
     monkeypatch: pytest.MonkeyPatch, hosts: int
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_service_that_accepts_no_creation_for_long_costs_no_healthy_vm(
     assert desired.next_name == 3, "healthy VMs were replaced, too"
 
 
+@pytest.mark.slow
 def test_the_loss_that_has_ended_an_attempt_is_found_in_the_cycle_after_the_exit_of_a_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -117,7 +117,7 @@ def judged(name: str, *, device: int | None, where: str = "update", rotates: boo
     return check.judge(replay, step=8, last_good_step=4, was_equal=True)
 
 
-@pytest.mark.parametrize("name", slow_but(MESHES, "data=4", "data=2 fsdp=2"))
+@pytest.mark.parametrize("name", slow_but(MESHES, "data=4"))
 def test_without_a_fault_both_results_have_the_same_bits(name: str) -> None:
     assert isinstance(judged(name, device=None), Continue)
 
