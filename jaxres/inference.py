@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
+from jaxres.storage import foreign_json
 from jaxres.storage.files import read_whole
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 from jaxres.supervisor import run_config
@@ -188,7 +188,7 @@ def _load_folder(folder: Path) -> LoadedModel:
     stored, section = weights_export.of_folder(folder)
     if section is None:
         raise ConfigError(f"{folder}: tensors under jaxres's own names; load the run instead.")
-    fields = json.loads(read_whole(folder / "config.json"))
+    fields = foreign_json.loads(read_whole(folder / "config.json"))
     tokenizer = None
     if (folder / FILE_NAME).is_file():
         tokenizer = tokenizers.open_tokenizer(HuggingfaceTokenizer(path=folder))
@@ -196,8 +196,20 @@ def _load_folder(folder: Path) -> LoadedModel:
     seq_len = fields.get("max_position_embeddings", fields.get("n_positions", 1024))
     section = section.model_copy(update={"compute_dtype": "float32"})
     model = models.build(section, vocab_size=None, seq_len=seq_len, platform="cpu")
-    params = nested({path: stored.read(path) for path in stored.infos})["params"]
-    return LoadedModel(model, params, tokenizer, seq_len, str(folder))
+    arrays = {path: stored.read(path) for path in stored.infos}
+    _refuse_nonfinite(arrays, folder)
+    return LoadedModel(model, nested(arrays)["params"], tokenizer, seq_len, str(folder))
+
+
+def _refuse_nonfinite(arrays: Mapping[str, np.ndarray], folder: Path) -> None:
+    """Raises ConfigError for weights of a folder that are NaN or infinite; a run commits none."""
+    bad = [path for path, array in arrays.items() if not np.isfinite(array).all()]
+    if bad:
+        others = f" and {len(bad) - 1} other arrays" if bad[1:] else ""
+        raise ConfigError(
+            f"{folder}: {bad[0]}{others} have values that are not finite (NaN or infinite): no "
+            "text can be continued or scored. Copy the folder again, or take another one."
+        )
 
 
 def root_of(path: str | RunPath) -> RunPath:

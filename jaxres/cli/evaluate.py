@@ -21,7 +21,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.runlog.paths import RunDir
-from jaxres.storage import files
+from jaxres.storage import files, foreign_json
 from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
 
@@ -150,7 +150,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = foreign_json.loads(line)
             json.dumps(row, ensure_ascii=False).encode()  # Raises for half a surrogate pair.
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: not JSON of Unicode text ({error}).") from error

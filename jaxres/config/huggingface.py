@@ -18,7 +18,7 @@ from jaxres.config.errors import Problem
 from jaxres.config.schema_model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.config.yaml import Node, plain
 from jaxres.faults import ConfigError
-from jaxres.storage import files
+from jaxres.storage import files, foreign_json
 from jaxres.storage.path import RunPath, parse_path
 
 GEMMA = {"norm": "rms_plus_1", "activation": "gelu_tanh", "scale_embeddings": True}
@@ -550,7 +550,7 @@ def _from_folder(folder: RunPath) -> dict[str, Any]:
         raise ConfigError(f"{folder}: no config.json here; give the folder of a downloaded model")
     files.refuse_lfs_pointer(data, folder / "config.json")
     try:
-        fields = json.loads(data)
+        fields = foreign_json.loads(data)
         if not isinstance(fields, dict):
             raise TypeError("it is no JSON object")
         model, unsupported = model_of(of_text(fields))

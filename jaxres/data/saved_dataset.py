@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxres.data.folder_tree import unreadable
 from jaxres.faults import ConfigError
+from jaxres.storage import foreign_json
 from jaxres.storage.files import is_file, read_whole, refuse_lfs_pointer
 from jaxres.storage.path import require_inside
 
@@ -44,7 +45,7 @@ def data_files(folder: Path) -> list[str]:
     try:
         data = read_whole(folder / "state.json")
         refuse_lfs_pointer(data, f"{where}/state.json")
-        state = json.loads(data)
+        state = foreign_json.loads(data)
         names = [require_inside(file["filename"]) for file in state["_data_files"]]
         if not names:
             raise ValueError("no files")
@@ -75,8 +76,8 @@ def other_rows(folder: Path, num_rows: int) -> str | None:
     It is no error: `datasets` leaves the number as it was when filter or select change the rows.
     """
     try:
-        split = json.loads(read_whole(folder / "state.json"))["_split"]
-        info = json.loads(read_whole(folder / "dataset_info.json"))
+        split = foreign_json.loads(read_whole(folder / "state.json"))["_split"]
+        info = foreign_json.loads(read_whole(folder / "dataset_info.json"))
         recorded = info["splits"][split]["num_examples"]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # Both are optional; data_files reads the part of state.json that is not.

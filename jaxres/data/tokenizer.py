@@ -20,6 +20,7 @@ from jaxres.config.schema_data import Tokenizer as TokenizerSection
 from jaxres.data import text_cuts, tokenizer_settings
 from jaxres.data.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
+from jaxres.storage import foreign_json
 from jaxres.storage.files import fault_of, is_folder, read_whole, refuse_lfs_pointer
 
 END_OF_DOCUMENT = 256
@@ -445,7 +446,7 @@ def _settings(path: Path) -> dict[str, Any]:
     """Returns the fields of a file beside tokenizer.json; none if it does not exist."""
     data = _read(path)
     try:
-        fields = {} if data is None else json.loads(data)
+        fields = {} if data is None else foreign_json.loads(data)
     except ValueError as error:
         raise ConfigError(f"data.tokenizer.path: {path} is not JSON: {error}") from error
     if not isinstance(fields, dict):

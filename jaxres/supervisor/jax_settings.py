@@ -113,6 +113,11 @@ def _problem(name: str, value: str) -> str | None:
         is_count = re.fullmatch("[0-9]{1,9}", value) and 1 <= int(value) <= MOST_DEVICES
         expected = f"expected a number from 1 to {MOST_DEVICES:,}, or no such variable"
         return None if is_count else f"{name}={value}: {expected}"
+    if name == FLAGS and value.strip() and not value.lstrip().startswith("-"):
+        return (
+            f"{name}={value}: XLA takes this for the name of a file with flags, which no record of "
+            f"the run would have. Give the flags themselves, such as {name}=--xla_dump_to=/tmp/x"
+        )
     values, why = REFUSED.get(name, ((), ""))
     return f"{name}={value}: {why}. Unset it." if value.lower() in values else None
 

@@ -27,7 +27,7 @@ from jaxres.config import huggingface, huggingface_keys
 from jaxres.config.schema_model import GptModel
 from jaxres.config.schema_training import FromSafetensors
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
-from jaxres.storage import files
+from jaxres.storage import files, foreign_json
 
 MODEL, ADAPTER = "model", "adapter_model"
 """Beginnings of the names of weight files; the second one is that of the package peft."""
@@ -93,7 +93,9 @@ def _model_of(place: Path) -> GptModel:
     if data is None:
         raise ConfigError(f"{folder}: no config.json here that describes the model.")
     try:
-        model, unsupported = huggingface.model_of(huggingface.of_text(dict(json.loads(data))))
+        model, unsupported = huggingface.model_of(
+            huggingface.of_text(dict(foreign_json.loads(data)))
+        )
     except (ValueError, TypeError, ConfigError) as error:
         raise ConfigError(f"{folder / 'config.json'}: {error}") from error
     if unsupported:

@@ -8,7 +8,6 @@ https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections import Counter
@@ -23,7 +22,7 @@ from jaxres.checkpoint.read.manifest import is_storage_fault
 from jaxres.checkpoint.read.tensorstore_reader import kvstore
 from jaxres.checkpoint.weights.source import Weights
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
-from jaxres.storage import files
+from jaxres.storage import files, foreign_json
 from jaxres.storage.path import RunPath, is_remote
 
 METADATA = "_METADATA"
@@ -62,7 +61,7 @@ def from_orbax(place: RunPath) -> Weights:
         sizes = files.sizes(folder)
     _check_files(folder, sizes)
     try:
-        metadata = json.loads(files.read_whole(folder / METADATA))
+        metadata = foreign_json.loads(files.read_whole(folder / METADATA))
         leaves = _leaves(metadata["tree_metadata"])
         is_ocdbt = metadata.get("use_ocdbt", True)
         driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
@@ -194,7 +193,7 @@ def _is_committed(place: RunPath, is_marked: bool) -> bool:
         return True
     try:
         with files.typed_errors(place / STEP_METADATA):
-            times = json.loads(files.read_whole(place / STEP_METADATA))
+            times = foreign_json.loads(files.read_whole(place / STEP_METADATA))
         has_begun = times.get("init_timestamp_nsecs") is not None  # Not in steps of jaxres.
         return not has_begun or times.get("commit_timestamp_nsecs", 0) is not None
     except (ValueError, AttributeError) as error:

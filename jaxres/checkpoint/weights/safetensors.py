@@ -7,7 +7,6 @@ read, not memory-mapped: truncating a mapped file kills the process.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -22,6 +21,7 @@ import numpy as np
 from jaxres.checkpoint.read.manifest import ArrayInfo
 from jaxres.faults import ConfigError
 from jaxres.storage import files as storage
+from jaxres.storage import foreign_json
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import require_inside
 
@@ -114,7 +114,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
             raise broken(path, f"a header of {length} bytes in a file of {size}")
         header = file.read(length)
     try:
-        fields = json.loads(header, object_pairs_hook=_once_each)
+        fields = foreign_json.loads(header)
         metadata = dict(fields.pop("__metadata__", None) or {})
         tensors = [_tensor(path, name, entry, 8 + length) for name, entry in fields.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -139,12 +139,6 @@ def _refuse_quantized(path: Path, metadata: Mapping[str, Any]) -> None:
                 "quantized, which jaxres does not convert. Convert the model to bfloat16 with the "
                 "program that quantized it, or take the original."
             )
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return dict(pairs)
 
 
 def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
@@ -219,7 +213,7 @@ def _refuse_another_save(folder: Path, indexed: Mapping[str, Tensor]) -> None:
 def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
     storage.refuse_lfs_pointer(index, folder / INDEX)
     try:
-        weight_map: dict[str, str] = json.loads(index)["weight_map"]
+        weight_map: dict[str, str] = foreign_json.loads(index)["weight_map"]
         files = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise broken(folder / INDEX, f"it can't be read ({error!r})") from error

@@ -28,7 +28,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
-from jaxres.storage import files
+from jaxres.storage import files, foreign_json
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import run_root
 
@@ -169,7 +169,7 @@ def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts |
         return about["facts"] if about else None
     files.refuse_lfs_pointer(data, folder / "config.json")
     try:
-        fields = dict(json.loads(data))
+        fields = dict(foreign_json.loads(data))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{folder / 'config.json'}: can't be read ({error}).") from error
     try:

@@ -46,6 +46,18 @@ BITS_UNCHANGED = (
 """Beginnings of the settings that change no bit: where programs are cached, what is printed and
 checked, and devices, which are an entry of their own."""
 
+LIBRARIES = (
+    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_", "CUBLASLT_", "CUDNN_", "TF_CUDNN_", "TF_XLA_"),
+    *("LIBTPU_INIT_ARGS", "ONEDNN_", "DNNL_"),
+)
+"""Beginnings of the variables by which libraries that XLA calls choose kernels or precision."""
+
+
+def library_settings_here() -> dict[str, str]:
+    """Returns the variables of this process by which libraries below XLA may change bits."""
+    given = compile_cache.environment_here()
+    return {name: given[name] for name in sorted(given) if name.startswith(LIBRARIES)}
+
 
 def jax_settings_here() -> dict[str, str]:
     """Returns the settings of JAX in this process that may change bits and are not its defaults."""
@@ -94,6 +106,7 @@ def numerics_fingerprint(
     if mesh.devices.flat[0].platform != "cpu":
         fingerprint["executable"] = str(step.runtime_executable().fingerprint)
     flags = {"xla_flags": compile_cache.xla_flags_here(), **jax_settings_here()}
+    flags |= library_settings_here()
     return fingerprint | dict(claim.fingerprint) | dict(claim.versions) | flags
 
 

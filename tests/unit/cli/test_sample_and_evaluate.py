@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxres
 from jaxres import inference, models
@@ -188,6 +189,7 @@ def test_perplexity_measures_each_token_once_in_rows_of_the_models_length(loaded
         (r'{"text": "a\ud800"}', "bad.jsonl:1: not JSON of Unicode text"),
         ('{"text": ""}', "bad.jsonl: all of its texts are empty"),
         ("[1]", "bad.jsonl:1: not an object"),
+        ('{"text": "a", "text": "b"}', "the key 'text' occurs twice"),
         ('{"query": "a"}', "neither a text (text or page) nor a question"),
         ('{"query": "a", "choices": ["b"], "gold": 0}', "neither a text"),
         ('{"query": "a", "choices": ["b", "c"], "gold": 2}', "2 is none of the 2 choices"),
@@ -201,6 +203,18 @@ def test_a_bad_task_is_one_error_that_names_the_line(folder, tmp_path, capsys, l
     (tmp_path / "bad.jsonl").write_text(line)
     assert main(["evaluate", str(folder), "--task", str(tmp_path / "bad.jsonl")]) == 78
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["sample", "--prompt", "a"], ["evaluate", "--task", "t.jsonl"]])
+def test_a_folder_with_weights_that_are_not_finite_is_refused(folder, tmp_path, capsys, words):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    arrays = load_file(broken / "model.safetensors")
+    arrays["model.norm.weight"][0] = np.nan
+    save_file(arrays, broken / "model.safetensors")
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}')
+    words = [str(tmp_path / word) if word == "t.jsonl" else word for word in words]
+    assert main([words[0], str(broken), *words[1:]]) == 78
+    assert "params/final_norm/scale have values that are not finite" in capsys.readouterr().err
 
 
 def test_a_task_that_is_a_pipe_is_refused_and_not_waited_for(folder, tmp_path, capsys):

@@ -24,6 +24,8 @@ REFUSED = {
     "JAX_PLATFORMS=CPU": "'CPU' is no platform",
     "JAX_PLATFORMS=cpu,": "'' is no platform",
     "JAX_PLATFORM_NAME=foo": "'foo' is no platform",
+    "XLA_FLAGS=xla_dump_to": "the name of a file with flags",
+    "XLA_FLAGS= /etc/flags --xla_dump_to=x": "the name of a file with flags",
     "JAX_NUM_CPU_DEVICES=0": "a number from 1 to 10,000",
     "JAX_NUM_CPU_DEVICES=": "a number from 1 to 10,000",
     "JAX_NUM_CPU_DEVICES=1e3": "a number from 1 to 10,000",
@@ -35,7 +37,6 @@ UNREADABLE = {
     "JAX_TRACER_ERROR_NUM_TRACEBACK_FRAMES=many": "invalid literal for int()",
     "XLA_FLAGS=--xla_no_such_flag=1": "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1",
     "XLA_FLAGS=--xla_cpu_use_thunk_runtime=perhaps": "Couldn't interpret value perhaps",
-    "XLA_FLAGS=xla_dump_to": 'Could not open file "xla_dump_to"',
 }
 """What only JAX and XLA themselves can judge."""
 

@@ -5,7 +5,7 @@ The caller writes each decision before it acts on it. Every action may be repeat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxres.config import RunConfig
@@ -30,6 +30,7 @@ from jaxres.launch.gce.state.desired_state import (
     DesiredState,
     JobEnd,
     PendingCreate,
+    Phase,
     Transition,
     VmSpec,
 )
@@ -46,46 +47,59 @@ IN_A_FULL_ZONE = "healthy, in a zone without capacity for the others"
 
 
 def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the next desired state; the same one if nothing changes."""
+    """Returns the next desired state; the same one if nothing changes.
+
+    The stages of the job's phase (STAGES) decide one after the other. What follows from their
+    decision comes last: the budget of replacements, events, costs, and which hosts are drained.
+    """
     gce = config.launch.gce
     assert gce is not None, config
-    found = _count_replacements(desired, _decide(desired, observed, config), observed, gce)
-    found = transition_events.record(desired, _note_suspicions(found, observed, gce), observed)
-    spent = dollars(found.desired, gce, now=observed.now)
-    found = job_conditions.note(found, observed, config, dollars=spent)
-    return draining.note(spending.note_attempt(desired, found, now=observed.now), observed)
+    decided = Transition(_prepared(desired, observed, config))
+    for stage in STAGES[_phase(decided.desired, observed, config)]:
+        decided = stage(decided, observed, config)
+    decided = _count_replacements(desired, decided, observed, gce)
+    decided = _note_suspicions(decided, observed, gce)
+    decided = transition_events.record(desired, decided, observed)
+    spent = dollars(decided.desired, gce, now=observed.now)
+    decided = job_conditions.note(decided, observed, config, dollars=spent)
+    decided = spending.note_attempt(desired, decided, now=observed.now)
+    return draining.note(decided, observed)
 
 
-def _decide(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
+def _prepared(desired: DesiredState, observed: ObservedState, config: RunConfig) -> DesiredState:
+    """Returns the state without VMs that are gone, and with an end that was requested since."""
     gce = config.launch.gce
     assert gce is not None, config
     desired = instance_groups.without_gone(_without_gone(desired, observed, gce), observed)
     longest = restart_policy.longest_delay(config.restart)
     if desired.not_before > observed.now + longest:  # The last launcher's clock was ahead.
         desired = replace(desired, not_before=observed.now + longest)
-    if desired.phase == "ended":
-        return Transition(desired)
-    if desired.phase == "ending":
-        return _end(desired, observed, gce)
-    desired = replace(desired, end=desired.end or _requested_end(desired, observed, config))
-    if desired.end is not None and (
-        desired.phase == "placing" or _must_end_now(desired, observed, config)
-    ):
-        return _end(desired, observed, gce)
-    if desired.phase == "placing":
-        most = config.restart.max_preemptions_without_commit
-        if not any(vm.name in observed.reports for vm in desired.vms):
-            most = config.restart.max_attempts_without_commit  # No agent has ever reported.
-        found = cheaper_option.move(desired, observed, gce)
-        if not found.messages:
-            found = elastic.resize(desired, observed, config)
-        if not found.messages:
-            found = provisioning.provision(desired, observed, gce, most_unready=most)
-        found = spare_requests.note(found, observed, config)
-        return cheaper_option.note(found, observed, config)
-    found = early_replacement.note(while_running(desired, observed, config), observed, config)
-    found = elastic.note(spare_requests.note(found, observed, config), observed, config)
-    return cheaper_option.note(found, observed, config)
+    if desired.phase not in ("placing", "running"):
+        return desired
+    return replace(desired, end=desired.end or _requested_end(desired, observed, config))
+
+
+def _phase(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Phase:
+    """Returns the phase whose stages decide: a job whose end is due begins to end."""
+    if desired.end is None or desired.phase not in ("placing", "running"):
+        return desired.phase
+    is_due = desired.phase == "placing" or _must_end_now(desired, observed, config)
+    return "ending" if is_due else desired.phase
+
+
+def place(decided: Transition, observed: ObservedState, config: RunConfig) -> Transition:
+    """Moves to a cheaper option, else changes the number of hosts, else requests VMs."""
+    desired, gce = decided.desired, config.launch.gce
+    assert gce is not None, config
+    most = config.restart.max_preemptions_without_commit
+    if not any(vm.name in observed.reports for vm in desired.vms):
+        most = config.restart.max_attempts_without_commit  # No agent has ever reported.
+    decided = cheaper_option.move(desired, observed, gce)
+    if not decided.messages:
+        decided = elastic.resize(desired, observed, config)
+    if not decided.messages:
+        decided = provisioning.provision(desired, observed, gce, most_unready=most)
+    return decided
 
 
 def _count_replacements(
@@ -242,9 +256,11 @@ def _without_gone(desired: DesiredState, observed: ObservedState, gce: GceSectio
     )
 
 
-def _end(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Transition:
+def end(decided: Transition, observed: ObservedState, config: RunConfig) -> Transition:
     """Deletes all VMs; the job has ended once none exists and none is being created."""
+    desired, gce = decided.desired, config.launch.gce
     assert desired.end is not None, desired
+    assert gce is not None, config
     messages: tuple[str, ...] = ()
     if desired.phase != "ending":
         messages = (f"{desired.end.reason}; VMs to be deleted: {len(desired.names)}",)
@@ -270,9 +286,9 @@ START_SECONDS = 120.0
 """Longest time until an agent has started its training process."""
 
 
-def while_running(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the next state while an attempt runs."""
-    gce = config.launch.gce
+def follow_attempt(decided: Transition, observed: ObservedState, config: RunConfig) -> Transition:
+    """Decides what follows from lost VMs, from exits of hosts, and from an attempt that stalls."""
+    desired, gce = decided.desired, config.launch.gce
     assert gce is not None, config
     names = {m.name for m in desired.hosts}
     hosts = (vm for vm in desired.vms if vm.name in names)
@@ -433,3 +449,19 @@ def _restart(
 def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:
     """Returns the VM that two consecutive failures name; None: they name none."""
     return history[-1].culprit if is_named_twice(history) else None
+
+
+Stage = Callable[[Transition, ObservedState, RunConfig], Transition]
+STAGES: Mapping[Phase, tuple[Stage, ...]] = {
+    "placing": (place, spare_requests.note, cheaper_option.note),
+    "running": (
+        follow_attempt,
+        early_replacement.note,
+        spare_requests.note,
+        elastic.note,
+        cheaper_option.note,
+    ),
+    "ending": (end,),
+    "ended": (),
+}
+"""What decides in each phase, in this order; each stage gets what the ones before have decided."""

@@ -123,9 +123,10 @@ def test_damage_is_told_with_the_name(tmp_path):
     (saved / "opt_state.mu" / ".zarray").write_bytes(b"{}")
     with pytest.raises(ConfigError, match="opt_state/mu can't be read"):
         from_orbax(saved)
-    (saved / "_METADATA").write_bytes(b"{}")
-    with pytest.raises(ConfigError, match="_METADATA: can't be read"):
-        from_orbax(saved)
+    for damaged in (b"{}", b'{"tree_metadata": {}, "tree_metadata": {}}'):
+        (saved / "_METADATA").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="_METADATA: can't be read"):
+            from_orbax(saved)
 
 
 @pytest.mark.parametrize("write", WRITERS)

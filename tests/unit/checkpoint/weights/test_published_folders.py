@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,41 @@ def test_a_prompt_with_a_token_without_row_is_refused(tmp_path: Path) -> None:
     assert model.sample("a text", tokens=1)
     with pytest.raises(ConfigError, match=rf"the token 400 \('{IMAGE}'\)"):
         model.sample(f"a text {IMAGE}", tokens=1)
+
+
+TWICE = {
+    "config.json": "num_hidden_layers",
+    "tokenizer_config.json": "eos_token",
+    "generation_config.json": "eos_token_id",
+    "special_tokens_map.json": "eos_token",
+    "added_tokens.json": "<new>",
+    safetensors.INDEX: "weight_map",
+}
+"""File of a published folder -> a key that has a meaning in it."""
+READERS: tuple[Callable[[Path, Path], object], ...] = (
+    lambda root, _: started(load(root)),
+    lambda _, folder: safetensors.open_path(folder),
+)
+
+
+def error_of(read: Callable[[Path, Path], object], *places: Path) -> str:
+    try:
+        read(*places)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("name", "key"), TWICE.items(), ids=TWICE)
+def test_a_file_with_a_key_twice_is_refused_and_named(tmp_path: Path, name: str, key: str) -> None:
+    """The last value would be used, though the first one may be meant."""
+    folder = folder_of(tmp_path, "llama")
+    if name == safetensors.INDEX:
+        store_head(folder, "llama", 0.0)
+    if name == "generation_config.json":
+        (folder / "tokenizer_config.json").unlink()
+    fields = json.loads((folder / name).read_text()) if (folder / name).exists() else {key: 2}
+    text = json.dumps(fields).replace(f'"{key}"', f'"{key}": null, "{key}"', 1)
+    (folder / name).write_text(text)
+    said = [caught for read in READERS if (caught := error_of(read, tmp_path, folder))]
+    assert any(f"the key {key!r} occurs twice" in text and name in text for text in said), said

@@ -68,7 +68,7 @@ BROKEN = {
     "no json": (header(b"{nothing"), "can't be read"),
     "not text": (header(b"\xff\xfe{}"), "can't be read"),
     "a list": (header(b"[]"), "can't be read"),
-    "a name twice": (header(b'{"a": {}, "a": {}}'), "a name occurs twice"),
+    "a name twice": (header(b'{"a": {}, "a": {}}'), "the key 'a' occurs twice"),
     "no offsets": (of(a={"dtype": "F32", "shape": [2]}), "data_offsets"),
     "a negative size": (of(a=entry(shape=(-2,))), "shape (-2,)"),
     "another size": (of(a=entry(shape=(3,))), "F32[3] in 8 bytes"),

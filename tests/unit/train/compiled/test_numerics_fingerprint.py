@@ -12,7 +12,11 @@ import pytest
 from jaxres.config.schema_data import CustomSource, TextSource
 from jaxres.runlog.guarantee import UNKNOWN
 from jaxres.train.compiled import compile_cache
-from jaxres.train.compiled.numerics_fingerprint import _code_digest, jax_settings_here
+from jaxres.train.compiled.numerics_fingerprint import (
+    _code_digest,
+    jax_settings_here,
+    library_settings_here,
+)
 
 
 @pytest.fixture
@@ -113,3 +117,12 @@ def test_determinism_that_comes_too_late_is_a_config_error():
     )
     assert ended.stdout == "late\n", ended.stderr
     assert "ConfigError: run.determinism is bitwise, and this process has used JAX" in ended.stderr
+
+
+def test_variables_of_libraries_that_may_change_bits_are_in_the_fingerprint(monkeypatch):
+    before = library_settings_here()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    changed = {"NVIDIA_TF32_OVERRIDE": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert library_settings_here() == before | changed
