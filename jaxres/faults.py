@@ -257,8 +257,9 @@ ALL: tuple[Fault, ...] = (
         "lost_log",
         "startup",
         "runlog/step_dirs.py",
-        "the log is missing or older than the checkpoints: nothing is started or deleted; "
-        "`checkpoints adopt` rebuilds the log from the copies in the checkpoints",
+        "the log is missing, older than the checkpoints, or not the one after which the newest "
+        "step was saved: nothing is started or deleted; `checkpoints adopt` rebuilds a lost log "
+        "from the copies in the checkpoints",
         exit=ExitCode.UNRESTORABLE,
         done=True,
     ),

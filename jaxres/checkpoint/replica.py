@@ -390,6 +390,7 @@ class Replica:
             (self._source.forgotten_faults, self._target.forgotten_faults),
         ):
             for name in sorted(set(files.list_names(folder)) - set(files.list_names(to))):
+                self._refuse_link_outside(folder / name)
                 files.make_dir(to)
                 files.create(to / name, files.read(folder / name) or b"")
 
@@ -411,6 +412,7 @@ class Replica:
 
     def _copy_small(self, path: RunPath, to: RunPath) -> None:
         """Copies a file that does not change, unless it is there."""
+        self._refuse_link_outside(path)
         if (content := files.read(path)) is None:
             return
         mode = file_mode(content.decode(errors="replace")) if path.name == CONFIG else 0o666
@@ -422,8 +424,22 @@ class Replica:
             self._limit.spend(len(content))
             files.replace(to, content, mode=mode)
 
+    def _refuse_link_outside(self, path: RunPath) -> None:
+        """Raises ConfigError for a file of the source that is elsewhere; steps have digests.
+
+        The run may be somebody else's: a link would take any file of this account along.
+        """
+        root = self._source.root
+        if is_remote(path) or is_remote(root) or path.resolve().is_relative_to(root.resolve()):
+            return
+        raise ConfigError(
+            f"{path}: is, through a link, {path.resolve()}, outside of the run directory. Put the "
+            "file itself there, or remove the link. It was not copied."
+        )
+
     def _copy_lines(self, path: RunPath, to: RunPath) -> None:
         """Appends the whole lines that the copy lacks; a killed update has left a part of one."""
+        self._refuse_link_outside(path)
         with files.typed_errors(to):
             start = line_writer.cut_partial_line(to)
         rest, writer = b"", None

@@ -17,6 +17,8 @@ from jaxres.config.schema_data import (
     FilesSource,
     HuggingfaceSource,
     ImagesSource,
+    JsonlSource,
+    ParquetSource,
     SingleSource,
     Source,
     TokensSource,
@@ -32,6 +34,15 @@ from jaxres.storage.path import SCHEME, RunPath, parse_path
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are not part of it, or that a running Python changes."""
+
+TABLES = {
+    "*/_delta_log/*": "a table of Delta Lake",
+    "*/metadata/*.metadata.json": "a table of Apache Iceberg",
+    "*/.hoodie/*": "a table of Apache Hudi",
+    "*/_spark_metadata/*": "a table that Spark has streamed to",
+    "*/_temporary/*": "a job of Spark or Hadoop that has not ended",
+}
+"""Files that lie beside the rows of tables and of unfinished jobs -> what the folder is."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,8 @@ def list_corpus(source: DocumentSource) -> Listing:
                 if not stdlib:
                     links.add(name, path, status)
     others = [name for name in tree.files() if name not in files and _is_taken(name, exclude)]
+    if isinstance(source, ParquetSource | JsonlSource):
+        _refuse_tables(root, [*files, *others])
     if not stdlib:
         _check_case(root, others, patterns)
     if not files:
@@ -126,6 +139,20 @@ def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:
     if PurePath(name).name.startswith("._"):
         return False  # "._x" is what macOS keeps beside the file "x" on other file systems.
     return not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
+def _refuse_tables(root: Path, names: list[str]) -> None:
+    """Raises ConfigError for a folder in which only a table's own record says which rows count."""
+    for name, (pattern, what) in itertools.product(names, TABLES.items()):
+        if fnmatchcase(f"/{name}", pattern):
+            marker = pattern.split("/")[1]
+            folder = f"{name.partition(marker)[0]}{marker}/*"
+            raise ConfigError(
+                f"data.source.path: {root / name} is a part of {what}: beside the rows that count, "
+                "the folder may have deleted, replaced or unfinished ones. Write the rows as plain "
+                "files with the program of the table, or, if data.source.include has the right "
+                f"files only, add {folder!r} to data.source.exclude."
+            )
 
 
 def _check_case(root: Path, left_out: list[str], patterns: tuple[str, ...]) -> None:

@@ -2,7 +2,8 @@
 
 Ids of 32 bits that are read as 16 are followed by their upper half each, which is 0, or below 4 for
 vocabularies of up to 2^18: every second id says nothing. In the other byte order small ids are
-multiples of 256. No text has such ids.
+multiples of 256. Ids of 8 bits that are read as 16 have two of them in each: the upper byte is
+distributed as the lower one is. No text has such ids.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ MIN_IDS = 16
 """So few ids could be such by chance."""
 UPPER_HALVES = 4
 """Number of upper halves of ids of any known vocabulary."""
+MIN_PAIRS = 512
+"""So few ids may have both bytes in one range by chance."""
+BYTES_OF_TEXT = 245
+"""UTF-8 has no byte from here on; the lower bytes of ids of a larger vocabulary have all values."""
+SAME_SHARE = 0.2
+"""Two distributions that differ in less than this share are the same one."""
 
 
 class IdPattern:
@@ -27,6 +34,8 @@ class IdPattern:
         """Highest id at even and at odd positions."""
         self._low_bits = [0, 0]
         """All bits of the lower byte that an id has at even and at odd positions."""
+        self._bytes = np.zeros((2, 256), np.int64)
+        """How often each value is the lower, and the upper, byte of an id of 16 bits."""
 
     def add(self, ids: NDArray[Any]) -> None:
         """Takes the next ids of the file."""
@@ -35,6 +44,9 @@ class IdPattern:
             if len(some):
                 self._highest[which] = max(self._highest[which], int(some.max()))
                 self._low_bits[which] |= int(np.bitwise_or.reduce(some)) & 0xFF
+        if ids.dtype.itemsize == 2:
+            for which, part in enumerate((ids & 0xFF, ids >> 8)):
+                self._bytes[which] += np.bincount(part, minlength=256)
         self._num_ids += len(ids)
 
     def problem(self) -> str | None:
@@ -49,4 +61,14 @@ class IdPattern:
             return f"every second id is at most {min(self._highest)}, as of a wider type"
         if not any(self._low_bits) and any(self._highest):
             return "every id is a multiple of 256, as in the other byte order"
+        if self._has_two_in_each():
+            return "both bytes of the ids have the same values, as of a narrower type (uint8)"
         return None
+
+    def _has_two_in_each(self) -> bool:
+        """Returns whether each id of 16 bits looks like two ids of 8 bits."""
+        num_ids = int(self._bytes[0].sum())
+        if num_ids < MIN_PAIRS or self._bytes[:, BYTES_OF_TEXT:].any():
+            return False
+        lower, upper = self._bytes
+        return bool(np.abs(lower - upper).sum() < 2 * SAME_SHARE * num_ids)

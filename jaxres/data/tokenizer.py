@@ -284,9 +284,11 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
     where, settings = f"data.tokenizer.path: {file}", _settings(folder / SETTINGS)
     special, added = _settings(folder / SPECIAL), _settings(folder / ADDED)
     of_model = dict[str, Any]()
-    if section.end_of_document is None and settings.get("eos_token") is None:
-        settings |= {"eos_token": special.get("eos_token")}
+    if section.end_of_document is None:
         of_model = {name: _settings(folder / name).get("eos_token_id") for name in OF_MODEL}
+        of_model |= {SETTINGS: settings.get("eos_token_id")}
+        if settings.get("eos_token") is None:
+            settings |= {"eos_token": special.get("eos_token")}
     tokenizer = parse_tokenizer(
         data,
         settings,
@@ -295,6 +297,9 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
         special_tokens=section.special_tokens,
         of_model=of_model,
     )
+    if section.end_of_document is None and not tokenizer.note:
+        named = {SPECIAL: _content(special.get("eos_token"))}
+        tokenizer = replace(tokenizer, note=_other_ends(tokenizer, named, of_model, where))
     _check_encoding(tokenizer, where)
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
     tokenizer_settings.check(settings, data, ids, where=where)
@@ -399,8 +404,7 @@ def parse_tokenizer(
     ids = library.get_vocab(with_added_tokens=True)
     note = ""
     if end_of_document is None:
-        token = settings.get("eos_token")
-        end_of_document = token.get("content") if isinstance(token, Mapping) else token
+        end_of_document = _content(settings.get("eos_token"))
     if not isinstance(end_of_document, str):
         end_of_document, note = _end_of_model(library, of_model, where)
     if end_of_document not in ids:
@@ -418,6 +422,31 @@ def parse_tokenizer(
         library=library,
         special_tokens=special_tokens,
         note=note,
+    )
+
+
+def _content(token: Any) -> Any:
+    """Returns the text of a token that a file gives as text, or as an object with its flags."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def _other_ends(
+    tokenizer: LibraryTokenizer, named: Mapping[str, Any], of_model: Mapping[str, Any], where: str
+) -> str:
+    """Returns what to tell if another file names another token as the end; "": none does."""
+    library = tokenizer.library
+    end = library.id_to_token(tokenizer.end_of_document)
+    others = [f"{file} has {token!r}" for file, token in named.items() if token not in (None, end)]
+    for file, ids in of_model.items():
+        given = ids if isinstance(ids, list) else [ids]
+        numbers = [id_ for id_ in given if type(id_) is int and 0 <= id_ < 2**32]
+        if numbers and tokenizer.end_of_document not in numbers:
+            others.append(f"{file} has {', '.join(map(repr, map(library.id_to_token, numbers)))}")
+    if not others:
+        return ""
+    return (
+        f"{where}: a document ends with {end!r}, the eos_token of {SETTINGS}; {'; '.join(others)}. "
+        "If that is meant, set data.tokenizer.end_of_document"
     )
 
 

@@ -5,7 +5,8 @@ complete step without a record. More of them, or any of a later attempt, mean th
 missing or older than the checkpoints: then they may be committed steps, and nothing is deleted.
 
 Home of: lost_log. No attempt is claimed on a log that does not account for the complete steps in
-`checkpoints/`; `checkpoints adopt` rebuilds such a log.
+`checkpoints/`, or that is not the one after which the newest of them was saved; `checkpoints adopt`
+rebuilds a lost log.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import collections
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxres.faults import Unrestorable
+from jaxres.faults import RunError, Unrestorable
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import RunHistory
+from jaxres.runlog.records import Dropped, Record, file_name
+from jaxres.runlog.run_log import RunHistory, fold
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -148,3 +150,35 @@ def require_complete_log(run_dir: RunDir, history: RunHistory) -> None:
         f"rebuild it from the checkpoints: jaxres checkpoints adopt {run_dir.root}. For a new run, "
         "give another run.dir."
     )
+
+
+def require_same_log(run_dir: RunDir, records: Sequence[Record]) -> None:
+    """Raises if the newest committed step was saved by another course of the run.
+
+    Two copies of a run directory that have both trained on have other records under the same
+    numbers. Put together they make a log that no run has written.
+
+    Args:
+      run_dir: the run directory.
+      records: its log; a summary of it is enough.
+
+    Raises:
+      Unrestorable: the copy of the log in the step has another record; nothing was changed.
+      StorageUnavailable: storage could not be read.
+    """
+    committed = fold(records).committed
+    data = files.read(run_dir.root / committed[-1].path / LOG_COPY) if committed else None
+    own = {record.seq: record for record in records if not isinstance(record.body, Dropped)}
+    for line in (data or b"").splitlines():
+        try:
+            saved = Record.decode(line, path=run_dir.log / file_name(Record.seq_of(line)))
+        except (RunError, ValueError):
+            return  # The restore compares the file with the manifest, and names the damage.
+        if own.get(saved.seq, saved) != saved:
+            raise Unrestorable(
+                f"{run_dir.log / file_name(saved.seq)}: is not the record that step "
+                f"{committed[-1].step} was saved after ({committed[-1].path}/{LOG_COPY}): the "
+                "folder is put together of two copies of the run that have both trained on. "
+                "Nothing was changed. Restore one of the copies whole, log/ and checkpoints/ "
+                "together, into an empty folder, and give that as run.dir."
+            )

@@ -259,6 +259,7 @@ def claim_attempt(
     records = run_log.read_records(run_dir.log, known=known)
     if attempt is None:
         step_dirs.require_complete_log(run_dir, run_log.fold(records))
+        step_dirs.require_same_log(run_dir, records)
     claim = new_claim(config, run_log.fold(records), env=env, job=job)
     if attempt is not None:
         claim = dataclasses.replace(claim, attempt=attempt)

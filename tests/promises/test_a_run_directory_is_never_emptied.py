@@ -53,6 +53,23 @@ def lived(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
 
 
 @pytest.mark.slow
+def test_two_copies_that_have_both_trained_on_are_no_run_when_they_are_put_together(
+    workspace: Workspace, lived: RunDir
+) -> None:
+    assert isinstance(lived.root, Path)
+    older = RunDir(lived.root.parent / OLDER[0])
+    one, other = workspace.copy(older, "one"), workspace.copy(older, "other")
+    workspace.finish("one", *MLP, "train.steps=60")
+    workspace.finish("other", *MLP, "train.steps=80")
+    shutil.copytree(str(one.root), str(other.root), dirs_exist_ok=True)
+    log, steps = files.list_names(other.log), _complete_steps(other)
+    number = len(run_log.read_records(older.log)) + 1
+    refused = workspace.start("other", *MLP)
+    refused.assert_fails(ExitCode.UNRESTORABLE, f"{number:08d}.json", "put together of two copies")
+    assert (files.list_names(other.log), _complete_steps(other)) == (log, steps)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", campaign_but(["all", "attempts", "commits"], "all"))
 @pytest.mark.parametrize("storage", campaign_but(["workspace", "bucket"], "workspace"))
 def test_a_start_on_a_lost_or_older_log_deletes_nothing_and_adopt_rebuilds_it(

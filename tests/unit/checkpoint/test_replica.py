@@ -218,3 +218,18 @@ def test_a_copied_config_with_a_secret_is_for_its_owner_only(attempt, to):
     copied.chmod(0o644)
     replicator(attempt.run_dir, to).update()
     assert copied.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "attempts/0001/metrics.jsonl", "excluded-hosts"])
+def test_no_file_that_a_link_of_a_given_run_leads_to_is_copied(attempt, to, tmp_path, name):
+    attempt.save(8)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "secret").write_text("secret: hunter2\n")
+    path = attempt.run_dir.root / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(elsewhere if name == "excluded-hosts" else elsewhere / "secret")
+    with pytest.raises(ConfigError, match=rf"{name}.*is, through a link, .*not copied"):
+        replicator(attempt.run_dir, to).update()
+    copied = [file.read_bytes() for file in to.root.rglob("*") if file.is_file()]
+    assert not any(b"hunter2" in data for data in copied)

@@ -121,3 +121,32 @@ def test_a_parquet_page_that_differs_from_its_checksum_is_refused(
     path.write_bytes(data.replace(right, wrong, 1))
     with pytest.raises(ConfigError, match=r"a\.parquet can't be read: .*checksum"):
         opened(source, cache / "again")
+
+
+TABLES = {
+    "_delta_log/00000000000000000001.json": "a table of Delta Lake",
+    "metadata/v2.metadata.json": "a table of Apache Iceberg",
+    ".hoodie/20240101.commit": "a table of Apache Hudi",
+    "_spark_metadata/0": "a table that Spark has streamed to",
+    "_temporary/0/task_1/part-1.parquet": "a job of Spark or Hadoop that has not ended",
+}
+
+
+@pytest.mark.parametrize(("name", "what"), TABLES.items(), ids=TABLES)
+def test_a_folder_of_a_table_is_refused_since_rows_of_it_may_be_deleted(
+    tmp_path: Path, name: str, what: str
+) -> None:
+    rows = pyarrow.table({"text": TEXTS})
+    for part in ("part-0.parquet", "part-1.parquet"):
+        (tmp_path / "table").mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(rows, tmp_path / "table" / part)
+    path = tmp_path / "table" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{}")
+    source = ParquetSource(path=str(tmp_path / "table"), include=("**/*.parquet",))
+    with pytest.raises(ConfigError, match=rf"is a part of {what}: .*'{name.split('/')[0]}/\*'"):
+        opened(source, tmp_path / "cache")
+    chosen = source.model_copy(
+        update={"include": ("part-0.parquet",), "exclude": (f"{name.split('/')[0]}/*",)}
+    )
+    assert texts_of(chosen, tmp_path / "cache") == TEXTS

@@ -15,6 +15,7 @@ from tests.unit.data.test_documents import opened
 IDS = np.random.default_rng(0).integers(0, 50257, 1000)
 LARGE = np.random.default_rng(0).integers(0, 130_000, 1000)
 CHARS = IDS % 65
+TEXT = np.random.default_rng(0).choice(65, 2000, p=(share := 1 / np.arange(1, 66)) / share.sum())
 WRONG = {
     "uint32": (IDS.astype("<u4"), "uint16"),
     "uint32 of a vocabulary above 2^16": (LARGE.astype("<u4"), "uint16"),
@@ -24,6 +25,8 @@ WRONG = {
     "characters, big-endian": (CHARS.astype(">u2"), "uint16"),
     "uint32, big-endian": (IDS.astype(">u4"), "uint16"),
     "uint32 above 2^16, big-endian": (LARGE.astype(">u4"), "uint16"),
+    "characters in uint8": (TEXT.astype("u1"), "uint16"),
+    "bytes of a text": (np.frombuffer(Path(__file__).read_bytes()[:4000], "u1"), "uint16"),
     "characters in uint32, big-endian": (CHARS.astype(">u4"), "uint16"),
 }
 
@@ -34,9 +37,8 @@ def test_token_ids_of_another_width_or_byte_order_are_refused(tmp_path: Path, na
     path = tmp_path / "train.bin"
     path.write_bytes(ids.tobytes())
     source = NanogptSource(path=str(path), vocab_size=2**18, dtype=dtype)
-    says = (
-        r"train\.bin: read as uint\d\d, .*(as of a wider type|other byte order).*data.source.dtype"
-    )
+    why = "as of a wider type|other byte order|narrower type"
+    says = rf"train\.bin: read as uint\d\d, .*({why}).*data.source.dtype"
     with pytest.raises(ConfigError, match=says):
         opened(source, tmp_path / "cache")
     assert list((tmp_path / "cache" / "corpora").glob("*")) == []
@@ -45,6 +47,8 @@ def test_token_ids_of_another_width_or_byte_order_are_refused(tmp_path: Path, na
 RIGHT = {
     "of GPT-2": IDS,
     "of characters": CHARS,
+    "of any two bytes": np.random.default_rng(0).integers(0, 2**16, 1000),
+    "of few characters": TEXT[:300] * 257,
     "of two": IDS % 2,
     "all 0": IDS * 0,
     "all the same": IDS * 0 + 300,

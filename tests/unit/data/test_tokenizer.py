@@ -103,6 +103,31 @@ def test_a_built_folder_has_its_tokenizer_and_refuses_another(
     assert json.loads((entry / "tokenizer_config.json").read_text())["chat_template"]
 
 
+OTHER_ENDS = {
+    "special_tokens_map.json": ({"eos_token": {"content": "<s>"}}, "has '<s>'"),
+    "config.json": ({"eos_token_id": 1}, "has '<s>'"),
+    "generation_config.json": ({"eos_token_id": [1, 2, -1, 10**12]}, "has '<s>', '<pad>'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENDS)
+def test_another_end_of_documents_in_a_file_beside_the_tokenizer_is_told(
+    corpus: Path, tmp_path: Path, name: str
+) -> None:
+    folder = bpe.train(tmp_path / "tokenizer")
+    fields, says = OTHER_ENDS[name]
+    for data, expected in (({"eos_token": bpe.END, "eos_token_id": [0, 1]}, ""), (fields, says)):
+        (folder / name).write_text(json.dumps(data))
+        tokenizer = open_tokenizer(HuggingfaceTokenizer(path=folder))
+        assert isinstance(tokenizer, LibraryTokenizer)
+        assert expected in tokenizer.note
+        assert bool(tokenizer.note) == bool(expected), tokenizer.note
+    assert f"{name} has" in tokenizer.note
+    chosen = open_tokenizer(HuggingfaceTokenizer(path=folder, end_of_document=bpe.END))
+    assert isinstance(chosen, LibraryTokenizer)
+    assert chosen.note == ""
+
+
 def test_an_unusable_tokenizer_is_one_error_that_names_it(
     corpus: Path, trained: Path, tmp_path: Path
 ) -> None:
