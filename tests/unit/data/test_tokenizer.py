@@ -118,13 +118,13 @@ def test_another_end_of_documents_in_a_file_beside_the_tokenizer_is_told(
     fields, says = OTHER_ENDS[name]
     for data, expected in (({"eos_token": bpe.END, "eos_token_id": [0, 1]}, ""), (fields, says)):
         (folder / name).write_text(json.dumps(data))
-        tokenizer = open_tokenizer(HuggingfaceTokenizer(path=folder))
-        assert isinstance(tokenizer, LibraryTokenizer)
-        assert expected in tokenizer.note
-        assert bool(tokenizer.note) == bool(expected), tokenizer.note
-    assert f"{name} has" in tokenizer.note
-    chosen = open_tokenizer(HuggingfaceTokenizer(path=folder, end_of_document=bpe.END))
-    assert isinstance(chosen, LibraryTokenizer)
+        opened = tokenizer.open_tokenizer(HuggingfaceTokenizer(path=folder))
+        assert isinstance(opened, tokenizer.LibraryTokenizer)
+        assert expected in opened.note
+        assert bool(opened.note) == bool(expected), opened.note
+    assert f"{name} has" in opened.note
+    chosen = tokenizer.open_tokenizer(HuggingfaceTokenizer(path=folder, end_of_document=bpe.END))
+    assert isinstance(chosen, tokenizer.LibraryTokenizer)
     assert chosen.note == ""
 
 
