@@ -57,16 +57,16 @@ WALL_CLOCK_MAY = {
     "jaxres/supervisor/preemption/notices.py:_upcoming": "time until a time stamp of the server",
     "jaxres/supervisor/preemption/watcher.py:PreemptionWatcher.__enter__": "time until a deadline",
     "jaxres/supervisor/preemption/watcher.py:PreemptionWatcher._dated": "now, for dated notices",
-    "jaxres/data/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
+    "jaxres/data/bucket/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
     "jaxres/engine/executable.py:sources": "whether code is younger than the process that runs it",
     "jaxres/engine/executable.py:keep": "which file is the oldest, to be removed",
     "jaxres/train/compiled/compile_cache.py:process_start": "compared with the times of files",
     "jaxres/train/compiled/compile_cache.py:import_times": "compared with the times of files",
-    "jaxres/data/source_files.py:list_corpus": "detects a change of a file",
-    "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
-    "jaxres/data/content_key.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/sources/source_files.py:list_corpus": "detects a change of a file",
+    "jaxres/data/sources/documents.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/sources/content_key.py:check_unchanged": "detects a change of a file",
     "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
-    "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
+    "jaxres/data/bucket/block_cache.py:_files_below": "which block any process used last",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
 ENVIRONMENT = (

@@ -43,7 +43,7 @@ from jaxres.telemetry.alert_sender import ResolvedTarget
 from jaxres.train import completion
 
 if TYPE_CHECKING:
-    from jaxres.config.schema_gce import GceSection
+    from jaxres.config.schema.gce import GceSection
 
 ENDPOINT = "JAXRES_GCE_ENDPOINT"
 

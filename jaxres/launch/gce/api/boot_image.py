@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 
 FAMILY = re.compile(r"(?:.*projects/([^/]+)/)?global/images/family/([^/]+)")

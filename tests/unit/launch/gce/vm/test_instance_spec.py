@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxres.config import cross_checks
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.api import boot_image
 from jaxres.launch.gce.api.resource_reader import ResourceReader
 from jaxres.launch.gce.controller import machine_for, new_state
