@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import stat
 import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -24,7 +27,6 @@ from jaxres.config.schema.data import (
 )
 from jaxres.data.sources.folder_tree import WILD, FolderTree, is_match, parts_of, unreadable
 from jaxres.data.sources.saved_dataset import data_files
-from jaxres.data.sources.shard_names import missing_shards
 from jaxres.faults import ConfigError
 from jaxres.storage.files import exists, is_folder, status_of
 from jaxres.storage.path import SCHEME, RunPath, parse_path
@@ -32,6 +34,10 @@ from jaxres.storage.path import SCHEME, RunPath, parse_path
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are not part of it, or that a running Python changes."""
+_SHARD = re.compile(
+    r"(?P<before>.*?)(?P<number>\d{2,})-of-(?P<total>\d{2,})(?P<after>.*)", re.DOTALL
+)
+"""Name of a shard, such as train-00000-of-00005.parquet."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def list_corpus(source: DocumentSource) -> Listing:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
-    warnings = missing_shards(files) + links.warnings()
+    warnings = _missing_shards(files) + links.warnings()
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
 
 
@@ -266,3 +272,16 @@ class _Links:
 
 def _name_hash(name: str) -> bytes:
     return hashlib.blake2b(os.fsencode(name), digest_size=16).digest()
+
+
+def _missing_shards(names: Iterable[str]) -> list[str]:
+    """Returns a line for each set of shards that is not complete, in the order of their names."""
+    found = defaultdict[tuple[str, str, str], set[int]](set)
+    for name in names:
+        if match := _SHARD.fullmatch(name):
+            found[match["before"], match["total"], match["after"]].add(int(match["number"]))
+    return [
+        f"{before}*-of-{total}{after}: {len(numbers):,} of {int(total):,} shards are there"
+        for (before, total, after), numbers in sorted(found.items())
+        if len(numbers) < int(total)
+    ]
