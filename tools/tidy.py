@@ -10,10 +10,13 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = {"jaxres": 600, "emulators": 600, "tests": 600, "tools": 600, "examples": 60}
+MAX_FOLDER_FILES = 20
+"""Files of a folder of the package or of the unit tests, `__init__.py` apart."""
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 """Parameters of a function of the package, `self` apart; more belong together in a dataclass."""
@@ -97,7 +100,8 @@ def main(arguments: list[str]) -> int:
         return 0
     problems = [problem for path in _tracked("*.py") for problem in _check(path)]
     problems += [problem for path in _tracked(*PROSE) for problem in _retired_words(path)]
-    problems += [*_classes_of_one_name(), *_homes_of_faults(), *_faults_of_homes()]
+    problems += [*_crowded_folders(), *_classes_of_one_name()]
+    problems += [*_homes_of_faults(), *_faults_of_homes()]
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 
@@ -201,6 +205,18 @@ def _classes_of_one_name() -> Iterator[str]:
     for name, found in sorted(places.items()):
         if len(found) > 1:
             yield f"{found[-1]}: class {name} exists already, at {found[0]}: name what differs"
+
+
+def _crowded_folders() -> Iterator[str]:
+    """Yields folders of the package and of the unit tests that have too many files."""
+    paths = _tracked("jaxres/*.py", "tests/unit/*.py")
+    numbers = Counter(path.parent for path in paths if path.name != "__init__.py")
+    for folder, number in sorted(numbers.items()):
+        if number > MAX_FOLDER_FILES:
+            yield (
+                f"{folder}: {number} files, at most {MAX_FOLDER_FILES}: give those that serve one "
+                "purpose a folder (docs/adr/0101-a-folder-has-at-most-twenty-files.md)"
+            )
 
 
 def _homes_of_faults() -> Iterator[str]:

@@ -248,7 +248,7 @@ def resolve_boot_image(
 
 
 def boot_image_change(before: str, now: str) -> str:
-    """Returns what to print when the job of a run starts again; empty: nothing has changed.
+    """Returns the notice of a changed boot image at a job's restart; empty: nothing has changed.
 
     >>> boot_image_change("projects/p/global/images/a-1", "projects/p/global/images/a-2")
     'the boot image is a-2 from now on; it was a-1'

@@ -111,6 +111,18 @@ def test_a_class_with_the_name_of_another_is_refused(rules, tmp_path, monkeypatc
     assert problem.startswith("jaxres/b.py:1: class Place exists already, at jaxres/a.py:1")
 
 
+@pytest.mark.parametrize("folder", ["jaxres/data", "tests/unit/data"])
+def test_a_folder_with_more_than_twenty_files_is_refused(rules, monkeypatch, folder):
+    names = ["__init__", *(f"m{number}" for number in range(20))]
+    paths = [Path(folder, f"{name}.py") for name in names]
+    paths += [Path(folder, "tokens", f"m{number}.py") for number in range(20)]
+    monkeypatch.setattr(rules, "_tracked", lambda *_: paths)
+    assert list(rules._crowded_folders()) == []
+    paths.append(Path(folder, "one_more.py"))
+    (problem,) = rules._crowded_folders()
+    assert problem.startswith(f"{folder}: 21 files, at most 20: ")
+
+
 def test_a_module_that_claims_a_fault_of_another_home_is_refused(rules, tmp_path, monkeypatch):
     home = tmp_path / "jaxres" / "launch" / "gce" / "state" / "lease.py"
     home.parent.mkdir(parents=True)
