@@ -287,7 +287,7 @@ ALL: tuple[Fault, ...] = (
     _row(
         "damaged_data",
         "process",
-        "data/token_digests.py",
+        "data/tokens/token_digests.py",
         "a block of tokens or offsets differs from its digest when it is first read: a cached "
         "corpus is moved aside and built again by the next attempt, a copy from a bucket is "
         "copied again; a token folder of the user ends the run (78)",

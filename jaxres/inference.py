@@ -16,9 +16,9 @@ from jaxres.checkpoint.read import manifest
 from jaxres.checkpoint.read.verify import verify_step
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights.source import Step, commit_of, from_run
-from jaxres.config.schema_data import HuggingfaceTokenizer
-from jaxres.data import tokenizer as tokenizers
-from jaxres.data.tokenizer import FILE_NAME, Tokenizer, limited
+from jaxres.config.schema.data import HuggingfaceTokenizer
+from jaxres.data.tokens import tokenizer as tokenizers
+from jaxres.data.tokens.tokenizer import FILE_NAME, Tokenizer, limited
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir

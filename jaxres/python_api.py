@@ -23,7 +23,7 @@ from jaxres.cli.checkpoints import history as history_command
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.yaml import dump
-from jaxres.data.tokenizer import Tokenizer
+from jaxres.data.tokens.tokenizer import Tokenizer
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel

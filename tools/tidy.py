@@ -10,10 +10,13 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = {"jaxres": 600, "emulators": 600, "tests": 600, "tools": 600, "examples": 60}
+MAX_FOLDER_FILES = 20
+"""Files of a folder of the package or of the unit tests, `__init__.py` apart."""
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 """Parameters of a function of the package, `self` apart; more belong together in a dataclass."""
@@ -57,16 +60,16 @@ WALL_CLOCK_MAY = {
     "jaxres/supervisor/preemption/notices.py:_upcoming": "time until a time stamp of the server",
     "jaxres/supervisor/preemption/watcher.py:PreemptionWatcher.__enter__": "time until a deadline",
     "jaxres/supervisor/preemption/watcher.py:PreemptionWatcher._dated": "now, for dated notices",
-    "jaxres/data/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
+    "jaxres/data/bucket/download_cache.py:_delete_leftovers": "whether leftovers are a day old",
     "jaxres/engine/executable.py:sources": "whether code is younger than the process that runs it",
     "jaxres/engine/executable.py:keep": "which file is the oldest, to be removed",
     "jaxres/train/compiled/compile_cache.py:process_start": "compared with the times of files",
     "jaxres/train/compiled/compile_cache.py:import_times": "compared with the times of files",
-    "jaxres/data/source_files.py:list_corpus": "detects a change of a file",
-    "jaxres/data/documents.py:check_unchanged": "detects a change of a file",
-    "jaxres/data/content_key.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/sources/source_files.py:list_corpus": "detects a change of a file",
+    "jaxres/data/sources/documents.py:check_unchanged": "detects a change of a file",
+    "jaxres/data/sources/content_key.py:check_unchanged": "detects a change of a file",
     "jaxres/data/corpus.py:_remove_leftovers": "a day, over several processes",
-    "jaxres/data/block_cache.py:_files_below": "which block was used last, over several processes",
+    "jaxres/data/bucket/block_cache.py:_files_below": "which block any process used last",
 }
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
 ENVIRONMENT = (
@@ -97,7 +100,8 @@ def main(arguments: list[str]) -> int:
         return 0
     problems = [problem for path in _tracked("*.py") for problem in _check(path)]
     problems += [problem for path in _tracked(*PROSE) for problem in _retired_words(path)]
-    problems += [*_classes_of_one_name(), *_homes_of_faults(), *_faults_of_homes()]
+    problems += [*_crowded_folders(), *_classes_of_one_name()]
+    problems += [*_homes_of_faults(), *_faults_of_homes()]
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
     return 1 if problems else 0
 
@@ -201,6 +205,18 @@ def _classes_of_one_name() -> Iterator[str]:
     for name, found in sorted(places.items()):
         if len(found) > 1:
             yield f"{found[-1]}: class {name} exists already, at {found[0]}: name what differs"
+
+
+def _crowded_folders() -> Iterator[str]:
+    """Yields folders of the package and of the unit tests that have too many files."""
+    paths = _tracked("jaxres/*.py", "tests/unit/*.py")
+    numbers = Counter(path.parent for path in paths if path.name != "__init__.py")
+    for folder, number in sorted(numbers.items()):
+        if number > MAX_FOLDER_FILES:
+            yield (
+                f"{folder}: {number} files, at most {MAX_FOLDER_FILES}: give those that serve one "
+                "purpose a folder (docs/adr/0101-a-folder-has-at-most-twenty-files.md)"
+            )
 
 
 def _homes_of_faults() -> Iterator[str]:

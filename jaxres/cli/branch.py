@@ -26,7 +26,7 @@ from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.errors import show
-from jaxres.config.schema_data import MixtureSource
+from jaxres.config.schema.data import MixtureSource
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.inference import root_of

@@ -14,16 +14,17 @@ from jaxres import config as configs
 from jaxres import data, faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
-from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
-from jaxres.config.schema_model import embedding_rows
-from jaxres.config.schema_training import BadRecordsSection
-from jaxres.data import Rows, download_cache
+from jaxres.config.schema.data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.config.schema.model import embedding_rows
+from jaxres.config.schema.training import BadRecordsSection
+from jaxres.data import Rows
+from jaxres.data.bucket import download_cache
 from jaxres.data.corpus import describe, describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
-from jaxres.data.images import IMAGES, ImageRows
+from jaxres.data.sources.images import IMAGES, ImageRows
 from jaxres.data.inspect import image_statistics, show_rows, statistics
 from jaxres.data.mixture import MixedRows, Mixture
-from jaxres.data.token_folder import TokenFolder
+from jaxres.data.tokens.token_folder import TokenFolder
 from jaxres.data.verify import DataReport, verify_data
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError

@@ -23,9 +23,9 @@ from jaxres import data, faults
 from jaxres.clock import SystemClock
 from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser, local_path_argument
-from jaxres.config.schema_training import FromRun, FromSeed
+from jaxres.config.schema.training import FromRun, FromSeed
 from jaxres.data import Dataset
-from jaxres.data.tokenizer import LibraryTokenizer
+from jaxres.data.tokens.tokenizer import LibraryTokenizer
 from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.exit_codes import ExitCode

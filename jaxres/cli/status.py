@@ -14,7 +14,7 @@ from jaxres import config as configs
 from jaxres.cli import run_health
 from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
 from jaxres.clock import Clock
-from jaxres.config.schema_data import HELDOUT
+from jaxres.config.schema.data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import RunError
 from jaxres.operate.report import number_text

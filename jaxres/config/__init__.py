@@ -7,7 +7,7 @@ from jaxres.config.cross_checks import check
 from jaxres.config.describe import describe, dump_yaml, file_mode
 from jaxres.config.errors import Problem
 from jaxres.config.load import Loaded, load, load_recorded
-from jaxres.config.schema import RunConfig
+from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.trajectory import (
     changed_secrets,
     check_same,

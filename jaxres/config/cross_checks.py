@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema import RunConfig, TrainSection
-from jaxres.config.schema_data import (
+from jaxres.config.schema.run_config import RunConfig, TrainSection
+from jaxres.config.schema.data import (
     HELDOUT,
     BytesTokenizer,
     CustomSource,
@@ -27,17 +27,17 @@ from jaxres.config.schema_data import (
     TokensSource,
     single_sources,
 )
-from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
-from jaxres.config.schema_model import CustomModel, GptModel, MlpModel, VitModel
-from jaxres.config.schema_operations import KINDS, PagerdutyTarget, variable
-from jaxres.config.schema_optimizer import (
+from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
+from jaxres.config.schema.model import CustomModel, GptModel, MlpModel, VitModel
+from jaxres.config.schema.operations import KINDS, PagerdutyTarget, variable
+from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
     CustomOptimizer,
     LionOptimizer,
     PiecewiseSchedule,
     SgdOptimizer,
 )
-from jaxres.config.schema_training import FromSafetensors
+from jaxres.config.schema.training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
 SMALLEST_SHARE = 1 / 65_536

@@ -9,11 +9,12 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from jaxres import secret_values
-from jaxres.config import field_docs, yaml
+from jaxres.config import yaml
+from jaxres.config.schema import field_docs
 from jaxres.config.errors import show, show_limit
 from jaxres.config.load import SECTION, SHORTHANDS
-from jaxres.config.schema import RunConfig, Section
-from jaxres.config.schema_fields import (
+from jaxres.config.schema.run_config import RunConfig, Section
+from jaxres.config.schema.fields import (
     ITEMS,
     ROOT,
     FieldSpec,

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from jaxres.config import huggingface_keys
 from jaxres.config.errors import Problem
-from jaxres.config.schema_model import GptModel, LinearScaling, Llama3Scaling
+from jaxres.config.schema.model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.config.yaml import Node, plain
 from jaxres.faults import ConfigError
 from jaxres.storage import files, foreign_json

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, Rows, is_record_fault
 from jaxres.data.mixture import MixedRows
-from jaxres.data.token_folder import TokenFolder
+from jaxres.data.tokens.token_folder import TokenFolder
 from jaxres.storage.threads import spawn_thread
 
 

@@ -27,20 +27,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema_data import (
+from jaxres.config.schema.data import (
     DocumentSource,
     HuggingfaceSource,
     ImagesSource,
     NanogptSource,
     TextSource,
 )
-from jaxres.config.schema_data import Tokenizer as TokenizerSection
-from jaxres.config.schema_training import BadRecordsSection
-from jaxres.data import content_key
-from jaxres.data.images import CLASSES, IMAGES, pillow, with_labels
-from jaxres.data.saved_dataset import other_rows
-from jaxres.data.source_files import SourceFile, list_corpus
-from jaxres.data.token_folder import (
+from jaxres.config.schema.data import Tokenizer as TokenizerSection
+from jaxres.config.schema.training import BadRecordsSection
+from jaxres.data.sources import content_key
+from jaxres.data.sources.images import CLASSES, IMAGES, pillow, with_labels
+from jaxres.data.sources.saved_dataset import other_rows
+from jaxres.data.sources.source_files import SourceFile, list_corpus
+from jaxres.data.tokens.token_folder import (
     DTYPES,
     FORMAT_VERSION,
     CacheDamaged,
@@ -51,9 +51,9 @@ from jaxres.data.token_folder import (
     open_tokens,
     token_type,
 )
-from jaxres.data.token_stream import Position, check_begin, token_blocks
-from jaxres.data.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
-from jaxres.data.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
+from jaxres.data.sources.token_stream import Position, check_begin, token_blocks
+from jaxres.data.tokens.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
+from jaxres.data.tokens.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
 from jaxres.storage.files import exists, fault_of, read_whole, sync_dir

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import xxhash
 
-from jaxres.config.schema_data import (
+from jaxres.config.schema.data import (
     HELDOUT,
     CustomSource,
     DataSection,
@@ -19,13 +19,14 @@ from jaxres.config.schema_data import (
     MixtureSource,
     TokensSource,
 )
-from jaxres.config.schema_model import AnyModel, VitModel
-from jaxres.config.schema_training import BadRecordsSection
-from jaxres.data import download_cache, remote_tokens
-from jaxres.data import tokenizer as tokenizers
+from jaxres.config.schema.model import AnyModel, VitModel
+from jaxres.config.schema.training import BadRecordsSection
+from jaxres.data.bucket import download_cache
+from jaxres.data.bucket import remote_tokens
+from jaxres.data.tokens import tokenizer as tokenizers
 from jaxres.data.batching import BadRecord, Rows, first_row
 from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
-from jaxres.data.custom import (
+from jaxres.data.sources.custom import (
     CustomRows,
     build_items,
     fingerprints_of,
@@ -33,22 +34,28 @@ from jaxres.data.custom import (
     tokens_per_row_of,
     vocab_size_of,
 )
-from jaxres.data.images import IMAGES, ImageRows, classes_of, split_images
+from jaxres.data.sources.images import IMAGES, ImageRows, classes_of, split_images
 from jaxres.data.mixture import SOURCE_KEY, MixedRows, MixturePart, mix, mixture_fingerprint
 from jaxres.data.order import Order
-from jaxres.data.packed_rows import PackedRows, open_packed_rows
-from jaxres.data.packing import Packing
+from jaxres.data.tokens.packed_rows import PackedRows, open_packed_rows
+from jaxres.data.tokens.packing import Packing
 from jaxres.data.row_values import limits_of
 from jaxres.data.shuffle import Permutation
-from jaxres.data.source_files import shared_files, token_folder_of
-from jaxres.data.token_folder import (
+from jaxres.data.sources.source_files import shared_files, token_folder_of
+from jaxres.data.tokens.token_folder import (
     TokenFolder,
     TokenRows,
     heldout_start,
     open_tokens,
     split_tokens,
 )
-from jaxres.data.tokenizer import LIBRARY, LibraryTokenizer, Tokenizer, limited, open_tokenizer
+from jaxres.data.tokens.tokenizer import (
+    LIBRARY,
+    LibraryTokenizer,
+    Tokenizer,
+    limited,
+    open_tokenizer,
+)
 from jaxres.faults import ConfigError
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import is_remote

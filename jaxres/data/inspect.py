@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, Rows
 from jaxres.data.dataset import Dataset
-from jaxres.data.images import LABEL_BYTES, ImageRows, label_of, undecodable_images
+from jaxres.data.sources.images import LABEL_BYTES, ImageRows, label_of, undecodable_images
 from jaxres.data.mixture import SOURCE_KEY, describe_row
 from jaxres.data.order import Order, sample_ids_at
-from jaxres.data.packed_rows import PackedRows
-from jaxres.data.token_folder import TokenRows
+from jaxres.data.tokens.packed_rows import PackedRows
+from jaxres.data.tokens.token_folder import TokenRows
 from jaxres.faults import UsageError
 
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.config.schema_model import AnyModel, CustomModel, VitModel
+from jaxres.config.schema.model import AnyModel, CustomModel, VitModel
 from jaxres.data.batching import Arrays
 
 LARGEST = int(np.iinfo(np.int32).max)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxres.data.bad_records import rows_to_evaluate
 from jaxres.data.batching import Rows
-from jaxres.data.tokenizer import Tokenizer
+from jaxres.data.tokens.tokenizer import Tokenizer
 
 MAX_ROWS = 2048
 

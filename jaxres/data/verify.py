@@ -14,15 +14,22 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxres.config.schema_data import CustomSource, DataSection, MixtureSource, TokensSource
-from jaxres.config.schema_training import BadRecordsSection
-from jaxres.data import download_cache, remote_tokens
+from jaxres.config.schema.data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.config.schema.training import BadRecordsSection
+from jaxres.data.bucket import download_cache
+from jaxres.data.bucket import remote_tokens
 from jaxres.data.corpus import BAD_RECORDS, Corpus, describe_corpus, fingerprint_of, open_cached
 from jaxres.data.mixture import mixture_fingerprint
-from jaxres.data.remote_items import RemoteItems
-from jaxres.data.source_files import token_folder_of
-from jaxres.data.token_digests import CheckedBlocks
-from jaxres.data.token_folder import CacheDamaged, Items, TokenFolder, TokensDamaged, open_tokens
+from jaxres.data.bucket.remote_items import RemoteItems
+from jaxres.data.sources.source_files import token_folder_of
+from jaxres.data.tokens.token_digests import CheckedBlocks
+from jaxres.data.tokens.token_folder import (
+    CacheDamaged,
+    Items,
+    TokenFolder,
+    TokensDamaged,
+    open_tokens,
+)
 from jaxres.faults import UsageError
 from jaxres.storage import files
 from jaxres.storage.path import is_remote

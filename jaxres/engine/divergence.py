@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxres.config.schema_training import (
+from jaxres.config.schema.training import (
     BadRecordsSection,
     GuardsSection,
     LossScaleSection,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxres.config.schema_training import SpikesSection
+from jaxres.config.schema.training import SpikesSection
 
 MIN_DEVIATION = 0.2
 """Least deviation of the logarithm: a change by a tenth is no spike if norms hardly vary."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxres.data.tokenizer import Tokenizer
+from jaxres.data.tokens.tokenizer import Tokenizer
 from jaxres.faults import ConfigError
 
 LENGTH_STEP = 64

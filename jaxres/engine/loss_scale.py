@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxres.config.schema_training import LEAST, MOST, LossScaleSection
+from jaxres.config.schema.training import LEAST, MOST, LossScaleSection
 
 EXPONENT = 0x7F800000
 """Bit mask of the exponent of a float32."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxres.config.schema import MeshSection
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import AXES, MeshPlan
 from jaxres.runlog.guarantee import SEVERAL_KINDS

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxres.config.schema import MeshSection, TrainSection
-from jaxres.config.schema_model import AnyModel, GptModel, VitModel
+from jaxres.config.schema.run_config import MeshSection, TrainSection
+from jaxres.config.schema.model import AnyModel, GptModel, VitModel
 from jaxres.faults import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
@@ -128,7 +128,7 @@ def feasible(
 ) -> tuple[int, ...]:
     """Returns the feasible numbers of devices up to `limit`, as multiples of `multiple_of`.
 
-    >>> from jaxres.config.schema_model import MlpModel
+    >>> from jaxres.config.schema.model import MlpModel
     >>> train = TrainSection(steps=1, global_batch_size=6)
     >>> feasible(MeshSection(), train, MlpModel(), limit=8)
     (1, 2, 3, 6)

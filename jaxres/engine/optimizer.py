@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jaxtyping import Array, Float
 
-from jaxres.config.schema_optimizer import (
+from jaxres.config.schema.optimizer import (
     AdafactorOptimizer,
     AdamwOptimizer,
     CustomOptimizer,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jaxres.config.schema_optimizer import (
+from jaxres.config.schema.optimizer import (
     ConstantSchedule,
     CosineSchedule,
     InverseSqrtSchedule,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxres.config.schema_training import LossScaleSection
+from jaxres.config.schema.training import LossScaleSection
 from jaxres.engine import ema, grad_norm_stats, optimizer
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float
 
-from jaxres.config.schema_training import LEAST, LossScaleSection, SpikesSection
+from jaxres.config.schema.training import LEAST, LossScaleSection, SpikesSection
 from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import ema, grad_norm_stats, optimizer
 from jaxres.engine import loss_scale as scaling

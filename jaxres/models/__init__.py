@@ -1,7 +1,7 @@
 """Models as pure functions over a plain nested dict of arrays, built from the configuration."""
 
-from jaxres.config.schema_model import AnyModel, CustomModel, GptModel, MlpModel, VitModel
-from jaxres.config.schema_training import LoraSection
+from jaxres.config.schema.model import AnyModel, CustomModel, GptModel, MlpModel, VitModel
+from jaxres.config.schema.training import LoraSection
 from jaxres.models import custom, gpt, lora, mlp, vit
 from jaxres.models.interface import (
     Axes,

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxres.config.schema_model import GptModel, LinearScaling, Llama3Scaling
+from jaxres.config.schema.model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.models.interface import normal
 
 Norm = Any

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxres.config.schema_model import CustomModel
+from jaxres.config.schema.model import CustomModel
 from jaxres.faults import ConfigError
 from jaxres.models.interface import Model, Params, num_params
 from jaxres.models.target import call_target

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxres.config.schema_model import GptModel, embedding_rows
+from jaxres.config.schema.model import GptModel, embedding_rows
 from jaxres.faults import ConfigError
 from jaxres.models.attention import (
     Attention,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxres.config.schema_training import LoraSection
+from jaxres.config.schema.training import LoraSection
 from jaxres.faults import ConfigError
 from jaxres.models.interface import Axes, Model, Params, matrix_dims
 from jaxres.models.param_paths import flatten, matching, nested

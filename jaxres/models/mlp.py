@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from jaxres.config.schema_model import MlpModel, embedding_rows
+from jaxres.config.schema.model import MlpModel, embedding_rows
 from jaxres.models.interface import (
     BatchArrays,
     KeepRows,

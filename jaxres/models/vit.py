@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key, UInt8
 
-from jaxres.config.schema_model import VitModel
+from jaxres.config.schema.model import VitModel
 from jaxres.models.interface import (
     BatchArrays,
     KeepRows,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxres.cluster.host_identity import HOST_NAME, HostIdentity
-from jaxres.config.schema_training import ThroughputSection
+from jaxres.config.schema.training import ThroughputSection
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.faulty_hosts import host_name

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
-from jaxres.config.schema_operations import AlertsSection, AlertTarget, PagerdutyTarget, variable
+from jaxres.config.schema.operations import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines

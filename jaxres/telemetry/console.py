@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from jaxres.clock import Clock
-from jaxres.config.schema_data import HELDOUT
+from jaxres.config.schema.data import HELDOUT
 from jaxres.runlog import events
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine

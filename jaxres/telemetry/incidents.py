@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from jaxres.config.schema_operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.config.schema.operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import is_seconds

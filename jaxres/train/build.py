@@ -20,10 +20,10 @@ from jaxres.checkpoint.snapshot import prepare_copies
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write.frozen_arrays import split_state
 from jaxres.config import RunConfig
-from jaxres.config.schema_training import GuardsSection
+from jaxres.config.schema.training import GuardsSection
 from jaxres.data import Dataset
 from jaxres.data.text_bytes import bytes_per_target
-from jaxres.data.tokenizer import Tokenizer
+from jaxres.data.tokens.tokenizer import Tokenizer
 from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states

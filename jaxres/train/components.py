@@ -21,7 +21,7 @@ from jaxres.checkpoint.memory.tier import MemoryTier
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
 from jaxres.config import RunConfig
-from jaxres.config.schema_training import GuardsSection, LossScaleSection
+from jaxres.config.schema.training import GuardsSection, LossScaleSection
 from jaxres.data import Batch, Dataset
 from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import mesh as meshes

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxres.config.schema_training import HookSection
+from jaxres.config.schema.training import HookSection
 from jaxres.engine.state import TrainState
 from jaxres.models.target import check_call, load_target
 from jaxres.runlog.events import Emit, Noted, PhaseChanged

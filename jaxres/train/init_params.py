@@ -26,10 +26,10 @@ from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.mapping import WeightMapping
 from jaxres.checkpoint.weights.orbax_weights import from_orbax
 from jaxres.checkpoint.weights.source import ADAPTERS, PARAMS, Weights
-from jaxres.config.schema_model import AnyModel
-from jaxres.config.schema_training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
-from jaxres.data import hf_bytes_tokenizer
-from jaxres.data.tokenizer import BYTES, FILE_NAME, Tokenizer
+from jaxres.config.schema.model import AnyModel
+from jaxres.config.schema.training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
+from jaxres.data.tokens import hf_bytes_tokenizer
+from jaxres.data.tokens.tokenizer import BYTES, FILE_NAME, Tokenizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxres.cli import replay
-from jaxres.data.token_writer import write_tokens
+from jaxres.data.tokens.token_writer import write_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from tests import damage

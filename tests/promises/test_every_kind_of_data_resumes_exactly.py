@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from jaxres.__main__ import main
 from jaxres.data import Permutation, write_tokens
-from jaxres.data.source_files import _name_hash
+from jaxres.data.sources.source_files import _name_hash
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Skip

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxres.config.schema_fields import iter_fields
+from jaxres.config.schema.fields import iter_fields
 from tests.promises.trainer import ROOT
 from tests.tiers import slow_but
 from tests.waiting import SURE_SECONDS

@@ -13,7 +13,7 @@ import yaml
 
 import jaxres
 from jaxres import python_api
-from jaxres.config.schema_training import LoraSection
+from jaxres.config.schema.training import LoraSection
 from jaxres.faults import ConfigError, UsageError
 from tests.unit.checkpoint.llama_run import ROWS, T, config, logits, random_params, run_of
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxres import secret_values
-from jaxres.config.schema_fields import iter_fields
+from jaxres.config.schema.fields import iter_fields
 from jaxres.secret_values import (
     HIDDEN,
     contains,

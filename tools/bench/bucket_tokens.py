@@ -29,15 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from jaxres.config.schema_data import DataSection, TokensSource  # noqa: E402
-from jaxres.data import (  # noqa: E402
-    Prefetch,
-    batch_at,
-    open_dataset,
-    token_digests,
-    token_writer,
-    write_tokens,
-)
+from jaxres.config.schema.data import DataSection, TokensSource  # noqa: E402
+from jaxres.data import Prefetch, batch_at, open_dataset, write_tokens  # noqa: E402
+from jaxres.data.tokens import token_digests, token_writer  # noqa: E402
 from jaxres.storage import gcs_objects  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
 from jaxres_emulators.gcs.server import CONTROL  # noqa: E402

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import xxhash  # noqa: E402
 
-from jaxres.config.schema_data import (  # noqa: E402
+from jaxres.config.schema.data import (  # noqa: E402
     DataSection,
     DocumentSource,
     HuggingfaceTokenizer,
@@ -43,10 +43,11 @@ from jaxres.config.schema_data import (  # noqa: E402
     TextSource,
     TokensSource,
 )
-from jaxres.data import Prefetch, batch_at, images, open_dataset, write_tokens  # noqa: E402
+from jaxres.data import Prefetch, batch_at, open_dataset, write_tokens  # noqa: E402
+from jaxres.data.sources import images  # noqa: E402
 from jaxres.data.corpus import describe_corpus, open_corpus  # noqa: E402
-from jaxres.data.token_digests import BLOCK_BYTES, num_blocks  # noqa: E402
-from jaxres.data.token_folder import TokenFolder, TokenRows, open_tokens  # noqa: E402
+from jaxres.data.tokens.token_digests import BLOCK_BYTES, num_blocks  # noqa: E402
+from jaxres.data.tokens.token_folder import TokenFolder, TokenRows, open_tokens  # noqa: E402
 from tests import bpe  # noqa: E402
 
 LIMIT = 1.2
@@ -58,7 +59,7 @@ SHAPES = ((480, 1024), (24, 256))
 FIRST_BATCH = """
 import sys
 from pathlib import Path
-from jaxres.config.schema_data import DataSection, TokensSource
+from jaxres.config.schema.data import DataSection, TokensSource
 from jaxres.data import batch_at, open_dataset
 import time
 begun = time.perf_counter()
@@ -84,7 +85,7 @@ class Windows:
         return {"inputs": window[:-1], "targets": window[1:]}
 def jaxres():
     from pathlib import Path
-    from jaxres.config.schema_data import DataSection, TokensSource
+    from jaxres.config.schema.data import DataSection, TokensSource
     from jaxres.data import Prefetch, batch_at, open_dataset
     folder = Path(path)
     section = DataSection(source=TokensSource(path=folder), seq_len=seq_len, heldout_fraction=0.0)

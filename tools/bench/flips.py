@@ -22,10 +22,10 @@ import jax
 import numpy as np
 
 from jaxres import models
-from jaxres.config.schema import MeshSection
-from jaxres.config.schema_model import GptModel
-from jaxres.config.schema_optimizer import AdamwOptimizer, ConstantSchedule
-from jaxres.config.schema_training import GuardsSection
+from jaxres.config.schema.run_config import MeshSection
+from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.optimizer import AdamwOptimizer, ConstantSchedule
+from jaxres.config.schema.training import GuardsSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, replica_fingerprint
 from jaxres.engine import schedule as schedules

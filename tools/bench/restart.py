@@ -129,7 +129,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     from jaxres import config as configs
     from jaxres.checkpoint.restore.load_arrays import load
     from jaxres.data import dataset
-    from jaxres.data.token_folder import open_tokens
+    from jaxres.data.tokens.token_folder import open_tokens
     from jaxres.engine import mesh as meshes
     from jaxres.engine import optimizer
     from jaxres.engine.state import from_plain, to_plain

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxres import config as configs
-from jaxres.data.token_writer import write_tokens
+from jaxres.data.tokens.token_writer import write_tokens
 from jaxres.runlog.paths import RunDir
 from jaxres.telemetry.throughput import peak_flops
 from tools.bench import step

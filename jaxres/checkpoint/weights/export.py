@@ -24,8 +24,8 @@ from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.hf_tensors import Rule
 from jaxres.checkpoint.weights.source import ABOUT, Weights, checksum
 from jaxres.config import huggingface, huggingface_keys
-from jaxres.config.schema_model import GptModel
-from jaxres.config.schema_training import FromSafetensors
+from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.training import FromSafetensors
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.storage import files, foreign_json
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxres.config.schema_model import GptModel
+from jaxres.config.schema.model import GptModel
 from jaxres.faults import ConfigError
 
 BLOCKS = "params/blocks/"

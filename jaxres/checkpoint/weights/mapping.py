@@ -20,7 +20,7 @@ from jaxres.checkpoint.weights.hf_tensors import Rule
 from jaxres.checkpoint.weights.source import WeightFacts, Weights
 from jaxres.config.huggingface import FIXED
 from jaxres.config.huggingface_keys import QUANTIZATION, cannot_compute
-from jaxres.config.schema_training import FromWeights
+from jaxres.config.schema.training import FromWeights
 from jaxres.faults import ConfigError
 
 EXACT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")

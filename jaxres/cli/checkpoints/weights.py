@@ -13,10 +13,11 @@ from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.export import ExportedParams
 from jaxres.checkpoint.weights.source import Weights
 from jaxres.config import RunConfig, huggingface
-from jaxres.config.schema_data import TextSource
-from jaxres.config.schema_model import GptModel
+from jaxres.config.schema.data import TextSource
+from jaxres.config.schema.model import GptModel
 from jaxres.config.yaml import dump
-from jaxres.data import hf_bytes_tokenizer, tokenizer
+from jaxres.data.tokens import hf_bytes_tokenizer
+from jaxres.data.tokens import tokenizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log

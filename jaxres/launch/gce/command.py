@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config import RunConfig, schema_operations
+from jaxres.config import RunConfig
+from jaxres.config.schema import operations as schema_operations
 from jaxres.config.argparser import Parser
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import PreemptedError, StoppedError, UsageError

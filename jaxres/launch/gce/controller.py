@@ -15,7 +15,7 @@ from math import inf
 
 from jaxres.clock import Clock, boot_seconds
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.host import signals
 from jaxres.launch.gce import service_answers

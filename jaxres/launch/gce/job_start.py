@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import secrets
 import signal
 import sys
@@ -23,9 +24,8 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import PreemptedError, StoppedError, StorageUnavailable, format_exit_message
 from jaxres.host import signals
 from jaxres.launch.gce import controller, job_alerts, job_config, orphaned_vms
-from jaxres.launch.gce.api import boot_image
 from jaxres.launch.gce.api.compute import Compute
-from jaxres.launch.gce.api.resource_reader import ResourceReader
+from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.checks import future_reservations, option_prices, preflight
 from jaxres.launch.gce.controller import Controller
 from jaxres.launch.gce.decide import elastic
@@ -43,9 +43,11 @@ from jaxres.telemetry.alert_sender import ResolvedTarget
 from jaxres.train import completion
 
 if TYPE_CHECKING:
-    from jaxres.config.schema_gce import GceSection
+    from jaxres.config.schema.gce import GceSection
 
 ENDPOINT = "JAXRES_GCE_ENDPOINT"
+IMAGE_FAMILY = re.compile(r"(?:.*projects/([^/]+)/)?global/images/family/([^/]+)")
+"""A family leads to its newest image, which may have another driver in the middle of a run."""
 
 
 def compute_for(config: RunConfig, env: Mapping[str, str]) -> Compute:
@@ -211,13 +213,53 @@ def _new_job(
     """Uploads code and config, and returns the desired state of a new job with its boot image."""
     desired = _upload_job(config, paths, before, clock, orphans)
     gce, reader = gce_section(config), ResourceReader(compute)
-    image = boot_image.resolve(gce, reader, print_line)
-    if before is not None and (line := boot_image.change(before.image, image)):
+    image = resolve_boot_image(gce, reader, print_line)
+    if before is not None and (line := boot_image_change(before.image, image)):
         print_line(line)
     print_line(f"{paths.run}: {gce_section(config).most_hosts} VMs are requested")
     groups = _groups_left(gce, compute, paths)
     later = future_reservations.not_begun(gce, reader, now=clock.wall())
     return replace(desired, image=image, groups=(*groups,), backoffs=later)
+
+
+def resolve_boot_image(
+    gce: GceSection, reader: ResourceReader, console: Callable[[str], None]
+) -> str:
+    """Returns the image to which the image family of a config leads; empty: no family is named.
+
+    It is resolved once for a job, so that all VMs boot the same image. Empty also if the family
+    can't be read, which is printed: each request for VMs then resolves it.
+
+    Raises:
+      StorageUnavailable: the service does not answer.
+    """
+    family = IMAGE_FAMILY.fullmatch(gce.image or "")
+    if family is None:
+        return ""
+    owner, name = family[1] or reader.compute.project, family[2]
+    try:
+        found = reader.get("ImagesClient", "get_from_family", family=name, project=owner)
+    except ReadDenied as denied:
+        console(f"{gce.image}: VMs may boot from different images of this family ({denied})")
+        return ""
+    if found is None:
+        return ""  # The request for VMs is refused with the reason.
+    return f"projects/{owner}/global/images/{found.name}"
+
+
+def boot_image_change(before: str, now: str) -> str:
+    """Returns the notice of a changed boot image at a job's restart; empty: nothing has changed.
+
+    >>> boot_image_change("projects/p/global/images/a-1", "projects/p/global/images/a-2")
+    'the boot image is a-2 from now on; it was a-1'
+    """
+    if not before or not now or before == now:
+        return ""
+    return f"the boot image is {_image_name(now)} from now on; it was {_image_name(before)}"
+
+
+def _image_name(image: str) -> str:
+    return image.rpartition("/")[2]
 
 
 def _groups_left(gce: GceSection, compute: Compute, paths: LaunchPaths) -> list[InstanceGroup]:

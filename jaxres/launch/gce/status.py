@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable, UsageError
 from jaxres.goodput import launch_gap

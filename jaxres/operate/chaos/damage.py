@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read import stored_chunks
-from jaxres.data.token_digests import BLOCK_BYTES
+from jaxres.data.tokens.token_digests import BLOCK_BYTES
 from jaxres.runlog.run_log import Commit
 
 INDEX = "state/d"

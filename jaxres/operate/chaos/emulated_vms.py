@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jaxres
 from jaxres import config as configs
 from jaxres.config import RunConfig
-from jaxres.config.base import Section
-from jaxres.config.schema_gce import GceSection, PythonRuntime, SpotOption, StandardOption
+from jaxres.config.schema.base import Section
+from jaxres.config.schema.gce import GceSection, PythonRuntime, SpotOption, StandardOption
 from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.operate.chaos import emulated_bucket as buckets

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from jaxres.config.schema import RunConfig
+from jaxres.config.schema.run_config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import AttemptTime, RunTimeline

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_data import BytesTokenizer
-from jaxres.config.schema_model import AnyModel, GptModel, MlpModel, VitModel
+from jaxres.config.schema.data import BytesTokenizer
+from jaxres.config.schema.model import AnyModel, GptModel, MlpModel, VitModel
 from jaxres.faults import ConfigError
 
 FLOAT_BYTES = 4

@@ -76,8 +76,8 @@ def warn_device_memory(
 def oom_message(config: RunConfig, error: Exception) -> str:
     """Returns the error message: what ran out of memory, and settings to change, with numbers.
 
-    >>> from jaxres.config.schema import RunConfig, TrainSection
-    >>> from jaxres.config.schema_data import DataSection, TextSource
+    >>> from jaxres.config.schema.run_config import RunConfig, TrainSection
+    >>> from jaxres.config.schema.data import DataSection, TextSource
     >>> data = DataSection(source=TextSource(path="x"))
     >>> small = RunConfig(data=data, train=TrainSection(steps=1, global_batch_size=24))
     >>> error = MemoryError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes")
@@ -123,8 +123,8 @@ def _device_settings(config: RunConfig) -> list[str]:
 def host_advice(config: RunConfig, reason: str) -> str:
     """Returns the error message after the kernel's OOM killer has killed the worker.
 
-    >>> from jaxres.config.schema import RunConfig, TrainSection
-    >>> from jaxres.config.schema_data import DataSection, TextSource
+    >>> from jaxres.config.schema.run_config import RunConfig, TrainSection
+    >>> from jaxres.config.schema.data import DataSection, TextSource
     >>> data = DataSection(source=TextSource(path="x"))
     >>> small = RunConfig(data=data, train=TrainSection(steps=1, global_batch_size=24))
     >>> print(host_advice(small, "killed"))

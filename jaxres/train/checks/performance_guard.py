@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxres.clock import Clock
-from jaxres.config.schema_training import ThroughputSection
+from jaxres.config.schema.training import ThroughputSection
 from jaxres.runlog.events import (
     Emit,
     Event,

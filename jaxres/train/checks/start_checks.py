@@ -13,11 +13,11 @@ from pathlib import Path
 
 from jaxres.config import RunConfig
 from jaxres.config.errors import Problem, raise_all
-from jaxres.config.schema_data import CustomSource, HuggingfaceTokenizer, single_sources
-from jaxres.config.schema_model import CustomModel
-from jaxres.config.schema_optimizer import CustomOptimizer
-from jaxres.config.schema_training import FromSeed
-from jaxres.data import source_files
+from jaxres.config.schema.data import CustomSource, HuggingfaceTokenizer, single_sources
+from jaxres.config.schema.model import CustomModel
+from jaxres.config.schema.optimizer import CustomOptimizer
+from jaxres.config.schema.training import FromSeed
+from jaxres.data.sources import source_files
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir

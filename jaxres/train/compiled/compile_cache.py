@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.schema import CompileSection
+from jaxres.config.schema.run_config import CompileSection
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature, Unusable
 from jaxres.faults import ConfigError, RunError

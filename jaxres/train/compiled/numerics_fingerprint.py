@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.schema_data import single_sources
+from jaxres.config.schema.data import single_sources
 from jaxres.engine import executable
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh_plan import MeshPlan

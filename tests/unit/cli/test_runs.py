@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.__main__ import main
 from jaxres.cli import runs
-from jaxres.config.schema import RunConfig, RunSection
+from jaxres.config.schema.run_config import RunConfig, RunSection
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.events import EVENTS, Evaluated
 from jaxres.runlog.metrics import MetricsLine, MetricsLog

@@ -21,9 +21,9 @@ from jaxres import inference, models
 from jaxres.__main__ import main
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.cli import evaluate
-from jaxres.config.schema_data import HuggingfaceTokenizer
-from jaxres.config.schema_model import MlpModel
-from jaxres.data.tokenizer import open_tokenizer
+from jaxres.config.schema.data import HuggingfaceTokenizer
+from jaxres.config.schema.model import MlpModel
+from jaxres.data.tokens.tokenizer import open_tokenizer
 from jaxres.engine import likelihood
 from jaxres.faults import ConfigError
 from jaxres.models.generate import Sampling, generate

@@ -9,7 +9,7 @@ from annotated_types import Le, Lt
 from pydantic.fields import FieldInfo
 
 from jaxres.config import load
-from jaxres.config.schema_fields import iter_fields
+from jaxres.config.schema.fields import iter_fields
 from jaxres.faults import ConfigError
 
 from .conftest import Write

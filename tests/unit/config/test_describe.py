@@ -2,7 +2,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from jaxres.config import describe, dump_yaml, load, load_recorded
-from jaxres.config.schema_fields import iter_fields
+from jaxres.config.schema.fields import iter_fields
 
 from .conftest import Write
 

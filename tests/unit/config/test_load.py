@@ -8,9 +8,9 @@ import pytest
 
 from jaxres.config import dump_yaml, load, load_recorded, run_dirs
 from jaxres.config.other_names import ADVICE, NOTES, OTHER_NAMES
-from jaxres.config.schema_fields import iter_fields
-from jaxres.config.schema_model import GptModel, MlpModel
-from jaxres.config.schema_optimizer import AdamwOptimizer, LinearSchedule, SgdOptimizer
+from jaxres.config.schema.fields import iter_fields
+from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.config.schema.optimizer import AdamwOptimizer, LinearSchedule, SgdOptimizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.config import load
-from jaxres.config.schema_fields import iter_fields
+from jaxres.config.schema.fields import iter_fields
 from jaxres.faults import ConfigError
 
 from .conftest import Write

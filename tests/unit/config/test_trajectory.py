@@ -19,7 +19,7 @@ from jaxres.config import (
     trajectory,
     with_absolute_paths,
 )
-from jaxres.config.schema_fields import is_free, iter_fields
+from jaxres.config.schema.fields import is_free, iter_fields
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxres.cli import data as data_command
-from jaxres.config.schema_data import DataSection, TokensSource
+from jaxres.config.schema.data import DataSection, TokensSource
 from jaxres.data import open_dataset
 from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode

@@ -3,12 +3,12 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxres.config.schema_data import DataSection, HuggingfaceTokenizer, TokensSource
+from jaxres.config.schema.data import DataSection, HuggingfaceTokenizer, TokensSource
 from jaxres.data import open_dataset, write_tokens
 from jaxres.data.mixture import BLOCK_ROWS, MixedRows, MixturePart, describe_row, mix, quotas
 from jaxres.data.order import positions_at, sample_ids_at, skip_ranges
 from jaxres.data.shuffle import Permutation
-from jaxres.data.tokenizer import open_tokenizer
+from jaxres.data.tokens.tokenizer import open_tokenizer
 from jaxres.faults import ConfigError
 from tests import bpe
 

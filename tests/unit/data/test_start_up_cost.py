@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxres.config.schema_data import DataSection, TokensSource
+from jaxres.config.schema.data import DataSection, TokensSource
 from jaxres.data import Dataset, batch_at, open_dataset
 
 KIB, MIB, GB, TB = 2**10, 2**20, 10**9, 10**12

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.config.schema_data import DataSection, TextSource
-from jaxres.data import CacheDamaged, open_dataset, token_stream
+from jaxres.config.schema.data import DataSection, TextSource
+from jaxres.data import CacheDamaged, open_dataset
+from jaxres.data.sources import token_stream
 from jaxres.data.corpus import LEFTOVER_SECONDS, describe_corpus, fingerprint_of
-from jaxres.data.source_files import list_files
-from jaxres.data.token_folder import open_tokens
+from jaxres.data.sources.source_files import list_files
+from jaxres.data.tokens.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from tests.damage import change_meta, flip_bit_at, remove_digests
@@ -336,8 +337,9 @@ def test_the_fingerprint_of_the_files_is_that_of_the_corpus(corpus, tmp_path):
 BUILDER = """
 import sys, time
 from pathlib import Path
-from jaxres.config.schema_data import DataSection, TextSource
-from jaxres.data import open_dataset, token_stream
+from jaxres.config.schema.data import DataSection, TextSource
+from jaxres.data import open_dataset
+from jaxres.data.sources import token_stream
 
 path, cache, mode = sys.argv[1:]
 print("ready", flush=True)

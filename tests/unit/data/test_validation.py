@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxres.config.schema_data import (
+from jaxres.config.schema.data import (
     DataSection,
     HuggingfaceTokenizer,
     JsonlSource,

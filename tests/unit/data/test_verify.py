@@ -10,22 +10,18 @@ import pytest
 
 from jaxres.cli import data as data_command
 from jaxres.clock import SystemClock
-from jaxres.config.schema_data import DataSection, TextSource, TokensSource
-from jaxres.data import (
-    CacheDamaged,
-    content_key,
-    open_dataset,
-    token_digests,
-    token_writer,
-    write_tokens,
-)
-from jaxres.data.source_files import list_files
+from jaxres.config.schema.data import DataSection, TextSource, TokensSource
+from jaxres.data import CacheDamaged, open_dataset, write_tokens
+from jaxres.data.sources import content_key
+from jaxres.data.tokens import token_digests
+from jaxres.data.tokens import token_writer
+from jaxres.data.sources.source_files import list_files
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath
 from tests.damage import flip_bit_at, remove_digests
-from tests.unit.data.test_download_cache import text
+from tests.unit.data.bucket.test_download_cache import text
 from tests.unit.runlog.example_records import CLAIM
 
 NUM_TOKENS = 100_000

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres.config.schema_training import SpikesSection
+from jaxres.config.schema.training import SpikesSection
 from jaxres.engine import grad_norm_stats
 
 BANDS = SpikesSection(warmup_steps=20, window_steps=50)

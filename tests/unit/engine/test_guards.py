@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jaxres.config.schema_training import (
+from jaxres.config.schema.training import (
     GuardsSection,
     LossScaleSection,
     RollbackSection,

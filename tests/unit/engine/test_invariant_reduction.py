@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import MeshSection, TrainSection
-from jaxres.config.schema_model import AnyModel, GptModel, MlpModel
-from jaxres.config.schema_optimizer import (
+from jaxres.config.schema.run_config import MeshSection, TrainSection
+from jaxres.config.schema.model import AnyModel, GptModel, MlpModel
+from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
     CosineSchedule,
     LionOptimizer,
     Optimizer,
     SgdOptimizer,
 )
-from jaxres.config.schema_training import LossScaleSection, SpikesSection
+from jaxres.config.schema.training import LossScaleSection, SpikesSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, optimizer, state, step
 from jaxres.engine import schedule as schedules

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import MeshSection
-from jaxres.config.schema_model import CustomModel, MlpModel
-from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
-from jaxres.config.schema_training import LEAST, MOST, LossScaleSection, most_back_offs
+from jaxres.config.schema.run_config import MeshSection
+from jaxres.config.schema.model import CustomModel, MlpModel
+from jaxres.config.schema.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema.training import LEAST, MOST, LossScaleSection, most_back_offs
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxres.config.schema import MeshSection
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.data import Permutation, batch_at
 from jaxres.engine import evaluate
 from jaxres.engine import mesh as meshes

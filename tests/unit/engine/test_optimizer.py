@@ -13,8 +13,8 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxres import models
-from jaxres.config.schema_model import GptModel, MlpModel
-from jaxres.config.schema_optimizer import (
+from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.config.schema.optimizer import (
     AdafactorOptimizer,
     AdamwOptimizer,
     ConstantSchedule,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxres.config.schema import MeshSection
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import replica_fingerprint
 from jaxres.engine.replica_fingerprint import Copies

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema import MeshSection
-from jaxres.config.schema_model import GptModel
-from jaxres.config.schema_optimizer import AdamwOptimizer, CosineSchedule
-from jaxres.config.schema_training import SpikesSection
+from jaxres.config.schema.run_config import MeshSection
+from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema.training import SpikesSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step
 from jaxres.engine import schedule as schedules

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres.config.schema import MeshSection
-from jaxres.config.schema_optimizer import (
+from jaxres.config.schema.run_config import MeshSection
+from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
     ConstantSchedule,
     ParamGroup,

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection, ReservationOption
+from jaxres.config.schema.gce import GceSection, ReservationOption
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch.gce.state.boot_report import BootReport, VmBoot
 from jaxres.launch.gce.state.capacity_options import CreateErrorKind

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxres.config.schema_gce import FlexStartOption
+from jaxres.config.schema.gce import FlexStartOption
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import StorageUnavailable
 from jaxres.launch.gce.api.aggregated_lists import ListedVms

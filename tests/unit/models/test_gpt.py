@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxres import models
-from jaxres.config.schema_model import GptModel
+from jaxres.config.schema.model import GptModel
 from jaxres.faults import ConfigError
 from jaxres.models import attention, gpt, interface
 from jaxres.models.interface import split

@@ -10,7 +10,7 @@ import pytest
 
 from jaxres import config as configs
 from jaxres import data, models
-from jaxres.data.token_writer import write_tokens
+from jaxres.data.tokens.token_writer import write_tokens
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, sharding_report
 from jaxres.train.compiled import assemble, jitted_steps

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema_model import GptModel, MlpModel
-from jaxres.config.schema_optimizer import AdamwOptimizer
-from jaxres.config.schema_training import LoraSection
+from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.config.schema.optimizer import AdamwOptimizer
+from jaxres.config.schema.training import LoraSection
 from jaxres.engine import optimizer
 from jaxres.faults import ConfigError
 from jaxres.models.param_paths import flatten

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxres import models
-from jaxres.config.schema_model import MlpModel
+from jaxres.config.schema.model import MlpModel
 
 
 @pytest.fixture(scope="module")

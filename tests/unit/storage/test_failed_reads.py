@@ -20,11 +20,11 @@ from jaxres.cli import scrub
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import ALONE
 from jaxres.config import builtin_configs
-from jaxres.config.schema_data import BytesTokenizer, HuggingfaceTokenizer, TextSource
+from jaxres.config.schema.data import BytesTokenizer, HuggingfaceTokenizer, TextSource
 from jaxres.data.corpus import Corpus, describe_corpus, open_corpus
-from jaxres.data.images import CLASSES, classes_of
-from jaxres.data.source_files import list_files
-from jaxres.data.tokenizer import open_tokenizer
+from jaxres.data.sources.images import CLASSES, classes_of
+from jaxres.data.sources.source_files import list_files
+from jaxres.data.tokens.tokenizer import open_tokenizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.host import signals

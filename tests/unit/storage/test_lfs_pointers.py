@@ -14,7 +14,7 @@ from jaxres import config as configs
 from jaxres.checkpoint.weights import safetensors
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.cli import evaluate
-from jaxres.config.schema_data import (
+from jaxres.config.schema.data import (
     DataSection,
     DocumentSource,
     HuggingfaceSource,
@@ -26,10 +26,10 @@ from jaxres.config.schema_data import (
     TextSource,
     TokensSource,
 )
-from jaxres.config.schema_training import FromSafetensors
+from jaxres.config.schema.training import FromSafetensors
 from jaxres.data import open_dataset, write_tokens
-from jaxres.data.token_folder import FILES
-from jaxres.data.tokenizer import open_tokenizer
+from jaxres.data.tokens.token_folder import FILES
+from jaxres.data.tokens.tokenizer import open_tokenizer
 from jaxres.faults import ConfigError
 from jaxres.train import init_params
 from tests import bpe

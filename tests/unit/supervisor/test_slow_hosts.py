@@ -13,7 +13,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_identity import HostIdentity
-from jaxres.config.schema_training import ThroughputSection
+from jaxres.config.schema.training import ThroughputSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UnhealthyHost
 from jaxres.runlog import faulty_hosts

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema_operations import (
+from jaxres.config.schema.operations import (
     AlertsSection,
     GenericTarget,
     PagerdutyTarget,

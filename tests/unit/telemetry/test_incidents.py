@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxres.config.schema_operations import (
+from jaxres.config.schema.operations import (
     KINDS,
     AlertTarget,
     GenericTarget,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxres.config.schema_training import ThroughputSection
+from jaxres.config.schema.training import ThroughputSection
 from jaxres.runlog.events import (
     Evaluated,
     Event,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxres.cluster.host_group import HostRank
-from jaxres.config.schema import MeshSection
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import STOP_REQUESTS, ExitCode
 from jaxres.faults import Continue, StopRun, fault

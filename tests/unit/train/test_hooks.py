@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxres.config.schema_training import HookSection
+from jaxres.config.schema.training import HookSection
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.train.hooks import Hooks, load

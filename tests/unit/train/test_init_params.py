@@ -21,8 +21,8 @@ from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.config import RunConfig
-from jaxres.config.schema_data import HuggingfaceTokenizer
-from jaxres.data.tokenizer import BYTES, open_tokenizer
+from jaxres.config.schema.data import HuggingfaceTokenizer
+from jaxres.data.tokens.tokenizer import BYTES, open_tokenizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan
 from jaxres.faults import ConfigError

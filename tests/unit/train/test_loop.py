@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema_training import GuardsSection
+from jaxres.config.schema.training import GuardsSection
 from jaxres.data import sample_digest
 from jaxres.engine.divergence import skips
 from jaxres.engine.guards import Guard

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxres.config.schema_training import GuardsSection, RollbackSection
+from jaxres.config.schema.training import GuardsSection, RollbackSection
 from jaxres.data import Batch, positions_at
 from jaxres.engine.divergence import losses, skips
 from jaxres.engine.replica_fingerprint import Copies

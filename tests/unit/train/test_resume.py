@@ -9,7 +9,7 @@ import pytest
 from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema_training import GuardsSection, RollbackSection
+from jaxres.config.schema.training import GuardsSection, RollbackSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, RollbackRun, StopRun, fault
 from jaxres.runlog import run_log

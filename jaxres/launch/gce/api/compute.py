@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import FlexStartOption, GceSection
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api.aggregated_lists import ListedVms, accept_partial_success, read_pages
 from jaxres.launch.gce.state.desired_state import InstanceGroup, PendingCreate, VmSpec

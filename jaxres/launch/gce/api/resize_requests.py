@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from jaxres.clock import Clock
-from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import FlexStartOption, GceSection
 from jaxres.launch.gce.state.desired_state import InstanceGroup, PendingCreate
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.vm.instance_spec import Machine

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from jaxres.config.schema_gce import GceSection, ReservationOption
+from jaxres.config.schema.gce import GceSection, ReservationOption
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.state.capacity_options import Backoff
 

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.config.errors import one_line
-from jaxres.config.gce_machine_types import num_gpus, shape_of
+from jaxres.config.gce_machine_types import Published, num_gpus, shape_of
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.gce.checks import bandwidth
 from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd
 from jaxres.runlog.events import HardwareTested
 from jaxres.runlog.launch_events import LaunchEvent
 
 RowState = Literal["ok", "refused", "WARNING", "FAILED"]
+LEAST_SHARE = 0.5
+"""Least share of the published figure that is no warning. A network plug-in that is not used
+costs more than that; another version of NCCL, or jaxres' smaller messages, do not."""
+LEAST_MESSAGE_BYTES = 2**28
+"""Least message that is judged: at a smaller one the latency decides."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,14 @@ class Row:
     state: RowState
     found: str
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The measured bandwidth beside the figure of the machine type."""
+
+    is_low: bool
+    text: str
 
 
 def exit_of(end: JobEnd, desired: DesiredState) -> int:
@@ -155,7 +167,7 @@ def _bandwidth(tests: Sequence[HostTest], machine_type: str, *, num_hosts: int) 
     slowest = min(measured, key=lambda tested: tested.bus_bytes_per_second or 0.0)
     assert slowest.bus_bytes_per_second is not None, slowest
     shape = shape_of(machine_type)
-    judged = bandwidth.judge(
+    judged = judge_bandwidth(
         slowest.bus_bytes_per_second,
         None if shape is None else shape.two_vms,
         num_hosts=num_hosts,
@@ -163,6 +175,44 @@ def _bandwidth(tests: Sequence[HostTest], machine_type: str, *, num_hosts: int) 
     )
     stage = f"sum over {slowest.num_devices} devices"
     yield Row(stage, "WARNING" if judged.is_low else "ok", judged.text)
+
+
+def judge_bandwidth(
+    bus_bytes_per_second: float,
+    published: Published | None,
+    *,
+    num_hosts: int,
+    message_bytes: int,
+) -> Judgement:
+    """Compares the bus bandwidth of a sum over all devices of a job with the published figure.
+
+    Args:
+      bus_bytes_per_second: the measured one.
+      published: the figure of the machine type, over several VMs; None: there is none.
+      num_hosts: number of VMs; the links within one VM have no figure.
+      message_bytes: what each device has added.
+
+    >>> mega = Published(181.9, "all_gather, X")
+    >>> judge_bandwidth(90e9, mega, num_hosts=2, message_bytes=2**30).is_low
+    True
+    """
+    measured = f"{bus_bytes_per_second / 1e9:,.1f} GB/s bus bandwidth"
+    if num_hosts < 2:
+        return Judgement(False, f"{measured}, within one VM: not judged")
+    if published is None:
+        return Judgement(False, f"{measured}; no published figure of this machine type: not judged")
+    expected = f"{published.gb_per_second:,.1f} GB/s expected ({published.source})"
+    if message_bytes < LEAST_MESSAGE_BYTES:
+        size = f"{message_bytes / 2**20:,.0f} MiB a device"
+        return Judgement(False, f"{measured} by {size}, {expected}: too small to be judged")
+    share = bus_bytes_per_second / 1e9 / published.gb_per_second
+    if share < LEAST_SHARE:
+        return Judgement(
+            True,
+            f"{measured}, {expected}: {share:.2f} of it, below {LEAST_SHARE}. Is the NCCL plug-in "
+            "of the machine type used? See launch.gce.env and configs/gce/",
+        )
+    return Judgement(False, f"{measured}, {expected}: {share:.2f} of it")
 
 
 def _step(at: Mapping[str, LaunchEvent], tests: Sequence[HostTest], end: JobEnd) -> Row | str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema_gce import ContainerRuntime, GceSection
+from jaxres.config.schema.gce import ContainerRuntime, GceSection
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.checks.check_result import CheckResult
 from jaxres.launch.gce.checks.firewall_rules import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from jaxres.config import RunConfig
 from jaxres.config.errors import raise_all
-from jaxres.config.schema_gce import CapacityOption, GceSection, ReservationOption
+from jaxres.config.schema.gce import CapacityOption, GceSection, ReservationOption
 from jaxres.launch.gce.checks.check_result import CheckResult
 from jaxres.launch.gce.decide import cheaper_option
 from jaxres.launch.gce.state import spending

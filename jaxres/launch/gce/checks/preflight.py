@@ -13,7 +13,7 @@ from typing import Any
 from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import shape_of
-from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api import resize_requests

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config.gce_machine_types import num_gpus, quota_of, shape_of
-from jaxres.config.schema_gce import CapacityOption, ReservationOption, SpotOption
+from jaxres.config.schema.gce import CapacityOption, ReservationOption, SpotOption
 
 GPUS_ALL_REGIONS, CPUS_ALL_REGIONS = "GPUS_ALL_REGIONS", "CPUS_ALL_REGIONS"
 LOCAL_SSD_GB = 375

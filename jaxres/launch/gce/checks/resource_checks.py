@@ -11,7 +11,7 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 from jaxres.config.gce_machine_types import region_of
-from jaxres.config.schema_gce import GceSection, ReservationOption
+from jaxres.config.schema.gce import GceSection, ReservationOption
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.checks import future_reservations, quota_needs

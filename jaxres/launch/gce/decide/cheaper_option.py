@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.launch.gce.decide import elastic, lost_vms, provisioning, replacement_budget, spares
 from jaxres.launch.gce.state import capacity_options, spending
 from jaxres.launch.gce.state.capacity_options import ZoneChoice

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce.decide import lost_vms, provisioning, spares
 from jaxres.launch.gce.decide.lost_vms import Loss

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
-from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.engine import mesh_plan
 from jaxres.launch.gce.decide import lost_vms, provisioning, spares
 from jaxres.launch.gce.state import capacity_options

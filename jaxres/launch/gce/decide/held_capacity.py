@@ -6,7 +6,7 @@ job that needs the whole quota or reservation is refused a new VM until then.
 
 from __future__ import annotations
 
-from jaxres.config.schema_gce import CapacityOption, ReservationOption
+from jaxres.config.schema.gce import CapacityOption, ReservationOption
 from jaxres.launch.gce.state.capacity_options import CreateErrorKind
 from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.observed_state import ObservedState

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import FlexStartOption, GceSection
 from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup
 from jaxres.launch.gce.state.observed_state import CreateFailed, ObservedState
 

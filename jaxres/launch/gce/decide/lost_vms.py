@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxres.cluster.host_identity import HostIdentity
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce.state.boot_report import VmBoot
 from jaxres.launch.gce.state.desired_state import DesiredState, VmSpec

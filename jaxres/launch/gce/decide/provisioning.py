@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from jaxres.config.schema_gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce.decide import (
     held_capacity,

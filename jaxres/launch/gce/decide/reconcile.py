@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch.gce.decide import (
     cheaper_option,

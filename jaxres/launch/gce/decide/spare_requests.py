@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.decide import elastic, lost_vms, provisioning, spares
 from jaxres.launch.gce.state.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.gce.state.observed_state import ObservedState

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.decide import lost_vms
 from jaxres.launch.gce.decide.lost_vms import Loss
 from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate, Transition, VmSpec

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxres.config.schema_gce import CapacityOption
+from jaxres.config.schema.gce import CapacityOption
 
 CreateErrorKind = Literal[
     "stockout",

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
-from jaxres.config.schema_gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.launch.gce.state.desired_state import (
     DesiredState,
     Spending,

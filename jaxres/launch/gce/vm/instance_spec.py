@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus, region_of, shape_of
-from jaxres.config.schema_gce import (
+from jaxres.config.schema.gce import (
     CapacityOption,
     ContainerRuntime,
     FlexStartOption,

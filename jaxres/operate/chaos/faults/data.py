@@ -16,8 +16,8 @@ import xxhash
 from jaxres import config as configs
 from jaxres import data
 from jaxres.config import RunConfig
-from jaxres.data.token_digests import BLOCK_BYTES
-from jaxres.data.token_folder import DTYPES, TokenRows
+from jaxres.data.tokens.token_digests import BLOCK_BYTES
+from jaxres.data.tokens.token_folder import DTYPES, TokenRows
 from jaxres.operate.chaos.held_run import AGAIN, HeldRun
 from jaxres.operate.chaos.scenarios import SPIKE_STEPS
 from jaxres.operate.chaos.schedule import STEPS, ScheduledFault

@@ -18,7 +18,7 @@ from jaxres.checkpoint.weights import hf_tensors, safetensors
 from jaxres.config import RunConfig
 from jaxres.data import Dataset
 from jaxres.data.batching import BadRecord
-from jaxres.data.tokenizer import LibraryTokenizer
+from jaxres.data.tokens.tokenizer import LibraryTokenizer
 from jaxres.faults import ConfigError
 from tests import bpe
 from tests.tiers import slow_but

@@ -17,7 +17,7 @@ from jaxres.checkpoint.weights import hf_tensors, safetensors
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
-from jaxres.config.schema_training import LoraSection
+from jaxres.config.schema.training import LoraSection
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.runlog.run_log import Prune, RunLog
 from tests import damage as damages

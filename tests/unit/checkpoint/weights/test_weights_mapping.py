@@ -11,8 +11,8 @@ from jaxres.checkpoint.weights import mapping as weights_mapping
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.source import Weights
 from jaxres.config import huggingface
-from jaxres.config.schema_model import GptModel, MlpModel
-from jaxres.config.schema_training import FromSafetensors
+from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.config.schema.training import FromSafetensors
 from jaxres.faults import ConfigError
 from tests.unit.checkpoint.llama_run import ROWS, SIZES
 

@@ -1,6 +1,6 @@
 """Commands of the pages about clusters that are not those of jaxres: their shell, and their names.
 
-The commands of jaxres itself are parsed by tests/unit/test_docs.py.
+The commands of jaxres itself are parsed by tests/unit/repository/test_docs.py.
 """
 
 from __future__ import annotations

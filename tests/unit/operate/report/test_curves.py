@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.operate.report import curves, time_charts
-from jaxres.operate.report.scale import Scale, fit
+from jaxres.operate.report.charts import Scale, fit
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema_operations import AlertsSection, GenericTarget, ReplicaSection
+from jaxres.config.schema.operations import AlertsSection, GenericTarget, ReplicaSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.runlog import replica_files

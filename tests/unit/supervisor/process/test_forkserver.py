@@ -182,7 +182,7 @@ def test_the_other_host_hears_from_a_supervisor_whose_fork_server_still_imports(
         from jaxres.cluster.connection import Connection
         from jaxres.cluster.messages import Heartbeat, JobResult, LeaderHeartbeat
         from jaxres.cluster.peer_connections import PeerLinks
-        from jaxres.config.schema import DeadlinesSection
+        from jaxres.config.schema.run_config import DeadlinesSection
         from jaxres.supervisor.attempt import AttemptSpec, Services
         from jaxres.supervisor.supervisor import supervise
 
@@ -234,7 +234,7 @@ def test_a_signal_is_handled_while_the_fork_server_still_imports(tmp_path):
         tmp_path,
         f"""
         import threading
-        from jaxres.config.schema import DeadlinesSection
+        from jaxres.config.schema.run_config import DeadlinesSection
         from jaxres.host import signals
         from jaxres.supervisor.attempt import AttemptSpec, Services
         from jaxres.supervisor.supervisor import supervise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema_model import GptModel
+from jaxres.config.schema.model import GptModel
 from jaxres.train.checks.nonfinite_trace import first_nonfinite
 
 B, T, V = 4, 8, 16

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxres.config.schema_training import CorruptionSection, GuardsSection
+from jaxres.config.schema.training import CorruptionSection, GuardsSection
 from jaxres.engine.divergence import looks_back_steps
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.events import BadRecordsSkipped, CorruptionDetected, GuardWarned

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from jaxres.config.schema_training import ThroughputSection
+from jaxres.config.schema.training import ThroughputSection
 from jaxres.runlog.events import (
     Event,
     StragglerFound,

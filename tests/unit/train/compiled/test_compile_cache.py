@@ -10,7 +10,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
-from jaxres.config.schema import CompileSection, RunConfig
+from jaxres.config.schema.run_config import CompileSection, RunConfig
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature
 from jaxres.runlog.events import CompiledStepsLoaded, Noted, StepsCompiled

@@ -9,7 +9,7 @@ import time
 import jax
 import pytest
 
-from jaxres.config.schema_data import CustomSource, TextSource
+from jaxres.config.schema.data import CustomSource, TextSource
 from jaxres.runlog.guarantee import UNKNOWN
 from jaxres.train.compiled import compile_cache
 from jaxres.train.compiled.numerics_fingerprint import (

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pytest
 
 from jaxres.config.gce_machine_types import SHAPES, Published, shape_of
-from jaxres.launch.gce.checks.bandwidth import LEAST_MESSAGE_BYTES, LEAST_SHARE, judge
+from jaxres.launch.gce.checks.hardware_report import (
+    LEAST_MESSAGE_BYTES,
+    LEAST_SHARE,
+    judge_bandwidth,
+)
 
 MEGA = Published(181.9, "all_gather, a page, read 2026-11")
 
 
 def test_a_bandwidth_below_the_share_is_low_and_says_what_was_compared() -> None:
-    found = judge(0.49 * 181.9e9, MEGA, num_hosts=2, message_bytes=2**30)
+    found = judge_bandwidth(0.49 * 181.9e9, MEGA, num_hosts=2, message_bytes=2**30)
     assert found.is_low, "a bandwidth below the share is taken for good"
     assert found.text == (
         "89.1 GB/s bus bandwidth, 181.9 GB/s expected (all_gather, a page, read 2026-11): 0.49 of "
@@ -33,7 +37,7 @@ def test_a_bandwidth_below_the_share_is_low_and_says_what_was_compared() -> None
 def test_a_bandwidth_that_suffices_or_has_no_figure_is_not_low(
     share: float, published: Published | None, hosts: int, size: int, text: str
 ) -> None:
-    found = judge(share * 181.9e9, published, num_hosts=hosts, message_bytes=size)
+    found = judge_bandwidth(share * 181.9e9, published, num_hosts=hosts, message_bytes=size)
     assert not found.is_low
     assert text in found.text
 

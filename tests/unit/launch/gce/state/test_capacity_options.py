@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxres.config.schema_gce import CapacityOption, SpotOption, StandardOption
+from jaxres.config.schema.gce import CapacityOption, SpotOption, StandardOption
 from jaxres.launch.gce.state.capacity_options import (
     JITTER,
     NEVER,

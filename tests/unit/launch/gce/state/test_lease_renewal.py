@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxres.config.schema_gce import GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch.gce.state import lease_wait
 from jaxres.launch.gce.state.lease import MAX_HANG_SECONDS, RENEW_SHARE, TAKEOVER_TERMS, Lease

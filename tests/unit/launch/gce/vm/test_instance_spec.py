@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxres.config import cross_checks
-from jaxres.config.schema_gce import GceSection
-from jaxres.launch.gce.api import boot_image
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.api.resource_reader import ResourceReader
 from jaxres.launch.gce.controller import machine_for, new_state
+from jaxres.launch.gce.job_start import boot_image_change, resolve_boot_image
 from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.state.paths import LaunchPaths
@@ -135,7 +135,7 @@ def test_a_replacement_boots_the_image_of_the_first_vms(gce: GceEmulator) -> Non
     job = config(project=gce.project, image=family)
     assert job.launch.gce is not None
     reader = ResourceReader(ComputeFixture(gce).compute)
-    first = boot_image.resolve(job.launch.gce, reader, print)
+    first = resolve_boot_image(job.launch.gce, reader, print)
     assert first == "projects/debian-cloud/global/images/debian-12-bookworm-v20260610"
     state = replace(new_state("jx", "0" * 64, "0" * 64, now=1.0, after=None), image=first)
     gce.add_image("debian-cloud", "debian-12-bookworm-v20260901", family="debian-12")
@@ -144,9 +144,9 @@ def test_a_replacement_boots_the_image_of_the_first_vms(gce: GceEmulator) -> Non
     machine = machine_for(paths, job, state, vm)
     (disk,) = machine.properties()["disks"]
     assert disk["initialize_params"]["source_image"] == first
-    later = boot_image.resolve(job.launch.gce, ResourceReader(ComputeFixture(gce).compute), print)
-    assert "is debian-12-bookworm-v20260901 from now on" in boot_image.change(first, later)
-    assert boot_image.change(first, first) == boot_image.change("", later) == ""
+    later = resolve_boot_image(job.launch.gce, ResourceReader(ComputeFixture(gce).compute), print)
+    assert "is debian-12-bookworm-v20260901 from now on" in boot_image_change(first, later)
+    assert boot_image_change(first, first) == boot_image_change("", later) == ""
 
 
 def test_an_image_family_that_can_not_be_read_is_named(gce: GceEmulator) -> None:
@@ -154,12 +154,12 @@ def test_an_image_family_that_can_not_be_read_is_named(gce: GceEmulator) -> None
     assert section is not None
     gce.deny("compute.images.getFromFamily")
     printed: list[str] = []
-    found = boot_image.resolve(section, ResourceReader(ComputeFixture(gce).compute), printed.append)
+    found = resolve_boot_image(section, ResourceReader(ComputeFixture(gce).compute), printed.append)
     assert found == ""
     assert "may boot from different images" in printed[0], printed
     image = "projects/debian-cloud/global/images/debian-12-bookworm-v20260610"
     fixed = section.model_copy(update={"image": image})
-    assert boot_image.resolve(fixed, ResourceReader(ComputeFixture(gce).compute), print) == ""
+    assert resolve_boot_image(fixed, ResourceReader(ComputeFixture(gce).compute), print) == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from jaxres.config.schema_gce import ContainerRuntime, PythonRuntime
+from jaxres.config.schema.gce import ContainerRuntime, PythonRuntime
 from jaxres.launch.gce.state.boot_report import BootReport
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.storage.path import GcsPath

@@ -13,7 +13,7 @@ import pytest
 from jaxres import config as configs
 from jaxres import data
 from jaxres.config import RunConfig
-from jaxres.data.token_writer import write_tokens
+from jaxres.data.tokens.token_writer import write_tokens
 from jaxres.operate.chaos.faults import data as data_faults
 from jaxres.operate.chaos.schedule import STEPS
 

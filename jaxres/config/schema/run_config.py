@@ -1,0 +1,299 @@
+"""The schema of a run's configuration; each field's docstring has its unit and source.
+
+Every field is a *trajectory* key (it changes what is computed) unless `free()` declares it
+(topology, intervals, retention, telemetry, limits). Defaults live here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxres.config.schema.base import (
+    Dimension,
+    LocalPath,
+    NonNegativeInt,
+    PositiveInt,
+    RunRoot,
+    Seconds,
+    Section,
+    Seed,
+    form,
+    free,
+    later,
+)
+from jaxres.config.schema.data import DataSection
+from jaxres.config.schema.model import GptModel, ModelSection
+from jaxres.config.schema.operations import (
+    AlertsSection,
+    HardwareSection,
+    KeepSection,
+    LaunchSection,
+    MemorySection,
+    PreemptionSection,
+    PrometheusSection,
+    ReplicaSection,
+    RestartSection,
+    ScrubSection,
+    StepsWhen,
+    TrackerSection,
+    When,
+)
+from jaxres.config.schema.optimizer import AdamwOptimizer, Optimizer
+from jaxres.config.schema.training import (
+    FromSeed,
+    GuardsSection,
+    HookSection,
+    InitFrom,
+    LoraSection,
+    LossScaleSection,
+)
+
+Line = Annotated[str, form(r"[^\x00-\x1f]{1,200}", "one line of 1 to 200 characters")]
+"""Text on one line."""
+
+
+class RunSection(Section):
+    """Run directory and seed."""
+
+    dir: RunRoot | None = free(None)
+    """Run directory, or gs://BUCKET/FOLDER; `~` is the home folder.
+
+    Default: runs/<config name>-<first 8 of the trajectory digest>.
+    """
+    name: Line | None = free(None)
+    """Name of the run for people, on one line."""
+    tags: tuple[Line, ...] = free(())
+    """Short texts by which `jaxres runs --tag` finds the run."""
+    must_exist: bool = free(False)
+    """Whether a start is refused (78) if the run directory holds no run.
+
+    Set it after the first start: a disk that is not mounted then starts no second run at step 0."""
+    seed: Seed = 0
+    """Seed of parameters, dropout and data order."""
+    guarantee: Literal["any", "statistical", "bitwise"] = free("any")
+    """Least guarantee level of a start; one with a lower level is refused (78).
+
+    bitwise: code and all that decides rounding are those of the attempts before."""
+    determinism: Literal["fast", "bitwise"] = free("fast")
+    """`bitwise`: on a GPU only kernels whose results are equal bit for bit in every execution.
+
+    Adds `--xla_gpu_deterministic_ops=true` to XLA_FLAGS, which also picks kernels without timing
+    them, so that a replaced machine of the same kind picks the same ones. Slower; docs/gpu.md has
+    the cost. Without effect on a CPU."""
+
+
+class TrainSection(Section):
+    """Length of the run and size of its batches."""
+
+    steps: Annotated[int, Field(gt=0, le=2**31 - 1)]  # Counted in 32 bits.
+    """Steps (batches) of the whole run. May grow if the schedule has its own horizon."""
+    global_batch_size: Dimension = 24
+    """Rows per step, over all devices and hosts."""
+    microbatches: Dimension = free(1)
+    """Parts into which a step's batch is split (gradient accumulation); more parts, less memory."""
+    max_rows_per_device: Dimension | None = free(None)
+    """Most rows that a device computes at once; null: no limit.
+
+    On fewer devices the batch is split into more parts than train.microbatches, and the global
+    batch stays the same."""
+    reduction: Literal["fast", "invariant"] = "fast"
+    """invariant: the same bits on any number of devices and hosts.
+
+    Each device then holds all parameters and gradients during a step (docs/many-hosts.md)."""
+    virtual_shards: Dimension = later(8)
+    """Parts of a step's batch that reduction=invariant computes and adds in a fixed order.
+
+    A power of two; mesh.data x mesh.fsdp divides it."""
+    loss_scale: LossScaleSection = LossScaleSection()
+    """Scale of the loss, which keeps gradients within float16's range."""
+
+
+MeshAxis = Annotated[int, Field(ge=-1, le=2**24)]
+
+
+class MeshSection(Section):
+    """Sizes of the axes of the device mesh."""
+
+    data: MeshAxis | None = free(None)
+    """Devices over which the batch is split; -1: all remaining devices.
+
+    Default: -1 unless another axis is -1, else 1."""
+    fsdp: MeshAxis = free(1)
+    """Devices over which batch and state are split; -1: all remaining devices."""
+    tensor: MeshAxis = free(1)
+    """Devices over which matrix products are split; -1: all remaining devices."""
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the configured size of every axis; in a checked config at most one is -1."""
+        others = {"fsdp": self.fsdp, "tensor": self.tensor}
+        default = 1 if -1 in others.values() else -1
+        return {"data": default if self.data is None else self.data} | others
+
+
+class CheckpointSection(Section):
+    """Saves, and retention of committed steps."""
+
+    when: When = free(StepsWhen())
+    """Policy of when to save; the last step is always saved."""
+    save_every_steps: PositiveInt | None = free(None)
+    """Shorthand for when.kind=steps with when.every_steps."""
+    busy: Literal["wait", "skip"] = free("wait")
+    """What to do if a save is due while one is still being written: wait for it, or skip.
+
+    wait blocks training for at most twice the duration of the longest save so far (at least 5 s;
+    1 s after a save that storage refused), then skips. Only saves by steps are affected: the other
+    policies never start a save during another."""
+    keep: KeepSection = KeepSection()
+    """Retention: a step is kept if any of these rules names it, or if it is pinned."""
+    keep_last: PositiveInt | None = free(None)
+    """Shorthand for keep.last."""
+    replica: ReplicaSection | None = free(None)
+    """A second place for the committed steps, as in {path: gs://OTHER-BUCKET/RUN}; null: none."""
+    scrub: ScrubSection | None = free(ScrubSection())
+    """Verification of committed steps on storage while the run trains; null: none."""
+    memory: MemorySection | None = free(None)
+    """Newest states in host memory too, for a restart after a worker's crash; null: off."""
+    snapshot: Literal["auto", "copy", "device"] = free("auto")
+    """Snapshot that a save takes before training continues: in host memory, or on the devices.
+
+    copy: in the host's memory (on CPU the buffers themselves, which the next step then can't
+    reuse); device: a copy on each device, fetched by the host in the background; auto: device if
+    the devices have room for it (on CPU always), else copy."""
+    check_snapshot: Literal["auto", "on", "off"] = free("auto")
+    """Whether each device sums the bits of its state, with which what is saved is compared.
+
+    auto: accelerators do; on a CPU the call of a save would take up to twice as long."""
+    writer: Literal["tensorstore", "orbax"] = free("tensorstore")
+    """What writes the arrays, in the same format.
+
+    tensorstore: TensorStore's format without Orbax's layers; each part is read back while the next
+    ones are written; orbax: Orbax, and all is read back at the end."""
+    background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
+    """Share of its time that a background thread spends on writing and verifying a save.
+
+    A smaller share slows training less and prolongs the save. What Orbax writes is not limited."""
+    timeout_seconds: Seconds = free(600.0)
+    """Longest wait for one save to become durable."""
+    max_failed_saves: PositiveInt = free(20)
+    """Failed saves in a row (storage refuses them) after which the attempt ends (74)."""
+
+
+class EvaluationSection(Section):
+    """Evaluation on held-out data during training."""
+
+    every_steps: NonNegativeInt = free(0)
+    """Steps between evaluations on held-out data; 0: no evaluation."""
+    batches: Dimension = free(8)
+    """Held-out batches (of train.global_batch_size rows) per evaluation, always the first ones."""
+
+
+class TelemetrySection(Section):
+    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
+
+    log_every_seconds: Seconds = free(10.0)
+    """Seconds between plain progress lines if the output is not a terminal."""
+    tensorboard: bool = free(False)
+    """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`.
+
+    In a bucket the files are updated every minute and at the end."""
+    trackers: tuple[TrackerSection, ...] = free(())
+    """Experiment trackers that get the metrics, as in [{kind: wandb, project: mine}]."""
+    prometheus: PrometheusSection | None = free(None)
+    """Exporter of metrics for Prometheus, in each supervisor; null: none."""
+    sample_prompt: str = free("def ")
+    """Prompt of the text sample at the end of the run."""
+    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = free(0)
+    """Tokens of the text sample at the end of the run; 0: no sample."""
+
+
+class DeadlinesSection(Section):
+    """Deadlines of the phases; after one, the attempt ends as hung (80)."""
+
+    start_seconds: Seconds = free(300.0)
+    """Longest time without progress at start-up: imports, devices, part of the corpus."""
+    restore_seconds: Seconds = free(1800.0)
+    """Longest restore of a checkpoint."""
+    compile_seconds: Seconds = free(1800.0)
+    """Longest compilation, and longest duration of each of an attempt's first three steps."""
+    data_seconds: Seconds = free(330.0)
+    """Longest wait for a batch; more than data.timeout_seconds, whose error names the batch."""
+    step_seconds: Seconds = free(30.0)
+    """Longest step, or 10 times the slowest of the last 50 steps if that is more."""
+    evaluate_seconds: Seconds = free(1800.0)
+    """Longest evaluation, and longest generation of the text sample."""
+    hook_seconds: Seconds = free(600.0)
+    """Longest call of a hook; its own timeout_seconds only turns it off."""
+    save_seconds: Seconds = free(1800.0)
+    """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
+
+
+class HostsSection(Section):
+    """Rendezvous of the hosts of a job, and detection of a lost host."""
+
+    join_seconds: Seconds = free(300.0)
+    """Longest wait for all hosts at the start of an attempt."""
+    heartbeat_seconds: Seconds = free(10.0)
+    """Silence after which a host counts as lost. Below 5 s a busy machine may look lost."""
+
+
+class CompileSection(Section):
+    """Caches of compiled programs."""
+
+    cache_dir: LocalPath | None = free(Path("~/.cache/jaxres/xla"))
+    """Folder of compiled programs on each host, shared by the runs of one account; null: none.
+
+    Its subfolders must be usable by this account only, as compiled programs are machine code."""
+    keep_programs: NonNegativeInt = free(128)
+    """Compiled steps kept in the folder for restarts, of all runs; 0: neither kept nor loaded.
+
+    Each number of hosts or devices takes up to four."""
+
+
+class RunConfig(Section):
+    """The whole configuration of a run: one field for each section."""
+
+    run: RunSection = RunSection()
+    """Run directory and seed."""
+    data: DataSection
+    """Source, tokenizer, row length and held-out split."""
+    model: ModelSection = GptModel()
+    """Architecture of the model."""
+    init_from: InitFrom = FromSeed()
+    """Initial parameters of a new run; optimizer state and step start from zero."""
+    lora: LoraSection | None = later(None)
+    """Adapters of low rank; the other parameters are frozen. null: all are trained."""
+    optimizer: Optimizer = AdamwOptimizer()
+    """Optimizer and learning rate."""
+    train: TrainSection
+    """Length of the run and size of its batches."""
+    mesh: MeshSection = MeshSection()
+    """Devices along each mesh axis; the product must be the number of devices."""
+    checkpoint: CheckpointSection = CheckpointSection()
+    """Saves and retention of checkpoints."""
+    guards: GuardsSection = GuardsSection()
+    """Guards against non-finite steps, gradient spikes, high losses and bad records."""
+    evaluation: EvaluationSection = EvaluationSection()
+    """Evaluation on held-out data."""
+    hooks: tuple[HookSection, ...] = free(())
+    """Functions of yours that look at the run, as in [{target: my:look, every_steps: 100}]."""
+    telemetry: TelemetrySection = TelemetrySection()
+    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
+    deadlines: DeadlinesSection = DeadlinesSection()
+    """Longest time without progress in each phase, after which the attempt ends as hung (80)."""
+    hosts: HostsSection = HostsSection()
+    """Rendezvous of the hosts of a job, and detection of a lost host."""
+    preemption: PreemptionSection = PreemptionSection()
+    """Sources of preemption notices, and the time that each leaves."""
+    hardware: HardwareSection = HardwareSection()
+    """Watch over the machines: faults of their GPUs."""
+    restart: RestartSection = RestartSection()
+    """Restart policy of `launch`: budgets and backoff."""
+    launch: LaunchSection = LaunchSection()
+    """Limits on time and cost, and the VMs of `launch gce`."""
+    compilation: CompileSection = CompileSection()
+    """Caches of compiled programs."""
+    alerts: AlertsSection = AlertsSection()
+    """Webhooks that report incidents of a supervised run: restarts, give-ups, its end."""

@@ -1,0 +1,1 @@
+"""What a data set is read from: text files, documents, images, objects of the user."""

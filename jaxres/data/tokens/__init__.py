@@ -1,0 +1,1 @@
+"""Tokenizers, folders of token ids, and rows packed from them."""

@@ -1,0 +1,76 @@
+"""Files of token ids of another width or byte order than they are read as are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxres.config.schema.data import NanogptSource
+from jaxres.data.tokens.token_width import IdPattern
+from jaxres.faults import ConfigError
+from tests.unit.data.sources.test_documents import opened
+
+IDS = np.random.default_rng(0).integers(0, 50257, 1000)
+LARGE = np.random.default_rng(0).integers(0, 130_000, 1000)
+CHARS = IDS % 65
+TEXT = np.random.default_rng(0).choice(65, 2000, p=(share := 1 / np.arange(1, 66)) / share.sum())
+WRONG = {
+    "uint32": (IDS.astype("<u4"), "uint16"),
+    "uint32 of a vocabulary above 2^16": (LARGE.astype("<u4"), "uint16"),
+    "int64": (IDS.astype("<i8"), "uint16"),
+    "int64 as uint32": (IDS.astype("<i8"), "uint32"),
+    "characters in int64": (CHARS.astype("<i8"), "uint16"),
+    "characters, big-endian": (CHARS.astype(">u2"), "uint16"),
+    "uint32, big-endian": (IDS.astype(">u4"), "uint16"),
+    "uint32 above 2^16, big-endian": (LARGE.astype(">u4"), "uint16"),
+    "characters in uint8": (TEXT.astype("u1"), "uint16"),
+    "bytes of a text": (np.frombuffer(Path(__file__).read_bytes()[:4000], "u1"), "uint16"),
+    "characters in uint32, big-endian": (CHARS.astype(">u4"), "uint16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_token_ids_of_another_width_or_byte_order_are_refused(tmp_path: Path, name: str) -> None:
+    ids, dtype = WRONG[name]
+    path = tmp_path / "train.bin"
+    path.write_bytes(ids.tobytes())
+    source = NanogptSource(path=str(path), vocab_size=2**18, dtype=dtype)
+    why = "as of a wider type|other byte order|narrower type"
+    says = rf"train\.bin: read as uint\d\d, .*({why}).*data.source.dtype"
+    with pytest.raises(ConfigError, match=says):
+        opened(source, tmp_path / "cache")
+    assert list((tmp_path / "cache" / "corpora").glob("*")) == []
+
+
+RIGHT = {
+    "of GPT-2": IDS,
+    "of characters": CHARS,
+    "of any two bytes": np.random.default_rng(0).integers(0, 2**16, 1000),
+    "of few characters": TEXT[:300] * 257,
+    "of two": IDS % 2,
+    "all 0": IDS * 0,
+    "all the same": IDS * 0 + 300,
+    "few": np.array([300, 0] * 5),
+    "one other at the end": np.array([300, 0] * 50 + [7, 9]),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_ids_of_every_vocabulary_are_read(tmp_path: Path, name: str, dtype: str) -> None:
+    ids = RIGHT[name]
+    path = tmp_path / "train.bin"
+    path.write_bytes(ids.astype(dtype).tobytes())
+    source = NanogptSource(path=str(path), dtype="uint16" if dtype == "uint16" else "uint32")
+    assert opened(source, tmp_path / "cache").train.corpus.tokens.tolist() == ids.tolist()
+
+
+def test_how_a_file_is_divided_changes_nothing() -> None:
+    ids = np.frombuffer(IDS.astype("<u4").tobytes(), "<u2")
+    for size in (1, 3, 7, 2000):
+        pattern = IdPattern()
+        for start in range(0, len(ids), size):
+            pattern.add(ids[start : start + size])
+        assert pattern.problem() == "every second id is at most 0, as of a wider type"
