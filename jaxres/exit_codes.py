@@ -377,7 +377,7 @@ def exit_name(code: int) -> str:
 
 
 def remedy(code: int, *, command: str = "the same command", stacks: str = "the stacks") -> str:
-    """Returns what to do after an exit, as one sentence without a period.
+    """Returns the operator's next action after an exit, as one sentence without a period.
 
     Args:
       code: the exit code.

@@ -63,7 +63,7 @@ class Run:
         return self._rows(history_command.steps_text)
 
     def history(self) -> list[dict[str, Any]]:
-        """Returns how each attempt ended, as `jaxres history --attempts --json`."""
+        """Returns the end of each attempt, as `jaxres history --attempts --json`."""
         return self._rows(history_command.attempts_text)
 
     def status(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def without_rotatable(value: Any) -> Any:
 
 
 def kind_of_secret(text: str) -> str | None:
-    """Returns what kind of secret a text has, by its form; None: it has none.
+    """Returns the kind of secret in a text, by its form; None: there is no secret.
 
     Placeholders, as documentation has them, are no secrets.
     """

@@ -324,7 +324,7 @@ class Checkpointer:
         return StepDownload(step_dir, host, folder, self._pace)
 
     def _frozen_part(self, still: Tree, source: str) -> FrozenPart:
-        """Returns how the frozen arrays are saved: linked if host 0 has found that it can."""
+        """Returns the frozen part of a save; `source`: the earlier step that host 0 can link."""
         if not still:
             return FrozenPart()
         paths, sums = tuple(array_infos(still)), frozen_arrays.sums_of(still)

@@ -59,7 +59,7 @@ class ReplicaUpdate:
 
 
 def publishable(records: Sequence[Record], *, whole: Collection[str], after: int) -> int:
-    """Returns how many records may be in the replica: their newest step must be whole there. Pure.
+    """Returns the number of records for the replica: their newest step must be whole there. Pure.
 
     Args:
       records: the records of the source.

@@ -314,7 +314,7 @@ def _kinds(
 
 
 def run_fields(facts: ChaosFacts, broken: Sequence[Broken]) -> dict[str, Any]:
-    """Returns what `--json` has of a run."""
+    """Returns the fields of a run in the output of `--json`."""
     followed = {one.injection.fault: one for one in verdict.outcomes(facts)}
     injections = {one.fault: one for one in facts.injections}
     return {

@@ -200,7 +200,7 @@ def _time(seconds: float | None) -> str:
 
 
 def compare(run_dirs: Sequence[RunDir]) -> dict[str, Any]:
-    """Returns what differs between runs: config, losses at equal steps, speed.
+    """Returns the differences between runs: config, losses at equal steps, speed.
 
     Raises:
       UsageError: a directory holds no run.

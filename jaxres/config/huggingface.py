@@ -223,7 +223,7 @@ def _layer_kinds(
 
 
 def _pattern(fields: Mapping[str, Any]) -> int:
-    """Returns that each so many layers of a Gemma 3 one has full attention."""
+    """Returns the n for which every n-th layer of a Gemma 3 model has full attention."""
     return int(fields.get("sliding_window_pattern", 6))
 
 
@@ -292,7 +292,7 @@ def _agreed(
 
 
 def _scaled(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how angles are scaled, without what is compared by itself."""
+    """Returns the scaling of the angles in a rope setting, without keys that are compared apart."""
     others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     numbers = {key: x for key, x in rope.items() if key not in others and x is not None}
     return {**numbers, "kind": _kind(rope)}

@@ -75,7 +75,7 @@ ADVICE = {
 
 
 def hint(name: str) -> str:
-    """Returns what the name of a setting in another trainer is here; empty if it is not known.
+    """Returns a hint with jaxres's name of another trainer's setting; empty: unknown.
 
     >>> hint("grad_clip")
     '; here it is optimizer.clip_norm'

@@ -211,7 +211,7 @@ def open_cached(corpus: Corpus, folder: Path | None = None) -> TokenFolder:
 
 
 def describe(meta: Meta) -> str:
-    """Returns what a token folder has, for a line of text."""
+    """Returns a token folder's size as text: its tokens and documents, or images."""
     if meta.tokenizer == IMAGES:
         return f"{meta.num_documents:,} images, {meta.num_tokens / 1e6:,.1f} MB"
     return f"{meta.num_tokens:,} tokens, {meta.num_documents:,} documents"
@@ -279,7 +279,7 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
 
 
 def _describe_left_out(corpus: Corpus) -> str:
-    """Returns how many files the patterns leave out, and their endings, the most frequent first."""
+    """Describes the files that the patterns leave out: their number, the most frequent endings."""
     endings = Counter(PurePath(name).suffix or "no ending" for name in corpus.left_out)
     named = ", ".join(f"{count:,} with {ending}" for ending, count in endings.most_common(5))
     return (

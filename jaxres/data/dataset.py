@@ -143,7 +143,7 @@ class Dataset:
         return replace(self, train=of(self.train), heldout=of(self.heldout), validation=sets)
 
     def tokens_of(self, num_rows: int) -> int:
-        """Returns how many tokens some training rows have on average, without padding."""
+        """Returns the mean number of tokens in `num_rows` training rows, without padding."""
         return round(num_rows * self.tokens_per_row * (1 - (self.padding or 0.0)))
 
 

@@ -285,7 +285,7 @@ def _opened(content: bytes) -> Any:
 
 
 def _bits(opened: Any, content: bytes) -> int:
-    """Returns how many bits a value has, as the file says."""
+    """Returns the bits per value that the file declares."""
     if opened.format == "TIFF":
         return max(opened.tag_v2.get(BITS_TAG, (1,)))
     return content[DEEP_BYTE] if opened.format == "PNG" else 8
@@ -336,7 +336,7 @@ def pillow(module: str) -> Any:
 
 
 def num_threads(num_rows: int) -> int:
-    """Returns how many threads decode a batch."""
+    """Returns the number of threads that decode a batch."""
     return max(1, min(num_rows, cpu_cores.usable(), MAX_THREADS))
 
 

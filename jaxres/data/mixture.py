@@ -109,12 +109,12 @@ class Mixture:
         return np.unique(np.concatenate(found))
 
     def rows_by_part(self, position: int) -> list[int]:
-        """Returns how many rows each source has at positions before this one."""
+        """Returns the number of rows of each source at positions before this one."""
         phase = next(phase for phase in reversed(self.phases) if phase.start <= position)
         return _rows_by_part(phase, position, self.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Returns how many epochs each source has at positions before this one, by name."""
+        """Returns the epochs of each source at positions before this one, by name."""
         rows = self.rows_by_part(position)
         return {
             part.order.name: count / part.order.num_rows
@@ -228,7 +228,7 @@ def _block(seed: int, start: int, block: int, quotas: tuple[int, ...]) -> Mixtur
 
 
 def _rows_by_part(phase: Phase, position: int, seed: int) -> list[int]:
-    """Returns how many rows each source has before a position of the phase, or its end."""
+    """Returns the number of rows of each source before a position of the phase, or its end."""
     block, offset = divmod(position - phase.start, BLOCK_ROWS)
     found = _block(seed, phase.start, block, phase.quotas)
     return [

@@ -51,7 +51,7 @@ class ReadPool:
         self._is_started = False
 
     def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Returns what a call returns for each item; raises the first error in their order."""
+        """Returns the result of a call for each item; raises the first error in their order."""
         if len(items) < 2:
             return [call(item) for item in items]
         with self._starting:
@@ -172,7 +172,7 @@ class RemoteItems:
         self._load(np.concatenate(wanted) if wanted else ())
 
     def searchsorted(self, values: Any, side: str = "right") -> NDArray[np.int64]:
-        """Returns how many of the ascending items are at most each value; for side="right" only.
+        """Returns the number of the ascending items <= each value; for side="right" only.
 
         Guesses by proportion, and every third time by halves: documents of similar lengths take one
         or two rounds of concurrent requests, any others a number that grows with the logarithm.

@@ -95,7 +95,7 @@ def problem(
 
 
 def _wrong_type(array: NDArray[Any], limit: Limit) -> str:
-    """Returns what type or shape an array must have; empty: it has it."""
+    """Returns the error in an array's type or shape; empty: none."""
     kinds, names = ("iu", "integers") if limit.only_whole else ("fiub", "numbers")
     if array.dtype.kind not in kinds:
         return f"must be {names}"

@@ -70,7 +70,7 @@ def data_files(folder: Path) -> list[str]:
 
 
 def other_rows(folder: Path, num_rows: int) -> str | None:
-    """Returns what to tell if dataset_info.json records another number of rows; None: it does not.
+    """Returns a warning if dataset_info.json records another number of rows; None: it does not.
 
     It is no error: `datasets` leaves the number as it was when filter or select change the rows.
     """

@@ -92,7 +92,7 @@ class Items(Protocol):
         ...
 
     def searchsorted(self, values: Any, /, side: Any) -> Any:
-        """Returns how many of the ascending items are at most each value, with side="right"."""
+        """Returns the number of the ascending items <= each value, with side="right"."""
         ...
 
 
@@ -109,7 +109,7 @@ class Blocks(Protocol):
         ...
 
     def describe(self, block: int, path: Path) -> str:
-        """Returns what is wrong with a damaged block."""
+        """Returns the error message about a damaged block."""
         ...
 
 

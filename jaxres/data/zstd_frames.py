@@ -112,7 +112,7 @@ class ZstdFrames:
             yield content.decompress(self._exactly(4))
 
     def _window_bytes(self, header: bytes) -> int:
-        """Returns how much of a frame's content is kept in memory; the library refuses large ones.
+        """Returns the bytes of a frame's content kept in memory; the library refuses large ones.
 
         That is the window of the header, or all of the content (RFC 8878, 3.1.1.1).
         """

@@ -98,7 +98,7 @@ def plan(
     num_devices: int,
     num_hosts: int = 1,
 ) -> MeshPlan:
-    """Returns how `num_devices` devices, evenly spread over the hosts, share a batch.
+    """Plans how `num_devices` devices, evenly spread over the hosts, share a batch.
 
     The global batch is always the configured one. If train.max_rows_per_device limits the rows, the
     number of microbatches is the smallest from train.microbatches on that respects the limit.

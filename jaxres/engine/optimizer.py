@@ -250,9 +250,9 @@ def _check_update(returned: Any, params: Any, state: Any, *, target: str) -> Non
 
 
 def muon_dims(axes: Tree) -> Tree:
-    """Returns how Muon sees each parameter as a matrix; None: it is updated by AdamW.
+    """Returns Muon's dimension numbers of each parameter; None: AdamW updates it.
 
-    That are embeddings (a dim named "vocab") and those that are no matrix; see `matrix_dims`.
+    AdamW updates embeddings (a dim named "vocab") and what is no matrix; see `matrix_dims`.
 
     >>> muon_dims({"query": ("layers", "embed", "heads", None), "scale": ("embed",)})
     {'query': MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3)), 'scale': None}

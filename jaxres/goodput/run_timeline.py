@@ -196,7 +196,7 @@ def lost_steps(
 
 
 def _num_steps(lines: MetricsColumns, lost_to: NDArray[np.int64]) -> dict[int, int]:
-    """Returns how many steps each start record has lost; a line that is there twice counts once."""
+    """Returns start record -> number of lost steps; duplicate lines count once."""
     is_lost = lost_to != NOT_LOST
     steps = np.stack([lost_to[is_lost], lines.seq[is_lost], lines.step[is_lost]])
     seqs, counts = np.unique(np.unique(steps, axis=1)[0], return_counts=True)

@@ -119,7 +119,7 @@ def name_process(name: str) -> None:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """Returns how many processes the kernel has killed so far because memory ran out.
+    """Returns the number of processes that the kernel has killed so far for lack of memory.
 
     Counts this process's cgroup if its counter is readable, else the whole host; 0 if neither is
     readable.

@@ -282,7 +282,7 @@ class Gpt(nnx.Module):
     def places(
         self, positions_BT: Int[Array, "B T"], mask: Callable[[int | None], Array]
     ) -> Callable[[Any], Places]:
-        """Returns what a layer sees, from its number of `full_layers`.
+        """Returns the function from a layer's entry in `full_layers` to its angles and mask.
 
         `mask` returns the mask of a window; None: of all earlier positions.
         """

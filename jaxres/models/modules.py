@@ -174,7 +174,7 @@ class _LinenCall:
     """None: evaluation."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module returns, and keeps the model state after it."""
+        """Returns the output of the module, and keeps the model state after the call."""
         variables = {"params": self.params, **self.model_state}
         if self.key is None:
             return self.module.apply(variables, *args, **kwargs)

@@ -203,7 +203,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def topology_level(reference: RunFacts, found: RunComparison) -> str:
-    """Returns how a run that was resumed on another topology compares with the unbroken run.
+    """Compares a run resumed on another topology with the unbroken run; returns the level.
 
     bitwise; statistical: the same samples with other bits; different; not tested.
     """

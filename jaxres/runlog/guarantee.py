@@ -62,7 +62,7 @@ def takes_deterministic_kernels(flags: str) -> bool:
 
 
 def _is_on(name: str, flags: str) -> bool:
-    """Returns what XLA takes from flags: of equal ones the last, and without a value it is on."""
+    """Returns whether XLA takes a flag as on: the last one counts, and one without value is on."""
     values = [
         flag.removeprefix(name).removeprefix("=").lower()
         for flag in flags.split()
@@ -173,7 +173,7 @@ def _missing(name: str) -> str:
 
 
 def _lowering(computation: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what the lowered text of the same code depends on."""
+    """Returns the entries on which the lowered text of unchanged code depends."""
     settings = [name for name in sorted(computation) if name.startswith(SETTING)]
     return tuple(f"{name}={computation.get(name)}" for name in (*LOWERING, *settings))
 

@@ -91,7 +91,7 @@ class ReplicaProgress:
 
 
 def read_progress(run_dir: RunDir) -> ReplicaProgress | None:
-    """Returns what the replica of a run has; None: there is no replica, or the file is odd."""
+    """Returns the replica's progress; None: there is no replica, or the file can't be decoded."""
     try:
         fields = decode_checksummed(files.read(run_dir.root / PROGRESS) or b"", number=FORMAT)
         return ReplicaProgress(fields["path"], fields["seq"], fields["step"], fields["error"])

@@ -114,7 +114,7 @@ def unrecorded(run_dir: RunDir, history: RunHistory) -> list[StepDir]:
 
 
 def unexplained(history: RunHistory, complete: list[StepDir]) -> list[StepDir]:
-    """Returns those of `unrecorded` that no killed save explains. Pure.
+    """Returns the unrecorded step directories that no killed save explains. Pure.
 
     Args:
       history: the run's history from the log.

@@ -355,7 +355,7 @@ def is_same(path: RunPath, other: RunPath) -> bool:
 
 
 def shared_bytes(folders: Sequence[RunPath]) -> int:
-    """Returns how much less than their size becomes free when these folders are deleted.
+    """Returns the size of these folders less the bytes that their deletion would free.
 
     A file with another name outside of the folders stays; one with several names inside is counted
     once. All folders are on one storage.

@@ -114,7 +114,7 @@ def _connect() -> Client:
 
 
 def with_retries(path: GcsPath, call: Callable[[], T]) -> T:
-    """Returns what a call returns; retries it after transient errors.
+    """Returns the result of a call; retries it after transient errors.
 
     Raises:
       ConfigError: a package is not installed.

@@ -264,7 +264,7 @@ class LineWriter:
             raise
 
     def pop_dropped_count(self) -> int:
-        """Returns how many lines were dropped since the last call; 0 while lines are waiting."""
+        """Returns the number of lines dropped since the last call; 0 while lines are waiting."""
         with self._changed:
             if self._taken or self._waiting:
                 return 0

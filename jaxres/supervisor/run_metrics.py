@@ -289,7 +289,7 @@ def _of_machine(health: HealthWatcher | None) -> Iterator[Sample]:
 
 
 def restart_causes(records: Iterable[Record]) -> Mapping[str, int]:
-    """Returns how often attempts have ended, by cause: the name of the exit code, signal, killed.
+    """Returns the number of ended attempts by cause: name of the exit code, signal, or killed.
 
     Args:
       records: the run log up to the end of its newest attempt.

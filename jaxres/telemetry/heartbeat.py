@@ -348,7 +348,7 @@ def decode(line: bytes) -> StatusMessage:
 
 
 def exit_message(result: AttemptResult) -> ExitMessage:
-    """Returns what a worker sends before it exits with a result."""
+    """Returns the message that a worker sends before it exits with a result."""
     return ExitMessage(result.code, result.reason, result.committed, result.culprit)
 
 

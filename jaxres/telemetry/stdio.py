@@ -90,7 +90,7 @@ class SafeStream:
         self.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what else custom code and libraries use of a stream, such as `buffer`."""
+        """Returns any other attribute of the wrapped stream, such as `buffer`, for custom code."""
         return getattr(self._stream, name)
 
 

@@ -119,7 +119,7 @@ class Hooks:
         self._emit(PhaseChanged("train"))
 
     def _context(self, state: TrainState, line: MetricsLine) -> HookContext:
-        """Returns what one hook is called with; a change of its dicts changes nothing else."""
+        """Returns the context of one hook's call; a change of its dicts changes nothing else."""
         assert self._run_dir is not None
         params, model_state = jax.tree.map(lambda x: x, (self._params_of(state), state.model_state))
         return HookContext(line.step, params, model_state, line.fields(), self._run_dir, self._host)

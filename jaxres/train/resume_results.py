@@ -149,7 +149,7 @@ class KnownResume:
 
 
 def read(config: RunConfig) -> KnownResume:
-    """Returns what the newest check of a config has found."""
+    """Returns the result of a config's newest resume check."""
     command = "run `jaxres resume-check` with it"
     try:
         result = json.loads(files.read_whole(path_of(config)))

@@ -124,7 +124,7 @@ def fill(tests: Iterable[Case], seconds: float) -> tuple[list[Case], list[Case]]
 
 
 def cost(*, processor: float, wall: float, num_workers: int) -> float:
-    """Returns what a test adds to the time of a run with so many workers on NUM_CORES cores."""
+    """Returns the time that a test adds to a run with so many workers on NUM_CORES cores."""
     return max(processor / NUM_CORES, wall / num_workers)
 
 

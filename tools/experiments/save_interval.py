@@ -152,7 +152,7 @@ def _result(settings: list[Setting], *, costs: SaveCosts, step_seconds: float) -
 
 
 def _row(setting: Setting, *, costs: SaveCosts, step_seconds: float) -> dict[str, Any]:
-    """Returns what one setting has done, and what the simulation expects of the same kills."""
+    """Returns the measured results of a setting and the share simulated under the same kills."""
     seconds, saves = sum(setting.seconds), max(1, setting.saves)
     interval = seconds / saves
     if setting.asked_steps is not None:

@@ -52,7 +52,7 @@ def written(folder: Path, *, mesh: str, hosts: int) -> dict[str, Any]:
 
 
 def result() -> dict[str, Any]:
-    """Returns what each host writes, by mesh and number of hosts."""
+    """Returns the bytes that each host writes, by mesh and number of hosts."""
     with tempfile.TemporaryDirectory(prefix="jaxres-experiment-") as name:
         found = {
             mesh: {str(n): written(Path(name), mesh=flag, hosts=n) for n in HOSTS}

@@ -145,7 +145,7 @@ def compared(setting: Setting, run_dir: Path, gaps: Sequence[float]) -> dict[str
 
 
 def row_of(name: str, plan: dict[str, Any], ledger: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the report and the plan have found of one run."""
+    """Returns the measured and the simulated figures of one run."""
     simulated, measured = plan["measured"]["simulated"], ledger["goodput"]
     lost = sum(incident["steps_lost"] for incident in ledger["incidents"])
     seconds = {name: round(value, 1) for name, value in ledger["by_activity"].items() if value}

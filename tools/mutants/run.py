@@ -147,7 +147,7 @@ def run(
     modules: Sequence[str] = MODULES,
     limit: float = LIMIT_SECONDS,
 ) -> list[Result]:
-    """Returns what became of each mutant, in their order, and prints it as soon as it is known.
+    """Runs the mutants; prints each result when it is known and returns all in their order.
 
     Args:
       mutants: which ones.
@@ -189,7 +189,7 @@ def run(
 
 
 def _read_results(path: Path | None) -> dict[tuple[str, str], Result]:
-    """Returns those that have died, by name and digest."""
+    """Returns the results of earlier runs in which the mutant died, by its name and digest."""
     if path is None:
         return {}
     results = [Result(**line) for line in lines(path) if line["verdict"] == "died"]

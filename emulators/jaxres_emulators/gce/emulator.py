@@ -375,7 +375,7 @@ class GceEmulator:
             return sorted(name for one in self.api.groups.all.values() for name in one.members)
 
     def lookups(self) -> int:
-        """Returns how often resize requests have looked for capacity."""
+        """Returns the number of times that resize requests have looked for capacity."""
         return self.api.groups.lookups
 
     def templates(self) -> list[str]:

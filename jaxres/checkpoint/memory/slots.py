@@ -127,7 +127,7 @@ class Slot:
         return slot_bytes(self.pieces)
 
     def missing_bytes(self) -> int:
-        """Returns how much memory `open` will reserve."""
+        """Returns the bytes of memory that `open` will reserve."""
         try:
             found = self._data.stat()
         except FileNotFoundError:

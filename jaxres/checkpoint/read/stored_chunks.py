@@ -83,7 +83,7 @@ class Chunk:
 
 @functools.lru_cache(maxsize=1024)
 def chunk_index(size_bytes: int) -> bytes:
-    """Returns what the codec `sharding_indexed` writes after the items of a chunk of this size."""
+    """Returns the index that the codec `sharding_indexed` appends to a chunk of this size."""
     entry = struct.pack("<QQ", 0, size_bytes)
     return entry + struct.pack("<I", crc32c(entry))
 

@@ -50,7 +50,7 @@ class ExportedParams:
         return sum(math.prod(info.shape) for info in self.infos.values())
 
     def cast(self, dtype: str | None) -> ExportedParams:
-        """Returns the same arrays in another dtype; None: unchanged."""
+        """Returns the arrays converted to another dtype; None: unchanged."""
         if dtype is None:
             return self
         infos = {path: ArrayInfo(dtype, info.shape) for path, info in self.infos.items()}

@@ -297,9 +297,9 @@ def part_bytes(arrays: Mapping[str, tuple[ArrayInfo, Any]], num_hosts: int) -> i
 
 
 def num_streams(arrays: Mapping[str, tuple[ArrayInfo, Any]], parts: Sequence[Sequence[str]]) -> int:
-    """Returns how many parts are uploaded at a time: at least two, to keep the link busy.
+    """Returns the number of concurrent uploads of parts: at least two, to keep the link busy.
 
-    Those that are uploaded at a time end together, and only then are they downloaded.
+    Parts that are uploaded at the same time end together; their download begins only then.
     """
     sizes = [sum(_size_bytes(arrays[path][0]) for path in part) for part in parts]
     return max(2, min(MAX_STREAMS, int(AT_ONCE * sum(sizes) / max(sizes, default=1))))
@@ -310,7 +310,7 @@ def _size_bytes(info: ArrayInfo) -> int:
 
 
 def _chunks(path: str, each: HostPieces, values: Entries, name: str) -> list[Chunk]:
-    """Returns those chunks of an array that are in an object."""
+    """Returns the chunks of an array that an object contains."""
     keys = {box: key_of(path) + chunk_key(box, each.chunk_shape) for box in each.items}
     places = {box: values.get(key) for box, key in keys.items()}
     return [

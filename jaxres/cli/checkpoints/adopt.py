@@ -66,7 +66,7 @@ class RebuildPlan:
 
 
 def plan_rebuild(stored: Mapping[str, bytes], candidate: Candidate, commit: Commit) -> RebuildPlan:
-    """Returns how the log is rebuilt from what is stored and the longest copy. Pure.
+    """Plans the rebuild of the log from its stored files and the longest copy. Pure.
 
     Args:
       stored: name -> bytes of the files in the folder of the log.

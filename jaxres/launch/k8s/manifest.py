@@ -69,7 +69,7 @@ class Consequence(StrEnum):
 
 
 def consequence(code: int) -> Consequence:
-    """Returns what follows an exit code, by the table of exit codes.
+    """Returns the consequence of an exit code, by the table of exit codes.
 
     >>> consequence(81), consequence(143), consequence(137)
     (<Consequence.END: 'end'>, <Consequence.RESTART_UNCOUNTED: 'restart, not counted'>, \
@@ -136,7 +136,7 @@ def object_name(root: RunPath) -> str:
 
 
 def needed_grace_seconds(config: RunConfig, save_seconds: float | None) -> int:
-    """Returns how long after SIGTERM a pod may need: the save in flight, and one more.
+    """Returns the seconds that a pod may need after SIGTERM: the save in flight, and one more.
 
     Args:
       config: its margin is added.
@@ -299,7 +299,7 @@ def _has_names(value: Any) -> bool:
 
 
 def longest_name(nodes: int) -> int:
-    """Returns how many characters the name of a JobSet may have, which is in those of its pods."""
+    """Returns the longest length of a JobSet's name, which its pods' names contain."""
     return MAX_POD_NAME - len(pod_name("", nodes - 1))
 
 

@@ -117,7 +117,7 @@ def task(config: RunConfig, root: RunPath, options: TaskOptions) -> Task:
 
 
 def _script(config: str | None, root: RunPath, options: TaskOptions) -> str:
-    """Returns what each node runs: it writes the config and starts the node's process.
+    """Returns the script of each node: it writes the config and starts the node's process.
 
     A VM that replaces another may have its name, so its boot makes it another host.
 

@@ -114,7 +114,7 @@ def misleading_variables(names: Iterable[str], arguments: Sequence[str]) -> list
 def outcomes(
     journal: Sequence[Entry], records: Sequence[Record]
 ) -> tuple[AttemptOutcome[str], ...]:
-    """Returns how training has ended each time since the last final end, oldest first.
+    """Returns the outcome of each attempt since the last final end, oldest first.
 
     Args:
       journal: all entries; no training runs now.
@@ -160,10 +160,10 @@ def idle_jobs(journal: Sequence[Entry], records: Sequence[Record]) -> int:
 
 
 def final_since(journal: Sequence[Entry], job: str) -> int | None:
-    """Returns how the run has ended for good since a job was submitted; None: it has not.
+    """Returns the exit code of the run's final end since a job was submitted; None: no such end.
 
-    Such a job has waited beside the one that ended the run: Slurm had put that one back in the
-    queue after it was submitted again, for example.
+    If there is one, the job has waited beside the job that ended the run: for example, Slurm had
+    put that job back in the queue after the run was submitted again.
 
     >>> journal = [Submitted("1"), Submitted("2"), Final(81), Submitted("3")]
     >>> final_since(journal, "2"), final_since(journal, "3")
@@ -409,7 +409,7 @@ def excluded(sbatch: Sequence[str], nodes: Sequence[str]) -> str:
 
 
 def gpus_per_node(sbatch: Sequence[str]) -> int | None:
-    """Returns how many GPUs a node the options of sbatch ask for; None: not known.
+    """Returns the GPUs per node that sbatch's options request; None: not known.
 
     >>> gpus_per_node(["--gpus-per-node=h100:8"]), gpus_per_node(["--mem=0", "--gres=gpu:4"])
     (8, 4)

@@ -79,7 +79,7 @@ class EmulatedVms:
         return [vm.name for vm in self.gce.vms_so_far()]
 
     def left(self) -> tuple[str, ...]:
-        """Returns what a job that has ended has left: VMs, and processes of VMs."""
+        """Returns the VMs, and the processes of VMs, that a job has left behind after its end."""
         vms = [f"VM {name} ({status})" for name, status in self.gce.vms().items()]
         return (*vms, *(f"process {pid} of a VM" for pid in self.gce.pids()))
 

@@ -157,7 +157,7 @@ class HeldRun:
         fault_request.write(self.root, asked)
 
     def done(self, number: int, *, host: int = 0) -> str:
-        """Returns what the hooks of a host have done for a request; empty: nothing."""
+        """Returns the answer of a host's hooks to a request; empty: no answer."""
         return fault_request.done(self.root, number=number, host=host)
 
     def release(self, number: int, *, root: RunPath | None = None) -> None:

@@ -80,7 +80,7 @@ def ports_of(pids: Iterable[int]) -> dict[int, str]:
 
 
 def find(run_dir: RunDir, clock: Clock, *, ports: Mapping[int, str]) -> tuple[str, ...]:
-    """Returns what a run that has ended has left behind, one text for each thing.
+    """Returns the leftovers of a run that has ended, one text for each.
 
     Args:
       run_dir: the run directory.

@@ -97,7 +97,7 @@ class ChaosFound:
 
 
 def read(config: RunConfig) -> ChaosFound:
-    """Returns what the newest campaign of a config has found; other versions do not count."""
+    """Returns the results of the config's newest campaign; other versions do not count."""
     nothing: dict[ChecklistKind, Verdict] = dict.fromkeys(KINDS, NOT_RUN)
     try:
         result = json.loads(files.read_whole(path_of(config)))

@@ -85,7 +85,7 @@ def _clock_offset(clock: Clock) -> float:
 
 
 def _account(run: HeldRun, clock_moved_seconds: float) -> TimeAccount | None:
-    """Returns what `jaxres report` says of the run; None: no attempt has recorded its end."""
+    """Returns the time account of `jaxres report`; None: no attempt has recorded its end."""
     records = run_log.in_force(run_log.read_records(run.run_dir.log))
     begins = [record.time for record in records if isinstance(record.body, Claim)]
     ends = [record.time for record in records if isinstance(record.body, AttemptEnded)]

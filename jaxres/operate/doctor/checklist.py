@@ -69,7 +69,7 @@ def judge(config: RunConfig, facts: Facts) -> list[Check]:
 
 
 def text(checks: Sequence[Check], *, all_items: bool) -> str:
-    """Returns what is printed.
+    """Returns the printed text of the checklist.
 
     Items that warn or fail have a line each, unless an earlier check has printed them; the others
     are listed by name.

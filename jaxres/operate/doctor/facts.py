@@ -237,7 +237,7 @@ def _alert_error(config: RunConfig, env: Mapping[str, str]) -> str | None:
 
 
 def _is_clock_synchronised() -> bool | None:
-    """Returns what the kernel says, or systemd; None: neither can be asked."""
+    """Returns whether the clock is synchronised, by the kernel or systemd; None: unknown."""
     timex = ctypes.create_string_buffer(TIMEX_BYTES)  # modes is 0: reads only.
     with contextlib.suppress(OSError, AttributeError):
         state = ctypes.CDLL(None).adjtimex(timex)
@@ -280,7 +280,7 @@ def _read_gpus(env: Mapping[str, str]) -> Gpus:
 
 
 def gpus_of(line: bytes) -> Gpus:
-    """Returns what the first message of the health process says."""
+    """Returns the health process's view of the GPUs, from its first message."""
     try:
         match MESSAGES.decode(json.loads(line)):
             case WatchStarted(unreadable=unreadable):

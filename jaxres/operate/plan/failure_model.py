@@ -41,7 +41,7 @@ class FleetModel:
         return -(-self.num_gpus // self.gpus_per_host)
 
     def count(self, per: Per) -> int:
-        """Returns how many of a component the fleet has."""
+        """Returns the number of components of a kind in the fleet."""
         num_racks = -(-self.num_hosts // self.hosts_per_rack)
         return {"gpu": self.num_gpus, "host": self.num_hosts, "rack": num_racks, "job": 1}[per]
 

@@ -132,7 +132,7 @@ def tier(
 
 
 def transfer_seconds(state_bytes: float, *, num_hosts: int, mb_per_second: float) -> float:
-    """Returns how long all hosts write or read their parts of the state."""
+    """Returns the seconds that the hosts need to write or read their parts of the state."""
     return state_bytes / num_hosts / (mb_per_second * MB)
 
 

@@ -72,7 +72,7 @@ def of_run(
     events: Iterable[Mapping[str, Any]],
     vms: ObservedVms | None = None,
 ) -> Measured:
-    """Returns what a run has measured.
+    """Returns the measured costs of saves and failures of a run.
 
     Args:
       timeline: the run's timeline.

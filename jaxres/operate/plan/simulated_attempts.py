@@ -120,7 +120,7 @@ class SimulatedJob:
 def simulate_attempts(
     times: PartTimes, failures: Sequence[SimulatedFailure], settings: JobSettings
 ) -> SimulatedJob:
-    """Returns what a job does: one attempt for each failure, then one to the last step."""
+    """Simulates a job: one attempt for each failure, then one to the last step."""
     policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
     launcher = None if settings.vms is None else SimulatedLauncher(settings.vms)
     history: list[AttemptOutcome[int]] = []

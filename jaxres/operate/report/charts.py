@@ -252,7 +252,7 @@ def _interruption_marks(
 
 
 def interruption_text(one: InterruptionMark) -> str:
-    """Returns what happened, for people.
+    """Returns an interruption as text for people.
 
     >>> interruption_text(InterruptionMark(2, "killed", 33, 20))
     'attempt 2: killed after step 33, resumed at step 20'

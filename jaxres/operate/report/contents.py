@@ -129,7 +129,7 @@ class Contents:
 
 
 def collect(sources: Sources, timeline: RunTimeline, summary: Summary) -> Contents:
-    """Returns what the page shows."""
+    """Returns the contents of the report's page."""
     history = run_log.fold(sources.records)
     lines = metrics_columns.concatenate(list(sources.lines.values()))
     next_start = None if sources.is_alive else history.step

@@ -142,7 +142,7 @@ class HealthWatcher:
         return next(iter(list(self._host)[-1:]), None)
 
     def poll(self) -> list[HealthWatchStarted | Finding]:
-        """Returns what was found since the last call."""
+        """Returns the findings since the last call."""
         if self._section is not None:
             self._restart_if_due(self._section)
         found: list[HealthWatchStarted | Finding] = []

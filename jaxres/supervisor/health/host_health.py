@@ -212,6 +212,6 @@ def _leak(readings: Sequence[HostReading], *, within_minutes: float) -> str | No
 
 
 def _bytes_a_minute(readings: Sequence[HostReading]) -> float:
-    """Returns how fast the memory of the run's processes grows."""
+    """Returns the growth of the memory of the run's processes, in bytes per minute."""
     first, last = readings[0], readings[-1]
     return 60 * (last.used_bytes - first.used_bytes) / (last.at - first.at)

@@ -211,7 +211,7 @@ class Decision:
 def decide(
     notice: PreemptionNotice, timings: SaveTimings, *, now: float, margin_seconds: float
 ) -> Decision:
-    """Returns what to do now about a notice.
+    """Returns the decision after a notice: save, exit or continue.
 
     save: the last finished step can be written in time, after the save in flight if there is one.
     exit: there is no time for another save; a save in flight is finished.

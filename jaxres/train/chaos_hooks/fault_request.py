@@ -70,7 +70,7 @@ def answer(run_dir: RunPath, request: FaultRequest, text: str, *, host: int) -> 
 
 
 def done(run_dir: RunPath, *, number: int, host: int) -> str:
-    """Returns what a host has done for a request; empty: nothing."""
+    """Returns a host's answer to a request, a text about the fault; empty: no answer."""
     with contextlib.suppress(FileNotFoundError):
         return _answer(run_dir, number, host).read_text()
     return ""

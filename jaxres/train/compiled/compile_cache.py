@@ -45,7 +45,7 @@ Trace = Callable[[], Any]
 
 
 def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
-    """Returns what determines the compiled steps; None: only their lowered text does.
+    """Returns the inputs that determine the compiled steps; None: only their lowered text does.
 
     None if custom code is a part of the steps, or if this package's source has changed since it was
     imported.

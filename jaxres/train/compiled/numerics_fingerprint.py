@@ -61,7 +61,7 @@ def jax_settings_here() -> dict[str, str]:
 def numerics_fingerprint(
     config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any, *, program: str
 ) -> dict[str, str]:
-    """Returns what affects bits besides the config's trajectory; equal fingerprints, equal bits.
+    """Returns all that affects bits besides the config's trajectory; equal ones, equal bits.
 
     Not in it: what a host callback of custom code computes, and what custom code reads from files.
 

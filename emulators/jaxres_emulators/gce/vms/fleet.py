@@ -173,7 +173,7 @@ class Fleet:
         return None
 
     def _taken(self, shortage: Shortage) -> int:
-        """Returns how many VMs use the capacity that a shortage limits."""
+        """Returns the number of VMs that use the capacity that a shortage limits."""
         return sum(
             shortage.matches(vm) and not vm.is_blocked and vm.status != TERMINATED
             for vm in self.vms.values()
@@ -420,6 +420,6 @@ class Fleet:
 
 
 def _overtaken(vm: Vm) -> Failure:
-    """Returns what becomes of a creation in the middle of which something else has happened."""
+    """Returns the failure of a creation during which its VM was preempted or changed otherwise."""
     code = "UNSUPPORTED_OPERATION" if vm.is_preempted else "RESOURCE_NOT_FOUND"
     return Failure((code,), True, {"target": vm.path})

@@ -37,7 +37,7 @@ def resolve(gce: GceSection, reader: ResourceReader, console: Callable[[str], No
 
 
 def change(before: str, now: str) -> str:
-    """Returns what to print when the job of a run starts again; empty: nothing has changed.
+    """Returns the notice of a changed boot image at a job's restart; empty: nothing has changed.
 
     >>> change("projects/p/global/images/a-1", "projects/p/global/images/a-2")
     'the boot image is a-2 from now on; it was a-1'

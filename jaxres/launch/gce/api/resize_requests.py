@@ -179,7 +179,7 @@ class ResizeRequests:
         return made
 
     def find(self, creation: PendingCreate, zone: str) -> str | None:
-        """Returns what stands for the operation of a creation; None: it has no resize request."""
+        """Returns the name that stands for a creation's operation; None: no resize request."""
         group = creation.names[0]
         if len(creation.names) == 1 or not self.may_exist:
             return None

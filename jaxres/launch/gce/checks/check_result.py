@@ -25,7 +25,7 @@ class CheckResult:
     """Dotted key of the config that is concerned."""
 
     def text(self) -> str:
-        """Returns what was found, and the remedy."""
+        """Returns the result of the check as text, and the remedy."""
         return f"{self.found}. {self.remedy}" if self.remedy else self.found
 
     def problem(self) -> Problem:

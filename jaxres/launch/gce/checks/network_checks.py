@@ -192,7 +192,7 @@ def _private_access(
 
 
 def _needs_of_internet(gce: GceSection) -> str:
-    """Returns what is read from the internet at the boot of a VM; empty: nothing."""
+    """Returns why the boot of a VM needs the internet; empty: it does not."""
     runtime = gce.runtime
     if isinstance(runtime, ContainerRuntime):
         if runtime.install_docker:

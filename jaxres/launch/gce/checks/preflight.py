@@ -92,7 +92,7 @@ def _option_lines(gce: GceSection) -> list[str]:
 
 
 def _spare_lines(gce: GceSection) -> list[str]:
-    """Returns how many spares there will be; the prices of all VMs include them."""
+    """Returns the line on the number of spares; the prices of all VMs include them."""
     if not gce.spares:
         return []
     return [f"{gce.spares} more as spares, once an attempt runs; the prices include them"]
@@ -106,7 +106,7 @@ def _limit_lines(config: RunConfig) -> list[str]:
 
 
 def _code_lines(gce: GceSection) -> list[str]:
-    """Returns what is copied to the VMs: jaxres in one line, each file of the package in its own.
+    """Lists the files copied to the VMs: jaxres in one line, each file of the package in its own.
 
     Raises:
       ConfigError: the package has files that must not be copied.

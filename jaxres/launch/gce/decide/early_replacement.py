@@ -65,7 +65,7 @@ def _cause(name: str, observed: ObservedState) -> str:
 
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
-    """Returns what follows the result of the request; a failure has no consequence."""
+    """Applies the result of an early request; a failure does not affect the attempt."""
     answer = provisioning.settle_creation(found, observed, gce)
     if isinstance(answer, Transition):
         return answer

@@ -93,7 +93,7 @@ def _pays(saved: float | None, observed: ObservedState, *, factor: float) -> boo
 def num_lacking(
     desired: DesiredState, observed: ObservedState, config: RunConfig, *, factor: float
 ) -> int:
-    """Returns how many VMs a job lacks for its largest number of hosts; 0 if they would not pay."""
+    """Returns the number of VMs below the job's most hosts; 0 if more VMs would not pay."""
     gce = config.launch.gce
     assert gce is not None, config
     if not desired.vms or len(desired.vms) >= gce.most_hosts:

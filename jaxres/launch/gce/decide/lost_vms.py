@@ -132,7 +132,7 @@ def _is_silent(vm: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
 def _confirmed(
     vm: VmSpec, observed: ObservedState, gce: GceSection, *, is_training: bool
 ) -> str | None:
-    """Returns what confirms the loss of a suspected VM; None: nothing does yet.
+    """Returns the confirmation that a suspected VM is lost; None: not confirmed yet.
 
     `is_training`: whether the VM is a host of the running attempt, so that signs of life of the run
     are signs of life of the VM: no host trains without the others.

@@ -91,7 +91,7 @@ def _reset_wait(
 
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
-    """Returns what follows the result of the request; a failure has no consequence but a wait."""
+    """Applies the result of the creation of spares; a failure only delays the next request."""
     answer = provisioning.settle_creation(found, observed, gce)
     if isinstance(answer, Transition):
         return answer

@@ -68,7 +68,7 @@ class VmBoot:
         return self.report is not None and self.report.state == "failed"
 
     def describe(self) -> str:
-        """Returns what is known, for the operator; empty: nothing."""
+        """Returns the known facts about a VM's boot, for the operator; empty: none."""
         known, error = [], ""
         if self.report is not None:
             known, error = [self.report.describe()], self.report.error
@@ -78,7 +78,7 @@ class VmBoot:
         return "; ".join(known)
 
     def cause(self) -> str:
-        """Returns what boots that fail for the same reason have in common; empty: unknown.
+        """Returns a cause that is equal for boots that fail for the same reason; empty: unknown.
 
         >>> VmBoot(BootReport("code", "failed", "curl: (22) in 12 s")).cause()
         'code: curl: (#) in # s'

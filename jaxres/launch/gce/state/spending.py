@@ -81,7 +81,7 @@ def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Tran
 
 
 def saved_in_attempt(desired: DesiredState, *, now: float) -> float:
-    """Returns what the running attempt costs less than on the option that the job has left."""
+    """Returns the savings of the running attempt against the option that the job has left."""
     if desired.phase != "running":
         return 0.0
     hours = _attempt_seconds(desired, now=now) / 3600

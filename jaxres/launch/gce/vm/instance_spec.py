@@ -202,7 +202,7 @@ def upload(data: bytes, folder: GcsPath, suffix: str) -> str:
 
 
 def read_uploaded(path: GcsPath, digest: str) -> bytes | None:
-    """Returns what `upload` has written; None: there is no such object.
+    """Returns the bytes that `upload` has written; None: there is no such object.
 
     Raises:
       ConfigError: the object has other bytes than those of its digest.
