@@ -523,14 +523,14 @@ class Checkpointer:
         )
 
     def restore(
-        self, line: RunHistory, like: Tree, *, seconds: float, last_step: float = math.inf
+        self, history: RunHistory, like: Tree, *, seconds: float, last_step: float = math.inf
     ) -> Restored | None:
         """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
 
         Only then are leftovers of earlier attempts deleted.
 
         Args:
-          line: the run history from the log; the same on every host.
+          history: the run history from the log; the same on every host.
           like: nested dict of jax.ShapeDtypeStruct with shardings.
           seconds: time limit for reading one step.
           last_step: the step at which training ends: no other step will follow it.
@@ -540,9 +540,9 @@ class Checkpointer:
           StorageUnavailable: storage failed, so that no step could be judged.
           ConfigError: the arrays of a step are not those that the model needs.
         """
-        if not line.commits and line.quarantined:
-            raise all_damaged_error([decided for _, decided in line.quarantined])
-        if not line.commits:
+        if not history.commits and history.quarantined:
+            raise all_damaged_error([decided for _, decided in history.quarantined])
+        if not history.commits:
             self._sweep()
             return None
         self._restores += 1
@@ -556,7 +556,7 @@ class Checkpointer:
             emit=self._emit,
             clock=self._clock,
         )
-        restored, damaged = search.newest_valid(line.committed)
+        restored, damaged = search.newest_valid(history.committed)
         self._peers.broadcast(topic, lambda: self._quarantine(damaged), seconds=MESSAGE_SECONDS)
         for quarantine in damaged:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))
