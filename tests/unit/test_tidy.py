@@ -76,7 +76,7 @@ def test_a_splat_of_a_literal_tuple_is_refused_in_a_call(tidy):
 
 @pytest.mark.parametrize("word", ["those", "what", "that", "the same", "how"])
 def test_a_docstring_that_does_not_name_what_is_returned_is_refused(tidy, word):
-    text = 'class A:\n    def f(self):\n        """Returns {}.\n\n        More of it.\n        """\n'
+    text = 'class A:\n    def f(self):\n        """Returns {}.\n\n        More.\n        """\n'
     assert tidy(text.format(f"{word}x")) == []
     assert tidy(text.format(f"the number, as {word} is")) == []
     (problem,) = tidy(text.format(f"{word} is"))
