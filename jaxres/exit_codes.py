@@ -1,4 +1,4 @@
-"""The table of exit codes: what each code means, and every rule that depends on a code.
+"""The table of exit codes: the meaning of each code, and every rule that depends on a code.
 
 `docs/exit-codes.md` is printed from this module (`python -m jaxres.exit_codes`). Exit codes are
 part of the outside contract: schedulers and scripts rely on them. No other module groups codes; it

@@ -430,7 +430,7 @@ class RollbackRun:
     onset: int
     """The first abnormal step."""
     rows: tuple[int, int]
-    """Positions of the stream to leave out, half-open: those of the batches from the onset on."""
+    """Positions of the stream to leave out, half-open: the batches from the onset on."""
     reason: str
 
 

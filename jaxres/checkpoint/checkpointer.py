@@ -80,7 +80,7 @@ class Checkpointer:
         before_commit: Callable[[], None],
         trainable: Trainable = ALL,
     ) -> None:
-        """Prepares without side effects on storage; those begin with `__enter__`.
+        """Prepares without side effects on storage, which begin in `__enter__`.
 
         Args:
           section: intervals, retention, limits.
@@ -398,7 +398,7 @@ class Checkpointer:
         return outcome == COUNTS
 
     def _share(self, save: PendingSave, *, is_committed: bool) -> None:
-        """Makes a committed step the last one of those whose files saves can share.
+        """Makes a committed step the newest source of files that later saves can share.
 
         After a save that has failed the next ones write all parts: a file may be damaged.
         """

@@ -43,7 +43,7 @@ class CommitTracker:
         emit: Emit,
         clock: Clock,
     ) -> None:
-        """Reads the log; the arguments are those of the checkpointer."""
+        """Reads the log; for the arguments see `Checkpointer`."""
         self._section = section
         self._run_dir = run_dir
         self._log = log

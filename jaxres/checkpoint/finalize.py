@@ -183,7 +183,7 @@ def _digests_and_files(
 def _written_files(
     step_dir: RunPath, reports: Sequence[HostReport], linked: LinkedFiles
 ) -> dict[str, FileInfo]:
-    """Returns size and checksum of every file; reads those that are neither reported nor linked.
+    """Returns size and checksum of every file; reads files neither reported nor linked.
 
     Digests of cut blocks are left out, and their temporary file: they are written meanwhile.
     """

@@ -374,7 +374,7 @@ class Replica:
         files.delete_leftovers(root, of=OWN_FILES)
 
     def _copy_pins(self, there: RunHistory) -> None:
-        """Adds the pins of the source; removes those of steps that the replica does not have."""
+        """Adds the pins of the source; removes pins of steps that the replica does not have."""
         pins, own = pruning.pinned(self._source), pruning.pinned(self._target)
         steps = {commit.step for commit in there.committed}
         for step in pins & steps - own:

@@ -133,7 +133,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Doctor:
-    """Runs the checks in order; skips those that depend on a failed one."""
+    """Runs the checks in order; skips checks that depend on a failed one."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ def _row(run_dir: RunDir, *, clock: Clock) -> RunRow:
 
 
 def _tokens(lines: MetricsColumns) -> float:
-    """Returns the tokens of these steps; those of the first one are estimated from the rest."""
+    """Returns the tokens of these steps; for the first step an estimate from the others."""
     if len(lines) < 2:
         return float(lines.tokens.sum())
     between = int(lines.tokens[-1] - lines.tokens[0])

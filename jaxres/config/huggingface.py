@@ -446,7 +446,7 @@ def _stored_windows(model: GptModel, family: str) -> dict[str, Any]:
 
 
 def resolve(config: Node) -> tuple[Node, list[Problem]]:
-    """Replaces `model: {kind: huggingface}` by what it stands for; returns problems of its folder.
+    """Replaces `model: {kind: huggingface}` by the folder's settings; returns its problems.
 
     That are the model's sizes, and, unless they are given, init_from and data.tokenizer.
     """

@@ -1,4 +1,4 @@
-"""Digest of what the files of a corpus hold, which names its tokens in the cache.
+"""Digest of the content of a corpus' files, which names its tokens in the cache.
 
 So tokens of another content are never taken for those of the files, whatever size and time these
 have, and files that were copied again, or moved, find their tokens again. To read all files at each

@@ -309,7 +309,7 @@ def _undecodable(number: int, document: NDArray[np.uint8], error: Exception) -> 
 def undecodable_images(
     numbers: NDArray[np.int64], documents: Sequence[NDArray[np.uint8]]
 ) -> list[str]:
-    """Decodes images; returns what is wrong with each that can't be decoded."""
+    """Decodes images; returns the error of each that can't be decoded."""
 
     def problem(index: int) -> str | None:
         try:
@@ -379,7 +379,7 @@ def random_crop(width: int, height: int, *, key: Sequence[int]) -> tuple[Box, bo
 def split_images(
     corpus: TokenFolder, source: ImagesSource, *, heldout_fraction: float
 ) -> tuple[ImageRows, ImageRows]:
-    """Returns training and held-out rows; those of all classes are in both."""
+    """Returns training and held-out rows; both have rows of all classes."""
     total = corpus.meta.num_documents
     num_heldout = max(1, round(total * heldout_fraction)) if heldout_fraction else 0
     if num_heldout >= total:

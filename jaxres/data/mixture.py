@@ -136,7 +136,7 @@ class Mixture:
         return which, ranks
 
     def _positions(self, number: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the positions of rows of a source, without those that the stream never has."""
+        """Returns the stream positions of rows of a source; leaves out rows the stream never has."""
         befores = np.array([phase.before[number] for phase in self.phases])
         found = []
         for index, phase in enumerate(self.phases):
@@ -192,7 +192,7 @@ def mix(
 
 
 def mixture_fingerprint(fingerprints: Mapping[str, str]) -> str:
-    """Returns the fingerprint of a mixture from those of its sources, by name, in their order."""
+    """Returns the fingerprint of a mixture from its sources' fingerprints, by name, in order."""
     return xxhash.xxh3_128_hexdigest(canonical_json(list(map(list, fingerprints.items()))))
 
 

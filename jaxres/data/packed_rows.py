@@ -40,7 +40,7 @@ class PackedRows:
     corpus: TokenFolder
     plan: PackingPlan
     digest: str
-    """xxh3-128 of what the plan was made from, followed by its pieces."""
+    """xxh3-128 of the plan's inputs, followed by its pieces."""
     start: int
     stop: int
 

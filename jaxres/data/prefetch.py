@@ -1,4 +1,4 @@
-"""Computes batches ahead in one background thread; they equal those of batch_at."""
+"""Computes batches ahead in one background thread; they equal the batches of batch_at."""
 
 from __future__ import annotations
 

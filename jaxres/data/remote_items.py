@@ -108,7 +108,7 @@ class RemoteFile:
 
 
 class RemoteItems:
-    """The items of a RemoteFile, with what the readers of a memory map and its digests use."""
+    """The items of a RemoteFile, with the interface of a memory map and of its digests."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class RemoteItems:
         return found
 
     def _load(self, blocks: Iterable[int] | NDArray[np.int64]) -> dict[int, NDArray[Any]]:
-        """Returns the items of blocks; those that are not in memory are read concurrently."""
+        """Returns the items of blocks; blocks that are not in memory are read concurrently."""
         wanted = sorted({int(block) for block in blocks})
         with self._lock:
             loaded = {block: self._memory[block] for block in wanted if block in self._memory}

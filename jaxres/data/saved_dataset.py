@@ -90,7 +90,7 @@ def other_rows(folder: Path, num_rows: int) -> str | None:
 
 
 def _check_files(folder: Path, names: list[str]) -> None:
-    """Raises ConfigError unless the Arrow files of the folder are those of the list, each once."""
+    """Raises ConfigError unless the folder has exactly the Arrow files of the list, each once."""
     where = f"data.source.path: {folder}"
     name, count = Counter(names).most_common(1)[0]
     if count > 1:

@@ -76,7 +76,7 @@ class Listing:
     folders: list[str]
     left_out: list[str]
     warnings: list[str]
-    """What is to be told: shards that are missing, files that are there twice."""
+    """Warnings to print: shards that are missing, files that are there twice."""
 
 
 def list_files(source: DocumentSource) -> list[SourceFile]:

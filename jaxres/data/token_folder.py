@@ -65,7 +65,7 @@ class Meta:
     num_documents: int
     tokenizer: str
     fingerprint: str
-    """xxh3-128 of the bytes of all tokens, followed by those of all offsets."""
+    """xxh3-128 of the bytes of all tokens, followed by the bytes of all offsets."""
     block_bytes: int | None = None
     """Size of the blocks of digests.npy; None: there are no digests."""
 
@@ -203,7 +203,7 @@ class TokenFolder:
 
 
 def token_type(vocab_size: int) -> str:
-    """Returns the type of the tokens of a folder; uint8 is that of bytes of files only."""
+    """Returns the type of the tokens of a folder; only tokens that are bytes of files are uint8."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -347,7 +347,7 @@ def _open_blocks(
 
 
 def open_digests(path: Path, meta: Meta) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Returns the digests of the blocks of tokens, and of those of offsets."""
+    """Returns the digests of the blocks of tokens and of the blocks of offsets."""
     size = meta.block_bytes
     assert size is not None, path
     digests = _mapped(path)

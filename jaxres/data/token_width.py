@@ -38,7 +38,7 @@ class IdPattern:
         self._num_ids += len(ids)
 
     def problem(self) -> str | None:
-        """Returns why the ids can't be those that were written; None: nothing speaks against it."""
+        """Returns why the ids can't be the written ids; None: nothing speaks against it."""
         if self._num_ids < MIN_IDS:
             return None
         halves = [

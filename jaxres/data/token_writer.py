@@ -39,7 +39,7 @@ class Written:
     num_tokens: int
     num_documents: int
     digest: str
-    """xxh3-128 of the bytes of these tokens, followed by those of the offsets."""
+    """xxh3-128 of the bytes of these tokens, followed by the bytes of the offsets."""
 
 
 class TokenWriter:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and those of the library `tokenizers` (Hugging Face)."""
+"""Tokenizers: bytes, and the tokenizers of the library `tokenizers` (Hugging Face)."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class LibraryTokenizer:
 
     @property
     def unknown(self) -> int | None:
-        """The token for what is not in the vocabulary; None: there is none."""
+        """The token for text outside the vocabulary; None: there is none."""
         token = getattr(self.library.model, "unk_token", None)
         return None if token is None else self.library.token_to_id(token)
 

@@ -39,7 +39,7 @@ Without them one outlier in a hundred steps would hide a loss that stays at twic
 
 
 MOST_ROUNDS = 100
-"""Most iterations until the number of steps and that of the back-offs among them agree."""
+"""Most iterations until the number of steps agrees with the number of their back-offs."""
 
 
 def skips(section: GuardsSection) -> Guard:

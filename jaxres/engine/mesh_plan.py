@@ -20,7 +20,7 @@ NUM_NAMED = 8
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Rows of a batch that a device computes at once, with those of other devices."""
+    """Rows of a batch that a device computes at once, together with other devices."""
 
     rows: slice
     """In the global batch."""
@@ -229,7 +229,7 @@ def _fit(
 
 
 def _fit_invariant(train: TrainSection, data: int, fsdp: int, tensor: int) -> MeshPlan | Infeasible:
-    """Returns the plan with virtual shards; their rows and microbatches are those of any mesh."""
+    """Returns the plan with virtual shards, whose rows and microbatches no mesh changes."""
     number, batch = train.virtual_shards, train.global_batch_size
     if number % (data * fsdp):
         return Infeasible(

@@ -56,7 +56,7 @@ ACTIVITIES: Mapping[str, Activity] = {
     "hook": Activity.HOOK,
     DATA: Activity.DATA_WAIT,
 }
-"""Phase -> class of its time; that of TRAIN is decided by the steps."""
+"""Phase -> class of its time; the steps decide the classes of TRAIN."""
 
 
 @dataclass(frozen=True)

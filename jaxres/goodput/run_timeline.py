@@ -180,7 +180,7 @@ def lost_steps(
     lost = np.full(len(lines), NOT_LOST, np.int64)
     segments = lines.by_segment()
     later: list[tuple[int, int]] = []
-    """Number and step of later starts, newest first, but for those that an earlier one covers."""
+    """Number and step of later starts, newest first, except starts that an earlier one covers."""
     for record in reversed(starts):
         if record.seq in segments:
             steps = lines.step[segments[record.seq]]
@@ -254,13 +254,13 @@ def _claim_of(record: Record) -> Claim:
 
 @dataclass
 class _Axis:
-    """The end of what is placed so far, and how the present boot's clock lies to the axis."""
+    """End of the placed records, and the offset between the axis and the present boot's clock."""
 
     end: float = 0.0
     end_wall: float | None = None
     boot: str = ""
     offset: float | None = None
-    """Seconds of the axis minus those of the monotonic clock; None: unknown."""
+    """Seconds of the axis minus seconds of the monotonic clock; None: unknown."""
 
     def place(
         self,

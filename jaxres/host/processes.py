@@ -154,7 +154,7 @@ def _meminfo_bytes(root: Path, name: str) -> int:
 
 
 def _limits(root: Path) -> list[tuple[int, Path]]:
-    """Returns the memory limits of this process's cgroups, and the files of what they use."""
+    """Returns the memory limits of this process's cgroups, and the files of their usage."""
     limits: list[tuple[int, Path]] = []
     for path in _counters(root):
         for name in ("memory.max", "memory.limit_in_bytes"):

@@ -196,7 +196,7 @@ def dropout(x: Array, key: Key[Array, ""] | None, *, rate: float) -> Array:
 
 
 def matrix_dims(names: tuple[str | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the dims of a parameter's inputs and those of its outputs; None: it is no matrix.
+    """Returns the input dims and the output dims of a parameter; None: it is no matrix.
 
     Dims named "layers" are neither. Of three other dims or more, the first or the last one has to
     be named "embed", which is then one side.

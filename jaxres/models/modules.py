@@ -231,7 +231,7 @@ def _reseeded(rngs: Any, key: Array | None) -> Any:
 
 
 def _axes(abstract: Any) -> Axes:
-    """Returns the names of each parameter's axes; None for those that name none."""
+    """Returns the names of each parameter's axes; None for an axis without a name."""
 
     def of(variable: Any) -> tuple[str | None, ...]:
         metadata = variable.get_metadata()

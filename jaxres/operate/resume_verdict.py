@@ -29,7 +29,7 @@ ENDS: Mapping[BreakKind, frozenset[int]] = {
 """Exit of an attempt that ended by a break. The supervisor may find a worker hung that holds for
 SIGKILL, on a machine that is so busy that the signal is late."""
 COMPARED = ("samples", "tokens", "learning_rate", "loss", "grad_norm", "skipped")
-"""Fields of a step that are compared, those first that others follow from."""
+"""Fields of a step that are compared, causes before their consequences."""
 STATE = "state"
 """Name of the content digest among the compared fields."""
 ROUNDING = 1e-4

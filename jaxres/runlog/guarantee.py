@@ -15,7 +15,7 @@ BITWISE_LEVELS = (BITWISE, BITWISE_ANYWHERE)
 REDUCTION, INVARIANT = "reduction", "invariant"
 """Entry of Start.computation, and its value, of a run whose bits no topology changes."""
 UNKNOWN = "unknown"
-"""Value of a digest that can't be computed, such as that of code that changed after its import."""
+"""Value of a digest that can't be computed, such as of code that changed after its import."""
 PROGRAM, MODEL_CODE, DATA_CODE = "program", "model code", "data code"
 CODE = (PROGRAM, MODEL_CODE, DATA_CODE)
 """Digests of the lowered train step, and of the source of model and data, in Start.computation."""
@@ -187,7 +187,7 @@ def _is_comparable(name: str, was: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def _text(changes: Mapping[tuple[str, int], Sequence[str]], starts: Sequence[Record]) -> str:
-    """Returns the changes as text, those with the same first start together."""
+    """Returns the changes as text; changes with the same first start are together."""
     now = start_of(starts[-1]).computation
     groups: dict[int, list[str]] = {}
     for (name, first), was in sorted(changes.items(), key=lambda item: item[0][1]):

@@ -47,7 +47,7 @@ class MetricsLine:
     tokens: int
     """Tokens consumed since the first step."""
     step_seconds: float
-    """Time from the completion of the previous step to that of this one."""
+    """Time from the completion of the previous step to the completion of this one."""
     skipped: bool
     """Whether the update was masked."""
     samples: str

@@ -1,4 +1,4 @@
-"""Step directories: their names, and those with a complete step that the run log does not record.
+"""Step directories: their names, and complete ones that the run log does not record.
 
 A save is complete before its commit record is written. So a killed attempt leaves at most one
 complete step without a record. More of them, or any of a later attempt, mean that the log is

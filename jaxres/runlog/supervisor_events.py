@@ -1,4 +1,4 @@
-"""The events of supervisors; events.py has those of the trainer, and the list of all."""
+"""The events of supervisors; events.py has the trainer's events, and the list of all."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def require_inside(name: str) -> str:
 
 
 def require_one_name(name: str) -> str:
-    """Returns a name that a file gives, if it is that of a file in the folder itself.
+    """Returns the name that a file gives, if it names a file in the folder itself.
 
     Raises:
       ValueError: as `require_inside`, or it is a path.

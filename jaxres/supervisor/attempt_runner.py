@@ -111,7 +111,7 @@ class ClaimedAttempt:
     companions: Companions | None = None
     """What runs beside the attempt; None: the claim is not for training."""
     on_news: Callable[[News], None] = ignore_news
-    """Called with what host 0 reports for the alerts."""
+    """Called with host 0's news for the alerts."""
 
 
 def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:

@@ -72,7 +72,7 @@ class LoopState:
     run_dir_id: str
     """Identity of the run directory, which its processes carry in their tag."""
     adopts: bool
-    """Whether all descendants of this process are its own, so that those left over are killed."""
+    """Whether all descendants of this process are its own, so that leftover ones are killed."""
     run_lock: RunLock
     clock: Clock
     wakeup: int
@@ -95,7 +95,7 @@ class LoopState:
     first_step: int
     """Newest committed step when the restart loop began."""
     outcomes: list[AttemptOutcome[int]]
-    """Outcomes of all attempts that use up budgets, those of earlier supervisors too."""
+    """Outcomes of all attempts that use up budgets, earlier supervisors' attempts included."""
     claim: Claim | None = None
     """Claim of this supervisor's newest attempt."""
     slots: tuple[int, ...] = ()

@@ -167,7 +167,7 @@ class GiveUp:
 def decide(
     history: Sequence[AttemptOutcome[int]], now: float, policy: RestartPolicy
 ) -> Restart | GiveUp:
-    """Decides what follows the last of the attempts that have ended.
+    """Decides between a restart and an end after the newest ended attempt.
 
     Args:
       history: outcomes of all attempts of this supervisor and of those before it (`load_history`),

@@ -121,7 +121,7 @@ class SpeedChanged:
 
 @dataclass(frozen=True)
 class GuardActed:
-    """A guard of host 0 has acted on what it saw in a step."""
+    """A guard of host 0 has acted on its observation of a step."""
 
     step: int
     verdict: Literal["update_skipped", "warned", "rolled_back", "records_skipped", "corruption"]

@@ -129,7 +129,7 @@ class Incident:
 
     kind: Kind
     run: str
-    """Name of the run: that of its directory."""
+    """Name of the run's directory."""
     attempt: int
     step: int
     """Newest committed step."""
@@ -159,7 +159,7 @@ def is_wanted(target: AlertTarget, kind: str) -> bool:
 
 
 def only_resolves(target: AlertTarget, kind: str) -> bool:
-    """Returns whether this kind raises no alert at the target, but resolves those of other kinds.
+    """Returns whether this kind only resolves alerts of other kinds at the target.
 
     The rate limit does not apply to it: an alert would stay open for good.
     """

@@ -315,7 +315,7 @@ def _row_origins(parts: Components) -> list[tuple[int, int]]:
 def _metrics(
     context: AttemptContext, stack: contextlib.ExitStack
 ) -> tuple[Callable[[MetricsLine], None], Callable[[], None], Callable[[], None]]:
-    """Returns a function that receives every completed step, and those that sync and flush them."""
+    """Returns functions that record a completed step, sync the metrics file and flush it."""
     if not context.peers.member.leads:
         return context.observers.on_step, lambda: None, lambda: None
     metrics = stack.enter_context(MetricsLog(context.run_dir.metrics(context.log.attempt)))

@@ -94,7 +94,7 @@ class Hooks:
         return [hook for hook in self._hooks if step % hook.section.every_steps == 0]
 
     def call(self, state: TrainState, line: MetricsLine) -> None:
-        """Calls those that are due after the step of this line; `state` is the one after it."""
+        """Calls the hooks that are due after the step of this line, with the state after it."""
         self._called = line.step
         for hook in self._of_step(line.step):
             if not hook.is_on:

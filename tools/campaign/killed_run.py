@@ -88,7 +88,7 @@ class Execution:
     def _strike(
         self, run: ObservedRun, kill: Kill, target: str, *, after: Callable[[], object] = int
     ) -> bool:
-        """Sends SIGKILL to what there is of a target; returns whether it has hit.
+        """Sends SIGKILL to the processes of a target; returns whether it has hit.
 
         Args:
           run: the run.

@@ -46,7 +46,7 @@ from tools.campaign.waits import Timing, measured  # noqa: E402
 
 HERE = ROOT / "experiments" / "campaign"
 BUILD = ROOT / "build" / "campaign"
-"""Folder of what later slices use too."""
+"""Folder that later slices use too."""
 CACHES = BUILD / "caches"
 BUCKET = "bucket"
 MORE_SPARES = 2

@@ -92,7 +92,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def merged(results: Results, folder: Path, *, passed: str | None) -> Results:
-    """Returns the results with those of a campaign.
+    """Returns the results merged with the results of a campaign.
 
     Args:
       results: those so far.

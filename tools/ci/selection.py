@@ -16,7 +16,7 @@ SHARE_SECONDS = 120.0
 MUTANT_SECONDS = 60.0
 NUM_CORES = 2
 UNKNOWN_SECONDS = 30.0
-"""What a test is taken to need that no result file has."""
+"""Assumed seconds of a test that no result file has."""
 NO_CODE = ("docs/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "experiments/")
 """Paths that no slow test runs: a change of these alone chooses none."""
 
@@ -27,7 +27,7 @@ class Case:
 
     name: str
     names: frozenset[str] = frozenset()
-    """Files that it names: its own, those it imports, those that its mutants change."""
+    """Files that it names: its own, its imports, files that its mutants change."""
     executed: frozenset[str] = frozenset()
     """Files that it executed in the last campaign."""
     seconds: float = UNKNOWN_SECONDS

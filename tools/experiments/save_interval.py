@@ -46,7 +46,7 @@ class Setting:
     steps: list[int] = field(default_factory=list)
     """Steps finished after the first of each attempt, whether or not they were committed."""
     committed: list[int] = field(default_factory=list)
-    """Of these, those that were committed when the kill came."""
+    """Of these, the steps that were committed when the kill came."""
     seconds: list[float] = field(default_factory=list)
     """CPU time of each attempt, from its first step to the kill."""
     wall_seconds: list[float] = field(default_factory=list)

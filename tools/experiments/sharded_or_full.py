@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 
 
 def written(folder: Path, *, mesh: str, hosts: int) -> dict[str, Any]:
-    """Trains 4 steps and returns the bytes of array data by host, and those of all other files."""
+    """Trains 4 steps and returns the bytes of array data by host, and of all other files."""
     run_dir = folder / f"{hosts}-{mesh.partition('=')[0]}"
     command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), f"run.dir={run_dir}"]
     command += [mesh, "--hosts", str(hosts), "--devices-per-host", "1"]

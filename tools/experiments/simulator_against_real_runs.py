@@ -134,7 +134,7 @@ def _worker(supervisor: int) -> int:
 
 
 def compared(setting: Setting, run_dir: Path, gaps: Sequence[float]) -> dict[str, Any]:
-    """Returns the goodput of the ledger beside that of the simulation."""
+    """Returns the goodput of the ledger beside the simulated goodput."""
     plan = json.loads(jaxres("plan", "--from", str(run_dir), "--json", "--replications", "1"))
     ledger = json.loads(jaxres("report", str(run_dir), "--json"))
     return row_of(setting.name, plan, ledger) | {

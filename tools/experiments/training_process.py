@@ -115,7 +115,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result as JSON; the date is that of the run."""
+    """Writes a result as JSON, with today's date and the machine."""
     dated = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), **result}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(dated, indent=2) + "\n")

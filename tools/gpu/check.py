@@ -193,7 +193,7 @@ def _environment(path: Sequence[str]) -> dict[str, str]:
 
 
 def _due(asked: Sequence[Part], results: Mapping[str, Result]) -> list[Part]:
-    """Returns the parts that have not passed; those that have never run are first."""
+    """Returns the parts that have not passed; parts that have never run come first."""
     due = [part for part in asked if not _has_passed(results.get(part.name))]
     ran = {name for name, result in results.items() if result.status != NO_TIME}
     return sorted(due, key=lambda part: part.name in ran)

@@ -230,7 +230,7 @@ class Bench:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_compiled(self, root: Path) -> None:
-        """Copies what the tests of the working tree have compiled, so that mutants add nothing."""
+        """Copies the compiled programs of the working tree's tests, so that mutants add none."""
         for folder in (root / ".pytest_cache" / "d").glob("xla-*"):
             with contextlib.suppress(shutil.Error):  # Others may be changing it.
                 shutil.copytree(folder, self._folder / "cache" / "d" / folder.name)

@@ -183,7 +183,7 @@ class GceEmulator:
             return list(self.fleet.past.values())
 
     def pids(self, name: str | None = None) -> list[int]:
-        """Returns the processes of a VM; None: of all, also of those that are gone."""
+        """Returns the processes of a VM; None: of all VMs, deleted ones included."""
         if name is None:
             return keeper.marked(f"{MARK}={self.mark}")
         with self.scheduler.changed:
@@ -431,7 +431,7 @@ class GceEmulator:
         return made
 
     def clear_faults(self) -> None:
-        """Ends all faults but those of VMs and their metadata."""
+        """Ends all faults, except the faults of VMs and their metadata."""
         self.server.faults.clear()
         with self.scheduler.changed:
             self.operations.rules.clear()

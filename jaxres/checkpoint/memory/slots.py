@@ -119,7 +119,7 @@ class Slot:
         self._index = data.with_suffix(".json")
         self._file = -1
         self.index: SlotIndex | None = None
-        """What the slot holds whole; None: nothing that this host can use."""
+        """Index of the whole state in the slot; None: the slot has none that this host can use."""
 
     @property
     def size_bytes(self) -> int:

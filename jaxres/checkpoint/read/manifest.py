@@ -255,7 +255,7 @@ def is_storage_fault(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def reading(step_dir: RunPath, step: int) -> Iterator[None]:
-    """Converts errors of reads of a step to those that `unreadable` returns."""
+    """Converts errors of reads of a step to the typed errors of `unreadable`."""
     try:
         yield
     except (ValueError, OSError, PermissionDenied) as error:

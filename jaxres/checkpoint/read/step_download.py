@@ -40,7 +40,7 @@ class LocalCopies:
     """The data files of one host, downloaded."""
 
     files: Mapping[str, FileInfo]
-    """Name in the step -> size and checksum of what the bucket has sent."""
+    """Name in the step -> size and checksum of the bytes that the bucket has sent."""
     root: Path
     """Folder with the same names."""
     folders: frozenset[str]

@@ -68,7 +68,7 @@ class BucketPart:
     """Name of the object in the step."""
     file: MemoryFile
     values: Entries
-    """Those of the host's database."""
+    """Entries of the host's database."""
     infos: Mapping[str, ArrayInfo]
     chunks: Mapping[str, list[Chunk]]
     """Path -> the chunks of an array in this object; none if they are in the index."""
@@ -123,7 +123,7 @@ class BucketWriter:
             self._arrays.release()
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
-        """Makes the databases of all hosts one checkpoint; returns a report on what it has written.
+        """Merges the databases of all hosts into one checkpoint; reports the written files.
 
         Host 0 calls it when all have written. If it is alone, `result` has done that.
 
@@ -326,7 +326,7 @@ def _index_files(database: str, entries: Entries) -> dict[str, bytes]:
 
 
 def _entries(step_dir: GcsPath, folder: str, names: Sequence[str]) -> Entries:
-    """Returns the index of a folder: that of all hosts' databases, as TensorStore reads them."""
+    """Returns the merged index of all hosts' databases in a folder, as TensorStore reads them."""
     with ThreadPoolExecutor(gcs_objects.THREADS, "jaxres-download") as pool:
         found = list(pool.map(lambda name: entries_of(step_dir / folder / name), names))
     values: dict[str, bytes | ocdbt.ValuePlace] = {}

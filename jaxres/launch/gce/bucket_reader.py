@@ -49,7 +49,7 @@ class BucketReader:
 
     @contextlib.contextmanager
     def count_wait(self, *, requests: int = 1) -> Iterator[None]:
-        """Counts the time spent in the block as that of so many requests, one after the other.
+        """Counts the time spent in the block as the wait of so many requests, one after the other.
 
         A bucket whose answers take 0.4 s each answers, however many requests a cycle makes.
         """

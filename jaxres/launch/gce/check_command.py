@@ -250,7 +250,7 @@ def has_ended(folder: GcsPath) -> bool:
 
 
 def _highest_cost(job: RunConfig) -> list[str]:
-    """Returns a line with what the check costs at most, if all prices are known."""
+    """Returns a line with the highest cost of the check, if all prices are known."""
     gce, hours = gce_section(job), job.launch.max_hours
     prices = [option.dollars_per_hour for option in gce.capacity_options]
     known = [price for price in prices if price is not None]

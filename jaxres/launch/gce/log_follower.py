@@ -53,7 +53,7 @@ def find_slot(desired: DesiredState, vm: str | None) -> int:
 
 
 def next_output(current: Output | None, desired: DesiredState, slot: int) -> Output | None:
-    """Returns the output to follow now: that of the slot in the newest attempt that has it."""
+    """Returns the output to follow now: the slot's, in the newest attempt that has the slot."""
     if slot >= len(desired.hosts):  # No attempt runs, or one with fewer hosts.
         return current
     return Output(desired.attempt, desired.hosts[slot].name)

@@ -1,4 +1,4 @@
-"""Which services and zones answer a launcher, and the lines about those that do not. No jax."""
+"""The services and zones that answer a launcher, and the lines about the others. No jax."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ secret, or arguments of custom data.
 CALL_SECONDS = 60.0
 JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
 NO_KUBECONFIG = (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError)
-"""What the client raises for a file that is no kubeconfig."""
+"""Exceptions of the client for a file that is no kubeconfig."""
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -415,7 +415,7 @@ class _Api:
             ) from error
 
     def delete_job(self, job: Manifest) -> None:
-        """Deletes a job that was just created; prints what to do if that fails."""
+        """Deletes a job that was just created; prints the manual remedy if that fails."""
         space, name = self.options.namespace, self.options.name
         limit = {"propagation_policy": "Background", "_request_timeout": CALL_SECONDS}
         if job["kind"] == "JobSet":
@@ -435,7 +435,7 @@ class _Api:
             )
 
     def create_or_replace(self, manifest: Manifest) -> None:
-        """Creates a ConfigMap, a Secret or a Service, over that of an earlier job of the run."""
+        """Creates a ConfigMap, a Secret or a Service, or replaces an earlier job's of the run."""
         core = self.library.client.CoreV1Api(self.client)
         kind = manifest["kind"].lower().replace("configmap", "config_map")
         space, name = self.options.namespace, self.options.name

@@ -179,7 +179,7 @@ def to_yaml(objects: list[Manifest]) -> str:
 
 
 def changed_fields(sent: Any, created: Any, path: str = "") -> list[str]:
-    """Returns the paths of what a cluster has changed or dropped; it may add to an object.
+    """Returns the paths of fields that a cluster has changed or dropped; it may add fields.
 
     >>> changed_fields({"a": [{"b": 1}], "c": 2}, {"a": [{"b": 3, "d": 4}]})
     ['a[0].b', 'c']
@@ -275,7 +275,7 @@ def _service(options: ClusterOptions) -> Manifest:
 def _job_spec(
     root: RunPath, options: ClusterOptions, *, backoff_limit: int, preempted: str
 ) -> Manifest:
-    """Returns the spec of a Job; `preempted` is the action of what is not counted."""
+    """Returns the spec of a Job; `preempted` is the action for uncounted restarts."""
     rules: list[Manifest] = [
         {"action": "FailJob", "onExitCodes": _exit_codes(Consequence.END)},
         {"action": preempted, "onExitCodes": _exit_codes(Consequence.RESTART_UNCOUNTED)},

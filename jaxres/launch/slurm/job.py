@@ -43,7 +43,7 @@ JOB_VARIABLES = re.compile(
     "SLURM_(CPUS|CPUS_PER|GPUS|GPUS_PER|JOB|MEM_PER|NTASKS|NTASKS_PER|STEP|TASKS_PER|TRES_PER)_.+"
     "|SLURM_(JOBID|NTASKS|NPROCS|NNODES|NODELIST|PROCID|GPUS|STEPID|THREADS_PER_CORE)|SRUN_.+"
 )
-"""What a job has in its environment; sbatch hands on what the new job has no value for."""
+"""Variables of a job; sbatch passes those on for which the new job sets no value."""
 FILTERS = re.compile(
     "(SQUEUE|SINFO|SCANCEL)_.+|SLURM_TIME_FORMAT|SBATCH_(ARRAY_INX|CLUSTERS|ERROR|JOB_NAME|"
     "NO_KILL|NO_REQUEUE|OPEN_MODE|OUTPUT|REQUEUE|SIGNAL|USE_MIN_NODES|WAIT)"
@@ -391,7 +391,7 @@ def _sbatch_flag(option: str) -> str:
 
 
 def excluded(sbatch: Sequence[str], nodes: Sequence[str]) -> str:
-    """Returns the value of --exclude of the next job; that of the script would be overridden.
+    """Returns the next job's --exclude: `nodes`, and the script's nodes, which it overrides.
 
     Args:
       sbatch: options of sbatch, which may exclude nodes too.

@@ -234,7 +234,7 @@ class HeldRun:
         return any((e["event"], e.get("step")) == ("save_failed", step) for e in found)
 
     def wait_end(self, process: subprocess.Popen[bytes]) -> bool:
-        """Waits for the end of a process, also after that of the command; returns if it ended."""
+        """Waits for the end of a process, even after the command has ended; returns if it ended."""
         for _ in range(END_POLLS):
             if process.poll() is not None:
                 return True

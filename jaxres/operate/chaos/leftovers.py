@@ -39,7 +39,7 @@ def processes(root: RunPath) -> list[int]:
 
 
 def wait_gone(root: RunPath, clock: Clock) -> list[int]:
-    """Waits a while until no process of a run is left; returns those that are."""
+    """Waits a while until no process of a run is left; returns the processes still left."""
     return list(_wait_empty(lambda: processes(root), clock))
 
 

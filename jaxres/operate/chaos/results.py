@@ -93,7 +93,7 @@ class ChaosFound:
 
     kinds: Mapping[ChecklistKind, Verdict]
     text: str
-    """What the newest campaign says of itself, or why there is none that counts."""
+    """Summary of the newest campaign, or the reason why none counts."""
 
 
 def read(config: RunConfig) -> ChaosFound:

@@ -164,7 +164,7 @@ class Runner:
 
     config: Path
     overrides: Sequence[str]
-    """Those of the user and of the check."""
+    """Overrides by the user and by the check."""
     folder: Path
     save_every: int
     """Steps between two saves."""
@@ -173,7 +173,7 @@ class Runner:
     bucket: GcsPath | None = None
     """Where the run directories are; None: in the folder."""
     process: subprocess.Popen[bytes] | None = None
-    """The command that runs now; of a job with several supervisors, that of host 0."""
+    """The command that runs now; of a job with several supervisors, host 0's."""
     followers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """The other supervisors of such a job, in order of hosts."""
 
@@ -266,7 +266,7 @@ class Runner:
         break_hook.release(root, number=number)
 
     def output(self, name: str) -> Path:
-        """Returns the file with what the commands of a run have printed."""
+        """Returns the file with the output of a run's commands."""
         return self.folder / f"{name}.txt"
 
     def start(
@@ -316,7 +316,7 @@ class Runner:
         )
 
     def start_verb(self, name: str, words: Sequence[str]) -> None:
-        """Starts another command of jaxres, whose output follows that of a run."""
+        """Starts another command of jaxres, whose output is appended to a run's."""
         command = [sys.executable, "-m", "jaxres", *words]
         self.process = start_command(command, output=self.output(name), env=self.env)
 

@@ -1,4 +1,4 @@
-"""Compares the report of a run with what is known of its time without it. Pure.
+"""Compares the report of a run with independent facts about its time. Pure.
 
 The report places steps by events of monotonic clocks. Here the length is that of the run log's
 times, the training that of the metrics, the incidents are the injected faults.
@@ -19,7 +19,7 @@ from jaxres.runlog.metrics import MetricsLine
 SHARE = 1e-3
 """Of the time of a run, that may be missing or too much in its report."""
 LEAST_SECONDS = 0.1
-"""The same, of a short run: its records are stamped a little later than what they record."""
+"""Least tolerance, of a short run: its records are stamped a little later than their events."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class ChaosFacts:
     merged_lines: tuple[str, ...] = ()
     """Files in which a torn line was continued by another one."""
     kept: tuple[MetricsLine, ...] = ()
-    """The steps of the history that is kept, without those that were trained again."""
+    """The steps of the kept history, without steps that were trained again."""
     left: tuple[str, ...] = ()
     """What the run has left behind."""
     account: TimeAccount | None = None
@@ -117,7 +117,7 @@ class Outcome:
 
 
 def _ends_attempt(injection: Injection) -> bool:
-    """Returns whether a fault ends an attempt; those of storage may end none."""
+    """Returns whether a fault ends an attempt; faults of storage may end none."""
     scenario = BY_NAME.get(injection.fault.scenario)
     return scenario is None or bool(scenario.ends)
 

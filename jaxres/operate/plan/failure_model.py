@@ -50,7 +50,7 @@ class FleetModel:
         return sum(self.count(part.per) / part.mtbf_hours for part in self.components)
 
     def rack_failures_per_hour(self) -> float:
-        """Returns the rate of those that take all hosts of a rack.
+        """Returns the rate of failures that take all hosts of a rack.
 
         >>> switch = Component("switch", "rack", 1_000.0)
         >>> FleetModel(1_024, 8, (switch,), hosts_per_rack=16).rack_failures_per_hour()

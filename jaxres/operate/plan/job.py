@@ -117,7 +117,7 @@ class Job:
 
 
 def interruptions(job: Job) -> Iterator[Interruption]:
-    """Yields the kinds of interruptions of a job; those that never happen are left out."""
+    """Yields the kinds of interruptions of a job, without kinds that never happen."""
     racks, memory = job.fleet.rack_failures_per_hour(), job.measures.memory
     rate = job.fleet.failures_per_hour() - racks
     again = job.detect_seconds + job.restart_seconds
@@ -173,7 +173,7 @@ def _split(name: str, per_hour: float, spare_share: float) -> Iterator[tuple[str
 
 
 def _lost_host(job: Job, name: str, per_hour: float, seconds: float) -> Iterator[Interruption]:
-    """Yields losses of a host: those that leave its copy in the neighbor's memory, and others."""
+    """Yields losses of a host: with its copy left in the neighbor's memory, and without."""
     kept = 1 - job.neighbor_share if job.measures.memory == "neighbor" else 0.0
     yield from _kind(job, name, per_hour * kept, seconds, True)
     both = f"{name}, with its neighbor" if kept else name

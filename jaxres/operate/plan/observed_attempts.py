@@ -119,7 +119,7 @@ def _settings(config: RunConfig) -> JobSettings:
 def _before_gap(
     failure: SimulatedFailure, observed: ObservedGap, attempt: AttemptTime
 ) -> SimulatedFailure:
-    """Returns a failure as the launcher saw it, with what followed."""
+    """Returns a failure with the code and time that the launcher saw, and the gap after it."""
     late = observed.ended - attempt.time
     detection = (failure.detect_seconds or 0.0) + late
     return replace(failure, code=observed.code, gap=observed.gap, detect_seconds=detection)

@@ -80,7 +80,7 @@ class Gap:
     freed_seconds: float = 0.0
     """From the decision to delete a VM until the service no longer lists it."""
     answers: tuple[Answer, ...] = ()
-    """Of the requests in the gap, in order; of further ones that of `Vms.usual`."""
+    """Answers to the requests in the gap, in order; further ones get `Vms.usual`."""
 
 
 @dataclass(frozen=True, kw_only=True)

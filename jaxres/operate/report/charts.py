@@ -104,7 +104,7 @@ def rate_chart(contents: Contents) -> Markup:
 
 
 def save_chart(contents: Contents) -> Markup:
-    """Returns the chart of what saves took: the stall of the training, and the write beside it."""
+    """Returns the chart of the seconds of saves: the stall of training, and the write beside it."""
     saves = sorted(contents.saves, key=lambda save: save.step)
     steps = np.array([save.step for save in saves], np.int64)
     series = {

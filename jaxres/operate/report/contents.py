@@ -123,7 +123,7 @@ class Contents:
     attempts: tuple[AttemptSummary, ...]
     """The newest ones."""
     speeds: Mapping[int, Speed]
-    """By attempt; without those that are not known."""
+    """By attempt, without attempts whose speed is unknown."""
     guarantee: str | None
     """Level of the newest start; None: there was none."""
 

@@ -19,7 +19,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis from `low` to `high`; both are those of the axis, not of the values."""
+    """An axis from `low` to `high`, the ends of the axis, not of the values."""
 
     low: float
     high: float

@@ -190,7 +190,7 @@ def column_shares(intervals: Sequence[ActivityInterval], seconds: float) -> NDAr
 
 
 def _attempt_rects(attempts: Sequence[AttemptTime], scale: float) -> Iterator[Markup]:
-    """Yields the attempts by how they ended; those within one column as one."""
+    """Yields the attempts by their ends; merges attempts within one column."""
     if len(attempts) <= MAX_RECTS:
         groups = [[attempt] for attempt in attempts]
     else:

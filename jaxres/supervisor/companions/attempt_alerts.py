@@ -39,7 +39,7 @@ READ_SECONDS = 10.0
 LOOK_SECONDS = 5.0
 """Time between two looks of host 0 at the incidents that the other hosts record."""
 HOST_SEQ = 1000
-"""Count of incidents of one host: those of the next host begin above it, so that ids differ."""
+"""Count of incidents of one host; the next host's begin above it, so that ids differ."""
 
 
 @dataclasses.dataclass

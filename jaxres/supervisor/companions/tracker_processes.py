@@ -51,7 +51,7 @@ class TrackerProcesses:
         return self
 
     def ensure_started(self, attempt: int) -> None:
-        """Starts those that do not run, with the recorded config of an attempt."""
+        """Starts the trackers that do not run, with the recorded config of an attempt."""
         for number in range(len(self._sections)):
             process = self._processes.get(number)
             if process is not None and process.poll() is None:
@@ -68,7 +68,7 @@ class TrackerProcesses:
 
     @property
     def pids(self) -> set[int]:
-        """Pids of those that run: they are no leftovers of an attempt."""
+        """Pids of the running trackers, which are no leftovers of an attempt."""
         return {p.pid for p in self._processes.values() if p.poll() is None}
 
     def on_run_ended(self, code: int) -> None:

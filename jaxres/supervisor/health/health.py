@@ -67,7 +67,7 @@ class Finding:
 
 
 def judge_xid(message: XidReported, section: HealthSection) -> Finding:
-    """Returns the finding of an Xid error; those of an application are a warning at most."""
+    """Returns the finding of an Xid error; an application's error is a warning at most."""
     xid = message.xid
     kinds: Sequence[tuple[str, Mapping[int, str], HealthAction]] = (
         ("ecc", ECC_XIDS, section.ecc),
@@ -120,7 +120,7 @@ class GpuState:
 
 
 def readable(state: GpuState) -> Mapping[str, int]:
-    """Returns the newest values of a GPU, without those that can't be read any more.
+    """Returns the newest values of a GPU, without values that can't be read any more.
 
     >>> readable(GpuState(last={"power_mW": 7, "pcie_replays": 0}, failures={"power_mW": 1}))
     {'pcie_replays': 0}

@@ -95,7 +95,7 @@ def _uuid(label: str) -> str:
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:
-    """Returns whether a GPU is one of those that CUDA_VISIBLE_DEVICES names.
+    """Returns whether CUDA_VISIBLE_DEVICES names a GPU.
 
     Numbers are taken for NVML's, which CUDA's differ from only where a machine has GPUs of several
     kinds. Parts of a GPU (MIG) are not distinguished.

@@ -62,7 +62,7 @@ class HostReading:
     disk_free_bytes: int | None
     """Free space of the file system of the run's local files; None: unknown."""
     clock_offset: float = 0.0
-    """Seconds of the wall clock since the epoch, without those since the host was started."""
+    """Wall-clock seconds since the epoch, minus the seconds since the host was started."""
     links: Mapping[str, LinkCounters] = field(default_factory=dict)
     """Name of each network interface or port of hardware -> its counters."""
 
@@ -111,7 +111,7 @@ def read_links(sysfs: Path) -> dict[str, LinkCounters]:
 
 
 def _counters(folder: Path, errors: Sequence[str], losses: str) -> LinkCounters:
-    """Reads counters; those that the driver does not have are 0.
+    """Reads counters; a counter that the driver does not have is 0.
 
     One that fails is unknown: it would seem to have grown once it can be read again.
     """

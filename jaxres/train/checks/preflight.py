@@ -232,7 +232,7 @@ def sent(data: np.ndarray, device: Any) -> jax.Array:
 
 
 def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn]) -> None:
-    """Adds up an array over all devices of the job, and checks the sum on those of this host."""
+    """Sums an array over all devices of the job, and checks the sum on this host's devices."""
     devices = jax.devices()
     split = _one_row_a_device()
     count = max(1, extent.transfer_bytes // 4 // len(devices))

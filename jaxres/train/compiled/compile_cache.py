@@ -151,7 +151,7 @@ class StepToCompile:
     trace: Trace
     signature: Signature
     devices: Sequence[Any] | None = None
-    """Devices in the order in which it runs on them; None: those of the mesh, in its order."""
+    """Devices in their order in the program; None: the mesh's devices, in its order."""
 
 
 class Program:

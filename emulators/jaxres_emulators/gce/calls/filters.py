@@ -1,4 +1,4 @@
-"""The `filter` of lists: comparisons, AND, OR, NOT, parentheses; and pages of what is left.
+"""The `filter` of lists: comparisons, AND, OR, NOT, parentheses; and pages of the matches.
 
 After cloud.google.com/compute/docs/reference/rest/v1/instances/list; a subset: no functions, no
 wildcards but a * at an end of a word.

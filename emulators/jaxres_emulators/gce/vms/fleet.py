@@ -72,7 +72,7 @@ class Fleet:
         self.gpus: list[int | None] = []
         """GPUs that the next VMs find, instead of all of theirs; None: no driver."""
         self.physical_hosts: list[str] = []
-        """Physical hosts of the next VMs; that of later ones is not shown."""
+        """Physical hosts of the next VMs; later VMs show none."""
         self._count = itertools.count(1)
         self._looked = -float("inf")
         self._seen: dict[str, list[int]] = {}
@@ -242,7 +242,7 @@ class Fleet:
         return self.catalog.reaches_google(first, vm.zone, vm.project)
 
     def _watch_power(self, vm: Vm, life: int) -> None:
-        """Stops a VM that powers itself off, whatever its termination action is."""
+        """Stops a VM that powers itself off; its termination action does not matter."""
         if vm.life != life or vm.guest is None:
             return
         if vm.guest.is_powering_off:

@@ -22,7 +22,7 @@ from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.vm.instance_spec import Machine
 
 PREFIX = "resize-request:"
-"""Beginning of what stands for the operation of a creation."""
+"""Prefix of a name that stands for the operation of a creation."""
 STEP_SECONDS = 900.0
 """Longest time until a creation has its resize request."""
 SETTLE_SECONDS = 20.0

@@ -240,7 +240,7 @@ def init_bucket(config: RunConfig, run: GcsPath, *, does: bool) -> int:
 
 
 def _update_bucket(run: GcsPath, found: Resource, regions: Sequence[str], *, does: bool) -> int:
-    """Corrects the settings of a bucket if `does`, and prints those that can't be corrected."""
+    """Corrects the settings of a bucket if `does`, and prints settings that can't be corrected."""
     for _ in range(TRIES):
         findings = list(check_settings(found, run, regions))
         shown = [finding for finding in findings if finding.kind != "danger"]

@@ -16,7 +16,7 @@ ALL_PORTS: Ports = (0, 65_535)
 NUM_ATTEMPT_PORTS = 1000
 """The rendezvous of each attempt uses the next one of so many ports, from launch.gce.port on."""
 EPHEMERAL_PORTS: Ports = (32_768, 60_999)
-"""Ports that Linux gives to a socket that asks for any, as those of NCCL do."""
+"""Ports that Linux gives to a socket that asks for any port, as NCCL's sockets do."""
 
 
 @dataclass(frozen=True)

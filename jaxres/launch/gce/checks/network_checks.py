@@ -32,7 +32,7 @@ GOOGLE_REGISTRY = re.compile(r"([a-z0-9-]+-docker\.pkg\.dev|([a-z]+\.)?gcr\.io)/
 
 @dataclass(frozen=True)
 class SubnetworkPath:
-    """Where a subnetwork is; the project of a Shared VPC is that of its host."""
+    """Place of a subnetwork; the project of a Shared VPC is its host project."""
 
     project: str
     region: str

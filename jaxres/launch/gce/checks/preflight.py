@@ -124,7 +124,7 @@ def _code_lines(gce: GceSection) -> list[str]:
 
 
 def _account_lines(gce: GceSection, run: GcsPath) -> list[str]:
-    """Returns which account the VMs use, and what limits the rights of the code that they run."""
+    """Returns the lines about the VMs' account, and about limits on their code's rights."""
     needed = f"Storage Object User on gs://{run.bucket}"
     if gce.service_account is not None:
         account = f"service account: {gce.service_account}; it needs only {needed}"

@@ -121,7 +121,7 @@ def shortages(
     *,
     region_name: str,
 ) -> Iterator[Shortage]:
-    """Yields the quotas that are too small, by their limits or by what is left of them.
+    """Yields the quotas that are too small, by their limits or by their unused rest.
 
     >>> need = Need(("GPUS_ALL_REGIONS",), 8, is_global=True)
     >>> [s.text for s in shortages([need], {}, {"GPUS_ALL_REGIONS": Quota(0)}, region_name="r")]

@@ -136,7 +136,7 @@ def saved_dollars(desired: DesiredState, gce: GceSection, *, now: float) -> floa
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for VMs of a cheaper option."""
+    """Returns the decision, extended by the requests and moves for VMs of a cheaper option."""
     gce, desired = config.launch.gce, found.desired
     assert gce is not None, config
     if desired.phase != "running" and desired.move_after is not None:

@@ -24,7 +24,7 @@ UNUSED = "requested at a notice that was withdrawn"
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for early replacements while an attempt runs."""
+    """Returns the decision, extended by early replacements while an attempt runs."""
     gce = config.launch.gce
     assert gce is not None, config
     if found.desired.phase != "running":

@@ -150,7 +150,7 @@ def _largest(counts: Iterable[int], number: int) -> int:
 
 
 def _shrink(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the state with the VMs that exist as hosts; those beyond the count become spares."""
+    """Returns the state with the existing VMs as hosts; VMs beyond the count become spares."""
     kept = sorted(
         (vm for vm in desired.vms if vm.created), key=lambda vm: vm.name not in observed.reports
     )
@@ -192,7 +192,7 @@ def _grow(
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for the number of hosts while an attempt runs.
+    """Returns the decision, extended by a change of the number of hosts while an attempt runs.
 
     The attempt saves and ends after the next committed step if enough VMs are ready by then, and
     the restart pays.

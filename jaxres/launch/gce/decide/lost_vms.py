@@ -158,7 +158,7 @@ def find_lost(
     *,
     is_training: bool,
 ) -> dict[str, Loss]:
-    """Returns the lost VMs, and unless an attempt runs also those that will soon be stopped.
+    """Returns the lost VMs and, unless an attempt runs, VMs that will soon be stopped.
 
     Args:
       vms: the VMs to judge.
@@ -238,7 +238,7 @@ def find_faulty(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, Los
 def suspicion_messages(
     before: Iterable[str], after: Iterable[str], observed: ObservedState, names: Container[str]
 ) -> tuple[str, ...]:
-    """Returns the lines about VMs that are suspected now, and those that no longer are.
+    """Returns the lines about VMs that are newly suspected or no longer suspected.
 
     `names`: the VMs of the job; the others were lost.
     """

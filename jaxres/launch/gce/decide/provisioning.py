@@ -244,7 +244,7 @@ def settle_creation(
 
 
 def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
-    """Returns whether a VM may be requested beside those of a job that trains.
+    """Returns whether a VM may be requested while the job trains on its VMs.
 
     Not if the next replacement ends the job, if the zone is being skipped, or if the capacity
     option has a queue: a VM may be in it for hours.

@@ -1,4 +1,4 @@
-"""Requests the spares of a job while an attempt runs, and deletes those that are lost. Pure.
+"""Requests the spares of a job while an attempt runs, and deletes lost spares. Pure.
 
 No attempt waits for a spare: spares are requested once an attempt runs, and a request that is
 pending when it ends stays so. A lost spare is replaced after a wait that doubles until all spares
@@ -20,7 +20,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 60.0, 3600.0
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for the spares."""
+    """Returns the decision, extended by requests and deletions of spares."""
     gce = config.launch.gce
     assert gce is not None, config
     if found.desired.phase not in ("placing", "running") or found.desired.end is not None:

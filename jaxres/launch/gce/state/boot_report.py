@@ -99,7 +99,7 @@ def _is_own(line: str) -> bool:
 
 
 def last_lines(output: str) -> tuple[str, ...]:
-    r"""Returns the last lines of a serial port output, those of the startup script if it has any.
+    r"""Returns the last lines of a serial port output; only the startup script's if it has any.
 
     >>> last_lines("jaxres: no image\n\nkernel: a bell\n")
     ('jaxres: no image',)

@@ -165,7 +165,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class AlertStart:
-    """From which event on a target receives alerts: those before are older than the target."""
+    """First event of which a target receives alerts; earlier ones are older than the target."""
 
     target: str
     """Name of the target, as in `alerts.jsonl`."""
@@ -203,7 +203,7 @@ class DesiredState:
     early_vms: tuple[VmSpec, ...] = ()
     """Replacements of hosts with a notice, until the attempt ends; see early_replacement.py."""
     early_for: tuple[str, ...] = ()
-    """Hosts of the attempt for which one was requested: once each, whatever became of it."""
+    """Hosts of the attempt that had a replacement requested: once each, with any result."""
     spares: tuple[VmSpec, ...] = ()
     """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py.
 

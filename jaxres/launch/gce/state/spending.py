@@ -43,7 +43,7 @@ def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
 
 
 def total(desired: DesiredState, gce: GceSection, *, now: float) -> float:
-    """Returns the dollars of all VMs of the job so far; those without a price are not in it."""
+    """Returns the dollars of all VMs of the job so far, without VMs that have no price."""
     return desired.spent_dollars + sum(cost(vm, gce, now=now) for vm in desired.all_vms)
 
 
@@ -113,7 +113,7 @@ def _seconds_by_cause(
 def add(
     desired: DesiredState, vms: Iterable[VmSpec], gce: GceSection, *, now: float
 ) -> tuple[Spending, ...]:
-    """Returns the spending of the deleted VMs with that of further VMs, by option and cause."""
+    """Returns the spending of the deleted VMs and of further VMs, by option and cause."""
     found = {(one.option, one.cause): one for one in desired.spending}
     for vm in vms:
         for cause, seconds in _seconds_by_cause(vm, desired, gce, now=now).items():

@@ -19,7 +19,7 @@ from jaxres.runlog.paths import RunDir
 
 
 def find_vm(desired: DesiredState, name: str | None) -> VmSpec:
-    """Returns a VM of the job; None: that of host 0, or else the first one.
+    """Returns a VM of the job; None: host 0's VM, or else the first one.
 
     Raises:
       UsageError: the job has no such VM now.
