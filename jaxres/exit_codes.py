@@ -98,9 +98,9 @@ class ExitRow:
     """Order among codes of the same severity at the same instant; the lowest is the cause."""
     restart: RestartRule
     remedy: str
-    """What to do next; see `remedy` for the fields."""
+    """The operator's next action; see `remedy` for the fields."""
     message_has_remedy: bool = False
-    """Whether the error message of this exit states what to do, so that a report adds nothing."""
+    """Whether the error message of this exit states the remedy, so that a report adds none."""
     needs_operator: bool = False
     """Whether the same command would exit the same way until an operator has acted."""
     is_graceful: bool = False

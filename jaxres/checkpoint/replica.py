@@ -42,7 +42,7 @@ OWN_FILES = (replica_files.MARKER, replica_files.UPDATE, CONFIG, "events-supervi
 
 @dataclass
 class ReplicaUpdate:
-    """What one update has done."""
+    """Result of one update of a replica."""
 
     step: int = 0
     """Newest committed step in the replica; 0: none."""
@@ -187,7 +187,7 @@ class Replica:
         return Marker(self._run(), str(self._source.root), done.seq, done.step, self._clock.wall())
 
     def _open(self) -> None:
-        """Reads what the replica has; writes the marker of a new one."""
+        """Reads the state of the replica; writes the marker of a new one."""
         if self._is_open and files.read(self._target.log / file_name(self._num_there + 1)) is None:
             return
         self._is_open = False  # Another replicator of the same run may have added records.

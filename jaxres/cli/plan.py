@@ -59,14 +59,14 @@ MAX_GPUS = 1_000_000
 MAX_DAYS = 3650.0
 PLOTTED_INTERVALS = [2.0**power for power in range(-3, 4)]
 PLOTTED_FLEETS = [2.0 ** (power / 2) for power in range(-6, 3)]
-"""Factors by which what is plotted differs from the plan."""
+"""Factors of the plotted values on the plan's."""
 PLOTTED_REPLICATIONS = 100
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the command was asked for."""
+    """Inputs of the command: the job, its retention and prices."""
 
     job: Job
     keep: KeepSection

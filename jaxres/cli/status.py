@@ -82,7 +82,7 @@ class Status:
     supervision: LastSupervisorEvent | None
     outlook: RunHealth
     replica: replica_files.ReplicaProgress | None = None
-    """What the replica has; None: there is none."""
+    """Progress of the replica; None: there is none."""
     marker: replica_files.Marker | None = None
     """If the folder itself is a replica: of which run."""
     damaged: Sequence[StepCheck] = ()

@@ -37,7 +37,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class JobStarter:
-    """What starts the processes of a job, and the variables in which it tells them their rank."""
+    """A launcher of a job's processes, and the variables with which it tells them their rank."""
 
     name: str
     host_id: str

@@ -111,7 +111,7 @@ def of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def model_of(fields: Mapping[str, Any]) -> tuple[GptModel, dict[str, Any]]:
-    """Returns the decoder that a config.json describes, and what of it the decoder can't compute.
+    """Returns the decoder that a config.json describes, and settings that it does not support.
 
     The latter are settings of config.json, under their names there.
 
@@ -172,7 +172,7 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section's keys about sliding windows; adds what is unsupported."""
+    """Returns the section's keys about sliding windows; adds unsupported settings."""
     window = fields.get("sliding_window", WINDOWS.get(family))
     num_layers = fields["num_hidden_layers"]
     is_qwen = family.startswith("qwen")
@@ -233,7 +233,7 @@ def _rope(
     unsupported: dict[str, Any],
     windows: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the section's keys about rotary angles; adds what is unsupported."""
+    """Returns the section's keys about rotary angles; adds unsupported settings."""
     is_gemma3 = family == "gemma3_text"
     scaling = fields.get("rope_scaling") or {}
     rope = fields.get("rope_parameters") or {}  # Written by transformers 5.
@@ -520,7 +520,7 @@ def _unchosen_tokenizer(config: Node) -> list[Problem]:
 
 
 def _unknown_tokenizer(folder: RunPath) -> str:
-    """Returns why the tokens of a folder's weights are not known, and what to do about it."""
+    """Returns the error for weights whose tokenizer is not known, with its remedies."""
     names = sorted(name for name in files.list_names(folder) if _TOKENIZER_FILE.search(name))
     convert = (
         f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})` of "

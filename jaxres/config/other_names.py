@@ -51,7 +51,7 @@ NOTES = {
     "telemetry.log_every_seconds": "seconds, not steps",
     "train.microbatches": "train.global_batch_size stays the rows of a step",
 }
-"""Our key -> in which it differs from what other trainers mean."""
+"""Our key -> its difference from the key of other trainers."""
 
 _COUNTS_EPOCHS = "epochs num_epochs num_train_epochs max_epochs"
 _RESUMES = "resume resume_from_checkpoint resume_from ckpt_path load_checkpoint"
@@ -71,7 +71,7 @@ ADVICE = {
     )
     for name in names.split()
 }
-"""Name in another trainer -> what to do instead, where no key has its meaning."""
+"""Name in another trainer -> advice, where no key has its meaning."""
 
 
 def hint(name: str) -> str:

@@ -43,7 +43,7 @@ CHUNK_BYTES = 4 * 2**20
 MAX_LINE_BYTES = 2**30
 ROWS_PER_READ = 256
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""What a writer of an Arrow stream writes last."""
+"""Last bytes that a writer of an Arrow stream writes."""
 HEADER_BYTES = 1024
 IMAGES_PER_READ = 16
 MAX_LABEL = 2**31 - 1

@@ -136,7 +136,7 @@ class Mixture:
         return which, ranks
 
     def _positions(self, number: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the stream positions of rows of a source; leaves out rows the stream never has."""
+        """Returns the stream positions of rows of a source, without rows it never has."""
         befores = np.array([phase.before[number] for phase in self.phases])
         found = []
         for index, phase in enumerate(self.phases):

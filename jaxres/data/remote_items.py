@@ -208,11 +208,11 @@ class RemoteItems:
         return highs_B if np.ndim(values) else highs_B[0]
 
     def describe(self, block: int, path: Path) -> str:
-        """Returns the name of a block; `first_damaged` has raised what is wrong with it."""
+        """Returns the name of a block; `first_damaged` has already raised its error."""
         return f"{self.file.path} ({path}): block {block}"
 
     def scan(self) -> Iterator[tuple[NDArray[Any], list[str]]]:
-        """Reads every block from the bucket, past the cache; yields items and what is wrong."""
+        """Reads every block from the bucket, past the cache; yields items and errors."""
         for start in range(0, len(self._digests), SCAN_BLOCKS):
             blocks = range(start, min(start + SCAN_BLOCKS, len(self._digests)))
             for data, wrong in self._pool.run(self._fetched, blocks):
@@ -278,7 +278,7 @@ class RemoteItems:
         return xxhash.xxh3_64_intdigest(data) == self._digests[block]
 
     def _fetched(self, block: int) -> tuple[bytes, str | None]:
-        """Returns a block as it is in the bucket, and what is wrong with it."""
+        """Returns a block as stored in the bucket, and its error."""
         start = block * self._block_bytes
         stop = min(start + self._block_bytes, self.nbytes)
         data = b""

@@ -131,7 +131,7 @@ def _blame(
 
 
 class _Opener:
-    """What the arrays of one folder have in common."""
+    """Opens the arrays of one folder, with their common settings."""
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ def limits_of(model: AnyModel, *, vocab_size: int | None, seq_len: int) -> Mappi
 def problem(
     arrays: Arrays, limits: Mapping[str, Limit], *, has_64_bits: bool
 ) -> tuple[int, str] | None:
-    """Returns the index of the first row with a value that can't be used, and what is wrong.
+    """Returns the index of the first row with an unusable value, and the error.
 
     Args:
       arrays: the arrays of rows.

@@ -50,7 +50,7 @@ NOT_PLAIN_MERGES = (
 """Settings of a BPE that make its tokens depend on more than which neighbours may be merged."""
 AFTER_WORD = re.compile(r"[^\W_](?=[ \n])")
 SPACE = "\u2581"
-"""What a tokenizer of sentencepiece has in place of a blank."""
+"""Character by which a tokenizer of sentencepiece replaces a blank."""
 
 
 @dataclass(frozen=True)

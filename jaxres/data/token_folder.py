@@ -43,7 +43,7 @@ class TokensDamaged(ConfigError):
     """The files of a token folder are inconsistent, or differ from their digests."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
-        """Args: what is wrong and where; what to do, which a cached folder replaces."""
+        """Args: the error and its place; the remedy, which a cached folder replaces."""
         super().__init__(f"{what}. {remedy}" if remedy else what)
         self.what = what
 

@@ -19,7 +19,7 @@ UPPER_HALVES = 4
 
 
 class IdPattern:
-    """What the ids of a file, given in parts, have in common."""
+    """Statistics of a file's ids, given in parts, that show a wrong type or byte order."""
 
     def __init__(self) -> None:
         self._num_ids = 0

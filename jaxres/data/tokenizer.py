@@ -158,7 +158,7 @@ class LibraryTokenizer:
     """The `tokenizers.Tokenizer`."""
     special_tokens: str = "text"
     note: str = ""
-    """What is to be told about it; empty: nothing."""
+    """A note about it for the user; empty: none."""
 
     @property
     def encoding(self) -> str:
@@ -253,7 +253,7 @@ class LibraryTokenizer:
 
 @contextlib.contextmanager
 def _errors_of_library() -> Iterator[None]:
-    """Turns what the library raises, plain Exceptions, into ConfigError."""
+    """Converts exceptions of the library, plain Exceptions, into ConfigError."""
     try:
         yield
     except Exception as error:
@@ -421,7 +421,7 @@ def parse_tokenizer(
 
 
 def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Returns the token that ends a document of a model, and what is to be told about it.
+    """Returns the token that ends a document of a model, and a note about it.
 
     Raises ConfigError if there is none, or several.
     """

@@ -25,7 +25,7 @@ class BatchPart:
     rows: slice
     """In the global batch."""
     folds: tuple[int, ...]
-    """What is folded into the step's PRNG key, one after the other."""
+    """Numbers folded into the step's PRNG key, one after the other."""
 
 
 @dataclass(frozen=True)

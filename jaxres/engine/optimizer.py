@@ -64,7 +64,7 @@ def matrices(axes: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class ParamSettings:
-    """What the config says about one parameter."""
+    """The config's settings of one parameter."""
 
     weight_decay: float
     rate_factor: float

@@ -73,7 +73,7 @@ class RunTimeline:
     complete: tuple[tuple[float, float], ...] = ()
     """Begin and end of the times that are left out: the run was complete. Wall-clock times."""
     has_launch_events: bool = False
-    """Whether the launcher of `launch gce` has recorded what happened in the gaps."""
+    """Whether the launcher of `launch gce` has recorded events in the gaps."""
 
     @property
     def seconds(self) -> float:
@@ -205,7 +205,7 @@ def _num_steps(lines: MetricsColumns, lost_to: NDArray[np.int64]) -> dict[int, i
 
 @dataclass(frozen=True)
 class _Source:
-    """What is known of the times of an attempt."""
+    """The records about the times of an attempt."""
 
     claim: Record
     events: Events

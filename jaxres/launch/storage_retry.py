@@ -1,4 +1,4 @@
-"""Repeats what storage or a scheduler has not answered, within the budget of a run.
+"""Repeats calls that storage or a scheduler has not answered, within the budget of a run.
 
 The processes that restart the training of a job use it between two attempts: an outage of minutes
 must not end a job of days.

@@ -34,7 +34,7 @@ KeepRows = Callable[[Array], Array]
 M = TypeVar("M", bound=nnx.Module)
 METRIC_NAME = re.compile(r"[A-Za-z0-9_\-./]+")
 TAKEN_NAMES = frozenset({"loss", "rows", "bits_per_byte"})
-"""What jaxres itself writes of an evaluation, beside the metrics of the model."""
+"""Fields of an evaluation that jaxres itself writes, beside the metrics of the model."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Break:
-    """A planned break: what is done to the worker after a step."""
+    """A planned break of the worker after a step."""
 
     kind: BreakKind
     step: int
@@ -93,7 +93,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What was found about one run."""
+    """Result of the comparison of one run."""
 
     run: RunFacts
     mismatch: Mismatch | None

@@ -72,7 +72,7 @@ def _is_on(name: str, flags: str) -> bool:
 
 
 def guarantee_level(starts: Sequence[Record]) -> str:
-    """Returns the level of the newest start and, if it is not bitwise, what differs since when.
+    """Returns the level of the newest start and, unless it is bitwise, the changes since when.
 
     `none`: the code has changed. `unknown`: an older version of jaxres has recorded no digest of
     the code. `statistical`: the same computation, with other rounding. Programs are compared where

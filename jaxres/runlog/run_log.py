@@ -121,7 +121,7 @@ AHEAD = 64
 
 
 class LogReader:
-    """Reads the log of a run once, from its summary, and then only what the log has got since.
+    """Reads the log of a run once, from its summary, and then only new records.
 
     Several threads may use it.
     """
@@ -193,7 +193,7 @@ class LogReader:
             self._records, self._through = list(summary.records), summary.through
 
     def _read_first(self, known: int) -> None:
-        """Reads the summary, and what a list has after it."""
+        """Reads the summary, and the records listed after it."""
         if (summary := self._stored()) is not None:
             self._records, self._through = list(summary.records), summary.through
             if not is_remote(self._folder):

@@ -237,7 +237,7 @@ def has_leftovers(folder: RunPath) -> bool:
 
 
 def delete_leftovers(folder: RunPath, *, of: Collection[str] | None = None) -> None:
-    """Deletes what killed processes have left at any depth below `folder`: temporary files, trash.
+    """Deletes leftovers of killed processes at any depth below `folder`: temporary files, trash.
 
     No other process may be writing there.
 

@@ -39,7 +39,7 @@ class NoBucket(StorageRefused):
 
 
 PACKAGES = ("google.api_core.retry", "google.auth", "google.cloud.storage", "requests", "urllib3")
-"""What a bucket needs, of the extra `gcs`."""
+"""Packages that a bucket needs, of the extra `gcs`."""
 _lock = threading.Lock()
 _clients: dict[int, Client] = {}
 
@@ -160,7 +160,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def may_send_again(error: Exception) -> bool:
-    """Returns whether one request of an upload may be sent again, as the upload goes on.
+    """Returns whether one request of an upload may be sent again within the same upload.
 
     Not if the object is damaged or a precondition has failed: the upload starts again, or ends.
     """

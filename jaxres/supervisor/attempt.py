@@ -53,7 +53,7 @@ class AttemptSpec:
 
 @dataclass(frozen=True)
 class Services:
-    """What a supervisor uses while it runs an attempt; each outlives the attempt."""
+    """Objects that a supervisor uses while it runs an attempt; each outlives the attempt."""
 
     clock: Clock
     run_lock: RunLock | None = None

@@ -109,7 +109,7 @@ class ClaimedAttempt:
     secret: Secret | None = None
     """The secret of the run, which the other hosts have too; None: there are none."""
     companions: Companions | None = None
-    """What runs beside the attempt; None: the claim is not for training."""
+    """Processes beside the attempt; None: the claim is not for training."""
     on_news: Callable[[News], None] = ignore_news
     """Called with host 0's news for the alerts."""
 

@@ -167,7 +167,7 @@ def _errors(code: str, env: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def typed_errors(env: Mapping[str, str]) -> Iterator[None]:
-    """Raises an error of a block that JAX raises because it has no devices as what it is.
+    """Converts JAX's exceptions about missing devices into typed errors.
 
     Raises:
       UnhealthyHost: this host has no device that can be used, of a platform that is asked for.

@@ -62,7 +62,7 @@ class HostStatus:
 
 @dataclass(frozen=True)
 class RootCause:
-    """How the whole attempt ended, and what each host exits with."""
+    """Result of the whole attempt, and the exit of each host."""
 
     result: AttemptResult
     """The attempt's result; its culprit is None if the hosts agreed or the cause is unknown."""

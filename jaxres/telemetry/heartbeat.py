@@ -144,7 +144,7 @@ FULL_SECONDS = 1.0
 
 SaveHealth = SavesFailing | SavesRecovered
 News = SaveHealth | SpeedChanged | TrainingReport
-"""What an operator is alerted of."""
+"""News for alerts to an operator."""
 StatusMessage = (
     PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News | GuardActed
 )

@@ -139,7 +139,7 @@ class Incident:
     """Exit code of the attempt."""
     reason: str = ""
     next: str = ""
-    """Next automatic action, or what an operator has to do."""
+    """Next automatic action, or the operator's."""
     seq: int = 0
     """Number that separates incidents of one kind in one attempt; a repetition keeps it."""
 

@@ -86,7 +86,7 @@ class SafeStream:
             self.write(line)
 
     def close(self) -> None:
-        """Flushes only: libraries that close what they log to must not end the process's output."""
+        """Flushes only: a library that closes its log stream must not end the process's output."""
         self.flush()
 
     def __getattr__(self, name: str) -> Any:

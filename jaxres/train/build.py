@@ -61,7 +61,7 @@ from jaxres.train.hooks import Hook, Hooks
 
 @dataclass(frozen=True)
 class BuiltTrainer:
-    """The trainer, and what the summary at the end needs besides it."""
+    """The trainer, and further inputs of the summary at the end."""
 
     run: Trainer
     dataset: Dataset
@@ -176,7 +176,7 @@ def _diagnostics(config: RunConfig, context: AttemptContext) -> Diagnostics:
 def _replica_check(
     parts: Components, context: AttemptContext, fingerprints: Any
 ) -> ReplicaCheck | None:
-    """Returns the comparison of the copies of the state; notes what it can't detect."""
+    """Returns the comparison of the copies of the state; emits a note on its blind spots."""
     section, copies = parts.config.guards.corruption, Copies.of(parts.shapes, parts.mesh)
     if section is None:
         return None

@@ -1,4 +1,4 @@
-"""Components of the trainer: what the compiled functions and the training loop consist of."""
+"""Components of the trainer: the parts of the compiled functions and of the training loop."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Trainer:
     checkpoints: Checkpointer
     guards: tuple[Guard, ...]
     limits: GuardsSection
-    """Limits on skipped steps and rollbacks, and what a rollback changes."""
+    """Limits on skipped steps and rollbacks, and the changes by a rollback."""
     data_loader: DataLoader
     init: Callable[[RunHistory], tuple[TrainState, dict[str, str] | None]]
     """Run history -> the state before the first step, and its source of weights (Start.init)."""

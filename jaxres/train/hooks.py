@@ -25,7 +25,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook is called with, after a step whose metrics are written."""
+    """Argument of a hook, after a step whose metrics are written."""
 
     step: int
     params: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Hooks:
         """Newest step that they were called for."""
 
     def begin(self, step: int) -> None:
-        """Sets the step that training goes on from, for which they are not called again."""
+        """Sets the step that training continues from, for which hooks are not called again."""
         self._called = step
 
     def are_due(self, step: int) -> bool:
@@ -136,7 +136,7 @@ def _function_of(section: HookSection, *, key: str) -> Callable[..., object]:
 
 
 def _error_of(hook: Hook, context: HookContext) -> BaseException | None:
-    """Calls a hook and returns what it raises: a KeyboardInterrupt of its own is no Ctrl-C."""
+    """Calls a hook and returns its exception: a KeyboardInterrupt of its own is no Ctrl-C."""
     try:
         hook.function(context, **hook.section.args)
     except BaseException as error:  # noqa: BLE001 - the user's code.

@@ -171,7 +171,7 @@ class Slice:
                     os.waitpid(pid, os.WNOHANG)
 
     def end(self) -> None:
-        """Ends what still runs."""
+        """Ends the processes that still run."""
         for workspace in self.workspaces:
             workspace.end_all()
 

@@ -82,7 +82,7 @@ def report(
     changed: frozenset[str] | None,
     what: str,
 ) -> list[str]:
-    """Returns the lines that say what is run, and what is not."""
+    """Returns the lines about the chosen tests, and about the left-out ones."""
     tests = list(tests)
     base = "no campaign has passed on an ancestor of this commit: only the share"
     if changed is not None:

@@ -31,14 +31,14 @@ class Case:
     executed: frozenset[str] = frozenset()
     """Files that it executed in the last campaign."""
     seconds: float = UNKNOWN_SECONDS
-    """What it adds to a run's time: its share of the cores."""
+    """Seconds that it adds to a run: its share of the cores."""
     landing: int = -1
     """Number of the landing at which it last passed; -1: never."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run of CI does, and why."""
+    """The tests of a run of CI, and why."""
 
     closest: tuple[Case, ...] = ()
     share: tuple[Case, ...] = ()

@@ -1,4 +1,4 @@
-"""What asynchronous and synchronous saves cost with a slow store, in one run.
+"""Cost of asynchronous and synchronous saves with a slow store, in one run.
 
     python -m tools.experiments.checkpoint_overhead
 

@@ -1,4 +1,4 @@
-"""How much of a training state changes between checkpoints, and what a delta of it saves.
+"""Share of a training state that changes between checkpoints, and savings of a delta.
 
     python -m tools.experiments.delta_size [RUN_DIR]
 

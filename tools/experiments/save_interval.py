@@ -35,7 +35,7 @@ STEP_FOLDER = re.compile(r"\d+-\d+")
 
 @dataclass
 class Setting:
-    """One run directory with its way to save, and what it has done over all its attempts."""
+    """One run directory with its way to save, and its figures over all attempts."""
 
     name: str
     when: tuple[str, ...]
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def _calibrate(folder: Path) -> tuple[SaveCosts, float]:
-    """Measures what a save costs: runs without saves and with one after another, in turns."""
+    """Measures the cost of a save: runs without saves and with one after another, in turns."""
     without = Setting("without", (), folder / "calibrate-without")
     always = Setting("always", ("checkpoint.when.kind=continuous",), folder / "calibrate-always")
     for _ in range(CALIBRATIONS):

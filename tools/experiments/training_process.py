@@ -91,7 +91,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def jaxres(*words: str) -> str:
-    """Runs a command of jaxres and returns what it prints."""
+    """Runs a command of jaxres and returns its output."""
     command = [sys.executable, "-m", "jaxres", *words]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 

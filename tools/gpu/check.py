@@ -271,7 +271,7 @@ def _has_results(out: Path) -> bool:
 
 
 def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: bool) -> Result:
-    """Runs a part in a process of its own, and kills what it leaves."""
+    """Runs a part in a process of its own, and kills its leftover processes."""
     folder = out / part.name
     figures, output = out / f"{part.name}.json", out / f"{part.name}.txt"
     figures.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The part about saves: what they cost training, and the GB/s of copies, restores and digests."""
+"""The part about saves: their cost to training, and the GB/s of copies, restores, digests."""
 
 from __future__ import annotations
 

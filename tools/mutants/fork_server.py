@@ -172,7 +172,7 @@ def _enter(tree: Path, env: Mapping[str, str], *, log: str) -> None:
 
 
 class Reporter:
-    """Pytest plugin that writes what became of each test, and stops at the first wrong failure.
+    """Pytest plugin that writes the outcome of each test, and stops at the first wrong failure.
 
     A line has the fields test, phase and outcome; that of a failure also by (its class), is_right
     and reason.

@@ -61,7 +61,7 @@ Verdict = Literal["died", "survived", "wrong reason", "no verdict", "does not ap
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant.
+    """Result of a mutant.
 
     Attributes:
       by: class of the exception that has decided.

@@ -252,7 +252,7 @@ class GceEmulator:
             self.fleet.die_silently(self.vm(name))
 
     def maintain(self, name: str) -> None:
-        """Does what simulateMaintenanceEvent does."""
+        """Simulates a maintenance event, as the call simulateMaintenanceEvent."""
         with self.scheduler.changed:
             self.fleet.maintain(self.vm(name))
 
@@ -326,7 +326,7 @@ class GceEmulator:
         ends: str,
         status: str = "APPROVED",
     ) -> None:
-        """Adds a future reservation in calendar mode; `reserve` adds what it is to deliver."""
+        """Adds a future reservation in calendar mode; `reserve` adds the delivered one."""
         made = {
             "kind": "compute#futureReservation",
             "name": name,
@@ -574,7 +574,7 @@ class GceEmulator:
             self.catalog.zones[zone].discard(machine)
 
     def control(self, action: str, words: dict[str, Any]) -> object:
-        """Does what was asked for over HTTP."""
+        """Executes an action that was requested over HTTP."""
         if action not in ACTIONS:
             raise ValueError(f"{action}: not one of {', '.join(ACTIONS)}")
         reported = getattr(self, action)(**words)

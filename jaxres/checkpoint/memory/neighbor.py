@@ -127,7 +127,7 @@ class _Server(LimitedServer):
 
 
 class _Body:
-    """What is left of the body of a request."""
+    """The unread rest of a request's body."""
 
     def __init__(self, stream: io.BufferedIOBase, size: int) -> None:
         self._stream = stream

@@ -42,7 +42,7 @@ Key = tuple[str, Box]
 
 
 class MemoryDamaged(RunError):
-    """A state in shared memory differs from what was written there."""
+    """A state in shared memory differs from the written one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SlotPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotIndex:
-    """What the file of pieces holds."""
+    """Content of the file of pieces."""
 
     step: int
     seq: int
@@ -76,7 +76,7 @@ class SlotIndex:
 
     @property
     def key(self) -> StateKey:
-        """What identifies the state over all hosts."""
+        """Identity of the state, equal on all hosts."""
         return self.step, self.seq, self.nonce
 
 
@@ -169,7 +169,7 @@ class Slot:
             self._file = -1
 
     def drop(self) -> None:
-        """Forgets what the slot holds."""
+        """Forgets the state in the slot."""
         self.index = None
         self._index.unlink(missing_ok=True)
 

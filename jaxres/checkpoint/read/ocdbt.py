@@ -107,7 +107,7 @@ def _files(names: Sequence[str]) -> bytes:
 
 
 def _keys(keys: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
-    """Returns sorted keys, each without what it has in common with the one before.
+    """Returns sorted keys, each without the prefix that it shares with the key before.
 
     Further numbers, one for each key, follow the lengths.
     """

@@ -1,4 +1,4 @@
-"""Downloads a host's data files of a save from their bucket while the save goes on. No jax.
+"""Downloads a host's data files of a save from their bucket during the save. No jax.
 
 A save in a bucket counts once the bucket has given back what was written. So that the bytes cross
 the network once, and beside the upload, each data file is downloaded as soon as it is listed: its

@@ -38,7 +38,7 @@ ABOUT = "jaxres.json"
 Step = SupportsIndex | Literal["newest", "best"]
 """A committed step, as any integer; "best": the step with the lowest held-out loss."""
 WeightFacts = Mapping[str, Any]
-"""Settings of a model that change what it computes but not the shapes of its arrays."""
+"""Settings of a model that change its results but not the shapes of its arrays."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def preview(
 def prune(
     run_dir: RunDir, keep: KeepSection, *, clock: Clock, env: Mapping[str, str]
 ) -> PrunePreview:
-    """Prunes a run that is not live; returns what was to be deleted when it was claimed.
+    """Prunes a run that is not live; returns the deletions as planned when it was claimed.
 
     Raises:
       Fenced: another process holds the run lock or has claimed the attempt; nothing was deleted.

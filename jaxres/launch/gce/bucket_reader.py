@@ -1,4 +1,4 @@
-"""Reads what a launcher needs in each cycle from the bucket, and how long the bucket takes. No jax.
+"""Reads a launcher's inputs of each cycle from the bucket, and measures the wait. No jax.
 
 The requests of a cycle are sent at the same time: their number does not depend on the number of
 VMs, and a cycle takes as long as the slowest of them.

@@ -72,7 +72,7 @@ def describe_change(before: Output | None, after: Output) -> str:
 
 @dataclass(frozen=True)
 class OutputPart:
-    """What follows in an output after what is printed."""
+    """The part of an output after the printed part."""
 
     skip: int
     """Bytes of the uploaded end that are printed already."""

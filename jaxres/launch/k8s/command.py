@@ -205,7 +205,7 @@ def _name(given: argparse.Namespace, root: RunPath) -> str:
 
 
 def _patch(path: Path) -> Manifest:
-    """Reads what is added to the template of the pods.
+    """Reads the fields to add to the template of the pods.
 
     Raises:
       UsageError: there is no such file.
@@ -323,7 +323,7 @@ def _num_restarts(env: Mapping[str, str]) -> int:
 def after_restart(
     records: Sequence[Record], config: RunConfig, *, restarts: int
 ) -> Restart | GiveUp | None:
-    """Decides what a restarted pod does; None: no attempt has ended yet. Pure.
+    """Decides the action of a restarted pod; None: no attempt has ended yet. Pure.
 
     All pods of the job decide alike, so that none waits for another that has ended.
 

@@ -58,7 +58,7 @@ MAX_NAME = 30
 
 
 class Consequence(StrEnum):
-    """What follows the exit of a pod."""
+    """Consequence of the exit of a pod."""
 
     COMPLETE = "complete"
     END = "end"
@@ -92,7 +92,7 @@ def codes_with(wanted: Consequence) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What the config of a run does not have: where it runs."""
+    """Options on the place of a run, which its config does not have."""
 
     image: str
     nodes: int = 1

@@ -262,7 +262,7 @@ class SkyNode:
 def next_attempt(
     records: Sequence[Record], config: RunConfig, *, idle: int = 0, last: int = ExitCode.DONE
 ) -> Restart | GiveUp | None:
-    """Decides what every node does before it trains; None: it trains at once. Pure.
+    """Decides the action of every node before it trains; None: it trains at once. Pure.
 
     Args:
       records: the run log; no attempt runs.

@@ -61,7 +61,7 @@ def recover_on_exit_codes() -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What the config of a run does not have: where it runs."""
+    """Options on the place of a run, which its config does not have."""
 
     name: str
     nodes: int = 1

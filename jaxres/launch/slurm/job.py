@@ -1,4 +1,4 @@
-"""What a Slurm job of a run does next: train, be submitted again, or end. Pure.
+"""Next action of a Slurm job of a run: train, be submitted again, or end. Pure.
 
 The job's script runs one process, which starts the training on the nodes of the job (`srun`), and
 decides what follows when it ends. It applies the restart policy of `launch local`, with the same
@@ -48,7 +48,7 @@ FILTERS = re.compile(
     "(SQUEUE|SINFO|SCANCEL)_.+|SLURM_TIME_FORMAT|SBATCH_(ARRAY_INX|CLUSTERS|ERROR|JOB_NAME|"
     "NO_KILL|NO_REQUEUE|OPEN_MODE|OUTPUT|REQUEUE|SIGNAL|USE_MIN_NODES|WAIT)"
 )
-"""What changes the answers of Slurm's commands, or takes precedence over the job's script."""
+"""Variables that change the answers of Slurm's commands, or override the job's script."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class End:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the job has."""
+    """Nodes and time of the job."""
 
     nodes: tuple[str, ...]
     """Names of all its nodes."""
@@ -259,7 +259,7 @@ def decide(
     seed: int,
     idle_jobs: int = 0,
 ) -> Train | Resubmit | End:
-    """Decides what the job does next.
+    """Decides the next action of the job.
 
     Args:
       history: outcomes since the last final end (`outcomes`), also of earlier jobs.
@@ -337,7 +337,7 @@ class JobOptions:
 
 
 def check_sbatch(options: Sequence[str]) -> None:
-    """Raises UsageError for an option of `--sbatch` that would undo what the script relies on."""
+    """Raises UsageError for an option of `--sbatch` that would break the job's script."""
     for option in options:
         # A line of a script may have several options, and sbatch takes the start of a name for it.
         flags = [_sbatch_flag(word) for word in option.split() if word.startswith("-")]

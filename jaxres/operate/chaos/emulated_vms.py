@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "google.cloud.compute"
 PROGRAMS = ("bash", "curl", "tar", "sha256sum")
-"""What the startup script of a VM needs here."""
+"""Programs that the startup script of a VM needs on this machine."""
 SPEED = 10.0
 """So many seconds of the emulated service pass in one: a boot takes half a second."""
 ZONE, MACHINE, DOLLARS = "us-central1-a", "a2-highgpu-1g", 1.0
@@ -60,7 +60,7 @@ class EmulatedVms:
     """Words of the command of jaxres that leads the job."""
 
     def desired(self) -> DesiredState | None:
-        """Reads what the launcher remembers."""
+        """Reads the launcher's desired state."""
         return StateObject(LaunchPaths(self.run).desired_state).read()
 
     def member(self, host: int) -> str:

@@ -39,7 +39,7 @@ AGAIN = 1000
 
 @dataclass
 class HeldRun:
-    """A run, its directory and what the faults have done to it so far."""
+    """A run, its directory, and the faults' effects on it so far."""
 
     runner: Runner
     planned: PlannedRun
@@ -259,7 +259,7 @@ class HeldRun:
         return round(self.now() - self.fault_at, 1)
 
     def forget_faulty_hosts(self) -> str:
-        """Uses the hosts again that the run leaves out, as after a repair; returns what failed."""
+        """Uses the left-out hosts of the run again, as after a repair; returns the error."""
         for host in faulty_hosts.read(self.run_dir):
             self.runner.start_verb(self.name, ["hosts", str(self.root), "--forget", host.name])
             if (code := self.runner.wait_exit()) != ExitCode.DONE:

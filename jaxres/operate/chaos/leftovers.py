@@ -1,4 +1,4 @@
-"""What an ended run has left here: processes, ports, temporary files, saves, shared memory."""
+"""Leftovers of an ended run here: processes, ports, temporary files, saves, shared memory."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ KINDS: tuple[ChecklistKind, ...] = get_args(ChecklistKind)
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosResult:
-    """Result of a campaign: what `chaos run --json` writes, and what is kept for a config."""
+    """Result of a campaign: the output of `chaos run --json`, which is also kept for a config."""
 
     format: int = FORMAT
     config: str
@@ -89,7 +89,7 @@ def store(config: RunConfig, result: ChaosResult) -> Path:
 
 @dataclass(frozen=True)
 class ChaosFound:
-    """What is known about a config: a verdict for each of KINDS."""
+    """Known results of a config: a verdict for each of KINDS."""
 
     kinds: Mapping[ChecklistKind, Verdict]
     text: str

@@ -1,4 +1,4 @@
-"""The scenarios of `jaxres chaos`: what each injects, and what a run must do then. Pure.
+"""The scenarios of `jaxres chaos`: the fault of each, and the run's promise then. Pure.
 
 A scenario acts from outside: by signals, on the files of a run that has stopped, or by a hook of
 its run. Production code does not know of it. `runs.py` has the function that injects each.
@@ -16,7 +16,7 @@ from jaxres.train.chaos_hooks.fault_request import WORKER_HOOK
 
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
-"""What the production checklist asks for: a killed host, a cut network, a damaged checkpoint."""
+"""Faults of the production checklist: a killed host, a cut network, a damaged checkpoint."""
 Place = Literal["disk", "bucket", "hosts", "vms"]
 """Where a run is: under one supervisor on a disk or in an emulated bucket; `hosts`: on a disk, with
 a supervisor for each host, which needs two workers or more; `vms`: `launch gce` on emulated VMs."""
@@ -29,7 +29,7 @@ class Scenario:
     name: str
     injects: str
     promise: str
-    """What must hold, besides what holds in every run (verdict.py)."""
+    """The scenario's own promise, besides the promises of every run (verdict.py)."""
     ends: frozenset[int | None]
     """Exits of the attempt that the fault may end; None: it leaves no stop record. Empty: the fault
     ends no attempt."""

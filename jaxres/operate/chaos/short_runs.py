@@ -373,7 +373,7 @@ class Runner:
                 process.wait()
 
     def observe(self, name: str, code: int, **planned: Any) -> RunFacts:
-        """Reads what a run has done, and deletes what it has left in shared memory."""
+        """Reads the facts about a run, and deletes its leftovers in shared memory."""
         run_dir = self.run_dir(name)
         memory_folder.delete(run_dir.root)
         printed = self.output(name).read_text(errors="replace").strip().splitlines()
@@ -396,7 +396,7 @@ def observe(
     breaks: Sequence[Break] = (),
     topology: str = "",
 ) -> RunFacts:
-    """Reads what a run has done: all steps of all attempts, digests, and ends."""
+    """Reads the facts about a run: all steps of all attempts, digests, and ends."""
     records = run_log.read_records(run_dir.log)
     history = run_log.fold(records)
     programs = {

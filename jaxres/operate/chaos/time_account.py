@@ -48,7 +48,7 @@ def differences(
     ended: Sequence[tuple[str, AttemptFacts, Collection[int | None]]],
     resumed: Sequence[int | None],
 ) -> Iterator[str]:
-    """Yields each difference between a report and what has happened.
+    """Yields each difference between a report and the observed facts.
 
     Args:
       account: the report.

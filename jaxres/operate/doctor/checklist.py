@@ -1,4 +1,4 @@
-"""The production checklist of `jaxres doctor`: what a long run needs beyond a valid config. Pure.
+"""The production checklist of `jaxres doctor`: needs of a long run beyond a valid config. Pure.
 
 Each item is a function of the config and of what is known about the job and this machine
 (`facts.py`). docs/prove.md has the table of all items.

@@ -1,4 +1,4 @@
-"""What the checklist of `jaxres doctor` knows of a job and of this machine; reads it once.
+"""Facts of a job and of this machine for the checklist of `jaxres doctor`; read once.
 
 Everything that may be missing is None where it is: a fact is never a guess.
 """
@@ -74,7 +74,7 @@ class Nccl:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known; the checks before the checklist by their names."""
+    """The facts; the checks before the checklist are there by their names."""
 
     is_here: bool = True
     """Whether the job trains on this machine."""

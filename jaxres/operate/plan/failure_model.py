@@ -20,7 +20,7 @@ class Component:
 
     name: str
     per: Per
-    """What has one of it: each GPU, each host, each rack, or the whole job."""
+    """Unit with one such component: each GPU, each host, each rack, or the whole job."""
     mtbf_hours: float
     """Mean hours between failures of one of it."""
 

@@ -16,10 +16,10 @@ MARGIN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Measures:
-    """What a job does against failures."""
+    """Measures of a job against failures."""
 
     is_async: bool = True
-    """Whether training goes on while a save is written."""
+    """Whether training continues while a save is written."""
     memory: MemoryTier = "off"
     """States in host memory, also of another host (`checkpoint.memory`)."""
     spares: int = 0
@@ -66,7 +66,7 @@ class Job:
     outages: Outages | None = None
     """Of storage; None: it never fails."""
     save_every_seconds: float | None = None
-    """Interval of saves in storage; None: what jaxres would choose."""
+    """Interval of saves in storage; None: jaxres chooses it."""
     measures: Measures = field(default_factory=Measures)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run has measured, for the plan of the next one. Pure."""
+"""Measurements of a run, for the plan of the next one. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what a run has recorded into the input of `simulated_attempts`. Pure."""
+"""Turns the records of a run into the input of `simulated_attempts`. Pure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Curve:
 
 
 def metric_chart(contents: Contents, name: str, label: str) -> Markup:
-    """Returns the chart of a metric: what the run still has, what it has lost, interruptions."""
+    """Returns the chart of a metric: kept steps, lost steps, interruptions."""
     kept, lost = contents.kept, contents.lost
     curve = Curve(kept.step, getattr(kept, name), "line")
     lost_curves = list(_lost_curves(lost, name))
@@ -122,7 +122,7 @@ def save_chart(contents: Contents) -> Markup:
 
 
 def chart(label: str, drawn: Sequence[str], *, steps: Scale, values: Scale) -> Markup:
-    """Returns a figure with axes around what is drawn in COLUMNS x HEIGHT units."""
+    """Returns a figure with axes around a drawing of COLUMNS x HEIGHT units."""
     y_ticks = [(tick, 1 - float(values.share(np.array([tick]))[0])) for tick in values.ticks()]
     x_ticks = [(tick, float(steps.share(np.array([tick]))[0])) for tick in steps.ticks(5)]
     grid = "".join(f"M0 {number(at * HEIGHT)}h{COLUMNS}" for _, at in y_ticks)

@@ -21,7 +21,7 @@ from jaxres.runlog.launch_events import LaunchEvent
 LANE = 24
 """Height of a lane of the timeline."""
 LEAST_SECONDS = 1e-3
-"""Time below which a class has no bar: what rounding leaves."""
+"""Time below which a class has no bar: a rest of rounding."""
 MAX_RECTS = 600
 """Largest number of intervals, or attempts, that are drawn one by one."""
 GROUPS: Mapping[str, Sequence[Activity]] = {

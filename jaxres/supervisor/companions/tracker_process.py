@@ -36,7 +36,7 @@ LONGEST_RETRY_SECONDS = 60.0
 LEAST_SECONDS_IN_BUCKET = 60.0
 """Least time between two looks at a bucket, where each reads the attempt's metrics as a whole."""
 LAST_SECONDS = 90
-"""Time to send what is left after the run's end, if no supervisor ends the process earlier."""
+"""Time to send the rest after the run's end, if no supervisor ends the process earlier."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -118,7 +118,7 @@ class Copy:
         self._files = LinesSince()
 
     def update(self) -> None:
-        """Sends what is new in the run directory."""
+        """Sends new lines of the run directory."""
         history = run_log.fold(run_log.read_records(self._run_dir.log))
         if not history.starts:
             return

@@ -77,7 +77,7 @@ class TrackerProcesses:
             self._close_seconds = FINISH_SECONDS
 
     def __exit__(self, *_: object) -> None:
-        """Lets them send what is left for a limited time, and kills them."""
+        """Lets the trackers send their rest for a limited time, and kills them."""
         for process in self._processes.values():
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class TrackerProcesses:
 
 
 def send_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
-    """Sends what the trackers of a complete run have not received."""
+    """Sends data that the trackers of a complete run have not received."""
     history = run_log.fold(run_log.read_records(run_dir.log))
     sections = config.telemetry.trackers
     if not sections or all(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxres.storage.codec import TaggedCodec
 
 NVML, KERNEL_LOG = "nvml", "kernel_log"
-"""What reports Xid errors."""
+"""Sources of Xid errors."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class WatchStarted:
     gpus: tuple[str, ...]
     """Label of each GPU."""
     unreadable: Mapping[str, str]
-    """What can't be read on some GPU -> why: the guard does not see it."""
+    """Unreadable reading of some GPU -> the reason: the guard does not see it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs the health process of a host, reads the host itself, and judges what they show.
+"""Runs the health process of a host, reads the host itself, and judges the readings.
 
 A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
 that wakes it. If the driver hangs, the lines stop: the thread kills the process and reports that,

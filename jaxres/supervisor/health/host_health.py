@@ -1,4 +1,4 @@
-"""Memory, disk space, clock and network links of a host: readings, and what they show over time.
+"""Memory, disk space, clock and network links of a host: readings, and findings over time.
 
 A leak is reported before the kernel kills a process because memory ran out. `judge` is pure.
 """

@@ -1,4 +1,4 @@
-"""Parses preemption notices of a GCE VM, and decides what to do in the remaining time. Pure.
+"""Parses preemption notices of a GCE VM, and decides how to use the remaining time. Pure.
 
 The time limit of a job (time_limit.py) is such a notice too.
 
@@ -202,7 +202,7 @@ Action = Literal["continue", "save", "exit"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do about a notice, and why."""
+    """Action on a notice, and its reason."""
 
     action: Action
     reason: str

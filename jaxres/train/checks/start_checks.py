@@ -1,4 +1,4 @@
-"""Refuses, before an attempt is claimed, a config that names what is not there. No jax.
+"""Refuses, before an attempt is claimed, a config that names missing things. No jax.
 
 An attempt finds the same only once it has imported jax, and leaves a run directory. What can't be
 known here, as where storage does not answer, is left to it. Several supervisors leave all of it to

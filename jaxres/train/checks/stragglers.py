@@ -57,7 +57,7 @@ class Comparison:
     records: tuple[tuple[float, ...], ...] = ()
     """The newest RECORDS records: the time of each unit."""
     streaks: tuple[int, ...] = ()
-    """Records in a row that contradict what is said of a unit."""
+    """Records in a row that contradict a unit's current verdict."""
     since: tuple[float, ...] = ()
     """Time of the first record of each streak."""
     slow: frozenset[int] = frozenset()
@@ -166,7 +166,7 @@ class Series:
     level: float = 0.0
     """Median of the newest complete block."""
     streak: int = 0
-    """Blocks in a row that contradict what is said of the series."""
+    """Blocks in a row that contradict the series' current verdict."""
     since: float = 0.0
     """Time of the first of them."""
     is_slow: bool = False

@@ -111,7 +111,7 @@ def xla_flags_here() -> str:
 
 
 def set_determinism(determinism: str) -> None:
-    """Adds what `run.determinism` needs to XLA_FLAGS, which XLA reads when it is used first.
+    """Adds the flags of `run.determinism` to XLA_FLAGS, which XLA reads at its first use.
 
     Raises:
       ConfigError: XLA was used before, as in a notebook, without the flags.

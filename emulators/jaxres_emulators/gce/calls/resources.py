@@ -1,4 +1,4 @@
-"""The calls of the Compute API that there are, and what each does but for creations."""
+"""The calls of the Compute API, and the implementation of each but of creations."""
 
 from __future__ import annotations
 

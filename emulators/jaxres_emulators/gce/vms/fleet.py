@@ -375,7 +375,7 @@ class Fleet:
             self.maintain(vm)
 
     def maintain(self, vm: Vm) -> None:
-        """What a simulated maintenance does: it takes a Spot VM, and stops one with GPUs."""
+        """Simulates a maintenance event: it preempts a Spot VM, and stops a VM with GPUs."""
         if vm.model == SPOT:
             return self.preempt(vm, notice=True, seconds=None)
         if vm.guest is not None:

@@ -77,7 +77,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """All groups, and what tests want of their resize requests."""
+    """All groups, and the behaviour that tests give their resize requests."""
 
     all: dict[tuple[str, str], Group] = field(default_factory=dict[tuple[str, str], Group])
     """By zone and name."""

@@ -92,7 +92,7 @@ class Compute:
         self.client("InstancesClient")
 
     def set_console(self, console: Callable[[str], None]) -> None:
-        """Sets the function that prints what the API did not accept."""
+        """Sets the function that prints the API's refusals."""
         self._console = console
 
     def client(self, kind: str, *, is_of_lists: bool = False) -> Any:

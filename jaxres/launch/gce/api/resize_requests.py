@@ -73,7 +73,7 @@ def description(label: str) -> str:
 
 
 class ComputeCalls(Protocol):
-    """What is used of `gce_api.Compute`, which uses this module."""
+    """The methods used of `gce_api.Compute`, which uses this module."""
 
     project: str
     clock: Clock
@@ -120,7 +120,7 @@ class ResizeRequests:
     def request(
         self, creation: PendingCreate, zone: str, machine: Machine
     ) -> str | CreateFailed | None:
-        """Advances a creation by one step; returns what stands for its operation.
+        """Advances a creation by one step; returns the name that stands for its operation.
 
         None: its resize request does not exist yet; the call must be repeated.
 

@@ -212,7 +212,7 @@ class BucketFinding:
 
 
 def init_bucket(config: RunConfig, run: GcsPath, *, does: bool) -> int:
-    """Prints what it would create or change; does so if `does`.
+    """Prints the creations or changes that a bucket needs; makes them if `does`.
 
     Raises:
       ConfigError: the bucket is unsuitable, or this account may not correct it.

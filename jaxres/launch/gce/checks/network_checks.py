@@ -153,7 +153,7 @@ def access(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
 def _private_access(
     gce: GceSection, reader: ResourceReader, where: SubnetworkPath, found: Any
 ) -> Iterator[CheckResult]:
-    """Yields whether VMs without an external address reach what they need."""
+    """Yields whether VMs without an external address reach the services they need."""
     has_private_access = bool(found.private_ip_google_access)
     needs = _needs_of_internet(gce)
     if has_private_access and not needs:

@@ -57,7 +57,7 @@ class Loss:
     """Why a VM is replaced."""
 
     kind: str
-    """What losses for the same reason have in common; they are counted by it."""
+    """Key, equal for losses for the same reason, by which losses are counted."""
     text: str
     """The cause, for the operator."""
 

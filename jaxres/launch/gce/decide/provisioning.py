@@ -132,7 +132,7 @@ def new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[st
 def with_request(
     desired: DesiredState, names: tuple[str, ...], *, is_of_spares: bool = False
 ) -> DesiredState:
-    """Returns the state with a creation whose request id is derived from what it requests."""
+    """Returns the state with a creation whose request id is derived from its content."""
     zone = next(vm.zone for vm in desired.all_vms if vm.name == names[0])
     # A deleted run may have used these names: `started_at` makes the request id differ.
     text = f"{desired.run}/{desired.started_at}/{zone}/{','.join(names)}"

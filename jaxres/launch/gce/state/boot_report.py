@@ -56,7 +56,7 @@ class BootReport:
 
 @dataclass(frozen=True)
 class VmBoot:
-    """What is known of the boot of a VM whose agent has not reported yet."""
+    """Known facts about the boot of a VM whose agent has not reported yet."""
 
     report: BootReport | None = None
     serial: tuple[str, ...] = ()

@@ -121,7 +121,7 @@ class BootFailure:
     """Why the newest VMs did not come up."""
 
     cause: str
-    """What failures for the same reason have in common."""
+    """Key, equal for failures for the same reason."""
     at: float
     """When it was last seen, in seconds since the epoch."""
     times: int = 1
@@ -266,7 +266,7 @@ class DesiredState:
     spending: tuple[Spending, ...] = ()
     """The same two by capacity option and cause."""
     prices: tuple[dict[str, Any], ...] = ()
-    """What an earlier version has written, which asked Google for prices: option_prices.py."""
+    """Records of an earlier version, which asked Google for prices: option_prices.py."""
     end: JobEnd | None = None
     num_events: int = 0
     """Number of events so far; see jaxres/runlog/launch_events.py."""
@@ -412,7 +412,7 @@ def encode_state(desired: DesiredState) -> bytes:
 
 
 def decode_state(data: bytes, path: GcsPath) -> DesiredState:
-    """Parses what `encode_state` wrote; unknown fields are skipped.
+    """Parses the output of `encode_state`; skips unknown fields.
 
     Raises:
       ConfigError: it was written in another format.

@@ -1,4 +1,4 @@
-"""What the VMs of a job cost, by capacity option and cause. Pure.
+"""Cost of the VMs of a job, by capacity option and cause. Pure.
 
 The life of a VM begins with its request. A VM of Flex-start waits in a queue then, which bills
 nothing: its life begins when its creation is known. It has four causes: `spare` while it is one,

@@ -56,7 +56,7 @@ def excluded(desired: DesiredState, hosts: Sequence[FaultyHost]) -> dict[str, Fa
 
 
 def excluded_lines(desired: DesiredState, hosts: Mapping[str, FaultyHost]) -> list[str]:
-    """Returns the lines of `status` about cordoned VMs; `hosts`: what `excluded` returned."""
+    """Returns the lines of `status` about cordoned VMs; `hosts`: the result of `excluded`."""
     return [
         describe_excluded(host, is_draining=name in desired.draining)
         for name, host in hosts.items()
