@@ -80,8 +80,8 @@ class Model:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a model returns for a batch; of a metric as of the loss, the sum divided by the weight
-    is the value of a batch.
+    """Outputs of a model for a batch; the value of the loss, or of a metric, is the sum divided by
+    the weight.
     """
 
     loss_sum_B: Float[Array, " B"]

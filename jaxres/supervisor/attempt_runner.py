@@ -84,8 +84,8 @@ RECORD_SECONDS = 10.0
 """Longest wait, at the end, to write the last record or to read a traceback."""
 
 RESTART_VARIABLE = "JAXRES_RESTART"
-"""Set to 1 by what starts a command again without an operator, as the agent of a VM does: storage
-that refuses access before the run log can be read is then an outage."""
+"""Set to 1 by programs that start a command again without an operator, such as the agent of a VM:
+storage that refuses access before the run log can be read is then an outage."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ MAX_TIME = 1e11
 """Largest time stamp of a heartbeat that is taken for one, in seconds since 1970."""
 
 Liveness = Literal["alive", "suspended", "gone"]
-"""What a heartbeat shows of the lock holder: it advances; its process exists on this machine, but
-writes no heartbeat (suspended, or it hangs in storage); neither."""
+"""State of the lock holder: its heartbeat advances; its process exists on this machine but writes
+no heartbeat (suspended, or it hangs in storage); neither."""
 
 
 class RunLock:

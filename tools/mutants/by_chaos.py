@@ -100,8 +100,7 @@ CAUGHT: Mapping[str, Case] = {
     "busy-seconds-include-waits": Case("straggler", FAULTY, 2),
     "adopted-job-begins-again": Case("launcher-kill", TINY),
 }
-"""Mutant -> the scenarios that suffice, those of the default schedule before others, and the
-config."""
+"""Mutant -> the scenarios that suffice, scenarios of the default schedule first, and the config."""
 
 
 def main(arguments: list[str]) -> int:

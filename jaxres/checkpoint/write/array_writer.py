@@ -57,7 +57,7 @@ _STORE = {
         "manifest_kind": "single",
     },
 }
-"""The database's settings are those of Orbax: descriptions of arrays, and very small arrays, are
+"""Settings of the database, as Orbax has them: descriptions of arrays, and very small arrays, are
 inside the index, which is one node."""
 
 

@@ -98,7 +98,7 @@ SPIKE_SETTING = (
 )
 """Setting of a run that is to find a high loss after SPIKE_STEPS steps, within its few steps."""
 SLOW_FROM, SLOW_STEPS = 32, 100
-"""The step after which a host is slow, and the steps of its run: what is usual is known from 20
+"""The step after which a host is slow, and the steps of its run: the usual time is known from 20
 measured steps, and a host is named after 8 records of 5 steps or more. No step is measured beside a
 hook or a save, nor are the first ten."""
 SLOW_SETTINGS = (
@@ -112,10 +112,10 @@ SLOW_SETTINGS = (
 LOOP_ATTEMPTS = 2
 """restart.max_attempts_without_commit of a run in a crash loop."""
 VM_LOST: frozenset[int | None] = NO_RECORD | NOTICE_ENDS | {ExitCode.PEER_LOST}
-"""Ends of an attempt that loses a VM: its supervisor records none, the launcher PREEMPTED, those of
-other hosts PEER_LOST."""
+"""Ends of an attempt that loses a VM: its supervisor records none, the launcher PREEMPTED, other
+hosts' supervisors PEER_LOST."""
 STATE_LOST: frozenset[int | None] = VM_LOST | {SIGNAL_BASE + signal.SIGTERM}
-"""The same; or the agent of the VM ends it, once it reads a state that does not have the VM."""
+"""As VM_LOST; or the agent of the VM ends it, once it reads a state that does not have the VM."""
 ALL = (
     Scenario(
         name="worker-kill",

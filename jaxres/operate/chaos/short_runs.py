@@ -43,8 +43,8 @@ LIMIT_SECONDS = 6 * 3600.0
 HANG_SECONDS = 5.0
 """deadlines.hook_seconds of a run that is broken by a hang: the supervisor finds it after these."""
 FOLLOWER_POLLS = 6000
-"""Most looks at the other supervisors of a job, once that of host 0 has ended: two minutes of them,
-and longer on a slow machine."""
+"""Most looks at the other supervisors of a job, once host 0's has ended: two minutes of them, and
+longer on a slow machine."""
 SHOWN_ROWS = 8
 MESSAGE_LINES = 12
 """Most lines of a failed run's output that are shown."""

@@ -97,8 +97,7 @@ class Facts:
     alert_error: str | None = None
     """Why the targets of the alerts can't be used; None: they can."""
     test_alerts: Sequence[tuple[str, bool, str]] | None = None
-    """Target, whether it has accepted the test message, and what it has answered; None: not asked
-    for."""
+    """Target, whether it has accepted the test message, and its answer; None: not asked for."""
     chaos: ChaosFound | None = None
     has_exporter: bool = True
     is_clock_synchronised: bool | None = None

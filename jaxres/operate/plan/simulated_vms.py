@@ -29,8 +29,8 @@ from jaxres.launch.gce.state.observed_state import RunLogSummary as LogSummary
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
 HALF_CYCLE = CYCLE_SECONDS / 2
-"""The launcher observes once a cycle, and a run's times are those of its observations. So what has
-taken some cycles there takes as many here, though they are not exactly as long.
+"""The launcher observes once a cycle, and the recorded times of a run are times of observations. So
+a wait of some cycles there takes as many here, though they are not exactly as long.
 """
 CLOCK_ERROR = 1e-5
 """Share of a cycle by which the float of a time may be wrong."""

@@ -43,8 +43,8 @@ BITS_UNCHANGED = (
     *("jax_array_garbage_collection_guard", "jax_compiler_detailed_", "jax_legacy_prng_key"),
     *("jax_enable_checks", "jax_thread_guard"),
 )
-"""Beginnings of the settings that change no bit: where programs are cached, what is printed and
-checked, and devices, which are an entry of their own."""
+"""Beginnings of the settings that change no bit: caches of programs, output, checks, and devices,
+which are an entry of their own."""
 
 
 def jax_settings_here() -> dict[str, str]:

@@ -223,8 +223,8 @@ class DesiredState:
     cheaper_by: float = 0.0
     """Dollars by which a VM costs less in an hour since the job has moved to cheaper options."""
     saved_dollars: float = 0.0
-    """What that has saved until the end of the newest attempt that has ended; VMs that were
-    requested for a move are subtracted, with their costs until it."""
+    """Dollars that moves have saved until the end of the newest ended attempt, less the costs until
+    then of VMs that were requested for a move."""
     creation: PendingCreate | None = None
     groups: tuple[InstanceGroup, ...] = ()
     """Groups that may exist, until they are known to be deleted; see instance_groups.py."""
