@@ -186,7 +186,7 @@ def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]
         return {}
     full = [n for n, kind in enumerate(kinds, start=1) if kind == "full_attention"]
     if family == "mistral" and len(full) != (num_layers if window is None else 0):
-        unsupported[key] = kinds  # Its class has the window in all layers, whatever this says.
+        unsupported[key] = kinds  # Its class ignores this: all layers have the window.
     if len(full) == num_layers:
         return {}
     if window is None:

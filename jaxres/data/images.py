@@ -254,7 +254,7 @@ def open_picture(content: bytes) -> Any:
         values = np.asarray(picture)
         if bits == 16 and values.any():
             _check_range(int(values.max()))
-        if is_negative:  # Pillow inverts no others than those of 8 bits and less.
+        if is_negative:  # Pillow inverts only images of 8 bits and less.
             values = (1 << bits) - 1 - values
         picture = library.fromarray((values >> (bits - 8)).astype(np.uint8))
     if "transparency" in picture.info:  # Pillow warns of a palette with several transparent colors.

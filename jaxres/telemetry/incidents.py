@@ -296,7 +296,7 @@ def of_event(event: object, *, run: str) -> Incident | None:
             kind = "supervisor_restarted"
         case GaveUp(exit=code):
             kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
-        case StartRefused(exit=code):  # Another incident than that of a supervisor before it.
+        case StartRefused(exit=code):  # Not the incident of an earlier supervisor.
             kind, what_next, seq = "gave_up", "an operator must act: jaxres hosts RUN_DIR", 1
         case SupervisionEnded(exit=ExitCode.DONE as code):
             kind = "finished"
@@ -372,7 +372,7 @@ def of_attempt(result: AttemptResult, *, run: str, attempt: int, step: int) -> I
         case ExitCode.STOPPED:
             return None
         case ExitCode.FENCED:
-            return None  # The run goes on in another attempt, which reports its own end.
+            return None  # The run continues in another attempt, which reports its own end.
         case ExitCode.DONE:
             kind, what_next = "finished", ""
         case ExitCode.PREEMPTED:

@@ -137,7 +137,7 @@ def _check(given: argparse.Namespace) -> None:
     argument_checks.image(given.image)
     argument_checks.number("--nodes", given.nodes, 1, argument_checks.MAX_NODES)
     argument_checks.number("--gpus-per-node", given.gpus_per_node, 0, argument_checks.MAX_GPUS)
-    most = argument_checks.MAX_RESTARTS // given.nodes  # A plain Job counts those of all nodes.
+    most = argument_checks.MAX_RESTARTS // given.nodes  # A plain Job counts all nodes' restarts.
     argument_checks.number("--max-restarts", given.max_restarts, 0, most)
     if given.grace_seconds is not None:
         longest = argument_checks.MAX_SECONDS

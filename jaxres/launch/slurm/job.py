@@ -444,7 +444,7 @@ def script(options: JobOptions, *, output: str, file: str, config: str, command:
     ]
     lines += [f"--partition={','.join(options.partitions)}"] if options.partitions else []
     lines += [f"--time={options.time}"] if options.time else []
-    # With a number of tasks Slurm gives the least number of nodes of a range, whatever it has.
+    # With a number of tasks Slurm gives the least number of nodes of a range, even if it has more.
     lines += ["--ntasks-per-node=1"] if is_fixed else ["--no-kill"]
     lines += options.sbatch
     head = "".join(f"#SBATCH {line}\n" for line in lines)

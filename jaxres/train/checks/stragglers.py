@@ -142,7 +142,7 @@ def _noise(records: Sequence[Sequence[float]], levels: Sequence[float]) -> float
     between = _deviation(levels, middle=statistics.median_low(levels))
     logs = [[math.log(time) for time in times] for times in zip(*records, strict=True)]
     within = statistics.median(_deviation(times) for times in logs)
-    # A level has the noise of two medians: that of its unit, and that of the others.
+    # A level has the noise of two medians: its unit's, and the others'.
     within *= math.sqrt(2) * MEDIAN_TO_MEAN_ERROR / math.sqrt(len(records))
     return max(between, within, MIN_NOISE)
 

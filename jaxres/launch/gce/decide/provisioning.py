@@ -378,7 +378,7 @@ def _refill(
         return Transition(release_all(replace(desired, reason=reason), now=observed.now), (reason,))
     site = (missing[0].option, missing[0].zone)
     until = [c.until for c in desired.backoffs if (c.option, c.zone) == site]
-    if desired.creation is not None:  # That of spares, of which one may fill the slot soon.
+    if desired.creation is not None:  # Of spares, one of which may fill the slot soon.
         return Transition(replace(desired, refill_since=since))
     if until and until[0] > observed.now:
         return Transition(replace(desired, refill_since=since))
