@@ -448,7 +448,7 @@ def _stored_windows(model: GptModel, family: str) -> dict[str, Any]:
 def resolve(config: Node) -> tuple[Node, list[Problem]]:
     """Replaces `model: {kind: huggingface}` by the folder's settings; returns its problems.
 
-    That are the model's sizes, and, unless they are given, init_from and data.tokenizer.
+    These are the model's sizes, and, unless they are given, init_from and data.tokenizer.
     """
     section = config.value.get("model") if isinstance(config.value, dict) else None
     given = section.value if section is not None and isinstance(section.value, dict) else {}

@@ -85,7 +85,7 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
 def delete_leftovers(run_dir: RunDir) -> None:
     """Deletes leftovers of a complete run's killed processes; while it is live, nothing.
 
-    That is step directories that nothing uses, and temporary files in the log and of the attempts.
+    These are unused step directories, and temporary files in the log and of the attempts.
 
     A failure is printed: the run is complete all the same.
     """

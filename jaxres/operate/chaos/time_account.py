@@ -1,7 +1,7 @@
 """Compares the report of a run with independent facts about its time. Pure.
 
-The report places steps by events of monotonic clocks. Here the length is that of the run log's
-times, the training that of the metrics, the incidents are the injected faults.
+The report places steps by events of monotonic clocks. Here the length comes from the times of the
+run log, the training time from the metrics, and the incidents are the injected faults.
 """
 
 from __future__ import annotations

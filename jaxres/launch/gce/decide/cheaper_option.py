@@ -66,7 +66,7 @@ def _may_return(option: CapacityOption, current: CapacityOption) -> bool:
 def gain_dollars(
     desired: DesiredState, observed: ObservedState, config: RunConfig, *, option: int
 ) -> float:
-    """Returns the dollars that the rest of the job saves on another option, without the move.
+    """Returns the dollars that another option saves in the rest of the job, moving costs ignored.
 
     The rest is bounded by `launch.max_hours` and `launch.max_dollars`. If the speed of the run is
     unknown, it is as long as these VMs have trained already.
