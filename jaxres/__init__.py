@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 NAMES = ("LoadedModel", "Run", "branch", "load_model", "runs", "train")
-"""Those of python_api.py; for type checkers __init__.pyi has them."""
+"""Names of python_api.py; for type checkers __init__.pyi has them."""
 __version__ = "0.1.0.dev0"
 
 

@@ -1,4 +1,4 @@
-"""The table of exit codes: what each code means, and every rule that depends on a code.
+"""The table of exit codes: the meaning of each code, and every rule that depends on a code.
 
 `docs/exit-codes.md` is printed from this module (`python -m jaxres.exit_codes`). Exit codes are
 part of the outside contract: schedulers and scripts rely on them. No other module groups codes; it
@@ -98,9 +98,9 @@ class ExitRow:
     """Order among codes of the same severity at the same instant; the lowest is the cause."""
     restart: RestartRule
     remedy: str
-    """What to do next; see `remedy` for the fields."""
+    """The operator's next action; see `remedy` for the fields."""
     message_has_remedy: bool = False
-    """Whether the error message of this exit states what to do, so that a report adds nothing."""
+    """Whether the error message of this exit states the remedy, so that a report adds none."""
     needs_operator: bool = False
     """Whether the same command would exit the same way until an operator has acted."""
     is_graceful: bool = False
@@ -377,7 +377,7 @@ def exit_name(code: int) -> str:
 
 
 def remedy(code: int, *, command: str = "the same command", stacks: str = "the stacks") -> str:
-    """Returns what to do after an exit, as one sentence without a period.
+    """Returns the operator's next action after an exit, as one sentence without a period.
 
     Args:
       code: the exit code.

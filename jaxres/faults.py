@@ -13,7 +13,7 @@ from jaxres.exit_codes import ExitCode, exit_name
 
 
 class RunError(Exception):
-    """An error whose cause is known; its message states what, where and what to do.
+    """An error whose cause is known; its message states error, place and remedy.
 
     Subclasses name the fault. The process exits with `exit_code` and prints the message without a
     traceback.
@@ -111,7 +111,7 @@ def by_phase(error: RunError, *, at_start: bool) -> RunError:
 
 @contextlib.contextmanager
 def refusals(*, at_start: bool) -> Iterator[None]:
-    """Raises a StorageRefused of the block as what it is in this phase; see `by_phase`."""
+    """Raises a StorageRefused of the block as the error of this phase; see `by_phase`."""
     try:
         yield
     except StorageRefused as error:
@@ -419,7 +419,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class Warn:
-    """Verdict: training continues; a guard in mode warn reports what it would have done."""
+    """Verdict: training continues; a guard in mode warn reports its suppressed verdict."""
 
     reason: str
 
@@ -431,7 +431,7 @@ class RollbackRun:
     onset: int
     """The first abnormal step."""
     rows: tuple[int, int]
-    """Positions of the stream to leave out, half-open: those of the batches from the onset on."""
+    """Positions of the stream to leave out, half-open: the batches from the onset on."""
     reason: str
 
 

@@ -117,7 +117,7 @@ def sampling_problems(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> dict[str, str]:
-    """Returns what is wrong with arguments of `LoadedModel.sample`, by their names."""
+    """Returns the errors in arguments of `LoadedModel.sample`, by argument name."""
     is_text = prompt.encode(errors="ignore").decode() == prompt
     checks = {
         "prompt": (is_text, "must be Unicode text (bytes must be UTF-8)"),

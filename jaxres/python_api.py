@@ -63,11 +63,11 @@ class Run:
         return self._rows(history_command.steps_text)
 
     def history(self) -> list[dict[str, Any]]:
-        """Returns how each attempt ended, as `jaxres history --attempts --json`."""
+        """Returns the end of each attempt, as `jaxres history --attempts --json`."""
         return self._rows(history_command.attempts_text)
 
     def status(self) -> dict[str, Any]:
-        """Returns state, progress and what to do next, as `jaxres status --json`."""
+        """Returns state, progress and the next action, as `jaxres status --json`."""
         found = status_command.read_status(self._run_dir, self._history(), clock=SystemClock())
         return json.loads(status_command.as_json(found))
 
@@ -118,7 +118,7 @@ Config = str | Path | Run | Mapping[str, Any]
 
 
 def train(config: Config, overrides: Overrides = ()) -> Run:
-    """Trains in this process until the last step, or goes on with a run; returns the run.
+    """Trains in this process until the last step, or continues a run; returns the run.
 
     Signal handlers, signal mask and threads are as before when it returns. For runs of days the
     command `python -m jaxres.train` is better: it has a supervisor.

@@ -24,7 +24,7 @@ _CERTAIN = (
     r"|account_key|private_key|signing_key|client_secret|app_secret|webhook_secret|signing_secret"
     r"|authorization|connection_string)"
 )
-"""Names whose values are secrets, whatever they look like."""
+"""Names whose values are always secrets."""
 _TOKEN = (
     r"(?:(?:\w+_)?(?:access|auth|api|bearer|refresh|oauth2?|sas|security|session|secret|personal"
     r"|hf|hub|huggingface|hugging_face|github|gh|gitlab|wandb|mlflow|aws|gcp|azure|s3|gcs|slack"
@@ -35,7 +35,7 @@ _LIKELY = (
     r"(?:\w+_)?(?:secret|credentials?|encryption_key|hmac_key|passcode)|auth|pwd|pw|pat|jwt|bearer"
     r"|cookie|dsn"
 )
-"""Names whose values are hidden; only those that look like a token are left out of a trajectory."""
+"""Names whose values are hidden; a trajectory leaves out only values that look like a token."""
 _SIGNED = r"sig|signature|x_(?:amz|goog)_\w+|hdne[at]s?|hdnts|sas"
 """Query parameters that sign a URL."""
 _BESIDE_SIGNATURE = (
@@ -197,7 +197,7 @@ def without_rotatable(value: Any) -> Any:
 
 
 def kind_of_secret(text: str) -> str | None:
-    """Returns what kind of secret a text has, by its form; None: it has none.
+    """Returns the kind of secret in a text, by its form; None: there is no secret.
 
     Placeholders, as documentation has them, are no secrets.
     """
@@ -214,7 +214,7 @@ def kind_of_secret(text: str) -> str | None:
 
 
 def _has_password(rest: str) -> bool:
-    """Returns whether what follows `://` has a password that is no placeholder."""
+    """Returns whether the text after `://` has a password that is no placeholder."""
     user, password = _user_and_password(rest)
     host = rest.partition("@")[2]
     return bool(
@@ -245,7 +245,7 @@ def _looks_like_a_token(value: str) -> bool:
 
 
 def _user_and_password(rest: str) -> tuple[str, str]:
-    """Returns user and password of what follows `://`; empty: there are none."""
+    """Returns user and password in the text after `://`; empty: there are none."""
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     user, _, password = authority.rpartition("@")[0].partition(":")
     return user, password

@@ -41,7 +41,7 @@ def golden_files() -> dict[Path, str]:
 
 
 def _manifest(*flags: str) -> str:
-    """Returns what `launch k8s` prints, without the ConfigMap."""
+    """Returns the output of `launch k8s` without the ConfigMap."""
     command = [*K8S_EXAMPLE, *flags]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         k8s.main(command, env={})

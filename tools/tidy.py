@@ -86,6 +86,8 @@ RETIRED = re.compile(
     re.IGNORECASE,
 )
 """Private words of earlier versions; docs/glossary.md has the field's terms."""
+UNNAMED = re.compile(r"Returns (those|what|that|the same|how)\b")
+"""Beginning of a docstring that does not name the result: `the number of rows`, not `how many`."""
 PROSE = ("*.py", "*.md", "*.yaml", "*.toml", "*.c", ".ci/run", "tools/check")
 MAY_BE_OLD = "tools/tidy.py"
 OLD_NAME = re.compile(r"`[^`]*`")
@@ -134,6 +136,7 @@ def _check(path: Path) -> Iterator[str]:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         yield from _check_node(path, node, production=production)
+        yield from _check_docstring(path, node)
     if production:
         yield from _check_wall_clock(path, tree)
 
@@ -162,6 +165,15 @@ def _check_node(path: Path, node: ast.AST, *, production: bool) -> Iterator[str]
             yield f"{where}: {name}: environment variables only in {', '.join(ENVIRONMENT)}"
     if isinstance(node, ast.ExceptHandler) and node.type is None:
         yield f"{where}: bare except"
+
+
+def _check_docstring(path: Path, node: ast.AST) -> Iterator[str]:
+    """Yields the docstring of a node if its first line does not name the result."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+        return
+    if (found := UNNAMED.match(ast.get_docstring(node) or "")) is not None:
+        where = f"{path}:{node.body[0].lineno}"
+        yield f"{where}: '{found[0]} ...': name the result, such as 'Returns the number of'"
 
 
 def _num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

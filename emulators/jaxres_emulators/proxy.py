@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that loses or delays what it forwards, on request."""
+"""A TCP proxy on loopback that drops or delays its traffic on request."""
 
 from __future__ import annotations
 

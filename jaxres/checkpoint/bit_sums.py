@@ -50,7 +50,7 @@ NO_SUMS = BitSums(())
 
 
 def sums_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], when: str = "on") -> BitSums:
-    """Returns the sums of the parts that this process may write; an accelerator goes on alone.
+    """Returns sums of the parts that this process may write; an accelerator adds asynchronously.
 
     Left out are arrays with other items than words of 1, 2 or 4 bytes. The arrays may be donated
     once this returns. `when` is the setting `checkpoint.check_snapshot`.
@@ -76,7 +76,7 @@ def sums_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], when: str = "on") -> Bi
 
 
 class Corrupted(Exception):
-    """The host's copy of a part of the state is not what the device held."""
+    """The host's copy of a part of the state differs from the device's."""
 
 
 def require_equal(sums: Mapping[Part, int], path: str, pieces: Mapping[Box, np.ndarray]) -> None:

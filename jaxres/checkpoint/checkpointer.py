@@ -80,7 +80,7 @@ class Checkpointer:
         before_commit: Callable[[], None],
         trainable: Trainable = ALL,
     ) -> None:
-        """Prepares without side effects on storage; those begin with `__enter__`.
+        """Prepares without side effects on storage, which begin in `__enter__`.
 
         Args:
           section: intervals, retention, limits.
@@ -324,7 +324,7 @@ class Checkpointer:
         return StepDownload(step_dir, host, folder, self._pace)
 
     def _frozen_part(self, still: Tree, source: str) -> FrozenPart:
-        """Returns how the frozen arrays are saved: linked if host 0 has found that it can."""
+        """Returns the frozen part of a save; `source`: the earlier step that host 0 can link."""
         if not still:
             return FrozenPart()
         paths, sums = tuple(array_infos(still)), frozen_arrays.sums_of(still)
@@ -398,7 +398,7 @@ class Checkpointer:
         return outcome == COUNTS
 
     def _share(self, save: PendingSave, *, is_committed: bool) -> None:
-        """Makes a committed step the last one of those whose files saves can share.
+        """Makes a committed step the newest source of files that later saves can share.
 
         After a save that has failed the next ones write all parts: a file may be damaged.
         """
@@ -523,14 +523,14 @@ class Checkpointer:
         )
 
     def restore(
-        self, line: RunHistory, like: Tree, *, seconds: float, last_step: float = math.inf
+        self, history: RunHistory, like: Tree, *, seconds: float, last_step: float = math.inf
     ) -> Restored | None:
         """Restores the newest valid step and quarantines damaged newer ones; None: none exists.
 
         Only then are leftovers of earlier attempts deleted.
 
         Args:
-          line: the run history from the log; the same on every host.
+          history: the run history from the log; the same on every host.
           like: nested dict of jax.ShapeDtypeStruct with shardings.
           seconds: time limit for reading one step.
           last_step: the step at which training ends: no other step will follow it.
@@ -540,9 +540,9 @@ class Checkpointer:
           StorageUnavailable: storage failed, so that no step could be judged.
           ConfigError: the arrays of a step are not those that the model needs.
         """
-        if not line.commits and line.quarantined:
-            raise all_damaged_error([decided for _, decided in line.quarantined])
-        if not line.commits:
+        if not history.commits and history.quarantined:
+            raise all_damaged_error([decided for _, decided in history.quarantined])
+        if not history.commits:
             self._sweep()
             return None
         self._restores += 1
@@ -556,7 +556,7 @@ class Checkpointer:
             emit=self._emit,
             clock=self._clock,
         )
-        restored, damaged = search.newest_valid(line.committed)
+        restored, damaged = search.newest_valid(history.committed)
         self._peers.broadcast(topic, lambda: self._quarantine(damaged), seconds=MESSAGE_SECONDS)
         for quarantine in damaged:
             self._emit(StepQuarantined(quarantine.step, quarantine.path, quarantine.evidence))

@@ -43,7 +43,7 @@ class CommitTracker:
         emit: Emit,
         clock: Clock,
     ) -> None:
-        """Reads the log; the arguments are those of the checkpointer."""
+        """Reads the log; for the arguments see `Checkpointer`."""
         self._section = section
         self._run_dir = run_dir
         self._log = log
@@ -52,12 +52,12 @@ class CommitTracker:
         self._clock = clock
         self._unsure: tuple[Commit, float, int] | None = None
         """A commit whose record storage has not confirmed, and the arguments of `commit`."""
-        line = log.history()
-        self.names = {path.rpartition("/")[2] for path in line.paths}
+        history = log.history()
+        self.names = {path.rpartition("/")[2] for path in history.paths}
         """Directory names of all steps that were ever committed, even if pruned since."""
         self._tried: set[str] = set()
         """Directory names of all saves of this attempt."""
-        self.committed_step = self.saved_step = line.step
+        self.committed_step = self.saved_step = history.step
         """Newest committed step, and newest step that is committed or being saved."""
         self.longest_seconds = 0.0
         """Longest duration of a committed save."""

@@ -159,7 +159,7 @@ def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float | None, int]:
 
 
 def _blocks(unequal: np.ndarray, *, itemsize: int) -> tuple[int, int]:
-    """Returns how many blocks of the digest's grid have an unequal element, and how many exist."""
+    """Returns the number of blocks of the digest's grid with an unequal element, and of all."""
     grid = block_grid(unequal.shape, itemsize)
     pairs = ((n, size // n) for size, n in zip(unequal.shape, grid, strict=True))
     cut = unequal.reshape([length for pair in pairs for length in pair])

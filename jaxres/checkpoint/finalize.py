@@ -183,7 +183,7 @@ def _digests_and_files(
 def _written_files(
     step_dir: RunPath, reports: Sequence[HostReport], linked: LinkedFiles
 ) -> dict[str, FileInfo]:
-    """Returns size and checksum of every file; reads those that are neither reported nor linked.
+    """Returns size and checksum of every file; reads files neither reported nor linked.
 
     Digests of cut blocks are left out, and their temporary file: they are written meanwhile.
     """
@@ -234,7 +234,7 @@ def _digests_below(
     arrays: Mapping[str, ArrayInfo],
     frozen: Collection[str],
 ) -> tuple[dict[str, str], dict[str, FileInfo]]:
-    """Returns what `_array_digests` does for the arrays whose digests are in one folder."""
+    """Returns, for one folder of digests, every array's digest and the files that were written."""
     tables = {path: BlockTable(info) for path, info in arrays.items()}
     try:
         for data in files.read_all([step_dir / name for name in names] if arrays else []):

@@ -42,7 +42,7 @@ OWN_FILES = (replica_files.MARKER, replica_files.UPDATE, CONFIG, "events-supervi
 
 @dataclass
 class ReplicaUpdate:
-    """What one update has done."""
+    """Result of one update of a replica."""
 
     step: int = 0
     """Newest committed step in the replica; 0: none."""
@@ -59,7 +59,7 @@ class ReplicaUpdate:
 
 
 def publishable(records: Sequence[Record], *, whole: Collection[str], after: int) -> int:
-    """Returns how many records may be in the replica: their newest step must be whole there. Pure.
+    """Returns the number of records for the replica: their newest step must be whole there. Pure.
 
     Args:
       records: the records of the source.
@@ -187,7 +187,7 @@ class Replica:
         return Marker(self._run(), str(self._source.root), done.seq, done.step, self._clock.wall())
 
     def _open(self) -> None:
-        """Reads what the replica has; writes the marker of a new one."""
+        """Reads the state of the replica; writes the marker of a new one."""
         if self._is_open and files.read(self._target.log / file_name(self._num_there + 1)) is None:
             return
         self._is_open = False  # Another replicator of the same run may have added records.
@@ -374,7 +374,7 @@ class Replica:
         files.delete_leftovers(root, of=OWN_FILES)
 
     def _copy_pins(self, there: RunHistory) -> None:
-        """Adds the pins of the source; removes those of steps that the replica does not have."""
+        """Adds the pins of the source; removes pins of steps that the replica does not have."""
         pins, own = pruning.pinned(self._source), pruning.pinned(self._target)
         steps = {commit.step for commit in there.committed}
         for step in pins & steps - own:

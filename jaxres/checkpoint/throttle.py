@@ -25,7 +25,7 @@ class BandwidthLimit:
         """Time from which on more bytes may be used."""
 
     def spend(self, num_bytes: int) -> None:
-        """Sleeps until these bytes, and those before, keep the limit."""
+        """Sleeps until these bytes and all earlier ones keep the limit."""
         if self._rate is None:
             return
         with self._lock:

@@ -73,7 +73,7 @@ def branch(
     env: Mapping[str, str],
     clock: Clock | None = None,
 ) -> str:
-    """Creates the new run and returns what to do next.
+    """Creates the new run and returns the next commands for the user.
 
     Args:
       origin: the run to branch from; it may be live.
@@ -198,7 +198,7 @@ def _build(
 
 
 def _delete_killed(to: Path) -> None:
-    """Deletes what killed processes have left of this branch; a live one holds its lock file."""
+    """Deletes the leftovers of this branch by killed processes; a live one holds its lock file."""
     for left in to.parent.glob(f".{glob.escape(to.name)}.{12 * '[0-9a-f]'}.tmp"):
         lock = RunDir(left).lock
         with (

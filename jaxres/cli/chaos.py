@@ -143,7 +143,7 @@ def _is_config(word: str) -> bool:
 
 
 def _list() -> str:
-    """Returns a line for each scenario, first for those of the default schedule."""
+    """Returns a line for each scenario; the scenarios of the default schedule come first."""
     width = max(len(one.name) for one in ALL) + 2
     lines = {one.name: f"{one.name:<{width}}{one.injects}: {one.promise}\n" for one in ALL}
     default = "".join(lines[one.name] for one in ALL if one.is_default)
@@ -314,7 +314,7 @@ def _kinds(
 
 
 def run_fields(facts: ChaosFacts, broken: Sequence[Broken]) -> dict[str, Any]:
-    """Returns what `--json` has of a run."""
+    """Returns the fields of a run in the output of `--json`."""
     followed = {one.injection.fault: one for one in verdict.outcomes(facts)}
     injections = {one.fault: one for one in facts.injections}
     return {

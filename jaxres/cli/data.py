@@ -42,7 +42,7 @@ USAGE = """jaxres data COMMAND CONFIG.yaml|RUN_DIR [section.field=value ...]
   verify   reads every byte, and compares it with its digests
 """
 DAMAGED = 1
-"""Exit code of `data verify` if the data are damaged, absent, or not those of the run."""
+"""Exit code of `data verify` if the data are damaged, absent, or another run's."""
 MAX_POSITION = 10**15
 UPLOADED_LAST = "meta.json"
 

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 
 def as_json(config: Path, checks: Sequence[Check], items: Sequence[Check]) -> str:
-    """Returns what `--json` prints."""
+    """Returns the output of `--json`."""
     found = {
         "config": str(config),
         "checks": [check.fields() for check in checks],
@@ -133,7 +133,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Doctor:
-    """Runs the checks in order; skips those that depend on a failed one."""
+    """Runs the checks in order; skips checks that depend on a failed one."""
 
     def __init__(
         self,

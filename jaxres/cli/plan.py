@@ -59,20 +59,20 @@ MAX_GPUS = 1_000_000
 MAX_DAYS = 3650.0
 PLOTTED_INTERVALS = [2.0**power for power in range(-3, 4)]
 PLOTTED_FLEETS = [2.0 ** (power / 2) for power in range(-6, 3)]
-"""Factors by which what is plotted differs from the plan."""
+"""Factors of the plotted values on the plan's."""
 PLOTTED_REPLICATIONS = 100
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the command was asked for."""
+    """Inputs of the command: the job, its retention and prices."""
 
     job: Job
     keep: KeepSection
     steps_per_save: int
     gpu_hour_price: float
-    """Of this job: that of Spot VMs if it uses them."""
+    """Price for this job: the Spot price if it uses Spot VMs."""
     on_demand_price: float
     spot_price: float
     storage_price: float
@@ -113,7 +113,7 @@ def _write_page(path: Path, inputs: Inputs, found: Mapping[str, Any]) -> None:
 
 
 def _by_interval(inputs: Inputs) -> list[dict[str, float]]:
-    """Returns the goodput by the time between saves, from an eighth to 8 times that of the plan."""
+    """Returns the goodput by the time between saves, from an eighth to 8 times the plan's."""
     plan = plan_of(inputs.job)
     shortest = plan.storage.stall_seconds + plan.storage.commit_seconds
     found: list[dict[str, float]] = []
@@ -126,7 +126,7 @@ def _by_interval(inputs: Inputs) -> list[dict[str, float]]:
 
 
 def _by_gpus(inputs: Inputs) -> list[dict[str, float]]:
-    """Returns the goodput by the number of GPUs, from an eighth to twice those of the plan."""
+    """Returns the goodput by the number of GPUs, from an eighth to twice the plan's."""
     found: list[dict[str, float]] = []
     fleet = inputs.job.fleet
     for count in sorted({max(1, round(fleet.num_gpus * factor)) for factor in PLOTTED_FLEETS}):
@@ -283,7 +283,7 @@ class _Values:
     def get(
         self, flag: str, attribute: str | None = None, *, fallback: float | None = None
     ) -> float:
-        """Returns the value of a flag; `attribute`: that of the measurements."""
+        """Returns the value of a flag; else the measurement `attribute` of a run."""
         found = getattr(self._options, flag[2:].replace("-", "_"))
         if found is None and self._run is not None and attribute is not None:
             found = getattr(self._run, attribute)

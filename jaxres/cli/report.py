@@ -1,4 +1,4 @@
-"""`jaxres report`: what a run did with its time, and what each interruption has cost."""
+"""`jaxres report`: the time of a run by activity, and the cost of each interruption."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jaxres.supervisor import run_config, run_lock
 
 @dataclass(frozen=True)
 class _Run:
-    """What was read of a run, and what follows from it."""
+    """The inputs read of a run, and the results computed from them."""
 
     run_dir: RunDir
     sources: Sources
@@ -48,7 +48,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class VmSpending:
-    """What the VMs of `launch gce` have cost, by capacity option and cause."""
+    """Cost of the VMs of `launch gce`, by capacity option and cause."""
 
     rows: Sequence[dict[str, Any]] = ()
     """Fields of JSON objects."""

@@ -1,4 +1,4 @@
-"""Health of a run: its state, how it is restarted, and what the operator has to do. Pure.
+"""Health of a run: its state, its restarts, and the operator's next action. Pure.
 
 Determines the exit code of `jaxres status`.
 """
@@ -85,11 +85,11 @@ def _number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class RunHealth:
-    """State of a run and what happens next."""
+    """State of a run and the next action."""
 
     state: RunState
     next: str
-    """Next automatic action, or what the operator can do."""
+    """Next automatic action, or an action for the operator."""
     restarts: str
     """How the run is restarted after a failure; empty if the run is done."""
 
@@ -101,10 +101,10 @@ class RunHealth:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFacts:
-    """What is known about a run and its supervisor."""
+    """Facts about a run and its supervisor."""
 
     liveness: Liveness
-    """What the heartbeat of the lock holder shows."""
+    """State of the lock holder, by its heartbeat."""
     pid: int | None
     """Process of the lock holder; None: there is no heartbeat."""
     is_done: bool

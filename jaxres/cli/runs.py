@@ -150,7 +150,7 @@ def _row(run_dir: RunDir, *, clock: Clock) -> RunRow:
 
 
 def _tokens(lines: MetricsColumns) -> float:
-    """Returns the tokens of these steps; those of the first one are estimated from the rest."""
+    """Returns the tokens of these steps; for the first step an estimate from the others."""
     if len(lines) < 2:
         return float(lines.tokens.sum())
     between = int(lines.tokens[-1] - lines.tokens[0])
@@ -200,7 +200,7 @@ def _time(seconds: float | None) -> str:
 
 
 def compare(run_dirs: Sequence[RunDir]) -> dict[str, Any]:
-    """Returns what differs between runs: config, losses at equal steps, speed.
+    """Returns the differences between runs: config, losses at equal steps, speed.
 
     Raises:
       UsageError: a directory holds no run.

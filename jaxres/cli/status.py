@@ -69,7 +69,7 @@ class Status:
     history: RunHistory
     is_alive: bool
     watched: bool
-    """Whether --watch was given: the heartbeat was observed, whatever its time stamp."""
+    """Whether --watch was given: the heartbeat was observed; its time stamp did not decide."""
     heartbeat: Mapping[str, Any] | None
     now: float
     newest: MetricsLine | None
@@ -82,7 +82,7 @@ class Status:
     supervision: LastSupervisorEvent | None
     outlook: RunHealth
     replica: replica_files.ReplicaProgress | None = None
-    """What the replica has; None: there is none."""
+    """Progress of the replica; None: there is none."""
     marker: replica_files.Marker | None = None
     """If the folder itself is a replica: of which run."""
     damaged: Sequence[StepCheck] = ()
@@ -261,7 +261,7 @@ def _number(value: float | None) -> str:
 
 
 def _replica(status: Status) -> list[tuple[str, str]]:
-    """Returns the rows on the replica of the run, and on what this folder is a replica of."""
+    """Returns the rows on the replica of the run and, in a replica, on its source."""
     rows = []
     if status.replica is not None:
         behind = _lag_seconds(status)

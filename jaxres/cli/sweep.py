@@ -179,7 +179,7 @@ def points_of(grid: Sequence[str], overrides: Sequence[str], folder: Path) -> li
 
 
 def _places(names: Sequence[str]) -> list[str]:
-    """Returns a folder's name for each; with a digest where it is too long, or that of another."""
+    """Returns a folder name for each run; a digest shortens long names and separates equal ones."""
     plain = [re.sub(r"[^A-Za-z0-9._+-]", "-", name) for name in names]
     counts = Counter(place.lower() for place in plain)  # Some disks ignore upper case.
     digests = [

@@ -130,7 +130,7 @@ def _parse(line: bytes) -> tuple[str, str]:
 
 
 def load_secret(path: RunPath, *, given: str, clock: Clock) -> Secret:
-    """Returns the secret of a run: the given one, else that of the run directory.
+    """Returns the secret of a run: the given one, else the secret in the run directory.
 
     The first host creates the file in the run directory.
 
@@ -200,7 +200,7 @@ def _refuse_open_permissions(path: Path) -> None:
 
 
 def other_secret_message(address: object, secret: Secret) -> str:
-    """Returns the error message of a host whose secret differs from that of host 0."""
+    """Returns the error message of a host whose secret differs from host 0's."""
     return (
         f"{address}: host 0 there has a different secret than this host, whose secret comes from "
         f"{secret.source}. Is it the same shared directory? Either run.dir is not shared by all "

@@ -37,7 +37,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class JobStarter:
-    """What starts the processes of a job, and the variables in which it tells them their rank."""
+    """A launcher of a job's processes, and the variables with which it tells them their rank."""
 
     name: str
     host_id: str
@@ -180,7 +180,7 @@ def _merge_claims(
 def _with_places(
     claims: Mapping[str, _Claimed], environment: Mapping[str, str]
 ) -> dict[str, _Claimed]:
-    """Returns the claims with those of the place that has started this process."""
+    """Returns the claims, completed with the claims of the launcher of this process."""
     found = {place: own for place in PLACES if (own := _claims_of(place, environment))}
     first = next(iter(found), None)
     for place, own in found.items():

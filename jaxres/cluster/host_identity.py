@@ -1,4 +1,4 @@
-"""By what the machine of a host is known again in a later attempt, in whatever role. Pure."""
+"""Identity of a host's machine, equal in later attempts whatever its role. Pure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from jaxres.clock import Clock, SystemClock
 
 
 class LimitedServer(socketserver.ThreadingTCPServer):
-    """Serves each connection in a thread; `serve_forever` closes those that take too long."""
+    """Serves each connection in a thread; `serve_forever` closes connections that take too long."""
 
     allow_reuse_address = daemon_threads = True
     block_on_close = False
@@ -63,7 +63,7 @@ class LimitedServer(socketserver.ThreadingTCPServer):
         super().process_request(request, client_address)
 
     def exempt(self, connection: socket.socket) -> None:
-        """Lets a connection last, beside those that are limited in number and time."""
+        """Exempts a connection from the limits on number and time."""
         with self._lock:
             self._limited.pop(connection, None)
 

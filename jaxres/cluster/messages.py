@@ -69,7 +69,7 @@ class Hello:
     """Config key -> keyed digest of its value, so that a message can name a difference; may be
     empty. No value of a config is ever sent: it may be a token."""
     identity: HostIdentity = UNKNOWN
-    """By what the machine is known again in a later attempt."""
+    """Identity of the machine, equal in later attempts."""
 
 
 @dataclass(frozen=True)

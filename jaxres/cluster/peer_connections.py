@@ -59,7 +59,7 @@ class PeerLink:
         self.host = host
         self.name = name
         self.identity = UNKNOWN
-        """By what the host's machine is known again; the leader sets it from the host's hello."""
+        """Identity of the host's machine; the leader sets it from the host's hello."""
         self.connection = connection
         self.silence_seconds = silence_seconds
         self.step = 0

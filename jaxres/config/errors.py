@@ -1,4 +1,4 @@
-"""Problems of a configuration, one line each: location, key, what is wrong, what is allowed."""
+"""Problems of a configuration, one line each: location, key, error, allowed values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Problem:
     key: str
     """Dotted key; empty if the problem concerns the whole file."""
     text: str
-    """What is wrong, and what is allowed."""
+    """The error, and the allowed values."""
     where: str = ""
     """`file:line` or `command line (key=value)`."""
     others: tuple[str, ...] = ()

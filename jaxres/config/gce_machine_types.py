@@ -39,7 +39,7 @@ class MachineFamily:
     """Quota of its GPUs; spot and flex_start have a separate one (see quota_of)."""
     needs_hyperdisk: bool = False
     has_rdma: bool = False
-    """Whether its GPUs reach those of other VMs by interfaces of the type MRDMA."""
+    """Whether its GPUs reach GPUs of other VMs by interfaces of the type MRDMA."""
     num_gpus_by_cpus: Mapping[int, int] = field(default_factory=dict)
     """Number of GPUs by the number of CPUs, where only the latter is part of the name."""
     two_vms: Published | None = None

@@ -111,7 +111,7 @@ def of_text(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def model_of(fields: Mapping[str, Any]) -> tuple[GptModel, dict[str, Any]]:
-    """Returns the decoder that a config.json describes, and what of it the decoder can't compute.
+    """Returns the decoder that a config.json describes, and settings that it does not support.
 
     The latter are settings of config.json, under their names there.
 
@@ -172,7 +172,7 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]) -> dict[str, Any]:
-    """Returns the section's keys about sliding windows; adds what is unsupported."""
+    """Returns the section's keys about sliding windows; adds unsupported settings."""
     window = fields.get("sliding_window", WINDOWS.get(family))
     num_layers = fields["num_hidden_layers"]
     is_qwen = family.startswith("qwen")
@@ -186,7 +186,7 @@ def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]
         return {}
     full = [n for n, kind in enumerate(kinds, start=1) if kind == "full_attention"]
     if family == "mistral" and len(full) != (num_layers if window is None else 0):
-        unsupported[key] = kinds  # Its class has the window in all layers, whatever this says.
+        unsupported[key] = kinds  # Its class ignores this: all layers have the window.
     if len(full) == num_layers:
         return {}
     if window is None:
@@ -223,7 +223,7 @@ def _layer_kinds(
 
 
 def _pattern(fields: Mapping[str, Any]) -> int:
-    """Returns that each so many layers of a Gemma 3 one has full attention."""
+    """Returns the n for which every n-th layer of a Gemma 3 model has full attention."""
     return int(fields.get("sliding_window_pattern", 6))
 
 
@@ -233,7 +233,7 @@ def _rope(
     unsupported: dict[str, Any],
     windows: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the section's keys about rotary angles; adds what is unsupported."""
+    """Returns the section's keys about rotary angles; adds unsupported settings."""
     is_gemma3 = family == "gemma3_text"
     scaling = fields.get("rope_scaling") or {}
     rope = fields.get("rope_parameters") or {}  # Written by transformers 5.
@@ -292,7 +292,7 @@ def _agreed(
 
 
 def _scaled(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how angles are scaled, without what is compared by itself."""
+    """Returns the scaling of the angles in a rope setting, without keys that are compared apart."""
     others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
     numbers = {key: x for key, x in rope.items() if key not in others and x is not None}
     return {**numbers, "kind": _kind(rope)}
@@ -446,9 +446,9 @@ def _stored_windows(model: GptModel, family: str) -> dict[str, Any]:
 
 
 def resolve(config: Node) -> tuple[Node, list[Problem]]:
-    """Replaces `model: {kind: huggingface}` by what it stands for; returns problems of its folder.
+    """Replaces `model: {kind: huggingface}` by the folder's settings; returns its problems.
 
-    That are the model's sizes, and, unless they are given, init_from and data.tokenizer.
+    These are the model's sizes, and, unless they are given, init_from and data.tokenizer.
     """
     section = config.value.get("model") if isinstance(config.value, dict) else None
     given = section.value if section is not None and isinstance(section.value, dict) else {}
@@ -520,7 +520,7 @@ def _unchosen_tokenizer(config: Node) -> list[Problem]:
 
 
 def _unknown_tokenizer(folder: RunPath) -> str:
-    """Returns why the tokens of a folder's weights are not known, and what to do about it."""
+    """Returns the error for weights whose tokenizer is not known, with its remedies."""
     names = sorted(name for name in files.list_names(folder) if _TOKENIZER_FILE.search(name))
     convert = (
         f"`AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})` of "

@@ -95,13 +95,13 @@ ARCHITECTURE_NAMES: Mapping[str, frozenset[str]] = {
         ("gpt2", ("GPT2",), ("GPT2LMHeadModel", "GPT2DoubleHeadsModel")),
     )
 }
-"""model_type -> classes that compute what the decoder computes, but for their heads."""
+"""model_type -> classes with the decoder's computation, but for their heads."""
 
 
 def unknown(
     family: str, fields: Mapping[str, Any], *, compared: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the keys of a config.json, with their values, that may change what is computed.
+    """Returns the keys of a config.json, with values, that may change the computation.
 
     Args:
       family: its model_type, one of `READ`.

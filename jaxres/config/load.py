@@ -184,7 +184,7 @@ def _merge(lower: Node, upper: Node) -> Node:
 
 
 def shape_problems(node: Node, slot: FieldSpec | None, path: tuple[str, ...] = ()) -> list[Problem]:
-    """Returns and removes sections in the place of a value, and values in that of a section."""
+    """Returns and removes sections given for a value, and values given for a section."""
     if slot is None or slot.is_open or slot.is_list:
         return []
     if not slot.sections:

@@ -51,7 +51,7 @@ NOTES = {
     "telemetry.log_every_seconds": "seconds, not steps",
     "train.microbatches": "train.global_batch_size stays the rows of a step",
 }
-"""Our key -> in which it differs from what other trainers mean."""
+"""Our key -> its difference from the key of other trainers."""
 
 _COUNTS_EPOCHS = "epochs num_epochs num_train_epochs max_epochs"
 _RESUMES = "resume resume_from_checkpoint resume_from ckpt_path load_checkpoint"
@@ -71,11 +71,11 @@ ADVICE = {
     )
     for name in names.split()
 }
-"""Name in another trainer -> what to do instead, where no key has its meaning."""
+"""Name in another trainer -> advice, where no key has its meaning."""
 
 
 def hint(name: str) -> str:
-    """Returns what the name of a setting in another trainer is here; empty if it is not known.
+    """Returns a hint with jaxres's name of another trainer's setting; empty: unknown.
 
     >>> hint("grad_clip")
     '; here it is optimizer.clip_norm'

@@ -88,7 +88,7 @@ def _drop_later_defaults(section: Section, dumped: dict[str, Any]) -> None:
 def _with_defaults(
     config: RunConfig, *, with_paths: bool = False, with_secrets: bool = False
 ) -> dict[str, Any]:
-    """Returns the trajectory keys, with those that older digests lack, for comparison."""
+    """Returns all trajectory keys, also keys that older digests lack, for comparison."""
     data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
     if not with_paths:
         _drop_path_args(data["data"]["source"], config.data.source)
@@ -178,7 +178,7 @@ def digest(config: RunConfig, *, with_paths: bool = False, with_secrets: bool = 
 
 
 def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
-    """Returns the run directory, after those that earlier definitions of the digest have named.
+    """Returns the run directory, after the directories that earlier digest definitions name.
 
     It is the configured one, or runs/<name>-<first 8 of the digest>. The first one that exists
     is the run's directory; if none does, the last one is.

@@ -22,7 +22,7 @@ from jaxres.storage.threads import spawn_thread
 
 
 def find_bad_rows(rows: Rows, ids: NDArray[np.int64]) -> dict[int, str]:
-    """Reads rows one by one; returns index in `ids` -> reason for those that can't be used."""
+    """Reads rows one by one; returns the index in `ids` and the reason of each unusable row."""
     reasons: dict[int, str] = {}
     for index in range(len(ids)):
         try:
@@ -35,7 +35,7 @@ def find_bad_rows(rows: Rows, ids: NDArray[np.int64]) -> dict[int, str]:
 
 
 def describe(error: Exception) -> str:
-    """Returns a one-line description of what is wrong with a record."""
+    """Returns a one-line description of the error of a bad record."""
     text = str(error) if isinstance(error, BadRecord) else f"{type(error).__name__}: {error}"
     notes = [text, *getattr(error, "__notes__", ())]
     return " ".join(" ".join(notes).split())

@@ -77,7 +77,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is tokenised, and where the result is kept."""
+    """The files to tokenise, and the place of the result."""
 
     source: DocumentSource
     files: list[SourceFile]
@@ -97,7 +97,7 @@ class Corpus:
     max_bad: int = BAD_RECORDS.max
     """Most documents that are left out as bad records; one more is an error."""
     warnings: tuple[str, ...] = ()
-    """What a build tells about the listing."""
+    """Warnings of a build about the listing."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -211,7 +211,7 @@ def open_cached(corpus: Corpus, folder: Path | None = None) -> TokenFolder:
 
 
 def describe(meta: Meta) -> str:
-    """Returns what a token folder has, for a line of text."""
+    """Returns a token folder's size as text: its tokens and documents, or images."""
     if meta.tokenizer == IMAGES:
         return f"{meta.num_documents:,} images, {meta.num_tokens / 1e6:,.1f} MB"
     return f"{meta.num_tokens:,} tokens, {meta.num_documents:,} documents"
@@ -279,7 +279,7 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
 
 
 def _describe_left_out(corpus: Corpus) -> str:
-    """Returns how many files the patterns leave out, and their endings, the most frequent first."""
+    """Describes the files that the patterns leave out: their number, the most frequent endings."""
     endings = Counter(PurePath(name).suffix or "no ending" for name in corpus.left_out)
     named = ", ".join(f"{count:,} with {ending}" for ending, count in endings.most_common(5))
     return (
@@ -322,7 +322,7 @@ def _lock(entry: Path, progress: Callable[[str], None], clock: Clock) -> tuple[P
 def _tokenise(
     corpus: Corpus, building: Path, progress: Callable[[str], None], clock: Clock
 ) -> None:
-    """Writes the whole corpus to a folder; continues what a killed process has left there."""
+    """Writes the whole corpus to a folder; continues the partial folder of a killed process."""
     with contextlib.suppress(TokensDamaged):
         open_cached(corpus, building)
         return _remove_progress(building)
@@ -372,7 +372,7 @@ def _report_rows(
 
 
 def _remove_progress(building: Path) -> None:
-    """Removes what only an incomplete folder needs."""
+    """Removes the files that only an incomplete folder needs."""
     for name in (JOURNAL, f"{JOURNAL}.new", PARTIAL_OFFSETS):
         (building / name).unlink(missing_ok=True)
 

@@ -61,7 +61,7 @@ from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import is_remote
 
 PLAN_MARK = "+"
-"""Separates, in a fingerprint, that of the tokens from the digest of the packing plans."""
+"""Separates the digest of the tokens from the digest of the packing plans in a fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class Dataset:
     tokenizer: Tokenizer | None
     """None: it is not known."""
     validation: Mapping[str, Rows] = field(default_factory=dict)
-    """Name -> rows to evaluate on; first the held-out part, or that of each source of a mixture."""
+    """Name -> rows to evaluate on; first the held-out part, of a mixture one for each source."""
     padding: float | None = None
     """Share of the positions of the training rows that have no token; None: the rows are full."""
 
     classes: tuple[str, ...] = ()
     """Names of the classes of images, by label; none: they are not known."""
     earlier_fingerprint: str = ""
-    """That of versions in which secrets in arguments were a part of it; empty: it is the same."""
+    """Fingerprint of versions that included secrets in arguments; empty: it is the same."""
     mixture: MixtureSource | None = None
     """Shares of the sources, whose rows are `MixedRows`; None: it is one source."""
 
@@ -139,7 +139,7 @@ class Dataset:
         return replace(changed, vocab_size=rows, tokenizer=limited(tokenizer, rows))
 
     def _changed(self, change: Callable[[Rows], Rows]) -> Dataset:
-        """Returns the data set with other rows, also those of a mixture's sources."""
+        """Returns the data set with changed rows, in a mixture the rows of every source."""
 
         def of(rows: Rows) -> Rows:
             if isinstance(rows, MixedRows):
@@ -150,7 +150,7 @@ class Dataset:
         return replace(self, train=of(self.train), heldout=of(self.heldout), validation=sets)
 
     def tokens_of(self, num_rows: int) -> int:
-        """Returns how many tokens some training rows have on average, without padding."""
+        """Returns the mean number of tokens in `num_rows` training rows, without padding."""
         return round(num_rows * self.tokens_per_row * (1 - (self.padding or 0.0)))
 
 
@@ -189,7 +189,7 @@ def open_dataset(
     progress: Callable[[str], None] = silent,
     bad_records: BadRecordsSection | None = BAD_RECORDS,
 ) -> Dataset:
-    """Opens the config's sources; the first time, tokenises those that are text.
+    """Opens the config's sources; tokenises text sources the first time.
 
     Of text some documents may be left out as bad records. Raises ConfigError if a source can't be
     used.

@@ -128,9 +128,9 @@ class ImageStatistics:
     num_duplicates: int
     """Files that equal an earlier one."""
     num_contradictions: int
-    """Those of them with another label than the first."""
+    """Duplicates that have another label than the first file."""
     undecodable: list[str]
-    """What is wrong with each image that can't be decoded."""
+    """The error of each image that can't be decoded."""
 
 
 def image_statistics(rows: ImageRows, *, progress: Callable[[str], None]) -> ImageStatistics:

@@ -109,12 +109,12 @@ class Mixture:
         return np.unique(np.concatenate(found))
 
     def rows_by_part(self, position: int) -> list[int]:
-        """Returns how many rows each source has at positions before this one."""
+        """Returns the number of rows of each source at positions before this one."""
         phase = next(phase for phase in reversed(self.phases) if phase.start <= position)
         return _rows_by_part(phase, position, self.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Returns how many epochs each source has at positions before this one, by name."""
+        """Returns the epochs of each source at positions before this one, by name."""
         rows = self.rows_by_part(position)
         return {
             part.order.name: count / part.order.num_rows
@@ -136,7 +136,7 @@ class Mixture:
         return which, ranks
 
     def _positions(self, number: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the positions of rows of a source, without those that the stream never has."""
+        """Returns the stream positions of rows of a source, without rows it never has."""
         befores = np.array([phase.before[number] for phase in self.phases])
         found = []
         for index, phase in enumerate(self.phases):
@@ -192,7 +192,7 @@ def mix(
 
 
 def mixture_fingerprint(fingerprints: Mapping[str, str]) -> str:
-    """Returns the fingerprint of a mixture from those of its sources, by name, in their order."""
+    """Returns the fingerprint of a mixture from its sources' fingerprints, by name, in order."""
     return xxhash.xxh3_128_hexdigest(canonical_json(list(map(list, fingerprints.items()))))
 
 
@@ -228,7 +228,7 @@ def _block(seed: int, start: int, block: int, quotas: tuple[int, ...]) -> Mixtur
 
 
 def _rows_by_part(phase: Phase, position: int, seed: int) -> list[int]:
-    """Returns how many rows each source has before a position of the phase, or its end."""
+    """Returns the number of rows of each source before a position of the phase, or its end."""
     block, offset = divmod(position - phase.start, BLOCK_ROWS)
     found = _block(seed, phase.start, block, phase.quotas)
     return [

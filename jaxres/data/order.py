@@ -85,7 +85,7 @@ def positions_at(cursor: int, count: int, *, skips: Skips) -> NDArray[np.int64]:
     starts, stops = ranges[:, 0], ranges[:, 1]
     if (starts >= stops).any() or (starts[1:] < stops[:-1]).any():
         raise ValueError("skips must be sorted half-open ranges that do not overlap")
-    # Ranks number the served positions; a range's rank is that of the first position after it.
+    # Ranks number the served positions; a range has the rank of the first position after it.
     skipped = np.concatenate([[0], np.cumsum(stops - starts)])
     range_ranks = starts - skipped[:-1]
     before = np.clip(cursor - starts, 0, stops - starts).sum()

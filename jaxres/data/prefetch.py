@@ -1,4 +1,4 @@
-"""Computes batches ahead in one background thread; they equal those of batch_at."""
+"""Computes batches ahead in one background thread; they equal the batches of batch_at."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Prefetch(Generic[X]):
         timeout_seconds: float,
         place: Callable[[Batch], Any] = same,
     ) -> None:
-        """Takes the function from cursor to batch, and what the thread applies to each batch."""
+        """Takes the function from cursor to batch, and the one that the thread applies to it."""
         self._batch_at = batch_at
         self._place = place
         self._depth = depth

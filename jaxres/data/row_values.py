@@ -67,7 +67,7 @@ def limits_of(model: AnyModel, *, vocab_size: int | None, seq_len: int) -> Mappi
 def problem(
     arrays: Arrays, limits: Mapping[str, Limit], *, has_64_bits: bool
 ) -> tuple[int, str] | None:
-    """Returns the index of the first row with a value that can't be used, and what is wrong.
+    """Returns the index of the first row with an unusable value, and the error.
 
     Args:
       arrays: the arrays of rows.
@@ -95,7 +95,7 @@ def problem(
 
 
 def _wrong_type(array: NDArray[Any], limit: Limit) -> str:
-    """Returns what type or shape an array must have; empty: it has it."""
+    """Returns the error in an array's type or shape; empty: none."""
     kinds, names = ("iu", "integers") if limit.only_whole else ("fiub", "numbers")
     if array.dtype.kind not in kinds:
         return f"must be {names}"

@@ -29,7 +29,7 @@ class Permutation:
     num_rows: int
     seed: int
     name: str = ""
-    """Name of the source among those of a mixture, which are shuffled independently."""
+    """Name of the source within a mixture, whose sources are shuffled independently."""
     epoch_in_ids: bool = False
     """Whether an id is epoch * num_rows + row, for rows that differ from epoch to epoch."""
 

@@ -44,9 +44,9 @@ class DataReport:
     """Result of a complete verification of a data set."""
 
     problems: tuple[str, ...]
-    """What is wrong, each with its file and block."""
+    """The errors, each with its file and block."""
     verified: str = ""
-    """What was read, for a line of text."""
+    """Description of the verified data, for a line of text."""
     fingerprint: str | None = None
     """The fingerprint that the tokens have; None: there is no token folder."""
 

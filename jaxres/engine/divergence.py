@@ -39,7 +39,7 @@ Without them one outlier in a hundred steps would hide a loss that stays at twic
 
 
 MOST_ROUNDS = 100
-"""Most iterations until the number of steps and that of the back-offs among them agree."""
+"""Most iterations until the number of steps agrees with the number of their back-offs."""
 
 
 def skips(section: GuardsSection) -> Guard:
@@ -195,9 +195,9 @@ def looks_back_steps(section: GuardsSection, scale: LossScaleSection | None = No
 
 
 def _looks_back_steps(section: GuardsSection, *, back_offs: int) -> int | None:
-    """Returns the same, given how often the loss scale is halved in between.
+    """Returns `looks_back_steps` without replays, for a given number of loss scale back-offs.
 
-    Such steps are masked but not counted, and they separate runs of counted ones.
+    A step that halves the loss scale is masked but not counted; it separates runs of counted ones.
     """
     if section.rollback is None:
         return 0

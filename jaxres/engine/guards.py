@@ -90,7 +90,7 @@ def judge_step(
 
 
 def only_warns(guard: Guard, key: str) -> Guard:
-    """Returns a guard with the same memory that only warns of what the given guard would do."""
+    """Returns a guard that only warns of the verdicts of the given guard, with its memory."""
 
     def judge(memory: GuardState, seen: StepObservation) -> tuple[GuardState, Verdict]:
         after, verdict = guard.judge(memory, seen)

@@ -48,7 +48,7 @@ class InvariantReduction:
     def sums(
         self, sums_of: SumsOf, given: Any, batch: Mapping[str, Array], key: Array
     ) -> tuple[Any, Any]:
-        """Returns the sums over a batch, on every device, and what each row has.
+        """Returns the sums over a batch, on every device, and the results of each row.
 
         Args:
           sums_of: computes one virtual shard.
@@ -80,7 +80,7 @@ class InvariantReduction:
         return self._on_devices(on_device, (WHOLE,), WHOLE)(tree)
 
     def _on_devices(self, function: Callable[..., Any], given: Any, returned: Any) -> Any:
-        """Returns the function as each device computes it; the specs say what it gets."""
+        """Returns the function as each device computes it; the specs describe its arguments."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=given, out_specs=returned, check_vma=False
         )
@@ -112,7 +112,7 @@ class InvariantReduction:
 
 
 def _add_shards(one: Callable[[Any], tuple[Any, Any]], shards: Any, number: int) -> tuple[Any, Any]:
-    """Returns the sums over the shards of a device as a balanced tree, and what the rows have.
+    """Returns the sums over a device's shards as a balanced tree, and the results by row.
 
     A loop computes one shard after the other, with the shapes of a single one, and keeps at most a
     sum for each level of the tree.

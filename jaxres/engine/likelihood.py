@@ -82,7 +82,7 @@ Row = tuple[list[int], int]
 
 
 class Likelihood:
-    """Computes the log probability of tokens after those before them."""
+    """Computes the log probability of tokens, given the tokens before them."""
 
     def __init__(self, logits: Callable[[Any, Array], Array], params: Any, *, seq_len: int):
         def measure(
@@ -135,7 +135,7 @@ def choice_rows(question: Question, tokenizer: Tokenizer) -> list[Row]:
 
 
 def text_rows(text: str, tokenizer: Tokenizer, *, seq_len: int) -> list[Row]:
-    """Returns rows that together measure each token of a text once, after those of its row.
+    """Returns rows that measure each token of a text once, given the tokens before it in its row.
 
     The last row is as long as the others if the text is. (lm-eval's rolling windows)
     """

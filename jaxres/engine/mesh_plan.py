@@ -20,12 +20,12 @@ NUM_NAMED = 8
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Rows of a batch that a device computes at once, with those of other devices."""
+    """Rows of a batch that a device computes at once, together with other devices."""
 
     rows: slice
     """In the global batch."""
     folds: tuple[int, ...]
-    """What is folded into the step's PRNG key, one after the other."""
+    """Numbers folded into the step's PRNG key, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def plan(
     num_devices: int,
     num_hosts: int = 1,
 ) -> MeshPlan:
-    """Returns how `num_devices` devices, evenly spread over the hosts, share a batch.
+    """Plans how `num_devices` devices, evenly spread over the hosts, share a batch.
 
     The global batch is always the configured one. If train.max_rows_per_device limits the rows, the
     number of microbatches is the smallest from train.microbatches on that respects the limit.
@@ -229,7 +229,7 @@ def _fit(
 
 
 def _fit_invariant(train: TrainSection, data: int, fsdp: int, tensor: int) -> MeshPlan | Infeasible:
-    """Returns the plan with virtual shards; their rows and microbatches are those of any mesh."""
+    """Returns the plan with virtual shards, whose rows and microbatches no mesh changes."""
     number, batch = train.virtual_shards, train.global_batch_size
     if number % (data * fsdp):
         return Infeasible(

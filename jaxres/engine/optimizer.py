@@ -50,7 +50,7 @@ MUON_RMS = 0.2
 
 
 def matrices(axes: Tree) -> Tree:
-    """Returns a mask of the leaves to decay: those with two dims or more, apart from "layers".
+    """Returns a mask of the leaves to decay: leaves of two dims or more, apart from "layers".
 
     Embedding and output layer are included, as in GPT-3 and nanoGPT. A norm scale that is stacked
     over layers has two dims but is a vector in each layer, so it is not decayed.
@@ -64,11 +64,11 @@ def matrices(axes: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class ParamSettings:
-    """What the config says about one parameter."""
+    """The config's settings of one parameter."""
 
     weight_decay: float
     rate_factor: float
-    """Its learning rate, as a factor on that of the run."""
+    """Its learning rate, as a factor on the run's."""
 
 
 def param_settings(config: Optimizer, axes: Tree) -> dict[str, ParamSettings]:
@@ -250,9 +250,9 @@ def _check_update(returned: Any, params: Any, state: Any, *, target: str) -> Non
 
 
 def muon_dims(axes: Tree) -> Tree:
-    """Returns how Muon sees each parameter as a matrix; None: it is updated by AdamW.
+    """Returns Muon's dimension numbers of each parameter; None: AdamW updates it.
 
-    That are embeddings (a dim named "vocab") and those that are no matrix; see `matrix_dims`.
+    AdamW updates embeddings (a dim named "vocab") and what is no matrix; see `matrix_dims`.
 
     >>> muon_dims({"query": ("layers", "embed", "heads", None), "scale": ("embed",)})
     {'query': MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2, 3)), 'scale': None}
@@ -266,7 +266,7 @@ def muon_dims(axes: Tree) -> Tree:
 
 
 def _trained_part(dims: Tree, params: Any) -> Tree:
-    """Returns the part of `dims` for these parameters, or for what optax has masked of them."""
+    """Returns the part of `dims` for these parameters, or for a masked part of them."""
     if not isinstance(params, dict):
         return dims
     return {name: _trained_part(dims[name], below) for name, below in params.items()}
@@ -288,7 +288,7 @@ def _from_dict(tx: optax.GradientTransformation, state: Tree, params: Any) -> An
 
 
 def state_axes(state: Tree, *, params: Tree, param_axes: Tree) -> Tree:
-    """Returns the axes of a state from `build(...).init`: moments have those of their parameter.
+    """Returns the axes of a state from `build(...).init`: moments have their parameter's axes.
 
     An array belongs to a parameter if its path ends with the parameter's and the shapes are equal;
     others, such as counts and Adafactor's factors, are whole on every device.

@@ -181,7 +181,7 @@ def _groups(mesh: Mesh, axes: Axes) -> tuple[tuple[int, ...], ...]:
 
 
 def _minority(values: dict[int, int]) -> set[int]:
-    """Returns the devices whose value is not that of the majority; all of them without one."""
+    """Returns the devices whose value differs from the majority's; all if there is no majority."""
     ((common, count), *_) = Counter(values.values()).most_common()
     if 2 * count <= len(values):
         return set(values)

@@ -115,7 +115,7 @@ def of(shapes: TrainState, model: Model, mesh: Mesh) -> Layout:
 
 
 def save_memory(laid: Layout) -> tuple[int, int]:
-    """Returns the most host memory that a save takes, and that of the state itself, in bytes."""
+    """Returns the most host memory of a save, and the state's own host memory, in bytes."""
     snapshot = laid.device_bytes * jax.local_device_count()
     return snapshot, snapshot if jax.default_backend() == "cpu" else 0
 

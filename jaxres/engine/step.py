@@ -277,7 +277,7 @@ def _vector(numbers: list[jax.Array], *more: jax.Array, facts: Facts) -> Float[A
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the forward passes of a step return, over the whole batch."""
+    """Results of the forward passes of a step, over the whole batch."""
 
     loss: jax.Array
     means: list[jax.Array]
@@ -335,7 +335,7 @@ def _mean_loss_and_gradient(
 
 
 class _Given(NamedTuple):
-    """What a computation of the gradient reads, besides the rows and the key."""
+    """Inputs of a computation of the gradient, besides the rows and the key."""
 
     trained: Params
     frozen: Any

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 
 class Activity(enum.StrEnum):
-    """What a run does with its time; each second has one."""
+    """Activities of a run; each second has one."""
 
     PRODUCTIVE = "productive"
     """Steps that the run still has."""
@@ -19,7 +19,7 @@ class Activity(enum.StrEnum):
     """Steps whose update was masked."""
     DATA_WAIT = "data_wait"
     SAVE_STALL = "save_stall"
-    """Training waits for a save; what a save does beside the training is not in it."""
+    """Training waits for a save; the part of a save beside training is not in it."""
     EVALUATION = "evaluation"
     """Validation losses, and the text sample at the end."""
     HOOK = "hook"
@@ -40,9 +40,9 @@ class Activity(enum.StrEnum):
 
 
 SETUP = (Activity.START_UP, Activity.COMPILE, Activity.RESTORE)
-"""What an attempt does before it trains."""
+"""Activities of an attempt before it trains."""
 BY_LAUNCHER = (Activity.CAPACITY_WAIT, Activity.VM_BOOT)
-"""What only the launcher of `launch gce` records: without its events these seconds are in DOWN."""
+"""Activities that only `launch gce` records: without its events these seconds are in DOWN."""
 
 PAUSES = ("save", "evaluate")
 """Phases during which training pauses."""
@@ -56,7 +56,7 @@ ACTIVITIES: Mapping[str, Activity] = {
     "hook": Activity.HOOK,
     DATA: Activity.DATA_WAIT,
 }
-"""Phase -> class of its time; that of TRAIN is decided by the steps."""
+"""Phase -> class of its time; the steps decide the classes of TRAIN."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def split(events: Sequence[LaunchEvent], *, start: float, end: float) -> list[Pa
 
 
 def _next_activity(event: LaunchEvent, later: Sequence[LaunchEvent], now: Activity) -> Activity:
-    """Returns what the time after an event is."""
+    """Returns the activity of the time after an event."""
     match event.kind:
         case "attempt_ended":
             return Activity.DOWN
@@ -69,7 +69,7 @@ def _next_activity(event: LaunchEvent, later: Sequence[LaunchEvent], now: Activi
 
 
 def _after_early_request(lost: LaunchEvent, known: Sequence[LaunchEvent]) -> Activity:
-    """Returns what the time after a loss is whose replacement was requested at the notice."""
+    """Returns the activity after a loss whose replacement VM was requested at the notice."""
     reports = (event for event in known if event.kind == "agent_reported")
     is_ready = any(lost.replaced_by in one.vms and one.time <= lost.time for one in reports)
     return Activity.DOWN if is_ready else Activity.VM_BOOT

@@ -1,4 +1,4 @@
-"""Seconds of each class of time while a run trains, from what a supervisor receives.
+"""Seconds of each class of time while a run trains, from the messages to a supervisor.
 
 `run_timeline` reads the records afterwards, and knows which steps the run has lost. Here a step
 counts as replayed when it is trained again. Each second has one class, and gets no other later, so

@@ -1,4 +1,4 @@
-"""Reads what `run_timeline` needs of a run: log, events, metrics, events of the launcher."""
+"""Reads the inputs of `run_timeline`: log, events, metrics, events of the launcher."""
 
 from __future__ import annotations
 

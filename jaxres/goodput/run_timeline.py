@@ -73,7 +73,7 @@ class RunTimeline:
     complete: tuple[tuple[float, float], ...] = ()
     """Begin and end of the times that are left out: the run was complete. Wall-clock times."""
     has_launch_events: bool = False
-    """Whether the launcher of `launch gce` has recorded what happened in the gaps."""
+    """Whether the launcher of `launch gce` has recorded events in the gaps."""
 
     @property
     def seconds(self) -> float:
@@ -180,7 +180,7 @@ def lost_steps(
     lost = np.full(len(lines), NOT_LOST, np.int64)
     segments = lines.by_segment()
     later: list[tuple[int, int]] = []
-    """Number and step of later starts, newest first, but for those that an earlier one covers."""
+    """Number and step of later starts, newest first, except starts that an earlier one covers."""
     for record in reversed(starts):
         if record.seq in segments:
             steps = lines.step[segments[record.seq]]
@@ -196,7 +196,7 @@ def lost_steps(
 
 
 def _num_steps(lines: MetricsColumns, lost_to: NDArray[np.int64]) -> dict[int, int]:
-    """Returns how many steps each start record has lost; a line that is there twice counts once."""
+    """Returns start record -> number of lost steps; duplicate lines count once."""
     is_lost = lost_to != NOT_LOST
     steps = np.stack([lost_to[is_lost], lines.seq[is_lost], lines.step[is_lost]])
     seqs, counts = np.unique(np.unique(steps, axis=1)[0], return_counts=True)
@@ -205,7 +205,7 @@ def _num_steps(lines: MetricsColumns, lost_to: NDArray[np.int64]) -> dict[int, i
 
 @dataclass(frozen=True)
 class _Source:
-    """What is known of the times of an attempt."""
+    """The records about the times of an attempt."""
 
     claim: Record
     events: Events
@@ -254,13 +254,13 @@ def _claim_of(record: Record) -> Claim:
 
 @dataclass
 class _Axis:
-    """The end of what is placed so far, and how the present boot's clock lies to the axis."""
+    """End of the placed records, and the offset between the axis and the present boot's clock."""
 
     end: float = 0.0
     end_wall: float | None = None
     boot: str = ""
     offset: float | None = None
-    """Seconds of the axis minus those of the monotonic clock; None: unknown."""
+    """Seconds of the axis minus seconds of the monotonic clock; None: unknown."""
 
     def place(
         self,

@@ -21,7 +21,7 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CostlyInterruption:
-    """An interruption of the training, and what it has cost."""
+    """An interruption of the training, and its cost."""
 
     attempt: int
     """The attempt that ended, or that went back."""

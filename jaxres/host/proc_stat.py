@@ -1,4 +1,4 @@
-"""Reads /proc/PID/stat: what the kernel reports about a process (man 5 proc_pid_stat)."""
+"""Reads /proc/PID/stat, the kernel's report about a process (man 5 proc_pid_stat)."""
 
 from __future__ import annotations
 

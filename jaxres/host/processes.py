@@ -119,7 +119,7 @@ def name_process(name: str) -> None:
 
 
 def oom_kill_count(root: Path = Path("/")) -> int:
-    """Returns how many processes the kernel has killed so far because memory ran out.
+    """Returns the number of processes that the kernel has killed so far for lack of memory.
 
     Counts this process's cgroup if its counter is readable, else the whole host; 0 if neither is
     readable.
@@ -154,7 +154,7 @@ def _meminfo_bytes(root: Path, name: str) -> int:
 
 
 def _limits(root: Path) -> list[tuple[int, Path]]:
-    """Returns the memory limits of this process's cgroups, and the files of what they use."""
+    """Returns the memory limits of this process's cgroups, and the files of their usage."""
     limits: list[tuple[int, Path]] = []
     for path in _counters(root):
         for name in ("memory.max", "memory.limit_in_bytes"):

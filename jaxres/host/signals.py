@@ -80,7 +80,7 @@ def forget_stops() -> None:
 
 
 def raised_stop() -> PreemptedError | StoppedError | None:
-    """Returns the stop that was raised, whatever has become of the exception; None: there was none.
+    """Returns the stop that was raised, even if its exception was lost; None: there was none.
 
     Pydantic, for example, raises an error of its own if one arrives while it builds a schema.
     """

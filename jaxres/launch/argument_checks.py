@@ -1,4 +1,4 @@
-"""Checks of the arguments of `launch k8s`, `sky` and `slurm`: what their schedulers would refuse.
+"""Checks of the arguments of `launch k8s`, `sky` and `slurm` that their schedulers refuse.
 
 A manifest that is refused hours later, or that is read as something else, is worse than an error.
 """

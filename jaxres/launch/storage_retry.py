@@ -1,4 +1,4 @@
-"""Repeats what storage or a scheduler has not answered, within the budget of a run.
+"""Repeats calls that storage or a scheduler has not answered, within the budget of a run.
 
 The processes that restart the training of a job use it between two attempts: an outage of minutes
 must not end a job of days.
@@ -19,7 +19,7 @@ T = TypeVar("T")
 def with_retries(
     call: Callable[[], T], limits: RestartSection, *, wait: Callable[[float], bool], what: str
 ) -> T | None:
-    """Returns what a call returns; None: this process was told to end while it waited.
+    """Returns the result of a call; None: this process was told to end while it waited.
 
     Args:
       call: reads or submits; it is called again after a StorageUnavailable.

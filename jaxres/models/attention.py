@@ -138,12 +138,12 @@ class Attention(nnx.Module):
         angles_BTC: Float[Array, "B T half"] | None,
         mask_B1TS: Bool[Array, "B 1 T S"],
     ) -> Float[Array, "B T D"]:
-        """Applies attention of each position to those of the same rows."""
+        """Applies attention of each position to the positions of its row."""
         return self.mix(*self.project(x_BTD, angles_BTC), mask_B1TS)
 
 
 def bias(width: int, axis: str | None) -> nnx.Param:
-    """Returns a bias of zeros; those of heads are stored flat, [heads x width]."""
+    """Returns a bias of zeros; the biases of heads are stored flat, [heads x width]."""
     return nnx.Param(jnp.zeros(width, jnp.float32), out_sharding=(axis,))
 
 

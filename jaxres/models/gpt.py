@@ -149,7 +149,7 @@ class Block(nnx.Module):
         return self.after_attention(x_BTD, mixed_BTD, keys)
 
     def after_attention(self, x_BTD: Array, mixed_BTD: Array, keys: Any) -> Float[Array, "B T D"]:
-        """Adds attention's output and that of the feed-forward layer to the residual stream."""
+        """Adds the outputs of attention and of the feed-forward layer to the residual stream."""
         if self.has_post_norms:
             mixed_BTD = self.attention_post_norm(mixed_BTD)
         x_BTD = x_BTD + dropout(mixed_BTD, keys[0], rate=self.rate)
@@ -230,7 +230,7 @@ class Gpt(nnx.Module):
     def decode(
         self, tokens_BT: Int[Array, "B T"], cache: Cache, start: Int[Array, ""]
     ) -> tuple[Float[Array, "B T V"], Cache]:
-        """Returns the logits of tokens after those in the cache, and the cache with them.
+        """Returns the logits of tokens that follow the cached ones, and the extended cache.
 
         Args:
           tokens_BT: tokens of one document per row, at the positions from `start` on.
@@ -267,7 +267,7 @@ class Gpt(nnx.Module):
     def embed(
         self, tokens_BT: Int[Array, "B T"], positions_BT: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        """Returns the embeddings, with those of the positions if these are learned."""
+        """Returns the embeddings; adds the embeddings of the positions if these are learned."""
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
         # The look-up is in float32: the gradients of a frequent token are added one by one, and
         # bfloat16's 8 bits would lose the later ones.
@@ -282,7 +282,7 @@ class Gpt(nnx.Module):
     def places(
         self, positions_BT: Int[Array, "B T"], mask: Callable[[int | None], Array]
     ) -> Callable[[Any], Places]:
-        """Returns what a layer sees, from its number of `full_layers`.
+        """Returns the function from a layer's entry in `full_layers` to its angles and mask.
 
         `mask` returns the mask of a window; None: of all earlier positions.
         """

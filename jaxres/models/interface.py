@@ -34,7 +34,7 @@ KeepRows = Callable[[Array], Array]
 M = TypeVar("M", bound=nnx.Module)
 METRIC_NAME = re.compile(r"[A-Za-z0-9_\-./]+")
 TAKEN_NAMES = frozenset({"loss", "rows", "bits_per_byte"})
-"""What jaxres itself writes of an evaluation, beside the metrics of the model."""
+"""Fields of an evaluation that jaxres itself writes, beside the metrics of the model."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Model:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a model returns for a batch; of a metric as of the loss, the sum divided by the weight
-    is the value of a batch.
+    """Outputs of a model for a batch; the value of the loss, or of a metric, is the sum divided by
+    the weight.
     """
 
     loss_sum_B: Float[Array, " B"]
@@ -196,7 +196,7 @@ def dropout(x: Array, key: Key[Array, ""] | None, *, rate: float) -> Array:
 
 
 def matrix_dims(names: tuple[str | None, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns the dims of a parameter's inputs and those of its outputs; None: it is no matrix.
+    """Returns the input dims and the output dims of a parameter; None: it is no matrix.
 
     Dims named "layers" are neither. Of three other dims or more, the first or the last one has to
     be named "embed", which is then one side.

@@ -174,7 +174,7 @@ class _LinenCall:
     """None: evaluation."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the module returns, and keeps the model state after it."""
+        """Returns the output of the module, and keeps the model state after the call."""
         variables = {"params": self.params, **self.model_state}
         if self.key is None:
             return self.module.apply(variables, *args, **kwargs)
@@ -231,7 +231,7 @@ def _reseeded(rngs: Any, key: Array | None) -> Any:
 
 
 def _axes(abstract: Any) -> Axes:
-    """Returns the names of each parameter's axes; None for those that name none."""
+    """Returns the names of each parameter's axes; None for an axis without a name."""
 
     def of(variable: Any) -> tuple[str | None, ...]:
         metadata = variable.get_metadata()

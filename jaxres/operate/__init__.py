@@ -1,1 +1,1 @@
-"""What operators use and training never imports."""
+"""Tools for operators, which training never imports."""

@@ -29,7 +29,7 @@ ENDS: Mapping[BreakKind, frozenset[int]] = {
 """Exit of an attempt that ended by a break. The supervisor may find a worker hung that holds for
 SIGKILL, on a machine that is so busy that the signal is late."""
 COMPARED = ("samples", "tokens", "learning_rate", "loss", "grad_norm", "skipped")
-"""Fields of a step that are compared, those first that others follow from."""
+"""Fields of a step that are compared, causes before their consequences."""
 STATE = "state"
 """Name of the content digest among the compared fields."""
 ROUNDING = 1e-4
@@ -38,7 +38,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class Break:
-    """A planned break: what is done to the worker after a step."""
+    """A planned break of the worker after a step."""
 
     kind: BreakKind
     step: int
@@ -93,7 +93,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What was found about one run."""
+    """Result of the comparison of one run."""
 
     run: RunFacts
     mismatch: Mismatch | None
@@ -203,7 +203,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 def topology_level(reference: RunFacts, found: RunComparison) -> str:
-    """Returns how a run that was resumed on another topology compares with the unbroken run.
+    """Compares a run resumed on another topology with the unbroken run; returns the level.
 
     bitwise; statistical: the same samples with other bits; different; not tested.
     """

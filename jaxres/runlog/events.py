@@ -105,7 +105,7 @@ class HardwareTested:
     device_kind: str
     seconds: float
     results: tuple[str, ...]
-    """What was tested, with the rates."""
+    """The tests, with the measured rates."""
     num_devices: int
     """Devices of all hosts."""
     bus_bytes_per_second: float | None = None
@@ -217,7 +217,7 @@ class SaveIntervalChosen:
     steps: int | None
     """Number of steps at the current speed; None: no step is complete yet."""
     bound: str
-    """What determines it: failures (the optimum), write, or overhead."""
+    """Cause of the interval: failures (the optimum), write, or overhead."""
     mtbf_hours: float
     useful_share: float
     """Expected share of the time that saves and failures leave for training."""

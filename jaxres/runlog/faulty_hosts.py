@@ -1,5 +1,5 @@
-"""The hosts that later attempts of a run leave out: those whose hardware has failed, from its log,
-and those excluded by hand.
+"""The hosts that later attempts of a run leave out: hosts with failed hardware, from its log, and
+hosts excluded by hand.
 
 A host is taken again once its faults are forgotten by `jaxres hosts RUN_DIR --forget HOST`. That
 writes a file for each of the faults, named after the claim of the attempt that met it (and after
@@ -142,7 +142,7 @@ def faulty_hosts(
 def _faults(
     records: Sequence[Record], reports: Iterable[Report]
 ) -> Iterator[tuple[int, str, float, HostFault]]:
-    """Yields attempt, nonce or name, time and fault: those of the log, then others reported."""
+    """Yields attempt, nonce or name, time and fault: of the log first, then reported ones."""
     nonces, logged = dict[int, str](), set[tuple[str, Any]]()
     for record in in_force(records):
         match record.body:
@@ -208,7 +208,7 @@ def read_reports(run_dir: RunDir) -> list[Report]:
 
 
 def _decoded(folder: RunPath, *, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and fields of each file of a folder; skips those it can't understand."""
+    """Yields name and fields of each file of a folder; skips files that it can't decode."""
     names = sorted(files.list_names(folder))
     contents = files.read_all([folder / name for name in names])
     for name, data in zip(names, contents, strict=True):
@@ -235,7 +235,7 @@ def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: f
 
 
 def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:
-    """Returns the hosts that were excluded by hand, also those that are used again since then.
+    """Returns the hosts that were excluded by hand, even if they are used again since then.
 
     A file that can't be understood excludes no host.
     """

@@ -15,7 +15,7 @@ BITWISE_LEVELS = (BITWISE, BITWISE_ANYWHERE)
 REDUCTION, INVARIANT = "reduction", "invariant"
 """Entry of Start.computation, and its value, of a run whose bits no topology changes."""
 UNKNOWN = "unknown"
-"""Value of a digest that can't be computed, such as that of code that changed after its import."""
+"""Value of a digest that can't be computed, such as of code that changed after its import."""
 PROGRAM, MODEL_CODE, DATA_CODE = "program", "model code", "data code"
 CODE = (PROGRAM, MODEL_CODE, DATA_CODE)
 """Digests of the lowered train step, and of the source of model and data, in Start.computation."""
@@ -62,7 +62,7 @@ def takes_deterministic_kernels(flags: str) -> bool:
 
 
 def _is_on(name: str, flags: str) -> bool:
-    """Returns what XLA takes from flags: of equal ones the last, and without a value it is on."""
+    """Returns whether XLA takes a flag as on: the last one counts, and one without value is on."""
     values = [
         flag.removeprefix(name).removeprefix("=").lower()
         for flag in flags.split()
@@ -72,7 +72,7 @@ def _is_on(name: str, flags: str) -> bool:
 
 
 def guarantee_level(starts: Sequence[Record]) -> str:
-    """Returns the level of the newest start and, if it is not bitwise, what differs since when.
+    """Returns the level of the newest start and, unless it is bitwise, the changes since when.
 
     `none`: the code has changed. `unknown`: an older version of jaxres has recorded no digest of
     the code. `statistical`: the same computation, with other rounding. Programs are compared where
@@ -173,7 +173,7 @@ def _missing(name: str) -> str:
 
 
 def _lowering(computation: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns what the lowered text of the same code depends on."""
+    """Returns the entries on which the lowered text of unchanged code depends."""
     settings = [name for name in sorted(computation) if name.startswith(SETTING)]
     return tuple(f"{name}={computation.get(name)}" for name in (*LOWERING, *settings))
 
@@ -187,7 +187,7 @@ def _is_comparable(name: str, was: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def _text(changes: Mapping[tuple[str, int], Sequence[str]], starts: Sequence[Record]) -> str:
-    """Returns the changes as text, those with the same first start together."""
+    """Returns the changes as text; changes with the same first start are together."""
     now = start_of(starts[-1]).computation
     groups: dict[int, list[str]] = {}
     for (name, first), was in sorted(changes.items(), key=lambda item: item[0][1]):

@@ -169,7 +169,7 @@ def recorded_tokenizer(records: Sequence[Record]) -> str | None:
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
-    """Returns the records without the late ones: those that follow the claim of a newer attempt.
+    """Returns the records without late ones, which follow the claim of a newer attempt.
 
     Attempts write no record after a newer claim that they have read. But a bucket may execute a
     request long after its sender has ended.

@@ -93,7 +93,7 @@ def read_stored(run_dir: RunDir, *, job: str, first: int) -> list[LaunchEvent]:
 
 
 def read(run_dir: RunDir) -> list[LaunchEvent]:
-    """Reads all events of a run in the order of time; those that can't be read are left out."""
+    """Reads all events of a run in the order of time; leaves out unreadable ones."""
     found: dict[tuple[str, int], LaunchEvent] = {}
     folder = run_dir.launch_events
     try:

@@ -25,7 +25,7 @@ from jaxres.storage.line_writer import (
 from jaxres.storage.path import RunPath
 
 TAIL_BYTES = 1 << 18
-"""What is read of an attempt's file for its newest lines, each of some hundred bytes."""
+"""Bytes read of an attempt's file for its newest lines, each of some hundred bytes."""
 
 MAX_WAITING = 100_000
 """Largest number of lines that wait in memory while the disk is full; about 30 MB."""
@@ -47,7 +47,7 @@ class MetricsLine:
     tokens: int
     """Tokens consumed since the first step."""
     step_seconds: float
-    """Time from the completion of the previous step to that of this one."""
+    """Time from the completion of the previous step to the completion of this one."""
     skipped: bool
     """Whether the update was masked."""
     samples: str

@@ -9,7 +9,7 @@ SCRATCH = Path("~/.cache/jaxres/runs")
 
 
 LAUNCH_STATE, LAUNCH_EVENTS = "launch/desired_state.json", "launch/events"
-"""What `launch gce` writes and `jaxres report` reads, below the run directory."""
+"""Files of `launch gce` below the run directory, which `jaxres report` reads."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RunDir:
 
     @property
     def console_log(self) -> Path:
-        """What host 0 has printed in all attempts; of a run in a bucket, on this machine."""
+        """Output of host 0 in all attempts; of a run in a bucket, on this machine."""
         return self.local / "console.log"
 
     @property

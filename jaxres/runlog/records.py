@@ -50,7 +50,7 @@ class Start:
     computation: dict[str, str]
     """Other inputs that change bits: devices, mesh, microbatches, threads, versions."""
     init: dict[str, str] | None = None
-    """Digest, path and, for those of a run, step of the initial weights (`init_from`)."""
+    """Digest, path and, if a run made them, step of the initial weights (`init_from`)."""
     devices: tuple[int, ...] | None = None
     """Number of devices of each host, by host number; None: unknown."""
     looks_back_steps: int | None = None
@@ -76,7 +76,7 @@ class Branch:
     tokenizer: str | None = None
     """Name of the tokenizer; None: unknown."""
     lower_rates: tuple[tuple[int, float, int], ...] = ()
-    """What rollbacks before that step have left: first step, factor on the learning rate, steps."""
+    """Result of rollbacks before that step: first step, factor on the learning rate, steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,13 @@ FORMAT = 1
 MARKER = "REPLICA.json"
 UPDATE = "replica-update.json"
 PROGRESS = "replica.json"
-"""File in the run directory itself: what its replica has."""
+"""File in the run directory itself: the progress of its replica."""
 TRIES = 3
 """How often a manifest is written until it reads back as it should."""
 
 
 class Diverged(Fenced):
-    """A run goes on in the replica: its log has records that the source does not have."""
+    """A run continues in the replica: its log has records that the source does not have."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Marker:
     source: str
     """Run directory that the folder is a replica of."""
     seq: int = 0
-    """Number of records in the replica; more of them: a run goes on there."""
+    """Number of records in the replica; if its log has more, a run continues there."""
     step: int = 0
     """Newest committed step in the replica; 0: none."""
     time: float = 0.0
@@ -91,7 +91,7 @@ class ReplicaProgress:
 
 
 def read_progress(run_dir: RunDir) -> ReplicaProgress | None:
-    """Returns what the replica of a run has; None: there is no replica, or the file is odd."""
+    """Returns the replica's progress; None: there is no replica, or the file can't be decoded."""
     try:
         fields = decode_checksummed(files.read(run_dir.root / PROGRESS) or b"", number=FORMAT)
         return ReplicaProgress(fields["path"], fields["seq"], fields["step"], fields["error"])
@@ -100,7 +100,7 @@ def read_progress(run_dir: RunDir) -> ReplicaProgress | None:
 
 
 def write_progress(run_dir: RunDir, progress: ReplicaProgress) -> None:
-    """Writes what the replica of a run has."""
+    """Writes the progress of a run's replica."""
     fields = {"format": FORMAT, **dataclasses.asdict(progress)}
     files.replace(run_dir.root / PROGRESS, encode_checksummed(fields))
 
@@ -227,7 +227,7 @@ def refuse_older_run(run_dir: RunDir, replica: RunPath, records: Sequence[Record
 
 
 def prepare_start(run_dir: RunDir) -> None:
-    """Makes a replica ready for a run that goes on there; does nothing in other folders.
+    """Makes a replica ready for a run that continues there; does nothing in other folders.
 
     Raises:
       Unrestorable: no committed step was copied yet, so a run would begin at step 0.

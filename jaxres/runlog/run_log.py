@@ -86,7 +86,7 @@ def read_records(folder: RunPath, *, known: int = 0) -> list[Record]:
 
 
 def read_whole(folder: RunPath) -> list[Record]:
-    """Reads all records in order, also those that decide nothing any more; a gap is an error."""
+    """Reads all records in order, also records without effect any more; a gap is an error."""
     names = files.list_names(folder)
     _refuse_gaps(folder, names, first=1)
     return _listed(folder, names)
@@ -121,13 +121,13 @@ AHEAD = 64
 
 
 class LogReader:
-    """Reads the log of a run once, from its summary, and then only what the log has got since.
+    """Reads the log of a run once, from its summary, and then only new records.
 
     Several threads may use it.
     """
 
     def __init__(self, folder: RunPath) -> None:
-        """Reads nothing yet; `folder` is that of the log."""
+        """Reads nothing yet; `folder` is the log's."""
         self._folder = folder
         self._lock = threading.Lock()
         self._records: list[Record] = []
@@ -193,7 +193,7 @@ class LogReader:
             self._records, self._through = list(summary.records), summary.through
 
     def _read_first(self, known: int) -> None:
-        """Reads the summary, and what a list has after it."""
+        """Reads the summary, and the records listed after it."""
         if (summary := self._stored()) is not None:
             self._records, self._through = list(summary.records), summary.through
             if not is_remote(self._folder):
@@ -439,7 +439,7 @@ class RunLog:
         return self._folder
 
     def records(self) -> list[Record]:
-        """Returns the records that decide something; reads only those that are new to this process.
+        """Returns the records that decide something; reads only the ones new to this process.
 
         Raises:
           StorageUnavailable: records that this process has seen are missing. A committed step must

@@ -24,7 +24,7 @@ UNREADABLE_TRIES = 3
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a committed step."""
+    """Damage of a committed step."""
 
     kind: str
     """`damaged`: proved by two reads; `unreadable`: storage returns errors for this step alone."""

@@ -1,4 +1,4 @@
-"""Step directories: their names, and those with a complete step that the run log does not record.
+"""Step directories: their names, and complete ones that the run log does not record.
 
 A save is complete before its commit record is written. So a killed attempt leaves at most one
 complete step without a record. More of them, or any of a later attempt, mean that the log is
@@ -116,7 +116,7 @@ def unrecorded(run_dir: RunDir, history: RunHistory) -> list[StepDir]:
 
 
 def unexplained(history: RunHistory, complete: list[StepDir]) -> list[StepDir]:
-    """Returns those of `unrecorded` that no killed save explains. Pure.
+    """Returns the unrecorded step directories that no killed save explains. Pure.
 
     Args:
       history: the run's history from the log.

@@ -1,4 +1,4 @@
-"""The events of supervisors; events.py has those of the trainer, and the list of all."""
+"""The events of supervisors; events.py has the trainer's events, and the list of all."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class CheckpointDamageFound:
     """Directory of an intact copy in the replica; None: there is none."""
     reason: str
     next: str
-    """What an operator can do."""
+    """Next action for an operator."""
     number: int
     """Number of such events of the run, this one included."""
 
@@ -199,7 +199,7 @@ class HealthWatchStarted:
     gpus: tuple[str, ...]
     """GPUs that are watched; empty: none is."""
     unreadable: Mapping[str, str]
-    """What can't be read -> why: the health guard does not see it."""
+    """Unreadable reading -> the reason: the health guard does not see it."""
     reason: str
     """Why no GPU is watched; empty: they are."""
 

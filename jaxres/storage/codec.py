@@ -161,7 +161,7 @@ def _required(kind: type[Any]) -> frozenset[str]:
 
 def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
     """Converts a parsed JSON value to the declared type of a field."""
-    if type(value) in _SCALARS.get(hint, ()):  # Most fields, also those of each step's message.
+    if type(value) in _SCALARS.get(hint, ()):  # Most fields, each step's message included.
         return value
 
     if hint is Any:

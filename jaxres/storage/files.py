@@ -237,7 +237,7 @@ def has_leftovers(folder: RunPath) -> bool:
 
 
 def delete_leftovers(folder: RunPath, *, of: Collection[str] | None = None) -> None:
-    """Deletes what killed processes have left at any depth below `folder`: temporary files, trash.
+    """Deletes leftovers of killed processes at any depth below `folder`: temporary files, trash.
 
     No other process may be writing there.
 
@@ -355,7 +355,7 @@ def is_same(path: RunPath, other: RunPath) -> bool:
 
 
 def shared_bytes(folders: Sequence[RunPath]) -> int:
-    """Returns how much less than their size becomes free when these folders are deleted.
+    """Returns the size of these folders less the bytes that their deletion would free.
 
     A file with another name outside of the folders stays; one with several names inside is counted
     once. All folders are on one storage.

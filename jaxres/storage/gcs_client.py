@@ -39,7 +39,7 @@ class NoBucket(StorageRefused):
 
 
 PACKAGES = ("google.api_core.retry", "google.auth", "google.cloud.storage", "requests", "urllib3")
-"""What a bucket needs, of the extra `gcs`."""
+"""Packages that a bucket needs, of the extra `gcs`."""
 _lock = threading.Lock()
 _clients: dict[int, Client] = {}
 
@@ -114,7 +114,7 @@ def _connect() -> Client:
 
 
 def with_retries(path: GcsPath, call: Callable[[], T]) -> T:
-    """Returns what a call returns; retries it after transient errors.
+    """Returns the result of a call; retries it after transient errors.
 
     Raises:
       ConfigError: a package is not installed.
@@ -160,7 +160,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def may_send_again(error: Exception) -> bool:
-    """Returns whether one request of an upload may be sent again, as the upload goes on.
+    """Returns whether one request of an upload may be sent again within the same upload.
 
     Not if the object is damaged or a precondition has failed: the upload starts again, or ends.
     """

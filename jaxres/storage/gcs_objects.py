@@ -56,7 +56,7 @@ class Stat:
     updated: float = 0.0
     """When it was written, in seconds since the epoch, by the bucket's clock."""
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What `write` has stored with it; empty in lists."""
+    """Metadata that `write` has stored with it; empty in lists."""
 
 
 def _blob(path: GcsPath) -> Any:  # The stubs lack float timeouts and retry=None.
@@ -252,7 +252,7 @@ def crc32c(file: Path) -> str:
 
 
 def set_aside(path: GcsPath, data: bytes, *, generation: int) -> GcsPath:
-    """Copies what one generation of a damaged object had to a name beside it, for the operator."""
+    """Copies one generation of a damaged object to a name beside it, for the operator."""
     aside = path.with_name(f"{path.name}.damaged-{generation}")
     write(aside, data, over=0)
     return aside

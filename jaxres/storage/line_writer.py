@@ -146,7 +146,7 @@ def _parts_of_segments(path: GcsPath, start: int) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def within_memory(path: RunPath) -> Iterator[None]:
-    """Names the file in a MemoryError of what is made of its lines."""
+    """Names the file in a MemoryError that the processing of its lines raises."""
     try:
         yield
     except MemoryError as error:
@@ -264,7 +264,7 @@ class LineWriter:
             raise
 
     def pop_dropped_count(self) -> int:
-        """Returns how many lines were dropped since the last call; 0 while lines are waiting."""
+        """Returns the number of lines dropped since the last call; 0 while lines are waiting."""
         with self._changed:
             if self._taken or self._waiting:
                 return 0
@@ -403,7 +403,7 @@ class GcsLineSink:
         self._clock, self._written_at = SystemClock(), -math.inf
 
     def write(self, data: bytes) -> None:
-        """Writes lines after those of this process; never overwrites another process's lines."""
+        """Writes lines after this process's own; never overwrites another process's lines."""
         is_full = len(self._segment) + len(data) > SEGMENT_BYTES
         is_hot = self._clock.monotonic() - self._written_at < HOT_SECONDS
         if self._generation is None or ((is_full or is_hot) and not self._is_unsure):

@@ -43,7 +43,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{12}\.tmp")
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 """Errors of a disk without hard links, between two disks, or of a file with too many of them."""
 NO_FILE = errno.ESPIPE
-"""Number of the errors of what stands in the place of a file and may never end to be read."""
+"""Number of the error for a path that is no file and whose read may never end."""
 MAX_WHOLE_BYTES = 2**32
 """Largest file that is read as a whole: the largest of a run, a compiled step, is far smaller."""
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -129,7 +129,7 @@ def untyped_failures() -> Iterator[None]:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """Returns the status of what is at a path; None: nothing is.
+    """Returns the status of a path; None: nothing exists there.
 
     Raises every other OSError. Path.exists, is_file and is_dir do not do so on every version of
     Python, and os.path.exists and lexists on none: what a failing disk does not show is then

@@ -102,7 +102,7 @@ def delete_others(root: RunPath, base: Path | None, *, places: Path) -> None:
 
 
 def mark(root: RunPath, base: Path, owner: Owner) -> None:
-    """Writes whose states the folder of a run directory has; ignores errors, as those of the tier.
+    """Records the owner of the states in a run's memory folder; ignores errors, as the tier does.
 
     Args:
       root: the run directory.

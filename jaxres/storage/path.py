@@ -175,7 +175,7 @@ def relative(path: RunPath, root: RunPath) -> str:
 
 
 def require_inside(name: str) -> str:
-    """Returns a name that a file gives, if what is joined with it lies below the folder.
+    """Returns a name that a file gives, if joining it to a folder stays in the folder.
 
     >>> require_inside("state/d/1"), require_inside("00000008-0001")
     ('state/d/1', '00000008-0001')
@@ -190,7 +190,7 @@ def require_inside(name: str) -> str:
 
 
 def require_one_name(name: str) -> str:
-    """Returns a name that a file gives, if it is that of a file in the folder itself.
+    """Returns the name that a file gives, if it names a file in the folder itself.
 
     Raises:
       ValueError: as `require_inside`, or it is a path.

@@ -16,7 +16,7 @@ class CallTimeout(TimeoutError):
 
 
 def call_with_timeout(call: Callable[[], T], *, seconds: float, name: str = "timeout") -> T:
-    """Returns what a call returns, or raises what it raises.
+    """Returns the result of a call, or raises its exception.
 
     The call runs in a daemon thread. If it hangs, as on a dead mount, the thread is abandoned.
 

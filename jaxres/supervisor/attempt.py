@@ -53,7 +53,7 @@ class AttemptSpec:
 
 @dataclass(frozen=True)
 class Services:
-    """What a supervisor uses while it runs an attempt; each outlives the attempt."""
+    """Objects that a supervisor uses while it runs an attempt; each outlives the attempt."""
 
     clock: Clock
     run_lock: RunLock | None = None
@@ -63,7 +63,7 @@ class Services:
     wakeup: int | None = None
     """Read end of `signals.wakeup_fd`; None: one is opened while the workers run."""
     on_news: Callable[[News], None] = ignore_news
-    """Called with what host 0 reports for the alerts: failing saves, a slow host."""
+    """Called with host 0's news for the alerts: failing saves, a slow host."""
     fork_server: ForkServer | None = None
     """Forks the workers, and is started once training runs; None: see `fork`."""
     fork: Fork | None = None

@@ -84,8 +84,8 @@ RECORD_SECONDS = 10.0
 """Longest wait, at the end, to write the last record or to read a traceback."""
 
 RESTART_VARIABLE = "JAXRES_RESTART"
-"""Set to 1 by what starts a command again without an operator, as the agent of a VM does: storage
-that refuses access before the run log can be read is then an outage."""
+"""Set to 1 by programs that start a command again without an operator, such as the agent of a VM:
+storage that refuses access before the run log can be read is then an outage."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class ClaimedAttempt:
     secret: Secret | None = None
     """The secret of the run, which the other hosts have too; None: there are none."""
     companions: Companions | None = None
-    """What runs beside the attempt; None: the claim is not for training."""
+    """Processes beside the attempt; None: the claim is not for training."""
     on_news: Callable[[News], None] = ignore_news
-    """Called with what host 0 reports for the alerts."""
+    """Called with host 0's news for the alerts."""
 
 
 def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:

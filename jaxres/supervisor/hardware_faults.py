@@ -37,7 +37,7 @@ WHAT_FOLLOWS = {
 
 
 def on_health(running: RunningAttempt) -> None:
-    """Acts on what the health guard has found since the last call."""
+    """Handles the findings of the health guard since the last call."""
     if running.services.health_watcher is None:
         return
     for found in running.services.health_watcher.poll():

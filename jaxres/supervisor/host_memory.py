@@ -1,4 +1,4 @@
-"""What a supervisor does with the states of its run in host memory (checkpoint/memory/tier.py)."""
+"""A supervisor's handling of its run's states in host memory (checkpoint/memory/tier.py)."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _is_unusual(name: str) -> bool:
 
 
 def _problem(name: str, value: str) -> str | None:
-    """Returns what is wrong with a variable that can be judged without JAX; None: nothing is.
+    """Returns the error in a variable's value, checked without JAX; None: no error found.
 
     >>> _problem("JAX_PLATFORMS", "cpu"), _problem("JAX_DISABLE_JIT", "0")
     (None, None)
@@ -138,7 +138,7 @@ def _has_other_plugins() -> bool:
 
 
 def _flags_problem(env: Mapping[str, str]) -> list[str]:
-    """Returns what XLA prints about its flags when it aborts; []: it reads them."""
+    """Returns XLA's message about invalid flags in the environment; []: XLA accepts them."""
     lines = _errors(READ_FLAGS, env).splitlines()
     if not any("parse_flags_from_env" in line for line in lines):
         return []
@@ -160,7 +160,7 @@ def _settings_problem(env: Mapping[str, str]) -> list[str]:
 
 
 def _errors(code: str, env: Mapping[str, str]) -> str:
-    """Returns what a process of its own prints about its failure; "": it succeeds, or hangs."""
+    """Runs code in a child process; returns its stderr if it fails, "" if it succeeds or hangs."""
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         command = [sys.executable, "-c", code]
         ended = subprocess.run(
@@ -172,7 +172,7 @@ def _errors(code: str, env: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def typed_errors(env: Mapping[str, str]) -> Iterator[None]:
-    """Raises an error of a block that JAX raises because it has no devices as what it is.
+    """Converts JAX's exceptions about missing devices into typed errors.
 
     Raises:
       UnhealthyHost: this host has no device that can be used, of a platform that is asked for.
@@ -196,7 +196,7 @@ def _has_no_devices() -> bool:
 
 
 def backend_error(error: BaseException, env: Mapping[str, str]) -> RunError | None:
-    """Returns what an exception of JAX means that has found no devices; None: it is another one."""
+    """Returns the typed error for JAX's exception that no device was found; None: another one."""
     if isinstance(error, AssertionError) and _has_no_devices():
         text = "there is no device of this platform"
     elif isinstance(error, RuntimeError) and str(error).startswith((NO_BACKEND, "Unknown backend")):

@@ -35,7 +35,7 @@ class RemoteHost:
     stalled_seconds: float = 0.0
     """Seconds without progress at its last heartbeat."""
     identity: HostIdentity = UNKNOWN
-    """By what its machine is known again in a later attempt."""
+    """Identity of its machine, equal in later attempts."""
 
     def status(self) -> HostStatus:
         """Returns the status of this host."""
@@ -188,7 +188,7 @@ class LeaderLink:
         self._peers.send(messages.StopMessage(code, f"{reason} on {socket.gethostname()}", step))
 
     def send_exit(self, result: AttemptResult, *, step: int) -> None:
-        """Sends the worker's exit to the leader, once; the leader decides what it means."""
+        """Sends the worker's exit to the leader, once; the leader decides the consequence."""
         if not self._is_exit_sent:
             self._is_exit_sent = True
             self._peers.send(_worker_ended(result, step=step))

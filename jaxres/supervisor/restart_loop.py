@@ -72,13 +72,13 @@ class LoopState:
     run_dir_id: str
     """Identity of the run directory, which its processes carry in their tag."""
     adopts: bool
-    """Whether all descendants of this process are its own, so that those left over are killed."""
+    """Whether all descendants of this process are its own, so that leftover ones are killed."""
     run_lock: RunLock
     clock: Clock
     wakeup: int
     """Read end of `signals.wakeup_fd`: one byte per signal."""
     companions: Companions
-    """What runs beside all attempts and between them."""
+    """Processes that run beside all attempts and between them."""
     policy: RestartPolicy
     emit: Callable[[Event], None]
     save_monitor: SaveMonitor
@@ -95,7 +95,7 @@ class LoopState:
     first_step: int
     """Newest committed step when the restart loop began."""
     outcomes: list[AttemptOutcome[int]]
-    """Outcomes of all attempts that use up budgets, those of earlier supervisors too."""
+    """Outcomes of all attempts that use up budgets, earlier supervisors' attempts included."""
     claim: Claim | None = None
     """Claim of this supervisor's newest attempt."""
     slots: tuple[int, ...] = ()
@@ -262,7 +262,7 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
 
 
 def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
-    """Runs one attempt, after what earlier ones have left behind is killed."""
+    """Kills leftovers of earlier attempts, then runs one attempt."""
     records = run_log.read_records(run.run_dir.log, known=run.last_seq)
     _refresh_history(run, records)
     run.companions.on_history(records)
@@ -428,7 +428,7 @@ def _announce(run: LoopState, event: Event, messages: list[str]) -> None:
 
 
 def _finish(run: LoopState, ended: AttemptResult, code: int, reason: str) -> int:
-    """Records the supervisor's exit, prints the reason and what to do; returns the exit code."""
+    """Records the supervisor's exit, prints reason and remedy; returns the exit code."""
     row = exit_row(code)
     is_graceful = row.is_graceful or (code == ended.requested and not row.needs_operator)
     event_type = SupervisionEnded if is_graceful else GaveUp

@@ -1,4 +1,4 @@
-"""Restart policy: decides what follows an attempt's end. Pure.
+"""Restart policy: decides after an attempt's end between a restart and giving up. Pure.
 
 Home of: crash. Home of: crash_loop. Only a new committed step is progress: it alone resets budgets
 and backoff. Every cause has a finite budget of its own, so every series of ends without progress is
@@ -167,7 +167,7 @@ class GiveUp:
 def decide(
     history: Sequence[AttemptOutcome[int]], now: float, policy: RestartPolicy
 ) -> Restart | GiveUp:
-    """Decides what follows the last of the attempts that have ended.
+    """Decides between a restart and an end after the newest ended attempt.
 
     Args:
       history: outcomes of all attempts of this supervisor and of those before it (`load_history`),

@@ -62,7 +62,7 @@ class HostStatus:
 
 @dataclass(frozen=True)
 class RootCause:
-    """How the whole attempt ended, and what each host exits with."""
+    """Result of the whole attempt, and the exit of each host."""
 
     result: AttemptResult
     """The attempt's result; its culprit is None if the hosts agreed or the cause is unknown."""
@@ -240,7 +240,7 @@ def _blames_another(host: HostStatus, end: WorkerExit) -> bool:
 
 
 def _num_suspects(causes: Sequence[tuple[HostStatus, WorkerExit]], cause: AttemptResult) -> int:
-    """Returns how many hosts may have the faulty device on which the hosts have agreed."""
+    """Returns the number of hosts that may have the agreed-on faulty device; 1 for other causes."""
     if cause.code != ExitCode.UNHEALTHY:
         return 1
     return [end.result.reason for _, end in causes].count(cause.reason)

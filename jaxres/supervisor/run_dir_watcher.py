@@ -117,7 +117,7 @@ class RunDirWatcher:
         return self._threads.take()
 
     def silent_seconds(self, *, now: float) -> float:
-        """Returns how long the current poll has taken; storage normally answers in milliseconds."""
+        """Returns the seconds of the current poll; storage normally answers in milliseconds."""
         return max(0.0, now - self._polling_since)
 
     def _watch(self) -> None:

@@ -46,8 +46,8 @@ MAX_TIME = 1e11
 """Largest time stamp of a heartbeat that is taken for one, in seconds since 1970."""
 
 Liveness = Literal["alive", "suspended", "gone"]
-"""What a heartbeat shows of the lock holder: it advances; its process exists on this machine, but
-writes no heartbeat (suspended, or it hangs in storage); neither."""
+"""State of the lock holder: its heartbeat advances; its process exists on this machine but writes
+no heartbeat (suspended, or it hangs in storage); neither."""
 
 
 class RunLock:
@@ -255,7 +255,7 @@ def _decode(data: bytes | None) -> dict[str, Any] | None:
 
 
 def liveness(run_dir: RunDir, *, clock: Clock, watch: bool = False) -> Liveness:
-    """Returns what the heartbeat shows of the lock holder; for display.
+    """Returns whether the lock holder is alive, suspended or gone, by its heartbeat; for display.
 
     A recent time stamp proves life; clocks differ, so an old one of a process that exists, or one
     of the future, proves nothing: then the heartbeat is watched for three intervals, as it always

@@ -40,7 +40,7 @@ from jaxres.telemetry.heartbeat import (
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: its name, with the unit, and what it is."""
+    """One metric: its name with the unit, its type and description."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -154,7 +154,7 @@ class RunMetrics:
         self._target = config.train.steps
 
     def on_history(self, records: Sequence[Record], *, reached: int = 0) -> None:
-        """Takes over what earlier attempts have done, before another attempt starts.
+        """Takes over the counts of earlier attempts, before another attempt starts.
 
         Args:
           records: the run log up to the end of the newest of them.
@@ -289,7 +289,7 @@ def _of_machine(health: HealthWatcher | None) -> Iterator[Sample]:
 
 
 def restart_causes(records: Iterable[Record]) -> Mapping[str, int]:
-    """Returns how often attempts have ended, by cause: the name of the exit code, signal, killed.
+    """Returns the number of ended attempts by cause: name of the exit code, signal, or killed.
 
     Args:
       records: the run log up to the end of its newest attempt.

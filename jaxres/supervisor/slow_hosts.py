@@ -22,7 +22,7 @@ from jaxres.runlog.records import Claim
 
 @dataclass(frozen=True)
 class Cost:
-    """What a host that is still slow at the end of an attempt has cost it."""
+    """Cost to an attempt of a host that is still slow at the attempt's end."""
 
     host: int
     seconds: float

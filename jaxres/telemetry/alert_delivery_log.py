@@ -31,7 +31,7 @@ class Waiting:
 
 @dataclass
 class Ledger:
-    """Incidents queued for one target, and the record of those delivered to it."""
+    """Incidents queued for one target, and the record of its delivered incidents."""
 
     target: str
     waiting: dict[str, Waiting] = field(default_factory=dict)

@@ -280,7 +280,7 @@ def _noted(event: events.Noted | events.HardwareTested) -> str:
 
 
 def _evaluated(event: events.Evaluated) -> str:
-    """Returns the losses of all sets; the best one is that of the first."""
+    """Returns the losses of all sets as text; the best loss is the first set's."""
     names = list(event.losses) or [HELDOUT]
     texts = []
     for name in names:

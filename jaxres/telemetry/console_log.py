@@ -57,7 +57,7 @@ class ConsoleLog:
         self._lines.close()
 
     def on_event(self, event: Event) -> None:
-        """Writes what the console prints, and how the attempt ended."""
+        """Writes the console's output, and the end of the attempt."""
         self._console.on_event(event)
         if isinstance(event, events.RunEnded):
             what = event.message or f"step {event.step}"

@@ -121,7 +121,7 @@ class SpeedChanged:
 
 @dataclass(frozen=True)
 class GuardActed:
-    """A guard of host 0 has acted on what it saw in a step."""
+    """A guard of host 0 has acted on its observation of a step."""
 
     step: int
     verdict: Literal["update_skipped", "warned", "rolled_back", "records_skipped", "corruption"]
@@ -144,7 +144,7 @@ FULL_SECONDS = 1.0
 
 SaveHealth = SavesFailing | SavesRecovered
 News = SaveHealth | SpeedChanged | TrainingReport
-"""What an operator is alerted of."""
+"""News for alerts to an operator."""
 StatusMessage = (
     PhaseEntered | StepFinished | SaveBegun | SaveEnded | ExitMessage | News | GuardActed
 )
@@ -348,7 +348,7 @@ def decode(line: bytes) -> StatusMessage:
 
 
 def exit_message(result: AttemptResult) -> ExitMessage:
-    """Returns what a worker sends before it exits with a result."""
+    """Returns the message that a worker sends before it exits with a result."""
     return ExitMessage(result.code, result.reason, result.committed, result.culprit)
 
 

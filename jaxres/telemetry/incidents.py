@@ -129,7 +129,7 @@ class Incident:
 
     kind: Kind
     run: str
-    """Name of the run: that of its directory."""
+    """Name of the run's directory."""
     attempt: int
     step: int
     """Newest committed step."""
@@ -139,7 +139,7 @@ class Incident:
     """Exit code of the attempt."""
     reason: str = ""
     next: str = ""
-    """Next automatic action, or what an operator has to do."""
+    """Next automatic action, or the operator's."""
     seq: int = 0
     """Number that separates incidents of one kind in one attempt; a repetition keeps it."""
 
@@ -159,7 +159,7 @@ def is_wanted(target: AlertTarget, kind: str) -> bool:
 
 
 def only_resolves(target: AlertTarget, kind: str) -> bool:
-    """Returns whether this kind raises no alert at the target, but resolves those of other kinds.
+    """Returns whether this kind only resolves alerts of other kinds at the target.
 
     The rate limit does not apply to it: an alert would stay open for good.
     """
@@ -296,7 +296,7 @@ def of_event(event: object, *, run: str) -> Incident | None:
             kind = "supervisor_restarted"
         case GaveUp(exit=code):
             kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
-        case StartRefused(exit=code):  # Another incident than that of a supervisor before it.
+        case StartRefused(exit=code):  # Not the incident of an earlier supervisor.
             kind, what_next, seq = "gave_up", "an operator must act: jaxres hosts RUN_DIR", 1
         case SupervisionEnded(exit=ExitCode.DONE as code):
             kind = "finished"
@@ -372,7 +372,7 @@ def of_attempt(result: AttemptResult, *, run: str, attempt: int, step: int) -> I
         case ExitCode.STOPPED:
             return None
         case ExitCode.FENCED:
-            return None  # The run goes on in another attempt, which reports its own end.
+            return None  # The run continues in another attempt, which reports its own end.
         case ExitCode.DONE:
             kind, what_next = "finished", ""
         case ExitCode.PREEMPTED:

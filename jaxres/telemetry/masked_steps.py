@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass
 class MaskedSteps:
-    """The masked steps of an attempt; not those that are part of finding the loss scale."""
+    """The masked steps of an attempt, without masked steps of the search for the loss scale."""
 
     limit: int | None
     """Most masked steps in a window; None: any number."""

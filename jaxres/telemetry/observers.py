@@ -46,7 +46,7 @@ class Observers:
         self._observers = tuple(observers)
 
     def append(self, observer: Observer) -> None:
-        """Adds an observer at the end; it receives what follows. Only one thread may append."""
+        """Adds an observer at the end, for later events. Only one thread may append."""
         # A new tuple: another thread may be iterating over the present one.
         self._observers = (*self._observers, observer)
 

@@ -86,11 +86,11 @@ class SafeStream:
             self.write(line)
 
     def close(self) -> None:
-        """Flushes only: libraries that close what they log to must not end the process's output."""
+        """Flushes only: a library that closes its log stream must not end the process's output."""
         self.flush()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what else custom code and libraries use of a stream, such as `buffer`."""
+        """Returns any other attribute of the wrapped stream, such as `buffer`, for custom code."""
         return getattr(self._stream, name)
 
 

@@ -93,7 +93,7 @@ class EventFiles:
 
 
 class BucketCopy:
-    """Copies files of a folder to a bucket, those of earlier attempts on this machine too."""
+    """Copies a folder's files to a bucket, files of earlier attempts on this machine too."""
 
     def __init__(self, folder: Path, to: GcsPath) -> None:
         """Stores the paths; sends no request."""

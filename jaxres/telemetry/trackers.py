@@ -27,7 +27,7 @@ MAX_PARAM_CHARS = 6000
 
 @dataclass(frozen=True)
 class Identity:
-    """What a tracker shows of a run; the same for all of its attempts between two rollbacks."""
+    """Identity of a run in a tracker; equal for all its attempts between two rollbacks."""
 
     id: str
     name: str
@@ -40,7 +40,7 @@ class Tracker(Protocol):
     """A service that receives the metrics of one run."""
 
     def open(self, identity: Identity, *, sent_through: int) -> int:
-        """Begins the run, or goes on with it; returns the newest step that the service has.
+        """Begins or continues the run; returns the newest step that the service has.
 
         `sent_through` is the newest step that may have been sent, for a service that can't tell.
         """

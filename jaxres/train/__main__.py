@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], bool]:
 
 
 def training_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without what only the command reads: a secret, whether a restart."""
+    """Returns the environment without variables for the command alone: secret, restart flag."""
     own = (authentication.VARIABLE, RESTART_VARIABLE)
     return {name: value for name, value in env.items() if name not in own}
 

@@ -61,7 +61,7 @@ from jaxres.train.hooks import Hook, Hooks
 
 @dataclass(frozen=True)
 class BuiltTrainer:
-    """The trainer, and what the summary at the end needs besides it."""
+    """The trainer, and further inputs of the summary at the end."""
 
     run: Trainer
     dataset: Dataset
@@ -176,7 +176,7 @@ def _diagnostics(config: RunConfig, context: AttemptContext) -> Diagnostics:
 def _replica_check(
     parts: Components, context: AttemptContext, fingerprints: Any
 ) -> ReplicaCheck | None:
-    """Returns the comparison of the copies of the state; notes what it can't detect."""
+    """Returns the comparison of the copies of the state; emits a note on its blind spots."""
     section, copies = parts.config.guards.corruption, Copies.of(parts.shapes, parts.mesh)
     if section is None:
         return None
@@ -315,7 +315,7 @@ def _row_origins(parts: Components) -> list[tuple[int, int]]:
 def _metrics(
     context: AttemptContext, stack: contextlib.ExitStack
 ) -> tuple[Callable[[MetricsLine], None], Callable[[], None], Callable[[], None]]:
-    """Returns a function that receives every completed step, and those that sync and flush them."""
+    """Returns functions that record a completed step, sync the metrics file and flush it."""
     if not context.peers.member.leads:
         return context.observers.on_step, lambda: None, lambda: None
     metrics = stack.enter_context(MetricsLog(context.run_dir.metrics(context.log.attempt)))

@@ -31,7 +31,7 @@ from jaxres.telemetry import stdio
 SLOWEST_BYTES_PER_SECOND = 10e6
 """Speed of the slowest storage that is not taken for hanging."""
 DELETION_SECONDS = 60.0
-"""Longest wait for the deletion of leftovers; what remains is deleted by the next command."""
+"""Longest wait for the deletion of leftovers; the next command deletes the rest."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
 
 
 def delete_leftovers(run_dir: RunDir) -> None:
-    """Deletes what killed processes of a complete run have left; while it is live, nothing.
+    """Deletes leftovers of a complete run's killed processes; while it is live, nothing.
 
-    That is step directories that nothing uses, and temporary files in the log and of the attempts.
+    These are unused step directories, and temporary files in the log and of the attempts.
 
     A failure is printed: the run is complete all the same.
     """

@@ -1,4 +1,4 @@
-"""Components of the trainer: what the compiled functions and the training loop consist of."""
+"""Components of the trainer: the parts of the compiled functions and of the training loop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Components:
         }
 
     def evaluated_shapes(self, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns those of the rows that the model gets, and that are evaluated."""
+        """Returns `batch_shapes` without the rows' source: the rows for model and evaluation."""
         shapes = self.batch_shapes(rows=rows)
         return {name: shape for name, shape in shapes.items() if name != SOURCE_KEY}
 
@@ -149,7 +149,7 @@ class StepSchedule:
     evaluate_every_steps: int
 
     def at(self, progress: Progress, *, saved_step: int, save_requested: bool) -> DueActions:
-        """Returns what is due: the last step is always saved, and evaluated if any step is.
+        """Returns the actions due now; the last step is always saved, and evaluated if any step is.
 
         Args:
           progress: where the run is.
@@ -241,7 +241,7 @@ class Trainer:
     checkpoints: Checkpointer
     guards: tuple[Guard, ...]
     limits: GuardsSection
-    """Limits on skipped steps and rollbacks, and what a rollback changes."""
+    """Limits on skipped steps and rollbacks, and the changes by a rollback."""
     data_loader: DataLoader
     init: Callable[[RunHistory], tuple[TrainState, dict[str, str] | None]]
     """Run history -> the state before the first step, and its source of weights (Start.init)."""
@@ -349,7 +349,7 @@ class InFlight:
         self.waited_seconds = self.data_seconds = 0.0
 
     def local_times(self, now: float) -> LocalTimes:
-        """Returns how long this host has worked for the step that it dispatches now."""
+        """Returns this host's work and data seconds of the step that it dispatches now."""
         times = LocalTimes(now - self.dispatched_at - self.waited_seconds, self.data_seconds)
         self.dispatched_at, self.waited_seconds, self.data_seconds = now, 0.0, 0.0
         return times

@@ -174,7 +174,7 @@ class SingleHostConsensus:
 
 
 class StepConsensus:
-    """Consensus of several hosts: only what a completed step has returned takes effect."""
+    """Consensus of several hosts: only results of a completed step take effect."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook is called with, after a step whose metrics are written."""
+    """Argument of a hook, after a step whose metrics are written."""
 
     step: int
     params: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Hooks:
         """Newest step that they were called for."""
 
     def begin(self, step: int) -> None:
-        """Sets the step that training goes on from, for which they are not called again."""
+        """Sets the step that training continues from, for which hooks are not called again."""
         self._called = step
 
     def are_due(self, step: int) -> bool:
@@ -94,7 +94,7 @@ class Hooks:
         return [hook for hook in self._hooks if step % hook.section.every_steps == 0]
 
     def call(self, state: TrainState, line: MetricsLine) -> None:
-        """Calls those that are due after the step of this line; `state` is the one after it."""
+        """Calls the hooks that are due after the step of this line, with the state after it."""
         self._called = line.step
         for hook in self._of_step(line.step):
             if not hook.is_on:
@@ -119,7 +119,7 @@ class Hooks:
         self._emit(PhaseChanged("train"))
 
     def _context(self, state: TrainState, line: MetricsLine) -> HookContext:
-        """Returns what one hook is called with; a change of its dicts changes nothing else."""
+        """Returns the context of one hook's call; a change of its dicts changes nothing else."""
         assert self._run_dir is not None
         params, model_state = jax.tree.map(lambda x: x, (self._params_of(state), state.model_state))
         return HookContext(line.step, params, model_state, line.fields(), self._run_dir, self._host)
@@ -136,7 +136,7 @@ def _function_of(section: HookSection, *, key: str) -> Callable[..., object]:
 
 
 def _error_of(hook: Hook, context: HookContext) -> BaseException | None:
-    """Calls a hook and returns what it raises: a KeyboardInterrupt of its own is no Ctrl-C."""
+    """Calls a hook and returns its exception: a KeyboardInterrupt of its own is no Ctrl-C."""
     try:
         hook.function(context, **hook.section.args)
     except BaseException as error:  # noqa: BLE001 - the user's code.

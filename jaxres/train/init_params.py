@@ -391,7 +391,7 @@ def _check_same_weights(
     topic: str,
     seconds: float,
 ) -> None:
-    """Raises if the weights differ from those of host 0 or of an earlier start of this run."""
+    """Raises if the weights differ from host 0's or from an earlier start's of this run."""
     where = f"init_from.path: {source.weights.where}"
     expected = context.peers.broadcast(topic, lambda: digest, seconds=seconds)
     if expected != digest:
@@ -404,7 +404,7 @@ def _check_same_weights(
 
 
 def _check_recorded(source: InitSource, digest: str, history: RunHistory) -> None:
-    """Raises ConfigError if the weights are not those that the run was started with."""
+    """Raises ConfigError if the weights are not the ones that the run was started with."""
     where = f"init_from.path: {source.weights.where}"
     if history.init is not None and history.init["params"] != digest:
         raise ConfigError(

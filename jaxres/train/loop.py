@@ -294,7 +294,7 @@ def _without_warning(run: Trainer, verdict: Verdict, *, step: int) -> Verdict:
 
 
 def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
-    """Waits for the oldest step in flight, writes its metrics, returns what the guards judge."""
+    """Waits for the oldest step in flight, writes its metrics, returns the guards' input."""
     progress, ids, metrics = in_flight.steps.popleft()
     rows, in_flight.cursor = (in_flight.cursor, progress.cursor), progress.cursor
     begun = run.clock.monotonic()

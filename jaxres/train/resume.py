@@ -182,7 +182,7 @@ def restore_or_start(
 
 @dataclass(frozen=True)
 class _Begin:
-    """The state that training begins with, and what the record of the start has about it."""
+    """The state that training begins with, and its fields for the start record."""
 
     state: TrainState
     progress: Progress

@@ -66,7 +66,7 @@ class FirstDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class BreakResult:
-    """One planned break, and what the run log has of it."""
+    """One planned break, and its facts in the run log."""
 
     kind: str
     step: int
@@ -91,7 +91,7 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeCheckResult:
-    """Result of a check of a config: what `--json` prints, and what is kept."""
+    """Result of a check of a config: the output of `--json`, which is also kept."""
 
     format: int = FORMAT
     config: str
@@ -137,7 +137,7 @@ def store(config: RunConfig, result: ResumeCheckResult) -> Path:
 
 @dataclass(frozen=True)
 class KnownResume:
-    """What is known about a config."""
+    """Known result of resumes of a config."""
 
     is_good: bool
     """Whether a check has found it bitwise, with the same versions."""
@@ -145,11 +145,11 @@ class KnownResume:
     date: str = ""
     """Day of the check; empty: there is none, or an older version of jaxres has made it."""
     devices: str = ""
-    """On what it was made."""
+    """Devices of the check."""
 
 
 def read(config: RunConfig) -> KnownResume:
-    """Returns what the newest check of a config has found."""
+    """Returns the result of a config's newest resume check."""
     command = "run `jaxres resume-check` with it"
     try:
         result = json.loads(files.read_whole(path_of(config)))

@@ -150,7 +150,7 @@ class InlineSignals:
         self._exits.close()
 
     def on_attempt(self, stacks: IO[str], leave: Callable[[ExitCode], None]) -> None:
-        """Sets what needs a claimed attempt.
+        """Sets the objects that a claimed attempt provides.
 
         Args:
           stacks: file for the stacks of all threads, written at SIGUSR1.
@@ -199,7 +199,7 @@ class InlineSignals:
                 self._exit_early(exit, number.name)
 
     def on_watcher_event(self, event: WatcherEvent) -> None:
-        """Handles what an operator asks for by files in the run directory; called in any thread."""
+        """Handles an operator's requests by files in the run directory; called in any thread."""
         match event:
             case run_dir_watcher.StopRequested(path):
                 self.requests.request_stop(ExitCode.STOPPED)

@@ -319,7 +319,7 @@ def describe_crash(
 
 
 def dump_stacks_on_signals(stacks: IO[str]) -> None:
-    """Installs what writes the stacks of all threads on a signal of the supervisor.
+    """Installs the dump of all threads' stacks on a signal of the supervisor.
 
     On SIGUSR1 a thread that holds the GIL dumps them: a C handler reads data that other threads
     change, and has crashed a healthy run. If no thread gets the GIL any more, the supervisor sends

@@ -51,7 +51,7 @@ def install(folder: Path, *, state: Path) -> Path:
 
 
 def log(state: Path) -> list[dict[str, Any]]:
-    """Returns what has happened: `start` and `end` of containers, and each `command`."""
+    """Returns the log of the emulator: `start` and `end` of containers, and each `command`."""
     path = state / "log"
     text = path.read_text() if path.exists() else ""
     written = text[: text.rfind("\n") + 1]  # The last line may be written just now.
@@ -75,7 +75,7 @@ def running(state: Path) -> dict[str, int]:
 
 
 def most_at_once(state: Path, name: str) -> int:
-    """Returns how many containers with a name have run at the same time at most."""
+    """Returns the most containers with a name that have run at the same time."""
     now = most = 0
     for entry in log(state):
         if entry.get("name") == name:

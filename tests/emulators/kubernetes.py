@@ -269,7 +269,7 @@ def jobset_action(policy: Mapping[str, Any], reason: str, message: str) -> str:
 
 
 def after_exit(owner: Mapping[str, Any], code: int, *, is_disrupted: bool = False) -> str:
-    """Returns what follows a pod's failure: an action of the Job, or of its JobSet."""
+    """Returns the action of the Job, or of its JobSet, after a pod's failure."""
     spec = job_spec(owner)
     rules = spec["podFailurePolicy"]["rules"]
     action, message = pod_failure(rules, code, is_disrupted=is_disrupted, pod="default/pod")
@@ -435,7 +435,7 @@ class Cluster:
             self.state = "Complete"
 
     def _act(self, pod: Pod) -> str:
-        """Returns what follows the failure of a pod."""
+        """Records the failure of a pod; returns the action that follows."""
         code = pod.process.returncode
         code = 128 - code if code < 0 else code
         self.exits.append((pod.index, code))

@@ -84,7 +84,7 @@ def _check_types(found: Mapping[str, Any], types: Mapping[str, Any]) -> None:
 
 
 def after_exits(task: Mapping[str, Any], codes: Sequence[int], *, failed_before: int = 0) -> str:
-    """Returns what follows the exits of all nodes, none of which is lost.
+    """Returns the reaction of SkyPilot to the exits of all nodes, none of which is lost.
 
     Args:
       task: its rules.

@@ -116,7 +116,7 @@ class SlurmCluster:
         _signal(_on_node(self, name), signal.SIGTERM)
 
     def call(self, *command: str) -> str:
-        """Returns what a command of Slurm prints."""
+        """Returns the output of a command of Slurm."""
         env = {**os.environ, **self.env}
         done = subprocess.run(
             command, capture_output=True, text=True, env=env, timeout=SURE_SECONDS

@@ -172,7 +172,7 @@ def reach(where: str) -> None:
 
 
 def row_seconds(pace: float) -> float:
-    """Returns how long the row takes that this host reads now."""
+    """Returns the seconds that the row takes that this host reads now."""
     host, count, factor = os.environ.get("SLOW", "::").split(":")
     if host != str(jax.process_index()):
         return pace

@@ -31,7 +31,7 @@ def join_ours() -> None:
 
 
 def state() -> dict[str, Any]:
-    """Returns what a command must leave as it was."""
+    """Returns the state of this process that a command must leave unchanged."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
     return {

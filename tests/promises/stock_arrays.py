@@ -82,7 +82,7 @@ def key_data(name: str, step: int) -> np.ndarray:
 
 
 def table(step: int) -> Table:
-    """Returns what must be in a step."""
+    """Returns dtype, shape and SHA-256 of every array that a step must contain."""
     kinds = [(name, kind) for name in PLACED for kind in dtypes_of(name)]
     arrays = {f"{name}/{kind}": values(name, kind, step) for name, kind in kinds}
     arrays |= {f"key/{name}": key_data(name, step) for name in KEYS}

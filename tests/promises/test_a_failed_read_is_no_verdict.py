@@ -163,7 +163,7 @@ def corpora_of(caches: Path) -> dict[str, int]:
 
 
 def places_of(calls: Sequence[str]) -> Counter[str]:
-    """Returns how often each place is read; a place is a pattern for `continue_with_...`."""
+    """Returns the number of reads of each place; a place is a pattern for `continue_with_...`."""
     return Counter(VARIABLE.sub("*", call.replace("[", "?")) for call in calls)
 
 

@@ -27,7 +27,7 @@ def held_config(cloud: Cloud, gate: Path) -> Path:
 
 
 def trained(cloud: Cloud) -> str:
-    """Returns what the training processes have printed on their VMs."""
+    """Returns the output of the training processes on all VMs."""
     return "".join(path.read_text() for path in cloud.gce.root.rglob("output-*.txt"))
 
 

@@ -466,7 +466,7 @@ def free_address() -> str:
 
 
 def event_files(run_dir: RunDir) -> Any:
-    """Returns what TensorBoard reads in a run directory."""
+    """Returns TensorBoard's view of the event files in a run directory."""
     reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     found = reader.EventAccumulator(str(run_dir.tensorboard))
     found.Reload()

@@ -113,7 +113,7 @@ changed = jax.jit(
     lambda state, number: jax.tree.map(lambda x: x + number.astype(x.dtype), state),
     donate_argnums=0,
 )
-"""Makes another state for each save: jaxres links what is the same as two saves before."""
+"""Makes another state for each save: jaxres links arrays equal to those two saves before."""
 
 
 compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4, lambda _, y: (y @ y) / len(x), x))
@@ -479,7 +479,7 @@ def _plain_read(path: Path) -> None:
 
 
 def _print_first_steps(folder: Path, make: Callable[[], Any], *, rounds: int) -> None:
-    """Prints what a verified restore and the first step take, against a plain read."""
+    """Prints the time of a verified restore and the first step, against a plain read."""
     step_dir, commit, like = commit_step(folder / "first-steps", make())
     stored = [path for path in Path(str(step_dir)).rglob("*") if path.is_file()]
 

@@ -353,7 +353,7 @@ def crops(folder: Path, *, repeats: int) -> None:
 
 
 def peers(folder: Path, *, repeats: int, python: str) -> None:
-    """Compares batches with those of other libraries, from the same file of tokens."""
+    """Compares the speed of batches with other libraries, from the same file of tokens."""
     path = write_random(folder, mib=128)
 
     def tokens_per_second(kind: str, rows: int, seq_len: int) -> float:

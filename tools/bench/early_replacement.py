@@ -53,7 +53,7 @@ PEER_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Way:
-    """How a VM is lost, and what replaces it."""
+    """A way to lose a VM, and its replacement."""
 
     has_notice: bool
     is_early: bool = False

@@ -1,4 +1,4 @@
-"""Benchmark of the metrics for Prometheus: what they cost a step of 20 ms, in processor time.
+"""Benchmark of the metrics for Prometheus: processor time per step of 20 ms.
 
     python tools/bench/exporter.py [--rounds 40] [--steps 1000]
 
@@ -52,7 +52,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Earlier:
-    """A message without what is exported: number and duration of the step."""
+    """A message without the exported fields: number and duration of the step."""
 
     step: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Benchmark of a long run log: what a start, a save, `status` and the end take after many records.
+"""Benchmark of a long run log: start, save, `status` and end after many records.
 
     python tools/bench/long_log.py --records 10 10000 100000 --steps 1000000
 

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measure(name: str, plan: Plan) -> None:
-    """Simulates a plan and prints what it took."""
+    """Simulates a plan and prints the time of the simulation."""
     began, used = time.monotonic(), time.process_time()
     found = simulate(plan, hours=24 * DAYS, replications=RUNS)
     seconds = {"seconds": time.monotonic() - began, "cpu_seconds": time.process_time() - used}

@@ -47,7 +47,7 @@ class Execution:
         return f"run-{self.plan.number:04d}"
 
     def execute(self) -> tuple[KilledFacts, tuple[Landed, ...]]:
-        """Runs, kills and restarts until the run is complete; returns what was seen."""
+        """Runs, kills and restarts until the run is complete; returns the observed facts."""
         run = ObservedRun(start(self.workspace, self.plan, self.name), time.monotonic())
         waits, problem = Waits(run, self.timing), ""
         try:
@@ -88,7 +88,7 @@ class Execution:
     def _strike(
         self, run: ObservedRun, kill: Kill, target: str, *, after: Callable[[], object] = int
     ) -> bool:
-        """Sends SIGKILL to what there is of a target; returns whether it has hit.
+        """Sends SIGKILL to the processes of a target; returns whether it has hit.
 
         Args:
           run: the run.
@@ -191,7 +191,7 @@ def start(workspace: Workspace, plan: RunPlan, name: str, *extra: str) -> Traini
 
 
 def unbroken(workspace: Workspace, plan: RunPlan, name: str) -> tuple[RunFacts, Timing]:
-    """Runs a plan's config without a kill; returns what it has done, and its times."""
+    """Runs a plan's config without a kill; returns its facts and times."""
     run_dir = workspace.run_dir(name)
     if not files.exists(run_dir.log) or run_history(run_dir).step < STEPS:
         command = start(workspace, plan, name, "checkpoint.keep_last=100")

@@ -46,7 +46,7 @@ from tools.campaign.waits import Timing, measured  # noqa: E402
 
 HERE = ROOT / "experiments" / "campaign"
 BUILD = ROOT / "build" / "campaign"
-"""Folder of what later slices use too."""
+"""Folder that later slices use too."""
 CACHES = BUILD / "caches"
 BUCKET = "bucket"
 MORE_SPARES = 2
@@ -171,7 +171,7 @@ class Slice:
                     os.waitpid(pid, os.WNOHANG)
 
     def end(self) -> None:
-        """Ends what still runs."""
+        """Ends the processes that still run."""
         for workspace in self.workspaces:
             workspace.end_all()
 

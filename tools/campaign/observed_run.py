@@ -47,7 +47,7 @@ class Landed:
 
 @dataclass
 class ObservedRun:
-    """A run that is executed, and what was seen of it so far."""
+    """A run that is executed, and the facts observed so far."""
 
     command: TrainingProcess
     """Its newest command."""

@@ -18,7 +18,7 @@ ENDS = (None, SIGNAL_BASE + signal.SIGKILL, ExitCode.DONE)
 
 @dataclass(frozen=True)
 class KilledFacts:
-    """What is known about a killed run."""
+    """Facts about a killed run."""
 
     run: RunFacts
     records: Sequence[Record]
@@ -26,9 +26,9 @@ class KilledFacts:
     seen_digests: Mapping[int, str]
     """Committed step -> content digest, as it was when a process was killed."""
     damaged: tuple[str, ...] = ()
-    """What a verification of the committed steps has found at the end."""
+    """Damage that a verification of the committed steps has found at the end."""
     left: tuple[str, ...] = ()
-    """What the run has left behind."""
+    """Leftovers of the run."""
     problem: str = ""
     """Why it was given up."""
 

@@ -16,7 +16,7 @@ from tools.campaign.observed_run import ObservedRun
 from tools.campaign.plan import PLACES, STEPS, Kill
 
 LIMIT_SECONDS = 600.0
-"""Longest wait for a place, an end or a start: what takes longer is a broken promise."""
+"""Longest wait for a place, an end or a start; a longer one is a broken promise."""
 POLL_SECONDS = 0.01
 POLL_SHARE = 0.05
 """Most of a core that a wait may use: it reads logs, which takes long on a busy machine."""
@@ -26,7 +26,7 @@ RUNNING = ("train", "wait for data", "evaluate", "save", "settle")
 
 
 class GivenUp(Exception):
-    """The run does not go on as it must."""
+    """The run does not continue as it must."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Waits:
         return not self.has_ended()
 
     def _progress(self) -> int:
-        """Returns the newest finished step since the last kill; in a bucket, what was printed."""
+        """Returns the newest finished step since the last kill; in a bucket, the printed one."""
         if self.run.is_remote:
             found = PRINTED_STEP.findall(self.run.command.printed()[self.run.printed :])
             return int(found[-1]) if found else 0

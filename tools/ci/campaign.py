@@ -1,4 +1,4 @@
-"""Runs everything: all tests, all mutants, other versions. It can be interrupted, and goes on.
+"""Runs everything: all tests, all mutants, other versions. An interrupted campaign resumes.
 
     python -m tools.ci.campaign                    all parts that have not passed on this commit
     python -m tools.ci.campaign --only PART ...    these: fast, slow, mutants, campaign, versions
@@ -82,7 +82,7 @@ def _run(part: str, folder: Path) -> int | None:
 
 @contextmanager
 def recorded(folder: Path) -> Iterator[None]:
-    """Every Python process of this environment records what it executes, within the block."""
+    """Makes every Python process of this environment record its executed files, in the block."""
     path = Path(sysconfig.get_path("purelib"), PTH)
     path.write_text(executed.pth(folder))
     try:
@@ -92,7 +92,7 @@ def recorded(folder: Path) -> Iterator[None]:
 
 
 def merged(results: Results, folder: Path, *, passed: str | None) -> Results:
-    """Returns the results with those of a campaign.
+    """Returns the results merged with the results of a campaign.
 
     Args:
       results: those so far.

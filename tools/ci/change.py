@@ -1,4 +1,4 @@
-"""What a run of CI compares with, and which files tests and mutants name."""
+"""The base that a run of CI compares with, and the files that tests and mutants name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugin of pytest: of the slow tests, runs those that `selection.py` chooses, and says so.
+"""Plugin of pytest: runs the slow tests that `selection.py` chooses, and prints the choice.
 
 python -m pytest -p tools.ci.chosen -m 'slow and not campaign and not gpu'
 """
@@ -47,7 +47,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def tests_of(
     nodeids: Iterable[str], *, results: Results, changed: frozenset[str] | None
 ) -> list[Case]:
-    """Returns slow tests with what is known of them.
+    """Returns slow tests with their known costs, files and last runs.
 
     Args:
       nodeids: their names.
@@ -82,7 +82,7 @@ def report(
     changed: frozenset[str] | None,
     what: str,
 ) -> list[str]:
-    """Returns the lines that say what is run, and what is not."""
+    """Returns the lines about the chosen tests, and about the left-out ones."""
     tests = list(tests)
     base = "no campaign has passed on an ancestor of this commit: only the share"
     if changed is not None:
@@ -109,7 +109,7 @@ def _seconds(tests: Iterable[Case]) -> int:
 
 
 def mutants_of(known: Mapping[str, mutants.Mutant], *, results: Results) -> list[Case]:
-    """Returns the mutants with what is known of them."""
+    """Returns the mutants with their known costs, files and last runs."""
     found = []
     for name, mutant in known.items():
         names = frozenset({*mutant.files, mutant.promise.partition("::")[0]})
@@ -123,4 +123,4 @@ def mutants_of(known: Mapping[str, mutants.Mutant], *, results: Results) -> list
 
 
 UNIT_SECONDS, PROMISE_SECONDS = 5.0, 30.0
-"""What a mutant is taken to need that no result file has: two run at a time."""
+"""Assumed seconds of a mutant that no result file has: two run at a time."""

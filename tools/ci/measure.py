@@ -63,7 +63,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the tests that have not passed yet, if this run goes on with an interrupted one."""
+    """Leaves only tests that have not passed yet, if this run resumes an interrupted one."""
     if RESUME in os.environ:
         passed = {
             line["test"] for line in lines(Path(os.environ[LINES])) if line["outcome"] != "failed"

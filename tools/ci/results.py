@@ -1,4 +1,4 @@
-"""The result file: what every slow test and mutant took, when it last passed, what it executed.
+"""The result file: time, last pass and executed files of every slow test and mutant.
 
 A campaign writes it (`campaign.py`), and a developer adds what CI has run on a change:
 
@@ -25,7 +25,7 @@ TESTS, MUTANTS = "tests.jsonl", "mutants.jsonl"
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a slow test or a mutant."""
+    """Known facts about a slow test or a mutant."""
 
     wall: float
     """Seconds."""
@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Results:
-    """What the file has."""
+    """Contents of the file."""
 
     passed: str | None = None
     """Newest commit on which a whole campaign has passed; None: none has."""

@@ -16,7 +16,7 @@ SHARE_SECONDS = 120.0
 MUTANT_SECONDS = 60.0
 NUM_CORES = 2
 UNKNOWN_SECONDS = 30.0
-"""What a test is taken to need that no result file has."""
+"""Assumed seconds of a test that no result file has."""
 NO_CODE = ("docs/", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "experiments/")
 """Paths that no slow test runs: a change of these alone chooses none."""
 
@@ -27,18 +27,18 @@ class Case:
 
     name: str
     names: frozenset[str] = frozenset()
-    """Files that it names: its own, those it imports, those that its mutants change."""
+    """Files that it names: its own, its imports, files that its mutants change."""
     executed: frozenset[str] = frozenset()
     """Files that it executed in the last campaign."""
     seconds: float = UNKNOWN_SECONDS
-    """What it adds to a run's time: its share of the cores."""
+    """Seconds that it adds to a run: its share of the cores."""
     landing: int = -1
     """Number of the landing at which it last passed; -1: never."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run of CI does, and why."""
+    """The tests of a run of CI, and why."""
 
     closest: tuple[Case, ...] = ()
     share: tuple[Case, ...] = ()
@@ -124,7 +124,7 @@ def fill(tests: Iterable[Case], seconds: float) -> tuple[list[Case], list[Case]]
 
 
 def cost(*, processor: float, wall: float, num_workers: int) -> float:
-    """Returns what a test adds to the time of a run with so many workers on NUM_CORES cores."""
+    """Returns the time that a test adds to a run with so many workers on NUM_CORES cores."""
     return max(processor / NUM_CORES, wall / num_workers)
 
 

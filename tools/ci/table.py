@@ -1,4 +1,4 @@
-"""Prints what each family of tests costs, and what it alone is for.
+"""Prints the cost and the sole purpose of each family of tests.
 
     python -m tools.ci.table build/campaign/COMMIT > tests/costs.md
 

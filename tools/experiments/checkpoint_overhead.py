@@ -1,4 +1,4 @@
-"""What asynchronous and synchronous saves cost with a slow store, in one run.
+"""Cost of asynchronous and synchronous saves with a slow store, in one run.
 
     python -m tools.experiments.checkpoint_overhead
 
@@ -59,7 +59,7 @@ def is_committed(run_dir: str, step: int) -> bool:
 
 
 def requested(words: str) -> bytes:
-    """Returns what the emulated bucket answers."""
+    """Returns the emulated bucket's response to a GET request."""
     url = f"{os.environ['STORAGE_EMULATOR_HOST']}/storage/v1/b/{BUCKET}/o{words}"
     with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as answer:
         return answer.read()

@@ -85,7 +85,7 @@ def digest(run_dir: Path) -> str:
 
 
 def flip(folder: Path, *, number: int) -> str:
-    """Flips the random bit `number` of a folder's files; returns what kind of file it was in."""
+    """Flips the random bit `number` of a folder's files; returns the kind of the file."""
     chance = random.Random(number)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     sizes = {path: path.stat().st_size for path in paths}

@@ -1,4 +1,4 @@
-"""How much of a training state changes between checkpoints, and what a delta of it saves.
+"""Share of a training state that changes between checkpoints, and savings of a delta.
 
     python -m tools.experiments.delta_size [RUN_DIR]
 
@@ -83,7 +83,7 @@ def joined(arrays: Arrays, mark: str) -> np.ndarray:
 
 
 def facts(old: np.ndarray, new: np.ndarray) -> dict[str, Any]:
-    """Returns what has changed, and the bytes of the delta as shares of the uncompressed ones."""
+    """Returns the changes between two arrays, and the delta's size relative to the uncompressed."""
     size = new.dtype.itemsize
     before, after = (array.view(np.uint8).reshape(-1, size) for array in (old, new))
     xor = before ^ after
@@ -113,7 +113,7 @@ def compressed(data: np.ndarray) -> dict[str, float]:
 
 
 def lossy(old: np.ndarray, new: np.ndarray, is_far: np.ndarray) -> dict[str, float]:
-    """Returns what the published recipe saves, and the relative errors of what it leaves out."""
+    """Returns the savings of the published recipe and the relative errors of omitted changes."""
     restored = np.where(is_far, new, old)
     errors = np.abs(restored - new)[new != 0] / np.abs(new[new != 0])
     kept = float(np.mean(is_far))

@@ -103,7 +103,7 @@ class Job:
         return next((own for own in ends if own["attempt"] == self.attempt), None)
 
     def close(self) -> None:
-        """Kills what is left."""
+        """Kills the processes that are left."""
         for process in self.supervisors:
             started = children(process.pid) if process.poll() is None else []
             for pid in [process.pid, *started]:

@@ -108,7 +108,7 @@ def outcome(path: Path, load: Callable[[Path], Arrays], wanted: Arrays) -> str:
 
 
 def after_flips(folder: Path, name: str, wanted: Arrays) -> Counter[str]:
-    """Returns what reading does after flips of single bits, each in an intact copy."""
+    """Counts the outcomes of reads after a flip of a single bit, each in an intact copy."""
     save, load = FORMATS[name]
     clean, copy = folder / "clean", folder / "copy"
     save(clean, wanted)

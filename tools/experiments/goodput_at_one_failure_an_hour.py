@@ -1,4 +1,4 @@
-"""What each tier of checkpoints brings at one failure an hour: a simulation of a 70B job.
+"""Gain of each checkpoint tier at one failure an hour: a simulation of a 70B job.
 
     python -m tools.experiments.goodput_at_one_failure_an_hour
 
@@ -70,7 +70,7 @@ COMPILE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Job:
-    """A job's tiers, and what a replacement costs."""
+    """A job's tiers, and the time of a replacement."""
 
     tiers: Mapping[str, Tier]
     boot_seconds: float

@@ -39,7 +39,7 @@ def row(per_hour: float) -> dict[str, float]:
 
 
 def result() -> dict[str, Any]:
-    """Returns the table, and what reaches 95 % at one failure an hour."""
+    """Returns the table, and the measures that reach 95 % at one failure an hour."""
     rows = {f"{per_hour:.3g}": row(per_hour) for per_hour in FAILURES_PER_HOUR}
     hourly = rows["1"]
     return {

@@ -1,4 +1,4 @@
-"""What a job costs with and without fault tolerance: a published table, and the plan of such a job.
+"""Cost of a job with and without fault tolerance: a published table, and such a job's plan.
 
     python -m tools.experiments.insurance
 

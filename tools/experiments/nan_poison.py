@@ -126,7 +126,7 @@ def fresh_loss(params: Arrays) -> dict[str, float | None]:
 
 
 def with_jaxres(folder: Path, *, poisoned: int) -> dict[str, Any]:
-    """Trains with jaxres; returns what was skipped and how many numbers are not finite."""
+    """Trains with jaxres; returns the skipped steps and the number of non-finite values."""
     run_dir = folder / f"run-{poisoned}"
     own = (f"data.source.args={{poisoned: {poisoned}}}",)
     TrainingProcess(FOLDER / "run.yaml", run_dir=run_dir, overrides=own).finish()

@@ -1,4 +1,4 @@
-"""What a month of hourly checkpoints of a terabyte takes and costs, by retention policy.
+"""Size and cost of a month of hourly terabyte checkpoints, by retention policy.
 
     python -m tools.experiments.retention_bill
 

@@ -35,7 +35,7 @@ STEP_FOLDER = re.compile(r"\d+-\d+")
 
 @dataclass
 class Setting:
-    """One run directory with its way to save, and what it has done over all its attempts."""
+    """One run directory with its way to save, and its figures over all attempts."""
 
     name: str
     when: tuple[str, ...]
@@ -46,7 +46,7 @@ class Setting:
     steps: list[int] = field(default_factory=list)
     """Steps finished after the first of each attempt, whether or not they were committed."""
     committed: list[int] = field(default_factory=list)
-    """Of these, those that were committed when the kill came."""
+    """Of these, the steps that were committed when the kill came."""
     seconds: list[float] = field(default_factory=list)
     """CPU time of each attempt, from its first step to the kill."""
     wall_seconds: list[float] = field(default_factory=list)
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def _calibrate(folder: Path) -> tuple[SaveCosts, float]:
-    """Measures what a save costs: runs without saves and with one after another, in turns."""
+    """Measures the cost of a save: runs without saves and with one after another, in turns."""
     without = Setting("without", (), folder / "calibrate-without")
     always = Setting("always", ("checkpoint.when.kind=continuous",), folder / "calibrate-always")
     for _ in range(CALIBRATIONS):
@@ -152,7 +152,7 @@ def _result(settings: list[Setting], *, costs: SaveCosts, step_seconds: float) -
 
 
 def _row(setting: Setting, *, costs: SaveCosts, step_seconds: float) -> dict[str, Any]:
-    """Returns what one setting has done, and what the simulation expects of the same kills."""
+    """Returns the measured results of a setting and the share simulated under the same kills."""
     seconds, saves = sum(setting.seconds), max(1, setting.saves)
     interval = seconds / saves
     if setting.asked_steps is not None:

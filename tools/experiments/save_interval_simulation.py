@@ -20,7 +20,7 @@ KILLS = 50
 
 @dataclass(frozen=True)
 class SaveCosts:
-    """What a save costs."""
+    """Cost of a save."""
 
     stall_seconds: float
     """Training time lost to one save."""

@@ -25,7 +25,7 @@ TOLERANCE = 0.1
 
 
 def written(folder: Path, *, mesh: str, hosts: int) -> dict[str, Any]:
-    """Trains 4 steps and returns the bytes of array data by host, and those of all other files."""
+    """Trains 4 steps and returns the bytes of array data by host, and of all other files."""
     run_dir = folder / f"{hosts}-{mesh.partition('=')[0]}"
     command = [sys.executable, "-m", "jaxres.launch", "local", str(CONFIG), f"run.dir={run_dir}"]
     command += [mesh, "--hosts", str(hosts), "--devices-per-host", "1"]
@@ -52,7 +52,7 @@ def written(folder: Path, *, mesh: str, hosts: int) -> dict[str, Any]:
 
 
 def result() -> dict[str, Any]:
-    """Returns what each host writes, by mesh and number of hosts."""
+    """Returns the bytes that each host writes, by mesh and number of hosts."""
     with tempfile.TemporaryDirectory(prefix="jaxres-experiment-") as name:
         found = {
             mesh: {str(n): written(Path(name), mesh=flag, hosts=n) for n in HOSTS}

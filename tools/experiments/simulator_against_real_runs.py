@@ -134,7 +134,7 @@ def _worker(supervisor: int) -> int:
 
 
 def compared(setting: Setting, run_dir: Path, gaps: Sequence[float]) -> dict[str, Any]:
-    """Returns the goodput of the ledger beside that of the simulation."""
+    """Returns the goodput of the ledger beside the simulated goodput."""
     plan = json.loads(jaxres("plan", "--from", str(run_dir), "--json", "--replications", "1"))
     ledger = json.loads(jaxres("report", str(run_dir), "--json"))
     return row_of(setting.name, plan, ledger) | {
@@ -145,7 +145,7 @@ def compared(setting: Setting, run_dir: Path, gaps: Sequence[float]) -> dict[str
 
 
 def row_of(name: str, plan: dict[str, Any], ledger: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the report and the plan have found of one run."""
+    """Returns the measured and the simulated figures of one run."""
     simulated, measured = plan["measured"]["simulated"], ledger["goodput"]
     lost = sum(incident["steps_lost"] for incident in ledger["incidents"])
     seconds = {name: round(value, 1) for name, value in ledger["by_activity"].items() if value}

@@ -1,4 +1,4 @@
-"""What a month of training costs on Spot VMs, by how often they are preempted.
+"""Cost of a month of training on Spot VMs, by the rate of preemptions.
 
     python -m tools.experiments.spot_month
 
@@ -23,7 +23,7 @@ WANTED = 0.6
 
 
 def month(*, rate: float, notice: int, minutes: int) -> dict[str, float]:
-    """Returns the useful share, and what Spot VMs save for the same useful time."""
+    """Returns the useful share, and the savings by Spot VMs for as much useful time."""
     found = plans.planned(
         *(*JOB, "--spot-rate", rate, "--notice-seconds", notice),
         *("--boot-seconds", 60 * minutes),

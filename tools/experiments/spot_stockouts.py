@@ -1,4 +1,4 @@
-"""What a Spot fleet costs if no Spot VM is free for some of the preempted ones.
+"""Cost of a Spot fleet if no Spot VM is free for some of the preempted ones.
 
     python -m tools.experiments.spot_stockouts
 

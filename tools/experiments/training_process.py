@@ -91,7 +91,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def jaxres(*words: str) -> str:
-    """Runs a command of jaxres and returns what it prints."""
+    """Runs a command of jaxres and returns its output."""
     command = [sys.executable, "-m", "jaxres", *words]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
@@ -115,7 +115,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result as JSON; the date is that of the run."""
+    """Writes a result as JSON, with today's date and the machine."""
     dated = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), **result}
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(dated, indent=2) + "\n")

@@ -193,7 +193,7 @@ def _environment(path: Sequence[str]) -> dict[str, str]:
 
 
 def _due(asked: Sequence[Part], results: Mapping[str, Result]) -> list[Part]:
-    """Returns the parts that have not passed; those that have never run are first."""
+    """Returns the parts that have not passed; parts that have never run come first."""
     due = [part for part in asked if not _has_passed(results.get(part.name))]
     ran = {name for name, result in results.items() if result.status != NO_TIME}
     return sorted(due, key=lambda part: part.name in ran)
@@ -271,7 +271,7 @@ def _has_results(out: Path) -> bool:
 
 
 def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: bool) -> Result:
-    """Runs a part in a process of its own, and kills what it leaves."""
+    """Runs a part in a process of its own, and kills its leftover processes."""
     folder = out / part.name
     figures, output = out / f"{part.name}.json", out / f"{part.name}.txt"
     figures.unlink(missing_ok=True)

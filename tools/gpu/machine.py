@@ -1,4 +1,4 @@
-"""Parts about the machine: what it is, how fast it copies, whether it is healthy."""
+"""Parts about the machine: its description, its speed of copies, its health."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _topology() -> Figures:
 
 
 def health(folder: Path) -> Iterator[Figures]:
-    """Yields what the driver reports about faults; fails if the GPU has some."""
+    """Yields the driver's report on faults; fails if the GPU has some."""
     del folder
     found = nvml.readings()
     yield {f"nvml {name}" if name != "nvml" else name: value for name, value in found.items()}

@@ -110,7 +110,7 @@ def resume_bitwise(folder: Path) -> Figures:
 
 
 def resume_fast(folder: Path) -> Figures:
-    """Returns how much differs without deterministic kernels; the guarantee must not say less."""
+    """Compares runs without deterministic kernels; fails if a guarantee is bitwise and wrong."""
     figures = _resume(folder, "fast")
     if not figures["equal_digest"]:
         assert not str(figures["guarantee"]).startswith("bitwise"), figures["guarantee"]
@@ -286,7 +286,7 @@ def _used_mib() -> int | None:
 
 
 def _gpu_processes() -> object:
-    """Returns how many processes the driver lists; raises if there are any but this one.
+    """Fails if the driver lists a GPU process other than this one; returns 0 if it lists none.
 
     A container or a virtual machine may list none at all, so the used memory is compared too.
     """

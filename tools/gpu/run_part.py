@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main(module: str, part: str, folder: Path, figures: Path) -> None:
-    """Calls MODULE.PART(FOLDER) and writes what it returns or yields."""
+    """Calls MODULE.PART(FOLDER) and writes its returned or yielded figures."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     made = getattr(importlib.import_module(module), part)(folder)

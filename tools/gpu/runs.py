@@ -1,4 +1,4 @@
-"""Training runs of the parts: real commands, and what they have recorded."""
+"""Training runs of the parts: real commands, and their records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part about saves: what they cost training, and the GB/s of copies, restores and digests."""
+"""The part about saves: their cost to training, and the GB/s of copies, restores, digests."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _pinned(state: Any) -> Any:
 
 
 def _held_up(folder: Path, make: Make, copies: dict[str, float]) -> Figures:
-    """Times the call of a save and the step after it, which waits for what it donates."""
+    """Times the call of a save and the step after it, which waits for its donated arrays."""
     for name in ("copy", "device", "stock"):
         (folder / name).mkdir()
     ways = {name: bench.ours(folder / name, name) for name in ("copy", "device")}

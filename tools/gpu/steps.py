@@ -72,7 +72,7 @@ def _step_seconds(parts: Components, step: Any) -> float:
 
 
 def memory(folder: Path) -> Iterator[Figures]:
-    """Yields doctor's estimates, XLA's analysis, and what the device has used at most."""
+    """Yields doctor's estimates, XLA's analysis, and the device's peak memory."""
     parts = _assembled(folder)
     state = sharding_report.of(parts.shapes, parts.model, parts.mesh).device_bytes
     before = _peak()

@@ -47,7 +47,7 @@ TINY = "tests/promises/tiny.yaml"
 
 @dataclass(frozen=True)
 class Case:
-    """With what a mutant is tried."""
+    """Scenarios, config and topology with which a mutant is tried."""
 
     only: str = "default"
     """Scenarios; `default`: the whole default schedule."""
@@ -100,12 +100,11 @@ CAUGHT: Mapping[str, Case] = {
     "busy-seconds-include-waits": Case("straggler", FAULTY, 2),
     "adopted-job-begins-again": Case("launcher-kill", TINY),
 }
-"""Mutant -> the scenarios that suffice, those of the default schedule before others, and the
-config."""
+"""Mutant -> the scenarios that suffice, scenarios of the default schedule first, and the config."""
 
 
 def main(arguments: list[str]) -> int:
-    """Prints for each mutant what has caught it; 0 if all were caught."""
+    """Prints the scenario that has caught each mutant; returns 0 if all were caught."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -116,7 +116,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _kill_descendants() -> None:
-    """Kills all processes below this one, which inherits those that lose their parent."""
+    """Kills all processes below this one, which inherits orphaned processes."""
     while pids := _descendants():
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -172,7 +172,7 @@ def _enter(tree: Path, env: Mapping[str, str], *, log: str) -> None:
 
 
 class Reporter:
-    """Pytest plugin that writes what became of each test, and stops at the first wrong failure.
+    """Pytest plugin that writes the outcome of each test, and stops at the first wrong failure.
 
     A line has the fields test, phase and outcome; that of a failure also by (its class), is_right
     and reason.
@@ -186,7 +186,7 @@ class Reporter:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Writes a line for each call, and for what fails before or after it."""
+        """Writes a line for each call, and for each failure before or after it."""
         report = yield
         if not report.failed:
             if report.when == "call" or report.skipped:

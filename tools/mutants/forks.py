@@ -26,7 +26,7 @@ MODULES = (
     *("jax.experimental.serialize_executable", "concurrent.futures.process", "http.server"),
     *("multiprocessing.connection", "asyncio", "unittest.mock", "email.message"),
 )
-"""What most tests import, besides what a mutant may change."""
+"""Modules that most tests import, besides the modules that a mutant may change."""
 AT_IMPORT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 """Variables that tests/conftest.py sets, and that an import of a library reads."""
 NOT_INHERITED = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
@@ -107,7 +107,7 @@ SURE_SECONDS = "120"
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of this process without what says how Python and pytest run in it.
+    """Returns the environment of this process without variables that control Python and pytest.
 
     Many mutants show only as a wait without an end, so the waits of tests are shorter.
     """

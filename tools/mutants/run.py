@@ -61,7 +61,7 @@ Verdict = Literal["died", "survived", "wrong reason", "no verdict", "does not ap
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant.
+    """Result of a mutant.
 
     Attributes:
       by: class of the exception that has decided.
@@ -147,7 +147,7 @@ def run(
     modules: Sequence[str] = MODULES,
     limit: float = LIMIT_SECONDS,
 ) -> list[Result]:
-    """Returns what became of each mutant, in their order, and prints it as soon as it is known.
+    """Runs the mutants; prints each result when it is known and returns all in their order.
 
     Args:
       mutants: which ones.
@@ -189,7 +189,7 @@ def run(
 
 
 def _read_results(path: Path | None) -> dict[tuple[str, str], Result]:
-    """Returns those that have died, by name and digest."""
+    """Returns the results of earlier runs in which the mutant died, by its name and digest."""
     if path is None:
         return {}
     results = [Result(**line) for line in lines(path) if line["verdict"] == "died"]
@@ -230,7 +230,7 @@ class Bench:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_compiled(self, root: Path) -> None:
-        """Copies what the tests of the working tree have compiled, so that mutants add nothing."""
+        """Copies the compiled programs of the working tree's tests, so that mutants add none."""
         for folder in (root / ".pytest_cache" / "d").glob("xla-*"):
             with contextlib.suppress(shutil.Error):  # Others may be changing it.
                 shutil.copytree(folder, self._folder / "cache" / "d" / folder.name)

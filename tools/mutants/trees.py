@@ -25,7 +25,7 @@ FIRST_TIME = 1_000_000_000
 
 
 def copy_tree(root: Path, tree: Path) -> None:
-    """Copies a working tree, without what git ignores."""
+    """Copies a working tree, without files that git ignores."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
     for name in sorted(set(filter(None, listed.stdout.split("\0")))):
@@ -87,7 +87,7 @@ class Tree:
         return errors(changed)
 
     def restore(self) -> None:
-        """Removes what was added and brings back what was changed or removed.
+        """Removes added files and restores changed or removed ones.
 
         Bytecode stays: that of a file that was changed fits no file again.
         """

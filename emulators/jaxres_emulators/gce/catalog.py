@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def cpu_metric(self) -> str:
-        """Quota of its CPUs; empty: it is not among those that a region lists."""
+        """Quota of its CPUs; empty: regions list no such quota."""
         family = self.name.partition("-")[0].upper()
         if family in ("E2", "N1"):
             return "CPUS"
@@ -194,7 +194,7 @@ class Catalog:
     )
     """Region and name."""
     shared_subnetworks: set[tuple[str, str, str]] = field(default_factory=set)
-    """Those of a Shared VPC: host project, region and name."""
+    """Subnetworks of a Shared VPC: host project, region and name."""
     networks: dict[tuple[str, str, str], str] = field(default_factory=dict)
     """Networks of subnetworks, by host project (empty: own), region and name; others: default."""
     rdma: set[tuple[str, str, str]] = field(default_factory=set)
@@ -215,7 +215,7 @@ class Catalog:
     futures: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """Future reservations by zone and name, as JSON has them."""
     quotas: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Limits by region and metric; missing ones are large. Those of all regions: region empty."""
+    """Limits by region and metric; missing ones are large. Global quotas: region empty."""
 
     @property
     def regions(self) -> list[str]:

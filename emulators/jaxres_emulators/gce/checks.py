@@ -1,4 +1,4 @@
-"""What the API refuses at once of an instance that is to be, in its words where they are known.
+"""The checks by which the API refuses a creation at once, in its words where they are known.
 
 Where a comment says "words not known" the real text was never seen.
 """

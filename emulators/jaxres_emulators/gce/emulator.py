@@ -183,7 +183,7 @@ class GceEmulator:
             return list(self.fleet.past.values())
 
     def pids(self, name: str | None = None) -> list[int]:
-        """Returns the processes of a VM; None: of all, also of those that are gone."""
+        """Returns the processes of a VM; None: of all VMs, deleted ones included."""
         if name is None:
             return keeper.marked(f"{MARK}={self.mark}")
         with self.scheduler.changed:
@@ -252,7 +252,7 @@ class GceEmulator:
             self.fleet.die_silently(self.vm(name))
 
     def maintain(self, name: str) -> None:
-        """Does what simulateMaintenanceEvent does."""
+        """Simulates a maintenance event, as the call simulateMaintenanceEvent."""
         with self.scheduler.changed:
             self.fleet.maintain(self.vm(name))
 
@@ -326,7 +326,7 @@ class GceEmulator:
         ends: str,
         status: str = "APPROVED",
     ) -> None:
-        """Adds a future reservation in calendar mode; `reserve` adds what it is to deliver."""
+        """Adds a future reservation in calendar mode; `reserve` adds the delivered one."""
         made = {
             "kind": "compute#futureReservation",
             "name": name,
@@ -375,7 +375,7 @@ class GceEmulator:
             return sorted(name for one in self.api.groups.all.values() for name in one.members)
 
     def lookups(self) -> int:
-        """Returns how often resize requests have looked for capacity."""
+        """Returns the number of times that resize requests have looked for capacity."""
         return self.api.groups.lookups
 
     def templates(self) -> list[str]:
@@ -431,7 +431,7 @@ class GceEmulator:
         return made
 
     def clear_faults(self) -> None:
-        """Ends all faults but those of VMs and their metadata."""
+        """Ends all faults, except the faults of VMs and their metadata."""
         self.server.faults.clear()
         with self.scheduler.changed:
             self.operations.rules.clear()
@@ -574,7 +574,7 @@ class GceEmulator:
             self.catalog.zones[zone].discard(machine)
 
     def control(self, action: str, words: dict[str, Any]) -> object:
-        """Does what was asked for over HTTP."""
+        """Executes an action that was requested over HTTP."""
         if action not in ACTIONS:
             raise ValueError(f"{action}: not one of {', '.join(ACTIONS)}")
         reported = getattr(self, action)(**words)

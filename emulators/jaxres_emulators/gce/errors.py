@@ -23,7 +23,7 @@ BY_REASON = {
     "resourceNotReady": (400, "The resource is not ready"),
     "backendError": (503, "Backend Error"),
 }
-"""What a rule may name rather than a status."""
+"""Names that a rule may give instead of a status."""
 
 
 class GceError(Exception):

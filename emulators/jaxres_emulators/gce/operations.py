@@ -46,7 +46,7 @@ def stamp() -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """What an operation ends with instead of a success."""
+    """The error of an operation that has not succeeded."""
 
     codes: tuple[str, ...]
     has_http: bool = True

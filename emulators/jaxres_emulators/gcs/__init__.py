@@ -1,4 +1,4 @@
-"""Google Cloud Storage on loopback: what its JSON API enforces, with faults on request.
+"""Google Cloud Storage on loopback: the rules of its JSON API, with faults on request.
 
 By hand: `python -m jaxres_emulators.gcs` prints the environment to set. The state is in memory.
 """

@@ -101,7 +101,7 @@ class Faults:
 
 
 def damaged(data: bytes) -> bytes:
-    """Returns the same bytes with one bit in the middle flipped."""
+    """Returns a copy of the data in which one bit in the middle is flipped."""
     if not data:
         return data
     at = len(data) // 2

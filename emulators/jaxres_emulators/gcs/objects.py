@@ -93,7 +93,7 @@ class Stored:
 
 
 class SparseData:
-    """The bytes of an object that are all 0, but for those at its begin; they take no memory."""
+    """The bytes of an object: zeros after a given beginning; they take no memory."""
 
     def __init__(self, size: int, *, begin: bytes = b"") -> None:
         self.size, self.begin = size, begin
@@ -107,7 +107,7 @@ class SparseData:
 
 
 def crc32c(data: Any) -> str:
-    """Returns the checksum; nothing that reads by parts compares that of SparseData."""
+    """Returns the checksum; SparseData has a constant one, which no reader compares."""
     if isinstance(data, SparseData):
         return "AAAAAA=="
     return base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()

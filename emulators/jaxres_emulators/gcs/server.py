@@ -123,7 +123,7 @@ class GcsServer:
         return self.faults.add(FaultRule(kind, **rule))
 
     def flip_bit(self, name: str, chance: random.Random, *, bucket: str = "bucket") -> int:
-        """Damages a stored object silently: its checksums are those of what it has now.
+        """Damages a stored object silently: its checksums match the damaged bytes.
 
         Returns:
           The number of the byte in which a bit is another.

@@ -282,7 +282,7 @@ class BlockTable:
         return array_root(path, self.info.dtype, self.info.shape, self._digests.tobytes())
 
     def wrong(self, found: Digests) -> list[tuple[int, ...]]:
-        """Returns the positions of the blocks whose digests differ from those of the table."""
+        """Returns the positions of the blocks whose digests differ from the table."""
         positions: list[tuple[int, ...]] = []
         for box, data in found.blocks:
             where, digests = self._placed(box, data)

@@ -146,7 +146,7 @@ def _bands(cut: np.ndarray, counts: Sequence[int], *, size_bytes: int) -> Iterat
 
 
 def _copy(band: np.ndarray, *, to: np.ndarray, dims: int) -> None:
-    """Copies blocks some rows at a time, so that what is read stays in the processor's cache.
+    """Copies blocks some rows at a time, so that the rows stay in the processor's cache.
 
     `dims` is the number of dims before those of a block.
     """

@@ -40,8 +40,8 @@ QUICK_SECONDS = 1.0
 """A failure that takes no longer delays nothing."""
 MAX_STRANGERS = 8
 STRANGER_SECONDS = 10.0
-"""Number and time of the connections that have not sent the token: that of the neighbour, and of
-clients that have no business here."""
+"""Limits on number and time of connections that have not sent the token: the neighbour's, and
+connections of strangers."""
 POLL_SECONDS = 0.1
 TOKEN = "X-Jaxres-Token"
 TOKEN_BYTES = 16
@@ -127,7 +127,7 @@ class _Server(LimitedServer):
 
 
 class _Body:
-    """What is left of the body of a request."""
+    """The unread rest of a request's body."""
 
     def __init__(self, stream: io.BufferedIOBase, size: int) -> None:
         self._stream = stream

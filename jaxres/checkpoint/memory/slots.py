@@ -42,7 +42,7 @@ Key = tuple[str, Box]
 
 
 class MemoryDamaged(RunError):
-    """A state in shared memory differs from what was written there."""
+    """A state in shared memory differs from the written one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SlotPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotIndex:
-    """What the file of pieces holds."""
+    """Content of the file of pieces."""
 
     step: int
     seq: int
@@ -76,7 +76,7 @@ class SlotIndex:
 
     @property
     def key(self) -> StateKey:
-        """What identifies the state over all hosts."""
+        """Identity of the state, equal on all hosts."""
         return self.step, self.seq, self.nonce
 
 
@@ -119,7 +119,7 @@ class Slot:
         self._index = data.with_suffix(".json")
         self._file = -1
         self.index: SlotIndex | None = None
-        """What the slot holds whole; None: nothing that this host can use."""
+        """Index of the whole state in the slot; None: the slot has none that this host can use."""
 
     @property
     def size_bytes(self) -> int:
@@ -127,7 +127,7 @@ class Slot:
         return slot_bytes(self.pieces)
 
     def missing_bytes(self) -> int:
-        """Returns how much memory `open` will reserve."""
+        """Returns the bytes of memory that `open` will reserve."""
         try:
             found = self._data.stat()
         except FileNotFoundError:
@@ -169,7 +169,7 @@ class Slot:
             self._file = -1
 
     def drop(self) -> None:
-        """Forgets what the slot holds."""
+        """Forgets the state in the slot."""
         self.index = None
         self._index.unlink(missing_ok=True)
 

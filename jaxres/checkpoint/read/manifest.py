@@ -60,10 +60,10 @@ _BUCKET_PACKAGES = {"aiohttp", "fsspec", "gcsfs", "google", "requests", "urllib3
 
 
 class CheckpointDamaged(Unrestorable):
-    """A committed step differs from what was committed; an older step may be valid."""
+    """A committed step differs from its commit; an older step may be valid."""
 
     def __init__(self, message: str, *, what: str) -> None:
-        """Takes the complete message, and as `what` its part that describes the damage."""
+        """Takes the complete message and, as `what`, its description of the damage."""
         super().__init__(message)
         self.what = what
 
@@ -255,7 +255,7 @@ def is_storage_fault(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def reading(step_dir: RunPath, step: int) -> Iterator[None]:
-    """Converts errors of reads of a step to those that `unreadable` returns."""
+    """Converts errors of reads of a step to the typed errors of `unreadable`."""
     try:
         yield
     except (ValueError, OSError, PermissionDenied) as error:

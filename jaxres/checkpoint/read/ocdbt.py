@@ -94,7 +94,7 @@ def _encode_manifest(node: bytes, values: Mapping[str, bytes | ValuePlace]) -> b
 
 
 def _framed(magic: int, body: bytes) -> bytes:
-    """Returns a node or manifest, which is not compressed, whatever its database has by default."""
+    """Returns an uncompressed node or manifest; the database's default does not matter."""
     size = 4 + 8 + 2 + len(body) + 4
     data = struct.pack(">I", magic) + struct.pack("<Q", size) + b"\0\0" + body
     return data + struct.pack("<I", crc32c(data))
@@ -107,7 +107,7 @@ def _files(names: Sequence[str]) -> bytes:
 
 
 def _keys(keys: Sequence[bytes], lengths: Sequence[int] = ()) -> bytes:
-    """Returns sorted keys, each without what it has in common with the one before.
+    """Returns sorted keys, each without the prefix that it shares with the key before.
 
     Further numbers, one for each key, follow the lengths.
     """

@@ -72,7 +72,7 @@ class HostReport:
     failure: str = ""
     """Reason why the host's part is missing or wrong; empty if it is valid."""
     linked_bytes: int = 0
-    """How many bytes of the files are links to those of an earlier step."""
+    """Bytes of the files that are links to files of an earlier step."""
 
     def of(self, host: int) -> HostReport:
         """Returns the report; its failure, if any, begins with the host's number."""

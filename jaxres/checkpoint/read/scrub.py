@@ -22,7 +22,7 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
 Result = VerificationReport | RunError
-"""What a verification returns or raises; an error of storage is no proof of damage."""
+"""Result or error of a verification; an error of storage is no proof of damage."""
 
 
 def verify(run_dir: RunDir, commit: Commit, *, limit: BandwidthLimit, clock: Clock) -> Result:

@@ -1,4 +1,4 @@
-"""Downloads a host's data files of a save from their bucket while the save goes on. No jax.
+"""Downloads a host's data files of a save from their bucket during the save. No jax.
 
 A save in a bucket counts once the bucket has given back what was written. So that the bytes cross
 the network once, and beside the upload, each data file is downloaded as soon as it is listed: its
@@ -40,7 +40,7 @@ class LocalCopies:
     """The data files of one host, downloaded."""
 
     files: Mapping[str, FileInfo]
-    """Name in the step -> size and checksum of what the bucket has sent."""
+    """Name in the step -> size and checksum of the bytes that the bucket has sent."""
     root: Path
     """Folder with the same names."""
     folders: frozenset[str]

@@ -83,7 +83,7 @@ class Chunk:
 
 @functools.lru_cache(maxsize=1024)
 def chunk_index(size_bytes: int) -> bytes:
-    """Returns what the codec `sharding_indexed` writes after the items of a chunk of this size."""
+    """Returns the index that the codec `sharding_indexed` appends to a chunk of this size."""
     entry = struct.pack("<QQ", 0, size_bytes)
     return entry + struct.pack("<I", crc32c(entry))
 
@@ -91,7 +91,7 @@ def chunk_index(size_bytes: int) -> bytes:
 def locate_chunks(
     step_dir: RunPath, arrays: Mapping[str, ArrayInfo], *, frozen: Collection[str]
 ) -> dict[str, list[Chunk]]:
-    """Returns path -> all chunks of an array, for those arrays that are stored as plain items.
+    """Returns array path -> all its chunks, for arrays that are stored as plain items.
 
     Args:
       step_dir: directory of the step.
@@ -173,7 +173,7 @@ def _chunks(
     folder: str,
     boxes: Collection[Box] | None,
 ) -> list[Chunk] | None:
-    """Returns the chunks of an array, or those of some boxes; None if they are not plain items."""
+    """Returns the chunks of an array, or of some boxes of it; None if they are not plain items."""
     key = key_of(path)
     described = entries.get(f"{key}zarr.json", {}).get("inline_value")
     if described is None:

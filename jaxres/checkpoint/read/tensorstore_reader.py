@@ -75,7 +75,7 @@ class ArrayReader:
         return np.asarray(stored.read().result())
 
     def region_bytes(self, path: str) -> int:
-        """Returns how many bytes of an array to read at a time, at least one whole chunk."""
+        """Returns the bytes of an array to read at a time, at least one whole chunk."""
         chunk = self._stored(path).chunk_layout.read_chunk.shape or ()
         return max(REGION_BYTES, math.prod(chunk) * self._arrays[path].itemsize)
 

@@ -142,7 +142,7 @@ def _verify_step(
 
 
 def _unreadable(step_dir: RunPath, commit: Commit, manifest: Manifest) -> tuple[Defect, ...]:
-    """Returns what must not be read: pipes and devices in the place of files, and larger files.
+    """Returns defects that forbid a read: pipes or devices in place of files, larger files.
 
     TensorStore would wait for the former, and ask for as much memory as the latter have bytes.
     """

@@ -25,7 +25,7 @@ from jaxres.storage.path import RunPath
 Tree = dict[str, Any]
 
 SPARE_BYTES = 4 * 2**20
-"""Free bytes that a save leaves for logs, besides a 20th of its size for what Orbax adds."""
+"""Free bytes that a save leaves for logs, besides a 20th of its size for Orbax's own files."""
 
 DATA_FILE_BYTES = 64 * 2**20
 """Size from which TensorStore begins another data file, so that several are written and read back
@@ -171,7 +171,7 @@ _name = functools.cache(str)
 
 @functools.cache
 def _is_extended(dtype: Any) -> bool:
-    """Returns whether a dtype is one that JAX has and NumPy has not: that of typed PRNG keys."""
+    """Returns whether only JAX, not NumPy, has a dtype: the dtype of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.extended)
 
 

@@ -34,9 +34,9 @@ def unpin(run_dir: RunDir, step: int) -> bool:
     return files.delete(run_dir.pins / str(step))
 
 
-def plan(line: RunHistory, keep: KeepSection, *, run_dir: RunDir) -> retention.PrunePlan:
+def plan(history: RunHistory, keep: KeepSection, *, run_dir: RunDir) -> retention.PrunePlan:
     """Returns which committed steps are kept under the config and the current pins."""
-    return retention.plan(retention.steps_of(line), keep, pinned=pinned(run_dir))
+    return retention.plan(retention.steps_of(history), keep, pinned=pinned(run_dir))
 
 
 def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]:
@@ -51,31 +51,31 @@ def prune(log: RunLog, keep: KeepSection, *, run_dir: RunDir) -> tuple[int, ...]
     """
     with ThreadPoolExecutor(1, "jaxres-pins") as pool:  # In a bucket both are requests.
         pins = pool.submit(pinned, run_dir)
-        line = log.history()
-    dead = retention.plan(retention.steps_of(line), keep, pinned=pins.result()).dead
+        history = log.history()
+    dead = retention.plan(retention.steps_of(history), keep, pinned=pins.result()).dead
     if not dead:
         return ()
     log.append(Prune(steps=dead))
     late = pinned(run_dir) & set(dead)
-    for commit in line.committed:
+    for commit in history.committed:
         if commit.step in late:
             log.append(commit)
     return tuple(step for step in dead if step not in late)
 
 
-def leftovers(line: RunHistory, *, run_dir: RunDir) -> list[RunPath]:
+def leftovers(history: RunHistory, *, run_dir: RunDir) -> list[RunPath]:
     """Returns the leftover directories, complete or half deleted, of a run that is not locked."""
-    names = retention.leftovers(run_dir, line, attempt=line.attempt)
+    names = retention.leftovers(run_dir, history, attempt=history.attempt)
     trash = files.trash(run_dir.checkpoints)
     return [*(run_dir.checkpoints / name for name in names), *trash]
 
 
 def delete_all_but(
-    line: RunHistory,
+    history: RunHistory,
     *,
     run_dir: RunDir,
     attempt: int,
     listed: Sequence[StepDir] | None = None,
 ) -> list[str]:
     """Deletes the leftover step directories (`retention.leftovers`)."""
-    return retention.sweep(run_dir, line, attempt=attempt, listed=listed)
+    return retention.sweep(run_dir, history, attempt=attempt, listed=listed)

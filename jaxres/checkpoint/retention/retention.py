@@ -151,19 +151,20 @@ def plan(
     )
 
 
-def steps_of(line: RunHistory) -> list[CommittedStep]:
+def steps_of(history: RunHistory) -> list[CommittedStep]:
     """Returns the committed steps of a run's history, as input of the policies."""
+    verified = history.verified_through
     return [
         CommittedStep(
             step=commit.step,
             time=record.time,
             bytes=commit.bytes,
-            known_good=commit.step <= (line.verified_through or 0),
-            grows_good=line.verified_through is not None and commit.step > line.verified_through,
+            known_good=commit.step <= (verified or 0),
+            grows_good=verified is not None and commit.step > verified,
             heldout_loss=commit.heldout_loss,
             evaluated_step=commit.evaluated_step,
         )
-        for record, commit in zip(line.commits, line.committed, strict=True)
+        for record, commit in zip(history.commits, history.committed, strict=True)
     ]
 
 

@@ -55,8 +55,8 @@ class Interval:
     seconds: float
     """Time from the start of one save to the start of the next."""
     bound: Literal["failures", "write", "overhead"]
-    """What determines the interval: the optimum (failures), or a lower bound above it: the time to
-    a commit (write), or the largest share of the time that saves may take (overhead)."""
+    """Cause of the interval: the optimum (failures), or a lower bound above it: the time to a
+    commit (write), or the largest share of the time that saves may take (overhead)."""
     mtbf_hours: float
     """Current estimate of the hours of training between failures."""
     useful_share: float

@@ -30,7 +30,7 @@ from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.storage import files, foreign_json
 
 MODEL, ADAPTER = "model", "adapter_model"
-"""Beginnings of the names of weight files; the second one is that of the package peft."""
+"""Beginnings of the names of weight files; the package peft uses the second one."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Default of transformers."""
 
@@ -50,7 +50,7 @@ class ExportedParams:
         return sum(math.prod(info.shape) for info in self.infos.values())
 
     def cast(self, dtype: str | None) -> ExportedParams:
-        """Returns the same arrays in another dtype; None: unchanged."""
+        """Returns the arrays converted to another dtype; None: unchanged."""
         if dtype is None:
             return self
         infos = {path: ArrayInfo(dtype, info.shape) for path, info in self.infos.items()}
@@ -206,7 +206,7 @@ def _size(info: ArrayInfo) -> int:
 
 
 def _groups(params: ExportedParams, rules: Mapping[str, Rule] | None) -> list[tuple[Rule, ...]]:
-    """Returns the arrays, together those that are stored in the same tensors."""
+    """Returns the rules of the arrays; arrays that share their tensors are in one group."""
     if rules is None:
         return [(Rule(path, path),) for path in params.infos]
     groups = list(hf_tensors.groups(params.infos, rules))

@@ -178,7 +178,7 @@ ADAPTERS = "params/lora/"
 
 
 def adapter_rules(family: str) -> dict[str, Rule]:
-    """Returns the rules of adapters as the package peft stores them, from those of a family.
+    """Returns the rules by which the package peft stores the adapters of a family.
 
     Only matrices that have a tensor of their own can have an adapter there.
     """
@@ -194,7 +194,7 @@ def adapter_rules(family: str) -> dict[str, Rule]:
 
 
 def groups(paths: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[tuple[Rule, ...]]:
-    """Yields the rules of arrays, together those of arrays that are stored in the same tensors.
+    """Yields the rules of arrays; arrays that share their tensors are in one group.
 
     Raises ConfigError for an array that has no rule.
     """

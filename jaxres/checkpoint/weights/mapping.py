@@ -27,7 +27,7 @@ EXACT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 """Types that convert to float32 without rounding."""
 ROUNDED = ("float64",)
 _SCALE = re.compile(r"scale|absmax|zero_?point|qzeros|quant", re.IGNORECASE)
-"""What the last part of a tensor's name has if the numbers beside it must be computed with it."""
+"""Pattern in a tensor's last name part that marks it as a factor of the numbers beside it."""
 EMBEDDING, HEAD = "params/embedding", "params/head"
 TIED = ". Of a tied model: model.tie_embeddings=true"
 UNTIED = ", or equal to the embedding, since the model is tied: model.tie_embeddings=false"

@@ -35,9 +35,9 @@ SUCCESS = "commit_success.txt"
 unfinished."""
 ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
 DATABASE = "manifest.ocdbt"
-"""File that begins the index of a database, in the folder of the tree and in that of each host."""
+"""File that begins the index of a database, in the tree's folder and in each host's folder."""
 WHOLE = (METADATA, DATABASE, "zarr.json", ".zarray", ".zattrs", ".zgroup")
-"""Files that are read whole, whatever their size."""
+"""Files that are always read whole."""
 MAX_WHOLE_BYTES = 2**28
 """Largest of them; Orbax writes some kilobytes, and in _METADATA some hundred bytes a leaf."""
 OVERHEAD_BYTES = 2**20

@@ -36,9 +36,9 @@ PARAMS, EMA, ADAPTERS = "params/", "ema/", "params/lora/"
 ABOUT = "jaxres.json"
 """File in which an export describes itself: checksums, model, step."""
 Step = SupportsIndex | Literal["newest", "best"]
-"""A committed step, as any integer; "best": the one of the lowest held-out loss."""
+"""A committed step, as any integer; "best": the step with the lowest held-out loss."""
 WeightFacts = Mapping[str, Any]
-"""Settings of a model that change what it computes but not the shapes of its arrays."""
+"""Settings of a model that change its results but not the shapes of its arrays."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Weights:
 
 
 def facts_of(model: AnyModel) -> WeightFacts:
-    """Returns the settings of a model that must match those of its source of parameters."""
+    """Returns the settings of a model that must equal the settings of the parameters' source."""
     if isinstance(model, GptModel):
         heads = model.num_heads
         groups = model.num_kv_heads or heads

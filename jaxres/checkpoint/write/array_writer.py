@@ -45,7 +45,7 @@ from jaxres.storage.direct_file import DirectWriter
 PART_BYTES = 2**26
 """Size from which another part begins; an array is never split."""
 THREADS = 2
-"""Number of parts that are written at the same time, and of those that are read back meanwhile."""
+"""Number of parts that are written at a time; as many are read back meanwhile."""
 CHUNK_ALIGNMENT = 64
 """Chunks begin at a multiple of this in their file, so that items are aligned where it is read."""
 _STORE = {
@@ -57,7 +57,7 @@ _STORE = {
         "manifest_kind": "single",
     },
 }
-"""The database's settings are those of Orbax: descriptions of arrays, and very small arrays, are
+"""Settings of the database, as Orbax has them: descriptions of arrays, and very small arrays, are
 inside the index, which is one node."""
 
 
@@ -319,7 +319,7 @@ def _append(file: Appendable, items: np.ndarray, name: str) -> bytes | ocdbt.Val
 
 
 def chunk_key(box: Box, chunk_shape: Sequence[int]) -> str:
-    """Returns the key of a chunk below that of its array.
+    """Returns the key of a chunk below its array's key.
 
     >>> chunk_key(((4, 8), (0, 64)), (4, 64)), chunk_key((), ())
     ('c/1/0', 'c')

@@ -68,7 +68,7 @@ class BucketPart:
     """Name of the object in the step."""
     file: MemoryFile
     values: Entries
-    """Those of the host's database."""
+    """Entries of the host's database."""
     infos: Mapping[str, ArrayInfo]
     chunks: Mapping[str, list[Chunk]]
     """Path -> the chunks of an array in this object; none if they are in the index."""
@@ -123,7 +123,7 @@ class BucketWriter:
             self._arrays.release()
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
-        """Makes the databases of all hosts one checkpoint; returns a report on what it has written.
+        """Merges the databases of all hosts into one checkpoint; reports the written files.
 
         Host 0 calls it when all have written. If it is alone, `result` has done that.
 
@@ -297,9 +297,9 @@ def part_bytes(arrays: Mapping[str, tuple[ArrayInfo, Any]], num_hosts: int) -> i
 
 
 def num_streams(arrays: Mapping[str, tuple[ArrayInfo, Any]], parts: Sequence[Sequence[str]]) -> int:
-    """Returns how many parts are uploaded at a time: at least two, to keep the link busy.
+    """Returns the number of concurrent uploads of parts: at least two, to keep the link busy.
 
-    Those that are uploaded at a time end together, and only then are they downloaded.
+    Parts that are uploaded at the same time end together; their download begins only then.
     """
     sizes = [sum(_size_bytes(arrays[path][0]) for path in part) for part in parts]
     return max(2, min(MAX_STREAMS, int(AT_ONCE * sum(sizes) / max(sizes, default=1))))
@@ -310,7 +310,7 @@ def _size_bytes(info: ArrayInfo) -> int:
 
 
 def _chunks(path: str, each: HostPieces, values: Entries, name: str) -> list[Chunk]:
-    """Returns those chunks of an array that are in an object."""
+    """Returns the chunks of an array that an object contains."""
     keys = {box: key_of(path) + chunk_key(box, each.chunk_shape) for box in each.items}
     places = {box: values.get(key) for box, key in keys.items()}
     return [
@@ -326,7 +326,7 @@ def _index_files(database: str, entries: Entries) -> dict[str, bytes]:
 
 
 def _entries(step_dir: GcsPath, folder: str, names: Sequence[str]) -> Entries:
-    """Returns the index of a folder: that of all hosts' databases, as TensorStore reads them."""
+    """Returns the merged index of all hosts' databases in a folder, as TensorStore reads them."""
     with ThreadPoolExecutor(gcs_objects.THREADS, "jaxres-download") as pool:
         found = list(pool.map(lambda name: entries_of(step_dir / folder / name), names))
     values: dict[str, bytes | ocdbt.ValuePlace] = {}

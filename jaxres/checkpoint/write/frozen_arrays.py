@@ -69,7 +69,7 @@ class LinkSource:
 
 @dataclass(frozen=True)
 class LinkedFiles:
-    """The frozen arrays of a step whose files are links to those of an earlier step."""
+    """The frozen arrays of a step whose files are links to files of an earlier step."""
 
     files: Mapping[str, FileInfo]
     """Relative path -> size and checksum, from the manifest of the earlier step."""

@@ -64,7 +64,7 @@ class HostArrays:
                 self._fetched[path] = _fetch(*array)
 
     def begin(self) -> None:
-        """Reads what the arrays are compared with, and describes them.
+        """Reads the sums that the arrays are compared with, and describes the arrays.
 
         Not while parts are written: JAX makes an array's list of shards at the first access, and
         two threads there at a time get wrong ones (jaxlib 0.10.2).

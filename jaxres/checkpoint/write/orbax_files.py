@@ -1,4 +1,4 @@
-"""Orbax's own files of a step: what they say of the arrays, for readers that use stock Orbax.
+"""Orbax's own files of a step: the description of its arrays, for readers with stock Orbax.
 
 jaxres reads none of them. Source: orbax-checkpoint 0.12.8, `metadata/tree.py`,
 `metadata/sharding.py`, `metadata/checkpoint.py`.
@@ -18,7 +18,7 @@ from orbax.checkpoint._src.metadata import sharding as orbax_shardings
 from jaxres.checkpoint.snapshot import local_shape
 
 _DICT_KEY = 2
-"""Orbax's number of the kind of a key: that of a dict."""
+"""Orbax's number of the key kind "key of a dict"."""
 _HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 
 

@@ -51,7 +51,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RebuildPlan:
-    """What rebuilding does to the folder of the log."""
+    """Changes by a rebuild to the folder of the log."""
 
     write: Mapping[str, bytes]
     """Name -> bytes of the records that are missing or damaged."""
@@ -66,7 +66,7 @@ class RebuildPlan:
 
 
 def plan_rebuild(stored: Mapping[str, bytes], candidate: Candidate, commit: Commit) -> RebuildPlan:
-    """Returns how the log is rebuilt from what is stored and the longest copy. Pure.
+    """Plans the rebuild of the log from its stored files and the longest copy. Pure.
 
     Args:
       stored: name -> bytes of the files in the folder of the log.
@@ -120,7 +120,7 @@ def _readable(name: str, data: bytes) -> Record | None:
 
 
 def adopt(run_dir: RunDir, *, yes: bool, clock: Clock, env: Mapping[str, str]) -> str:
-    """Rebuilds the log and returns what was done; without `yes`, what would be.
+    """Rebuilds the log and returns a description; without `yes` only describes the changes.
 
     Raises:
       UsageError: there are no step directories.

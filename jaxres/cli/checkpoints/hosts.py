@@ -1,4 +1,4 @@
-"""`jaxres hosts`: the hosts that a run leaves out, and those that are slow now."""
+"""`jaxres hosts`: the hosts that a run leaves out, and the hosts that are slow now."""
 
 from __future__ import annotations
 

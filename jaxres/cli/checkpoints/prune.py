@@ -58,7 +58,7 @@ def keep_policy(run_dir: RunDir, overrides: Sequence[str]) -> KeepSection:
 def preview(
     run_dir: RunDir, history: RunHistory, keep: KeepSection, *, is_alive: bool
 ) -> PrunePreview:
-    """Returns what pruning would delete; writes nothing."""
+    """Returns the steps and leftovers that pruning would delete; writes nothing."""
     leftovers = [] if is_alive else pruning.leftovers(history, run_dir=run_dir)
     plan = pruning.plan(history, keep, run_dir=run_dir)
     dead = [run_dir.root / c.path for c in history.committed if c.step in plan.dead]
@@ -73,7 +73,7 @@ def preview(
 def prune(
     run_dir: RunDir, keep: KeepSection, *, clock: Clock, env: Mapping[str, str]
 ) -> PrunePreview:
-    """Prunes a run that is not live; returns what was to be deleted when it was claimed.
+    """Prunes a run that is not live; returns the deletions as planned when it was claimed.
 
     Raises:
       Fenced: another process holds the run lock or has claimed the attempt; nothing was deleted.

@@ -125,7 +125,7 @@ class Reporter:
             self._progress = before if before.path == str(target.root) else self._progress
 
     def show(self, done: ReplicaUpdate) -> None:
-        """Writes what the replica has now."""
+        """Writes the progress of the replica."""
         error = "".join(f"step {step}: {what}; " for step, what in done.damaged.items())
         self._write(ReplicaProgress(self._progress.path, done.seq, done.step, error.rstrip("; ")))
 

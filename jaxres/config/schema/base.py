@@ -16,7 +16,7 @@ OTHER_FORM = "other_form"
 
 
 def form(pattern: str, words: str) -> AfterValidator:
-    """Declares text that matches a pattern as a whole; `words` say in messages what it must be."""
+    """Declares text that matches a pattern as a whole; `words` describe it in messages."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:

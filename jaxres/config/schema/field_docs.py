@@ -18,7 +18,7 @@ from jaxres.config.schema.base import Section
 
 @functools.cache
 def of_section(section: type[Section]) -> Mapping[str, str]:
-    """Returns the docstring of each field by name, those of inherited fields included."""
+    """Returns the docstring of each field by name, inherited fields included."""
     found: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if issubclass(base, Section):

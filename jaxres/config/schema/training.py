@@ -250,7 +250,7 @@ class LossScaleSection(Section):
 
 
 def most_back_offs(section: LossScaleSection | None, *, steps: int) -> int:
-    """Returns how often the factor can be halved within a number of steps.
+    """Returns the largest number of halvings of the loss scale within a number of steps.
 
     >>> most_back_offs(LossScaleSection(), steps=100)
     25

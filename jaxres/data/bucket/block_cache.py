@@ -38,7 +38,7 @@ class BlockCache:
         self._added_bytes = limit_bytes  # The first block that is written makes it look.
 
     def read(self, name: str, block: int) -> bytes | None:
-        """Returns what the block of an object has on the disk, unchecked; None: it is absent."""
+        """Returns the cached bytes of an object's block, unchecked; None: it is not cached."""
         path = self._path(name, block)
         try:
             data = files.read_whole(path)

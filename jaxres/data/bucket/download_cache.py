@@ -185,7 +185,7 @@ def _list(remote: GcsPath, exclude: Sequence[str], *, root: Path) -> _Listed:
 
 
 def verify_copy(config: DataSection) -> tuple[Source | None, list[str]]:
-    """Returns the source with the path of its copy, and what is wrong with the copy.
+    """Returns the source with the path of its copy, and the copy's defects.
 
     Reads every byte of it, but none of the bucket. The source is None if there is no copy.
     """

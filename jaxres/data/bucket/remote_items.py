@@ -51,7 +51,7 @@ class ReadPool:
         self._is_started = False
 
     def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Returns what a call returns for each item; raises the first error in their order."""
+        """Returns the result of a call for each item; raises the first error in their order."""
         if len(items) < 2:
             return [call(item) for item in items]
         with self._starting:
@@ -108,7 +108,7 @@ class RemoteFile:
 
 
 class RemoteItems:
-    """The items of a RemoteFile, with what the readers of a memory map and its digests use."""
+    """The items of a RemoteFile, with the interface of a memory map and of its digests."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class RemoteItems:
         self._load(np.concatenate(wanted) if wanted else ())
 
     def searchsorted(self, values: Any, side: str = "right") -> NDArray[np.int64]:
-        """Returns how many of the ascending items are at most each value; for side="right" only.
+        """Returns the number of the ascending items <= each value; for side="right" only.
 
         Guesses by proportion, and every third time by halves: documents of similar lengths take one
         or two rounds of concurrent requests, any others a number that grows with the logarithm.
@@ -208,11 +208,11 @@ class RemoteItems:
         return highs_B if np.ndim(values) else highs_B[0]
 
     def describe(self, block: int, path: Path) -> str:
-        """Returns the name of a block; `first_damaged` has raised what is wrong with it."""
+        """Returns the name of a block; `first_damaged` has already raised its error."""
         return f"{self.file.path} ({path}): block {block}"
 
     def scan(self) -> Iterator[tuple[NDArray[Any], list[str]]]:
-        """Reads every block from the bucket, past the cache; yields items and what is wrong."""
+        """Reads every block from the bucket, past the cache; yields items and errors."""
         for start in range(0, len(self._digests), SCAN_BLOCKS):
             blocks = range(start, min(start + SCAN_BLOCKS, len(self._digests)))
             for data, wrong in self._pool.run(self._fetched, blocks):
@@ -243,7 +243,7 @@ class RemoteItems:
         return found
 
     def _load(self, blocks: Iterable[int] | NDArray[np.int64]) -> dict[int, NDArray[Any]]:
-        """Returns the items of blocks; those that are not in memory are read concurrently."""
+        """Returns the items of blocks; blocks that are not in memory are read concurrently."""
         wanted = sorted({int(block) for block in blocks})
         with self._lock:
             loaded = {block: self._memory[block] for block in wanted if block in self._memory}
@@ -278,7 +278,7 @@ class RemoteItems:
         return xxhash.xxh3_64_intdigest(data) == self._digests[block]
 
     def _fetched(self, block: int) -> tuple[bytes, str | None]:
-        """Returns a block as it is in the bucket, and what is wrong with it."""
+        """Returns a block as stored in the bucket, and its error."""
         start = block * self._block_bytes
         stop = min(start + self._block_bytes, self.nbytes)
         data = b""

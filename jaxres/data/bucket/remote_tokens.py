@@ -115,7 +115,7 @@ def _open_cache(folder: Path, *, limit_bytes: int) -> BlockCache:
 def _blame(
     folder: Path, copied: Mapping[str, gcs_objects.Stat]
 ) -> Callable[[TokensDamaged], RunError]:
-    """Returns what turns damage into its error: that of the copied files, else of the bucket."""
+    """Returns a function that turns damage into its error: the copied file's, else the bucket's."""
 
     def blame(error: TokensDamaged) -> RunError:
         for name, stat in copied.items():
@@ -131,7 +131,7 @@ def _blame(
 
 
 class _Opener:
-    """What the arrays of one folder have in common."""
+    """Opens the arrays of one folder, with their common settings."""
 
     def __init__(
         self,

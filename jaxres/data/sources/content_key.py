@@ -1,9 +1,9 @@
-"""Digest of what the files of a corpus hold, which names its tokens in the cache.
+"""Digest of the content of a corpus' files, which names its tokens in the cache.
 
-So tokens of another content are never taken for those of the files, whatever size and time these
-have, and files that were copied again, or moved, find their tokens again. To read all files at each
-start would take too long: the digest is kept under a hash of the listing, with the times at which
-the inodes changed (ctime), which no program can set.
+So tokens of another content are never taken for the files' tokens, even if size and time are
+equal, and files that were copied again, or moved, find their tokens again. To read all files at
+each start would take too long: the digest is kept under a hash of the listing, with the times at
+which the inodes changed (ctime), which no program can set.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ CHUNK_BYTES = 4 * 2**20
 MAX_LINE_BYTES = 2**30
 ROWS_PER_READ = 256
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""What a writer of an Arrow stream writes last."""
+"""Last bytes that a writer of an Arrow stream writes."""
 HEADER_BYTES = 1024
 IMAGES_PER_READ = 16
 MAX_LABEL = 2**31 - 1
@@ -74,7 +74,7 @@ CONTENTS = {
     b"\xff\xd8\xff": ("a JPEG image", "images"),
     b"%PDF": ("PDF", None),
 }
-"""First bytes of a file -> what it is, and the kind of source that reads it."""
+"""First bytes of a file -> its type, and the kind of source that reads it."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _bad_record(problem: str) -> TextPiece:
 
 
 def check_text_name(file: SourceFile, source: DocumentSource) -> None:
-    """Raises ConfigError if the name of a text file is that of another kind."""
+    """Raises ConfigError if the name of a text file belongs to another kind of file."""
     if isinstance(source, TextSource) and source.encoding != "binary":
         name = file.name.lower()
         for suffix, kind in KINDS_BY_NAME.items():
@@ -160,7 +160,7 @@ def _wrong_kind(file: SourceFile, what: str, kind: str | None, remedy: str = "")
 
 
 def _check_start(file: SourceFile, raw: BinaryIO, *, but: str | None = None) -> None:
-    """Raises ConfigError if the first bytes are those of another kind of file than `but`."""
+    """Raises ConfigError if the first bytes identify another kind of file than `but`."""
     first = raw.read(16)
     raw.seek(0)
     for magic, (what, kind) in CONTENTS.items():

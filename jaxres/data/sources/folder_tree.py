@@ -39,7 +39,7 @@ def parts_of(pattern: str) -> tuple[str, ...]:
 
 
 class FolderTree:
-    """A folder and what is below it. Links to folders are followed, but no folder is there twice.
+    """A folder and its tree. Links to folders are followed, but no folder is there twice.
 
     Args:
       root: the folder, without links in its path.

@@ -254,7 +254,7 @@ def open_picture(content: bytes) -> Any:
         values = np.asarray(picture)
         if bits == 16 and values.any():
             _check_range(int(values.max()))
-        if is_negative:  # Pillow inverts no others than those of 8 bits and less.
+        if is_negative:  # Pillow inverts only images of 8 bits and less.
             values = (1 << bits) - 1 - values
         picture = library.fromarray((values >> (bits - 8)).astype(np.uint8))
     if "transparency" in picture.info:  # Pillow warns of a palette with several transparent colors.
@@ -285,7 +285,7 @@ def _opened(content: bytes) -> Any:
 
 
 def _bits(opened: Any, content: bytes) -> int:
-    """Returns how many bits a value has, as the file says."""
+    """Returns the bits per value that the file declares."""
     if opened.format == "TIFF":
         return max(opened.tag_v2.get(BITS_TAG, (1,)))
     return content[DEEP_BYTE] if opened.format == "PNG" else 8
@@ -309,7 +309,7 @@ def _undecodable(number: int, document: NDArray[np.uint8], error: Exception) -> 
 def undecodable_images(
     numbers: NDArray[np.int64], documents: Sequence[NDArray[np.uint8]]
 ) -> list[str]:
-    """Decodes images; returns what is wrong with each that can't be decoded."""
+    """Decodes images; returns the error of each that can't be decoded."""
 
     def problem(index: int) -> str | None:
         try:
@@ -336,7 +336,7 @@ def pillow(module: str) -> Any:
 
 
 def num_threads(num_rows: int) -> int:
-    """Returns how many threads decode a batch."""
+    """Returns the number of threads that decode a batch."""
     return max(1, min(num_rows, cpu_cores.usable(), MAX_THREADS))
 
 
@@ -379,7 +379,7 @@ def random_crop(width: int, height: int, *, key: Sequence[int]) -> tuple[Box, bo
 def split_images(
     corpus: TokenFolder, source: ImagesSource, *, heldout_fraction: float
 ) -> tuple[ImageRows, ImageRows]:
-    """Returns training and held-out rows; those of all classes are in both."""
+    """Returns training and held-out rows; both have rows of all classes."""
     total = corpus.meta.num_documents
     num_heldout = max(1, round(total * heldout_fraction)) if heldout_fraction else 0
     if num_heldout >= total:

@@ -71,7 +71,7 @@ def data_files(folder: Path) -> list[str]:
 
 
 def other_rows(folder: Path, num_rows: int) -> str | None:
-    """Returns what to tell if dataset_info.json records another number of rows; None: it does not.
+    """Returns a warning if dataset_info.json records another number of rows; None: it does not.
 
     It is no error: `datasets` leaves the number as it was when filter or select change the rows.
     """
@@ -91,7 +91,7 @@ def other_rows(folder: Path, num_rows: int) -> str | None:
 
 
 def _check_files(folder: Path, names: list[str]) -> None:
-    """Raises ConfigError unless the Arrow files of the folder are those of the list, each once."""
+    """Raises ConfigError unless the folder has exactly the Arrow files of the list, each once."""
     where = f"data.source.path: {folder}"
     name, count = Counter(names).most_common(1)[0]
     if count > 1:

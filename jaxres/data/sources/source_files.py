@@ -93,7 +93,7 @@ class Listing:
     folders: list[str]
     left_out: list[str]
     warnings: list[str]
-    """What is to be told: shards that are missing, files that are there twice."""
+    """Warnings to print: shards that are missing, files that are there twice."""
 
 
 def list_files(source: DocumentSource) -> list[SourceFile]:
@@ -187,7 +187,7 @@ def refuse(source: SingleSource) -> None:
 
 
 def shared_files(one: SingleSource, other: Source) -> int:
-    """Returns how many local files of a source another one has too, be it through a link."""
+    """Returns the number of local files of a source that another one has too, links included."""
     sources = single_sources(other).values()
     listed = [_local_files(one), set[tuple[int, int]]().union(*map(_local_files, sources))]
     return len(listed[0] & listed[1])
@@ -288,7 +288,7 @@ class _Links:
         self._again.append(name)
 
     def warnings(self) -> list[str]:
-        """Returns what to tell about hard links, which tools also make of equal files."""
+        """Returns a warning about hard links; some tools make them of equal files."""
         if not self._again:
             return []
         return [

@@ -12,13 +12,13 @@ from jaxres.faults import ConfigError
 
 READ_BYTES = 2**17
 MAX_WINDOW_BYTES = 2**31
-"""Largest window of a zstd file, which is kept in memory: that of `zstd --long=31`."""
+"""Largest window of a zstd file, which is kept in memory: the window of `zstd --long=31`."""
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 """First words of zstd's skippable frames, which have no content (RFC 8878, 3.1.2)."""
 
 
 def buffered(file: SourceFile, read: Callable[[int], bytes | memoryview]) -> io.BufferedReader:
-    """Returns the stream of what `read` returns, whose errors name the file."""
+    """Returns a stream of the bytes that `read` returns, whose errors name the file."""
     return io.BufferedReader(_Checked(file, read), READ_BYTES)
 
 
@@ -112,7 +112,7 @@ class ZstdFrames:
             yield content.decompress(self._exactly(4))
 
     def _window_bytes(self, header: bytes) -> int:
-        """Returns how much of a frame's content is kept in memory; the library refuses large ones.
+        """Returns the bytes of a frame's content kept in memory; the library refuses large ones.
 
         That is the window of the header, or all of the content (RFC 8878, 3.1.1.1).
         """

@@ -40,7 +40,7 @@ class PackedRows:
     corpus: TokenFolder
     plan: PackingPlan
     digest: str
-    """xxh3-128 of what the plan was made from, followed by its pieces."""
+    """xxh3-128 of the plan's inputs, followed by its pieces."""
     start: int
     stop: int
 
@@ -184,7 +184,7 @@ def _read_record(path: Path) -> str | None:
 
 
 def _read_pieces(path: Path, corpus: TokenFolder) -> NDArray[np.int64]:
-    """Reads the whole array, so that what the digest is computed from is what rows are made of."""
+    """Reads the whole array at once, so that the digest covers the pieces that rows use."""
     with files.open_file(path) as file:
         pieces_3P = np.load(file, allow_pickle=False)
     if pieces_3P.dtype != np.dtype("<i8") or pieces_3P.ndim != 2 or len(pieces_3P) != 3:

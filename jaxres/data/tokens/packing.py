@@ -23,7 +23,7 @@ MIN_PIECE = 2
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """The pieces of all rows: row i holds those from begins_R[i] to begins_R[i + 1]."""
+    """The pieces of all rows: row i has the pieces from begins_R[i] to begins_R[i + 1]."""
 
     seq_len: int
     begins_R: NDArray[np.int64]

@@ -50,7 +50,7 @@ NOT_PLAIN_MERGES = (
 """Settings of a BPE that make its tokens depend on more than which neighbours may be merged."""
 AFTER_WORD = re.compile(r"[^\W_](?=[ \n])")
 SPACE = "\u2581"
-"""What a tokenizer of sentencepiece has in place of a blank."""
+"""Character by which a tokenizer of sentencepiece replaces a blank."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Cuts:
         return next((one.end() for one in found if self._is_certain(one.group())), None)
 
     def _is_certain(self, char: str) -> bool:
-        """Returns whether a letter or digit is one to the tokenizer, whatever its Unicode.
+        """Returns whether a tokenizer of any Unicode version takes a letter or digit for one.
 
         It must have been one in Unicode 3.2, and its normal form must end with one: of some letters
         that ends with a mark, which takes the line end into its word.

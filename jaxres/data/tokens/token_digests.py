@@ -125,7 +125,7 @@ class CheckedBlocks:
         return start, min(start + self._block_bytes, len(self._bytes))
 
     def describe(self, block: int, path: Path) -> str:
-        """Returns what is wrong with a damaged block of the file, as a part of a message."""
+        """Returns the part of an error message that describes a damaged block of the file."""
         start, stop = self.bounds(block)
         return (
             f"{path}: block {block} (bytes {start:,} to {stop:,}) has digest "

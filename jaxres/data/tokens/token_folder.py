@@ -43,7 +43,7 @@ class TokensDamaged(ConfigError):
     """The files of a token folder are inconsistent, or differ from their digests."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
-        """Args: what is wrong and where; what to do, which a cached folder replaces."""
+        """Args: the error and its place; the remedy, which a cached folder replaces."""
         super().__init__(f"{what}. {remedy}" if remedy else what)
         self.what = what
 
@@ -65,7 +65,7 @@ class Meta:
     num_documents: int
     tokenizer: str
     fingerprint: str
-    """xxh3-128 of the bytes of all tokens, followed by those of all offsets."""
+    """xxh3-128 of the bytes of all tokens, followed by the bytes of all offsets."""
     block_bytes: int | None = None
     """Size of the blocks of digests.npy; None: there are no digests."""
 
@@ -92,7 +92,7 @@ class Items(Protocol):
         ...
 
     def searchsorted(self, values: Any, /, side: Any) -> Any:
-        """Returns how many of the ascending items are at most each value, with side="right"."""
+        """Returns the number of the ascending items <= each value, with side="right"."""
         ...
 
 
@@ -109,7 +109,7 @@ class Blocks(Protocol):
         ...
 
     def describe(self, block: int, path: Path) -> str:
-        """Returns what is wrong with a damaged block."""
+        """Returns the error message about a damaged block."""
         ...
 
 
@@ -203,7 +203,7 @@ class TokenFolder:
 
 
 def token_type(vocab_size: int) -> str:
-    """Returns the type of the tokens of a folder; uint8 is that of bytes of files only."""
+    """Returns the type of the tokens of a folder; only tokens that are bytes of files are uint8."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
@@ -347,7 +347,7 @@ def _open_blocks(
 
 
 def open_digests(path: Path, meta: Meta) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Returns the digests of the blocks of tokens, and of those of offsets."""
+    """Returns the digests of the blocks of tokens and of the blocks of offsets."""
     size = meta.block_bytes
     assert size is not None, path
     digests = _mapped(path)

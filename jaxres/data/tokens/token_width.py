@@ -26,7 +26,7 @@ SAME_SHARE = 0.2
 
 
 class IdPattern:
-    """What the ids of a file, given in parts, have in common."""
+    """Statistics of a file's ids, given in parts, that show a wrong type or byte order."""
 
     def __init__(self) -> None:
         self._num_ids = 0
@@ -50,7 +50,7 @@ class IdPattern:
         self._num_ids += len(ids)
 
     def problem(self) -> str | None:
-        """Returns why the ids can't be those that were written; None: nothing speaks against it."""
+        """Returns why the ids can't be the written ids; None: nothing speaks against it."""
         if self._num_ids < MIN_IDS:
             return None
         halves = [

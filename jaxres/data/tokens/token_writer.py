@@ -34,12 +34,12 @@ READ_ITEMS = 2**20
 
 @dataclass(frozen=True)
 class Written:
-    """What a writer has made durable."""
+    """The durable part of a writer's tokens."""
 
     num_tokens: int
     num_documents: int
     digest: str
-    """xxh3-128 of the bytes of these tokens, followed by those of the offsets."""
+    """xxh3-128 of the bytes of these tokens, followed by the bytes of the offsets."""
 
 
 class TokenWriter:
@@ -95,7 +95,7 @@ class TokenWriter:
                 raise
 
     def _read_back(self, written: Written) -> None:
-        """Reads the tokens and offsets that are durable; cuts off what was written after them."""
+        """Reads the durable tokens and offsets; cuts off everything after them."""
         dtype, left = DTYPES[self._dtype], written.num_tokens
         while left:
             values = np.frombuffer(self._file.read(min(left, READ_ITEMS) * dtype.itemsize), dtype)
@@ -122,7 +122,7 @@ class TokenWriter:
         return len(self._offsets) - 1
 
     def sync(self) -> Written:
-        """Makes everything so far durable; returns what to resume from."""
+        """Makes everything so far durable; returns the state to resume from."""
         self._file.flush()
         os.fsync(self._file.fileno())
         with (self._folder / PARTIAL_OFFSETS).open("ab") as file:

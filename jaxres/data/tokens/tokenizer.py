@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and those of the library `tokenizers` (Hugging Face)."""
+"""Tokenizers: bytes, and the tokenizers of the library `tokenizers` (Hugging Face)."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class LibraryTokenizer:
     """The `tokenizers.Tokenizer`."""
     special_tokens: str = "text"
     note: str = ""
-    """What is to be told about it; empty: nothing."""
+    """A note about it for the user; empty: none."""
 
     @property
     def encoding(self) -> str:
@@ -185,7 +185,7 @@ class LibraryTokenizer:
 
     @property
     def unknown(self) -> int | None:
-        """The token for what is not in the vocabulary; None: there is none."""
+        """The token for text outside the vocabulary; None: there is none."""
         token = getattr(self.library.model, "unk_token", None)
         return None if token is None else self.library.token_to_id(token)
 
@@ -255,7 +255,7 @@ class LibraryTokenizer:
 
 @contextlib.contextmanager
 def _errors_of_library() -> Iterator[None]:
-    """Turns what the library raises, plain Exceptions, into ConfigError."""
+    """Converts exceptions of the library, plain Exceptions, into ConfigError."""
     try:
         yield
     except Exception as error:
@@ -452,7 +452,7 @@ def _other_ends(
 
 
 def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Returns the token that ends a document of a model, and what is to be told about it.
+    """Returns the token that ends a document of a model, and a note about it.
 
     Raises ConfigError if there is none, or several.
     """

@@ -80,7 +80,7 @@ def check(settings: Mapping[str, Any], data: bytes, ids: Mapping[str, int], *, w
 
 
 def _agrees(key: str, value: Any, parts: list[Mapping[str, Any]], ids: Mapping[str, int]) -> bool:
-    """Returns whether tokenizer.json does what a setting says."""
+    """Returns whether tokenizer.json agrees with a setting."""
     if key == "add_prefix_space":
         return bool(value) == any(map(_adds_space, parts))
     if key in NORMALIZING:

@@ -35,11 +35,11 @@ class BootObserver:
     def observe(
         self, vms: Iterable[VmSpec], reported: Container[str], *, now: float, ready_seconds: float
     ) -> dict[str, VmBoot]:
-        """Returns what is known of the VMs that exist and whose agents have not reported.
+        """Returns the boot state of each VM that exists and whose agent has not reported.
 
         Args:
           vms: the VMs of the job.
-          reported: names of those whose agents have reported.
+          reported: names of the VMs whose agents have reported.
           now: seconds since the epoch.
           ready_seconds: time until the first report of an agent after which a VM counts as lost.
         """

@@ -1,4 +1,4 @@
-"""Reads what a launcher needs in each cycle from the bucket, and how long the bucket takes. No jax.
+"""Reads a launcher's inputs of each cycle from the bucket, and measures the wait. No jax.
 
 The requests of a cycle are sent at the same time: their number does not depend on the number of
 VMs, and a cycle takes as long as the slowest of them.
@@ -49,7 +49,7 @@ class BucketReader:
 
     @contextlib.contextmanager
     def count_wait(self, *, requests: int = 1) -> Iterator[None]:
-        """Counts the time spent in the block as that of so many requests, one after the other.
+        """Counts the time spent in the block as the wait of so many requests, one after the other.
 
         A bucket whose answers take 0.4 s each answers, however many requests a cycle makes.
         """

@@ -55,7 +55,7 @@ MODEL = (
     "train.global_batch_size=480",  # Any usual number of devices up to 32 divides it.
     *("evaluation.every_steps=0", "telemetry.sample_tokens=0"),
 )
-"""What makes the quickstart tiny: it needs no data of the user's and fits every machine type."""
+"""Overrides that make the quickstart tiny: no user data, and it fits every machine type."""
 USUAL_HOURS = 1.0
 MARGIN_HOURS = 1.0
 """Time beyond its limit after which the VMs of a killed check delete themselves."""
@@ -213,7 +213,7 @@ def _delete_vms(
 
 
 def clear(folder: GcsPath) -> None:
-    """Deletes what an earlier check has left, except the lease and the desired state.
+    """Deletes the leftovers of an earlier check, except the lease and the desired state.
 
     Raises:
       ConfigError: the directory has a run that is no check.
@@ -250,7 +250,7 @@ def has_ended(folder: GcsPath) -> bool:
 
 
 def _highest_cost(job: RunConfig) -> list[str]:
-    """Returns a line with what the check costs at most, if all prices are known."""
+    """Returns a line with the highest cost of the check, if all prices are known."""
     gce, hours = gce_section(job), job.launch.max_hours
     prices = [option.dollars_per_hour for option in gce.capacity_options]
     known = [price for price in prices if price is not None]

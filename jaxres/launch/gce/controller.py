@@ -67,7 +67,7 @@ STOPPING_RETRY_SECONDS = 90.0
 MAX_CREATE_RETRY_SECONDS = 30.0
 """Longest time between two tries of a creation that the service does not answer."""
 CLEANUP_SECONDS = 300.0
-"""Longest time that a launcher without the lease spends on deleting what it had requested."""
+"""Longest time that a launcher without the lease spends on deleting its requested resources."""
 MANAGED_LABEL = "jaxres-managed"
 CODE_DIGITS = 32
 """Digits of the digest of the code in a label, which may have at most 63."""

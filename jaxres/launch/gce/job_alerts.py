@@ -89,7 +89,7 @@ class JobAlerts:
         self.close()
 
     def close(self) -> None:
-        """Sends what waits, for a few seconds; the next launcher sends the rest."""
+        """Sends queued alerts for a few seconds; the next launcher sends the rest."""
         if self._is_open:
             self._is_open = False
             self._alerts.__exit__()
@@ -126,7 +126,7 @@ class JobAlerts:
         self._next_event = desired.num_events
 
     def _read_recorded(self, desired: DesiredState) -> None:
-        """Reads what the supervisors of this attempt and of the one before have recorded."""
+        """Reads the incidents that supervisors of this and the previous attempt have recorded."""
         if (now := self._clock.monotonic()) < self._looked_at + LOOK_SECONDS:
             return
         self._looked_at = now

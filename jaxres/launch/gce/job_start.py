@@ -158,7 +158,7 @@ def report_end(run: GcsPath, end: JobEnd) -> int:
 def _check_before_lease(
     config: RunConfig, run: GcsPath, compute: Compute, *, env: Mapping[str, str]
 ) -> None:
-    """Makes all checks of a new job, and prints what may go wrong.
+    """Makes all checks of a new job, and prints the warnings.
 
     Raises:
       ConfigError: the job can't work.
@@ -172,7 +172,7 @@ def _check_before_lease(
 
 
 def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunConfig:
-    """Returns the config of a job that runs, and prints that it goes on."""
+    """Returns the config of a running job, and prints that the job resumes."""
     config = job_config.adopt(config, desired, paths, print_line)
     print_line(f"{paths.run}: resuming ({desired.phase}, attempt {desired.attempt})")
     if desired.image:

@@ -123,7 +123,7 @@ def start_arguments(
 
 
 def launcher_command(run: GcsPath, *, waits: bool) -> list[str]:
-    """Returns what the unit runs: it continues the job with its recorded config. Pure."""
+    """Returns the unit's command, which continues the job with its recorded config. Pure."""
     flags = ["--resume-only", *(["--standby"] if waits else [])]
     return [sys.executable, "-m", "jaxres.launch", "gce", "up", str(run), *flags]
 
@@ -199,7 +199,7 @@ def start(
 def describe(
     unit: LauncherUnit, run: GcsPath, env: Mapping[str, str], secrets: Iterable[str]
 ) -> str:
-    """Returns what runs now, and the commands for it. Pure."""
+    """Returns the message about the running unit and its commands. Pure."""
     command = "python -m jaxres.launch gce"
     where = shlex.quote(str(run))
     names = ", ".join(passed_variables(env, secrets))

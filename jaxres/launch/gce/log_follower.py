@@ -53,7 +53,7 @@ def find_slot(desired: DesiredState, vm: str | None) -> int:
 
 
 def next_output(current: Output | None, desired: DesiredState, slot: int) -> Output | None:
-    """Returns the output to follow now: that of the slot in the newest attempt that has it."""
+    """Returns the output to follow now: the slot's, in the newest attempt that has the slot."""
     if slot >= len(desired.hosts):  # No attempt runs, or one with fewer hosts.
         return current
     return Output(desired.attempt, desired.hosts[slot].name)
@@ -72,7 +72,7 @@ def describe_change(before: Output | None, after: Output) -> str:
 
 @dataclass(frozen=True)
 class OutputPart:
-    """What follows in an output after what is printed."""
+    """The part of an output after the printed part."""
 
     skip: int
     """Bytes of the uploaded end that are printed already."""

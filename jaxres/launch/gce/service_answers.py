@@ -1,4 +1,4 @@
-"""Which services and zones answer a launcher, and the lines about those that do not. No jax."""
+"""The services and zones that answer a launcher, and the lines about the others. No jax."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ServiceAnswers:
             )
 
     def report_zones(self) -> None:
-        """Prints the same of the zones."""
+        """Prints which zones answer again or no longer, as `report`."""
         silent = {ZONE + zone: why for zone, why in self.silent_zones.items()}
         for service in sorted(name for name in self._printed if name.startswith(ZONE)):
             self.report(service, service not in silent, silent.get(service, ""))

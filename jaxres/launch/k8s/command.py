@@ -76,7 +76,7 @@ secret, or arguments of custom data.
 CALL_SECONDS = 60.0
 JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
 NO_KUBECONFIG = (OSError, ValueError, TypeError, KeyError, AttributeError, YAMLError)
-"""What the client raises for a file that is no kubeconfig."""
+"""Exceptions of the client for a file that is no kubeconfig."""
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -137,7 +137,7 @@ def _check(given: argparse.Namespace) -> None:
     argument_checks.image(given.image)
     argument_checks.number("--nodes", given.nodes, 1, argument_checks.MAX_NODES)
     argument_checks.number("--gpus-per-node", given.gpus_per_node, 0, argument_checks.MAX_GPUS)
-    most = argument_checks.MAX_RESTARTS // given.nodes  # A plain Job counts those of all nodes.
+    most = argument_checks.MAX_RESTARTS // given.nodes  # A plain Job counts all nodes' restarts.
     argument_checks.number("--max-restarts", given.max_restarts, 0, most)
     if given.grace_seconds is not None:
         longest = argument_checks.MAX_SECONDS
@@ -205,7 +205,7 @@ def _name(given: argparse.Namespace, root: RunPath) -> str:
 
 
 def _patch(path: Path) -> Manifest:
-    """Reads what is added to the template of the pods.
+    """Reads the fields to add to the template of the pods.
 
     Raises:
       UsageError: there is no such file.
@@ -323,7 +323,7 @@ def _num_restarts(env: Mapping[str, str]) -> int:
 def after_restart(
     records: Sequence[Record], config: RunConfig, *, restarts: int
 ) -> Restart | GiveUp | None:
-    """Decides what a restarted pod does; None: no attempt has ended yet. Pure.
+    """Decides the action of a restarted pod; None: no attempt has ended yet. Pure.
 
     All pods of the job decide alike, so that none waits for another that has ended.
 
@@ -415,7 +415,7 @@ class _Api:
             ) from error
 
     def delete_job(self, job: Manifest) -> None:
-        """Deletes a job that was just created; prints what to do if that fails."""
+        """Deletes a job that was just created; prints the manual remedy if that fails."""
         space, name = self.options.namespace, self.options.name
         limit = {"propagation_policy": "Background", "_request_timeout": CALL_SECONDS}
         if job["kind"] == "JobSet":
@@ -435,7 +435,7 @@ class _Api:
             )
 
     def create_or_replace(self, manifest: Manifest) -> None:
-        """Creates a ConfigMap, a Secret or a Service, over that of an earlier job of the run."""
+        """Creates a ConfigMap, a Secret or a Service, or replaces an earlier job's of the run."""
         core = self.library.client.CoreV1Api(self.client)
         kind = manifest["kind"].lower().replace("configmap", "config_map")
         space, name = self.options.namespace, self.options.name

@@ -58,7 +58,7 @@ MAX_NAME = 30
 
 
 class Consequence(StrEnum):
-    """What follows the exit of a pod."""
+    """Consequence of the exit of a pod."""
 
     COMPLETE = "complete"
     END = "end"
@@ -69,7 +69,7 @@ class Consequence(StrEnum):
 
 
 def consequence(code: int) -> Consequence:
-    """Returns what follows an exit code, by the table of exit codes.
+    """Returns the consequence of an exit code, by the table of exit codes.
 
     >>> consequence(81), consequence(143), consequence(137)
     (<Consequence.END: 'end'>, <Consequence.RESTART_UNCOUNTED: 'restart, not counted'>, \
@@ -92,7 +92,7 @@ def codes_with(wanted: Consequence) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What the config of a run does not have: where it runs."""
+    """Options on the place of a run, which its config does not have."""
 
     image: str
     nodes: int = 1
@@ -136,7 +136,7 @@ def object_name(root: RunPath) -> str:
 
 
 def needed_grace_seconds(config: RunConfig, save_seconds: float | None) -> int:
-    """Returns how long after SIGTERM a pod may need: the save in flight, and one more.
+    """Returns the seconds that a pod may need after SIGTERM: the save in flight, and one more.
 
     Args:
       config: its margin is added.
@@ -179,7 +179,7 @@ def to_yaml(objects: list[Manifest]) -> str:
 
 
 def changed_fields(sent: Any, created: Any, path: str = "") -> list[str]:
-    """Returns the paths of what a cluster has changed or dropped; it may add to an object.
+    """Returns the paths of fields that a cluster has changed or dropped; it may add fields.
 
     >>> changed_fields({"a": [{"b": 1}], "c": 2}, {"a": [{"b": 3, "d": 4}]})
     ['a[0].b', 'c']
@@ -275,7 +275,7 @@ def _service(options: ClusterOptions) -> Manifest:
 def _job_spec(
     root: RunPath, options: ClusterOptions, *, backoff_limit: int, preempted: str
 ) -> Manifest:
-    """Returns the spec of a Job; `preempted` is the action of what is not counted."""
+    """Returns the spec of a Job; `preempted` is the action for uncounted restarts."""
     rules: list[Manifest] = [
         {"action": "FailJob", "onExitCodes": _exit_codes(Consequence.END)},
         {"action": preempted, "onExitCodes": _exit_codes(Consequence.RESTART_UNCOUNTED)},
@@ -299,7 +299,7 @@ def _has_names(value: Any) -> bool:
 
 
 def longest_name(nodes: int) -> int:
-    """Returns how many characters the name of a JobSet may have, which is in those of its pods."""
+    """Returns the longest length of a JobSet's name, which its pods' names contain."""
     return MAX_POD_NAME - len(pod_name("", nodes - 1))
 
 

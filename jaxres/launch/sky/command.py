@@ -110,7 +110,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, list[str], argparse.Namespac
 
 
 def _options(given: argparse.Namespace, root: RunPath) -> TaskOptions:
-    """Returns the options of the task; raises UsageError for what SkyPilot would refuse."""
+    """Returns the options of the task; raises UsageError for options that SkyPilot would refuse."""
     if given.image:
         argument_checks.image(given.image)
     argument_checks.number("--nodes", given.nodes, 1, argument_checks.MAX_NODES)
@@ -262,7 +262,7 @@ class SkyNode:
 def next_attempt(
     records: Sequence[Record], config: RunConfig, *, idle: int = 0, last: int = ExitCode.DONE
 ) -> Restart | GiveUp | None:
-    """Decides what every node does before it trains; None: it trains at once. Pure.
+    """Decides the action of every node before it trains; None: it trains at once. Pure.
 
     Args:
       records: the run log; no attempt runs.

@@ -61,7 +61,7 @@ def recover_on_exit_codes() -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What the config of a run does not have: where it runs."""
+    """Options on the place of a run, which its config does not have."""
 
     name: str
     nodes: int = 1
@@ -117,7 +117,7 @@ def task(config: RunConfig, root: RunPath, options: TaskOptions) -> Task:
 
 
 def _script(config: str | None, root: RunPath, options: TaskOptions) -> str:
-    """Returns what each node runs: it writes the config and starts the node's process.
+    """Returns the script of each node: it writes the config and starts the node's process.
 
     A VM that replaces another may have its name, so its boot makes it another host.
 

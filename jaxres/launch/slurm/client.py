@@ -54,7 +54,7 @@ _OUTAGE = re.compile(
 
 
 def call(*command: str) -> str:
-    """Returns what a command of Slurm prints.
+    """Returns the output of a command of Slurm.
 
     Raises:
       ConfigError: it is not installed, or refuses.
@@ -103,7 +103,7 @@ def submit(script: Path, options: Sequence[str]) -> str:
 
 
 def state(job: str, columns: str = "%T") -> str | None:
-    """Returns what squeue says of a job that has not ended; None: it has, or is unknown."""
+    """Returns squeue's columns for a job; None: the job has ended, or is unknown."""
     try:
         found = call("squeue", "--noheader", "--all", f"--jobs={job}", f"--format=%T|{columns}")
     except ConfigError as error:

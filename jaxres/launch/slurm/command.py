@@ -243,7 +243,7 @@ def _job_name(run_dir: RunDir) -> str:
 
 
 def _script(options: _Options, config: RunConfig, run_dir: RunDir, journal: Journal) -> str:
-    """Returns the job's script; what is done to the config file later does not change the job."""
+    """Returns the job's script; later changes of the config file do not change the job."""
     named = dataclasses.replace(options.job, name=_job_name(run_dir))
     file = str(journal.folder / "config.yaml")
     command = [sys.executable, "-m", "jaxres.launch", "slurm", "job"]
@@ -319,7 +319,7 @@ def _restart_limits(target: RunPath, overrides: Sequence[str]) -> RestartSection
 
 @dataclass(frozen=True)
 class _Job:
-    """A running job: its attempts, and what follows them."""
+    """A running job: its attempts, and the decisions after them."""
 
     options: _Options
     config: RunConfig
@@ -377,7 +377,7 @@ class _Job:
             self._resubmit(Resubmit((), 0.0, reason))
 
     def _reason_to_continue(self) -> str | None:
-        """Returns why the run goes on in another job although this one was told to end.
+        """Returns why the run continues in another job although this one was told to end.
 
         Slurm marks a job before it tells its processes to end, so one that is RUNNING was told by
         something else: its node that shuts down, in most cases.
@@ -393,7 +393,7 @@ class _Job:
     def _decide(
         self, *, is_first: bool
     ) -> tuple[Train | Resubmit | End, list[Record], bool] | None:
-        """Decides by the run log, the journal and what Slurm says.
+        """Decides by the run log, the journal and Slurm's answers.
 
         Returns:
           The decision, the run log, and whether the job has lost a node; None: Slurm has put the

@@ -1,4 +1,4 @@
-"""What a Slurm job of a run does next: train, be submitted again, or end. Pure.
+"""Next action of a Slurm job of a run: train, be submitted again, or end. Pure.
 
 The job's script runs one process, which starts the training on the nodes of the job (`srun`), and
 decides what follows when it ends. It applies the restart policy of `launch local`, with the same
@@ -43,12 +43,12 @@ JOB_VARIABLES = re.compile(
     "SLURM_(CPUS|CPUS_PER|GPUS|GPUS_PER|JOB|MEM_PER|NTASKS|NTASKS_PER|STEP|TASKS_PER|TRES_PER)_.+"
     "|SLURM_(JOBID|NTASKS|NPROCS|NNODES|NODELIST|PROCID|GPUS|STEPID|THREADS_PER_CORE)|SRUN_.+"
 )
-"""What a job has in its environment; sbatch hands on what the new job has no value for."""
+"""Variables of a job; sbatch passes those on for which the new job sets no value."""
 FILTERS = re.compile(
     "(SQUEUE|SINFO|SCANCEL)_.+|SLURM_TIME_FORMAT|SBATCH_(ARRAY_INX|CLUSTERS|ERROR|JOB_NAME|"
     "NO_KILL|NO_REQUEUE|OPEN_MODE|OUTPUT|REQUEUE|SIGNAL|USE_MIN_NODES|WAIT)"
 )
-"""What changes the answers of Slurm's commands, or takes precedence over the job's script."""
+"""Variables that change the answers of Slurm's commands, or override the job's script."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def misleading_variables(names: Iterable[str], arguments: Sequence[str]) -> list
 def outcomes(
     journal: Sequence[Entry], records: Sequence[Record]
 ) -> tuple[AttemptOutcome[str], ...]:
-    """Returns how training has ended each time since the last final end, oldest first.
+    """Returns the outcome of each attempt since the last final end, oldest first.
 
     Args:
       journal: all entries; no training runs now.
@@ -160,10 +160,10 @@ def idle_jobs(journal: Sequence[Entry], records: Sequence[Record]) -> int:
 
 
 def final_since(journal: Sequence[Entry], job: str) -> int | None:
-    """Returns how the run has ended for good since a job was submitted; None: it has not.
+    """Returns the exit code of the run's final end since a job was submitted; None: no such end.
 
-    Such a job has waited beside the one that ended the run: Slurm had put that one back in the
-    queue after it was submitted again, for example.
+    If there is one, the job has waited beside the job that ended the run: for example, Slurm had
+    put that job back in the queue after the run was submitted again.
 
     >>> journal = [Submitted("1"), Submitted("2"), Final(81), Submitted("3")]
     >>> final_since(journal, "2"), final_since(journal, "3")
@@ -229,7 +229,7 @@ class End:
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the job has."""
+    """Nodes and time of the job."""
 
     nodes: tuple[str, ...]
     """Names of all its nodes."""
@@ -259,7 +259,7 @@ def decide(
     seed: int,
     idle_jobs: int = 0,
 ) -> Train | Resubmit | End:
-    """Decides what the job does next.
+    """Decides the next action of the job.
 
     Args:
       history: outcomes since the last final end (`outcomes`), also of earlier jobs.
@@ -337,7 +337,7 @@ class JobOptions:
 
 
 def check_sbatch(options: Sequence[str]) -> None:
-    """Raises UsageError for an option of `--sbatch` that would undo what the script relies on."""
+    """Raises UsageError for an option of `--sbatch` that would break the job's script."""
     for option in options:
         # A line of a script may have several options, and sbatch takes the start of a name for it.
         flags = [_sbatch_flag(word) for word in option.split() if word.startswith("-")]
@@ -391,7 +391,7 @@ def _sbatch_flag(option: str) -> str:
 
 
 def excluded(sbatch: Sequence[str], nodes: Sequence[str]) -> str:
-    """Returns the value of --exclude of the next job; that of the script would be overridden.
+    """Returns the next job's --exclude: `nodes`, and the script's nodes, which it overrides.
 
     Args:
       sbatch: options of sbatch, which may exclude nodes too.
@@ -409,7 +409,7 @@ def excluded(sbatch: Sequence[str], nodes: Sequence[str]) -> str:
 
 
 def gpus_per_node(sbatch: Sequence[str]) -> int | None:
-    """Returns how many GPUs a node the options of sbatch ask for; None: not known.
+    """Returns the GPUs per node that sbatch's options request; None: not known.
 
     >>> gpus_per_node(["--gpus-per-node=h100:8"]), gpus_per_node(["--mem=0", "--gres=gpu:4"])
     (8, 4)
@@ -444,7 +444,7 @@ def script(options: JobOptions, *, output: str, file: str, config: str, command:
     ]
     lines += [f"--partition={','.join(options.partitions)}"] if options.partitions else []
     lines += [f"--time={options.time}"] if options.time else []
-    # With a number of tasks Slurm gives the least number of nodes of a range, whatever it has.
+    # With a number of tasks Slurm gives the least number of nodes of a range, even if it has more.
     lines += ["--ntasks-per-node=1"] if is_fixed else ["--no-kill"]
     lines += options.sbatch
     head = "".join(f"#SBATCH {line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""The journal of a run's Slurm jobs: what they must remember beyond one job, in a shared folder."""
+"""The journal of a run's Slurm jobs: facts that outlive one job, in a shared folder."""
 
 from __future__ import annotations
 

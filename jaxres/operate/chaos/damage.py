@@ -18,7 +18,7 @@ INDEX = "state/d"
 
 
 def flip_bit(root: Path, commit: Commit, chance: random.Random) -> str:
-    """Flips one bit of an array's items, in place; returns what was done."""
+    """Flips one bit of an array's items, in place; returns a description."""
     path, start, stop = _items(root, commit, chance)
     where, bit = chance.randrange(start, stop), chance.randrange(8)
     with path.open("r+b") as file:
@@ -43,7 +43,7 @@ def flip_blocks(path: Path, *, block_bytes: int = BLOCK_BYTES) -> int:
 
 
 def delete_file(root: Path, commit: Commit, chance: random.Random) -> str:
-    """Deletes the file with an array's items; returns what was done."""
+    """Deletes the file with an array's items; returns a description."""
     path, _, _ = _items(root, commit, chance)
     path.unlink()
     return f"step {commit.step}: {path.name} is deleted"

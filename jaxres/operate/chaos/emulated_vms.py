@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "google.cloud.compute"
 PROGRAMS = ("bash", "curl", "tar", "sha256sum")
-"""What the startup script of a VM needs here."""
+"""Programs that the startup script of a VM needs on this machine."""
 SPEED = 10.0
 """So many seconds of the emulated service pass in one: a boot takes half a second."""
 ZONE, MACHINE, DOLLARS = "us-central1-a", "a2-highgpu-1g", 1.0
@@ -60,7 +60,7 @@ class EmulatedVms:
     """Words of the command of jaxres that leads the job."""
 
     def desired(self) -> DesiredState | None:
-        """Reads what the launcher remembers."""
+        """Reads the launcher's desired state."""
         return StateObject(LaunchPaths(self.run).desired_state).read()
 
     def member(self, host: int) -> str:
@@ -79,7 +79,7 @@ class EmulatedVms:
         return [vm.name for vm in self.gce.vms_so_far()]
 
     def left(self) -> tuple[str, ...]:
-        """Returns what a job that has ended has left: VMs, and processes of VMs."""
+        """Returns the VMs, and the processes of VMs, that a job has left behind after its end."""
         vms = [f"VM {name} ({status})" for name, status in self.gce.vms().items()]
         return (*vms, *(f"process {pid} of a VM" for pid in self.gce.pids()))
 

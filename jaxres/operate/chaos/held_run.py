@@ -39,7 +39,7 @@ AGAIN = 1000
 
 @dataclass
 class HeldRun:
-    """A run, its directory and what the faults have done to it so far."""
+    """A run, its directory, and the faults' effects on it so far."""
 
     runner: Runner
     planned: PlannedRun
@@ -157,7 +157,7 @@ class HeldRun:
         fault_request.write(self.root, asked)
 
     def done(self, number: int, *, host: int = 0) -> str:
-        """Returns what the hooks of a host have done for a request; empty: nothing."""
+        """Returns the answer of a host's hooks to a request; empty: no answer."""
         return fault_request.done(self.root, number=number, host=host)
 
     def release(self, number: int, *, root: RunPath | None = None) -> None:
@@ -234,7 +234,7 @@ class HeldRun:
         return any((e["event"], e.get("step")) == ("save_failed", step) for e in found)
 
     def wait_end(self, process: subprocess.Popen[bytes]) -> bool:
-        """Waits for the end of a process, also after that of the command; returns if it ended."""
+        """Waits for the end of a process, even after the command has ended; returns if it ended."""
         for _ in range(END_POLLS):
             if process.poll() is not None:
                 return True
@@ -259,7 +259,7 @@ class HeldRun:
         return round(self.now() - self.fault_at, 1)
 
     def forget_faulty_hosts(self) -> str:
-        """Uses the hosts again that the run leaves out, as after a repair; returns what failed."""
+        """Uses the left-out hosts of the run again, as after a repair; returns the error."""
         for host in faulty_hosts.read(self.run_dir):
             self.runner.start_verb(self.name, ["hosts", str(self.root), "--forget", host.name])
             if (code := self.runner.wait_exit()) != ExitCode.DONE:

@@ -1,4 +1,4 @@
-"""What an ended run has left here: processes, ports, temporary files, saves, shared memory."""
+"""Leftovers of an ended run here: processes, ports, temporary files, saves, shared memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def processes(root: RunPath) -> list[int]:
 
 
 def wait_gone(root: RunPath, clock: Clock) -> list[int]:
-    """Waits a while until no process of a run is left; returns those that are."""
+    """Waits a while until no process of a run is left; returns the processes still left."""
     return list(_wait_empty(lambda: processes(root), clock))
 
 
@@ -80,7 +80,7 @@ def ports_of(pids: Iterable[int]) -> dict[int, str]:
 
 
 def find(run_dir: RunDir, clock: Clock, *, ports: Mapping[int, str]) -> tuple[str, ...]:
-    """Returns what a run that has ended has left behind, one text for each thing.
+    """Returns the leftovers of a run that has ended, one text for each.
 
     Args:
       run_dir: the run directory.

@@ -27,7 +27,7 @@ KINDS: tuple[ChecklistKind, ...] = get_args(ChecklistKind)
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosResult:
-    """Result of a campaign: what `chaos run --json` writes, and what is kept for a config."""
+    """Result of a campaign: the output of `chaos run --json`, which is also kept for a config."""
 
     format: int = FORMAT
     config: str
@@ -89,15 +89,15 @@ def store(config: RunConfig, result: ChaosResult) -> Path:
 
 @dataclass(frozen=True)
 class ChaosFound:
-    """What is known about a config: a verdict for each of KINDS."""
+    """Known results of a config: a verdict for each of KINDS."""
 
     kinds: Mapping[ChecklistKind, Verdict]
     text: str
-    """What the newest campaign says of itself, or why there is none that counts."""
+    """Summary of the newest campaign, or the reason why none counts."""
 
 
 def read(config: RunConfig) -> ChaosFound:
-    """Returns what the newest campaign of a config has found; other versions do not count."""
+    """Returns the results of the config's newest campaign; other versions do not count."""
     nothing: dict[ChecklistKind, Verdict] = dict.fromkeys(KINDS, NOT_RUN)
     try:
         result = json.loads(files.read_whole(path_of(config)))

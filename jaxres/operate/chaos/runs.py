@@ -76,7 +76,7 @@ INJECT: Mapping[str, Callable[[HeldRun, int, ScheduledFault], Injection]] = {
     "launcher-kill": vm_faults.kill_launcher,
     "launch-state-lost": vm_faults.lose_launch_state,
 }
-"""Scenario -> what injects it, while every worker holds after the planned step."""
+"""Scenario -> its injector, called while every worker holds after the planned step."""
 
 
 def _clock_offset(clock: Clock) -> float:
@@ -85,7 +85,7 @@ def _clock_offset(clock: Clock) -> float:
 
 
 def _account(run: HeldRun, clock_moved_seconds: float) -> TimeAccount | None:
-    """Returns what `jaxres report` says of the run; None: no attempt has recorded its end."""
+    """Returns the time account of `jaxres report`; None: no attempt has recorded its end."""
     records = run_log.in_force(run_log.read_records(run.run_dir.log))
     begins = [record.time for record in records if isinstance(record.body, Claim)]
     ends = [record.time for record in records if isinstance(record.body, AttemptEnded)]
@@ -110,7 +110,7 @@ class FaultyRun:
     topology: Topology
 
     def execute(self) -> ChaosFacts:
-        """Runs, injects each fault, waits for each recovery; returns what was seen."""
+        """Runs, injects each fault, waits for each recovery; returns the observed facts."""
         name = self.planned.name
         if self.planned.has_fake_gpus:
             with fake_gpus(self.runner, name) as (runner, gpus):

@@ -1,4 +1,4 @@
-"""The scenarios of `jaxres chaos`: what each injects, and what a run must do then. Pure.
+"""The scenarios of `jaxres chaos`: the fault of each, and the run's promise then. Pure.
 
 A scenario acts from outside: by signals, on the files of a run that has stopped, or by a hook of
 its run. Production code does not know of it. `runs.py` has the function that injects each.
@@ -16,7 +16,7 @@ from jaxres.train.chaos_hooks.fault_request import WORKER_HOOK
 
 KILLED = SIGNAL_BASE + signal.SIGKILL
 ChecklistKind = Literal["node_kill", "partition", "corruption"]
-"""What the production checklist asks for: a killed host, a cut network, a damaged checkpoint."""
+"""Faults of the production checklist: a killed host, a cut network, a damaged checkpoint."""
 Place = Literal["disk", "bucket", "hosts", "vms"]
 """Where a run is: under one supervisor on a disk or in an emulated bucket; `hosts`: on a disk, with
 a supervisor for each host, which needs two workers or more; `vms`: `launch gce` on emulated VMs."""
@@ -29,7 +29,7 @@ class Scenario:
     name: str
     injects: str
     promise: str
-    """What must hold, besides what holds in every run (verdict.py)."""
+    """The scenario's own promise, besides the promises of every run (verdict.py)."""
     ends: frozenset[int | None]
     """Exits of the attempt that the fault may end; None: it leaves no stop record. Empty: the fault
     ends no attempt."""
@@ -98,7 +98,7 @@ SPIKE_SETTING = (
 )
 """Setting of a run that is to find a high loss after SPIKE_STEPS steps, within its few steps."""
 SLOW_FROM, SLOW_STEPS = 32, 100
-"""The step after which a host is slow, and the steps of its run: what is usual is known from 20
+"""The step after which a host is slow, and the steps of its run: the usual time is known from 20
 measured steps, and a host is named after 8 records of 5 steps or more. No step is measured beside a
 hook or a save, nor are the first ten."""
 SLOW_SETTINGS = (
@@ -112,10 +112,10 @@ SLOW_SETTINGS = (
 LOOP_ATTEMPTS = 2
 """restart.max_attempts_without_commit of a run in a crash loop."""
 VM_LOST: frozenset[int | None] = NO_RECORD | NOTICE_ENDS | {ExitCode.PEER_LOST}
-"""Ends of an attempt that loses a VM: its supervisor records none, the launcher PREEMPTED, those of
-other hosts PEER_LOST."""
+"""Ends of an attempt that loses a VM: its supervisor records none, the launcher PREEMPTED, other
+hosts' supervisors PEER_LOST."""
 STATE_LOST: frozenset[int | None] = VM_LOST | {SIGNAL_BASE + signal.SIGTERM}
-"""The same; or the agent of the VM ends it, once it reads a state that does not have the VM."""
+"""As VM_LOST; or the agent of the VM ends it, once it reads a state that does not have the VM."""
 ALL = (
     Scenario(
         name="worker-kill",

@@ -43,8 +43,8 @@ LIMIT_SECONDS = 6 * 3600.0
 HANG_SECONDS = 5.0
 """deadlines.hook_seconds of a run that is broken by a hang: the supervisor finds it after these."""
 FOLLOWER_POLLS = 6000
-"""Most looks at the other supervisors of a job, once that of host 0 has ended: two minutes of them,
-and longer on a slow machine."""
+"""Most looks at the other supervisors of a job, once host 0's has ended: two minutes of them, and
+longer on a slow machine."""
 SHOWN_ROWS = 8
 MESSAGE_LINES = 12
 """Most lines of a failed run's output that are shown."""
@@ -164,7 +164,7 @@ class Runner:
 
     config: Path
     overrides: Sequence[str]
-    """Those of the user and of the check."""
+    """Overrides by the user and by the check."""
     folder: Path
     save_every: int
     """Steps between two saves."""
@@ -173,7 +173,7 @@ class Runner:
     bucket: GcsPath | None = None
     """Where the run directories are; None: in the folder."""
     process: subprocess.Popen[bytes] | None = None
-    """The command that runs now; of a job with several supervisors, that of host 0."""
+    """The command that runs now; of a job with several supervisors, host 0's."""
     followers: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """The other supervisors of such a job, in order of hosts."""
 
@@ -266,7 +266,7 @@ class Runner:
         break_hook.release(root, number=number)
 
     def output(self, name: str) -> Path:
-        """Returns the file with what the commands of a run have printed."""
+        """Returns the file with the output of a run's commands."""
         return self.folder / f"{name}.txt"
 
     def start(
@@ -316,7 +316,7 @@ class Runner:
         )
 
     def start_verb(self, name: str, words: Sequence[str]) -> None:
-        """Starts another command of jaxres, whose output follows that of a run."""
+        """Starts another command of jaxres, whose output is appended to a run's."""
         command = [sys.executable, "-m", "jaxres", *words]
         self.process = start_command(command, output=self.output(name), env=self.env)
 
@@ -373,7 +373,7 @@ class Runner:
                 process.wait()
 
     def observe(self, name: str, code: int, **planned: Any) -> RunFacts:
-        """Reads what a run has done, and deletes what it has left in shared memory."""
+        """Reads the facts about a run, and deletes its leftovers in shared memory."""
         run_dir = self.run_dir(name)
         memory_folder.delete(run_dir.root)
         printed = self.output(name).read_text(errors="replace").strip().splitlines()
@@ -396,7 +396,7 @@ def observe(
     breaks: Sequence[Break] = (),
     topology: str = "",
 ) -> RunFacts:
-    """Reads what a run has done: all steps of all attempts, digests, and ends."""
+    """Reads the facts about a run: all steps of all attempts, digests, and ends."""
     records = run_log.read_records(run_dir.log)
     history = run_log.fold(records)
     programs = {

@@ -1,7 +1,7 @@
-"""Compares the report of a run with what is known of its time without it. Pure.
+"""Compares the report of a run with independent facts about its time. Pure.
 
-The report places steps by events of monotonic clocks. Here the length is that of the run log's
-times, the training that of the metrics, the incidents are the injected faults.
+The report places steps by events of monotonic clocks. Here the length comes from the times of the
+run log, the training time from the metrics, and the incidents are the injected faults.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxres.runlog.metrics import MetricsLine
 SHARE = 1e-3
 """Of the time of a run, that may be missing or too much in its report."""
 LEAST_SECONDS = 0.1
-"""The same, of a short run: its records are stamped a little later than what they record."""
+"""Least tolerance, of a short run: its records are stamped a little later than their events."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def differences(
     ended: Sequence[tuple[str, AttemptFacts, Collection[int | None]]],
     resumed: Sequence[int | None],
 ) -> Iterator[str]:
-    """Yields each difference between a report and what has happened.
+    """Yields each difference between a report and the observed facts.
 
     Args:
       account: the report.

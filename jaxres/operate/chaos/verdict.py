@@ -40,7 +40,7 @@ PROMISES = {
 
 @dataclass(frozen=True)
 class Injection:
-    """What was done, as it was seen from outside."""
+    """An injected fault, as observed from outside."""
 
     fault: ScheduledFault
     evidence: str = ""
@@ -54,12 +54,12 @@ class Injection:
     ended_attempts: int = 1
     """How many attempts it has ended one after the other, if it ends one."""
     unkept: str = ""
-    """What of the scenario's own promise did not hold; empty: it held."""
+    """Violation of the scenario's own promise; empty: it held."""
 
 
 @dataclass(frozen=True)
 class ChaosFacts:
-    """What is known about one run with faults."""
+    """Facts about one run with faults."""
 
     planned: PlannedRun
     run: RunFacts
@@ -78,9 +78,9 @@ class ChaosFacts:
     merged_lines: tuple[str, ...] = ()
     """Files in which a torn line was continued by another one."""
     kept: tuple[MetricsLine, ...] = ()
-    """The steps of the history that is kept, without those that were trained again."""
+    """The steps of the kept history, without steps that were trained again."""
     left: tuple[str, ...] = ()
-    """What the run has left behind."""
+    """Leftovers of the run."""
     account: TimeAccount | None = None
     """The run's report; None: it could not be read, or the run log had no claim."""
 
@@ -95,7 +95,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What followed a fault."""
+    """Consequences of a fault."""
 
     injection: Injection
     ended: AttemptFacts | None
@@ -117,7 +117,7 @@ class Outcome:
 
 
 def _ends_attempt(injection: Injection) -> bool:
-    """Returns whether a fault ends an attempt; those of storage may end none."""
+    """Returns whether a fault ends an attempt; faults of storage may end none."""
     scenario = BY_NAME.get(injection.fault.scenario)
     return scenario is None or bool(scenario.ends)
 

@@ -1,1 +1,1 @@
-"""What `jaxres doctor` and the production checklist check."""
+"""Checks of `jaxres doctor` and of the production checklist."""

@@ -10,7 +10,7 @@ Status = Literal["pass", "warn", "fail", "n/a"]
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check: its name, what was found and, unless it passed, what to do."""
+    """Result of one check: its name, the finding and, unless it passed, the remedy."""
 
     status: Status
     name: str
@@ -43,7 +43,7 @@ class Check:
 
 @dataclass(frozen=True)
 class ItemResult:
-    """What an item of the checklist has found; its name is the item's."""
+    """Result of an item of the checklist; its name is the item's."""
 
     status: Status
     detail: str

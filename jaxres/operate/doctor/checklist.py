@@ -1,4 +1,4 @@
-"""The production checklist of `jaxres doctor`: what a long run needs beyond a valid config. Pure.
+"""The production checklist of `jaxres doctor`: needs of a long run beyond a valid config. Pure.
 
 Each item is a function of the config and of what is known about the job and this machine
 (`facts.py`). docs/prove.md has the table of all items.
@@ -24,7 +24,7 @@ from jaxres.telemetry.stdio import format_bytes
 ELSEWHERE = "the job runs on other machines: run `jaxres doctor` on one of them"
 SMALL = "a run of less than an hour on one machine"
 MANY_FILES = 1024
-"""Open files that a worker may have: TensorStore's, those of the data, connections."""
+"""Open files that a worker may have: TensorStore's, data files, connections."""
 LONGEST_HANG_SECONDS = 3600.0
 """Limit of a step from which on a hang costs more than a failure should."""
 SLOW_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p")
@@ -52,7 +52,7 @@ class Item:
 
 
 def is_small(config: RunConfig, facts: Facts) -> bool:
-    """Returns whether a run is too small for what a job of days or of several machines needs."""
+    """Returns whether a run is too small for the items about long or multi-machine jobs."""
     hours = estimates.hours(config, facts)
     return config.launch.gce is None and facts.num_hosts == 1 and (hours is None or hours < 1)
 
@@ -69,7 +69,7 @@ def judge(config: RunConfig, facts: Facts) -> list[Check]:
 
 
 def text(checks: Sequence[Check], *, all_items: bool) -> str:
-    """Returns what is printed.
+    """Returns the printed text of the checklist.
 
     Items that warn or fail have a line each, unless an earlier check has printed them; the others
     are listed by name.
@@ -582,7 +582,7 @@ ITEMS = (
     Item("driver", _driver, for_all=True),
     Item("determinism", _determinism, for_all=True),
 )
-"""The 22 items of the production checklist in its order, then those of the run and its machine."""
+"""The 22 items of the production checklist in its order, then items of run and machine."""
 NUM_CHECKLIST = 22
 COVERED = frozenset(item.name for item in ITEMS if item.covered_by is not None)
 """Items that a check before the checklist prints."""

@@ -109,7 +109,7 @@ def write_seconds(facts: Facts) -> float | None:
 
 
 def kept_text(config: RunConfig, facts: Facts) -> str | None:
-    """Returns what the retention keeps at the end, in bytes and, in a bucket, in money."""
+    """Returns the size of all checkpoints that retention keeps and, in a bucket, their price."""
     size = facts.state_bytes
     if size is None:
         return None

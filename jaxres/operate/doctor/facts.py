@@ -1,4 +1,4 @@
-"""What the checklist of `jaxres doctor` knows of a job and of this machine; reads it once.
+"""Facts of a job and of this machine for the checklist of `jaxres doctor`; read once.
 
 Everything that may be missing is None where it is: a fact is never a guess.
 """
@@ -74,7 +74,7 @@ class Nccl:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known; the checks before the checklist by their names."""
+    """The facts; the checks before the checklist are there by their names."""
 
     is_here: bool = True
     """Whether the job trains on this machine."""
@@ -97,8 +97,7 @@ class Facts:
     alert_error: str | None = None
     """Why the targets of the alerts can't be used; None: they can."""
     test_alerts: Sequence[tuple[str, bool, str]] | None = None
-    """Target, whether it has accepted the test message, and what it has answered; None: not asked
-    for."""
+    """Target, whether it has accepted the test message, and its answer; None: not asked for."""
     chaos: ChaosFound | None = None
     has_exporter: bool = True
     is_clock_synchronised: bool | None = None
@@ -237,7 +236,7 @@ def _alert_error(config: RunConfig, env: Mapping[str, str]) -> str | None:
 
 
 def _is_clock_synchronised() -> bool | None:
-    """Returns what the kernel says, or systemd; None: neither can be asked."""
+    """Returns whether the clock is synchronised, by the kernel or systemd; None: unknown."""
     timex = ctypes.create_string_buffer(TIMEX_BYTES)  # modes is 0: reads only.
     with contextlib.suppress(OSError, AttributeError):
         state = ctypes.CDLL(None).adjtimex(timex)
@@ -280,7 +279,7 @@ def _read_gpus(env: Mapping[str, str]) -> Gpus:
 
 
 def gpus_of(line: bytes) -> Gpus:
-    """Returns what the first message of the health process says."""
+    """Returns the health process's view of the GPUs, from its first message."""
     try:
         match MESSAGES.decode(json.loads(line)):
             case WatchStarted(unreadable=unreadable):

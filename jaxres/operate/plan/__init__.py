@@ -1,1 +1,1 @@
-"""What a fleet's failures will cost, and what each measure against them saves; no jax."""
+"""Cost of a fleet's failures, and savings of each measure against them; no jax."""

@@ -1,4 +1,4 @@
-"""Default values of `jaxres plan`, each with its source; `--from RUN` replaces what a run measured.
+"""Default values of `jaxres plan` with their sources; `--from RUN` replaces measured ones.
 
 "Assumed" means that no measurement is known for these machines: measure, and give the flag.
 """

@@ -69,7 +69,7 @@ def variant(
     on_demand_dollars: float | None = None,
     replications: int = 1000,
 ) -> Variant:
-    """Returns what a job costs, by its mean simulated goodput.
+    """Returns the goodput and the price of a job, by its mean simulated goodput.
 
     `on_demand_dollars`: price of a GPU hour of the machines on demand of a mixed fleet.
     """

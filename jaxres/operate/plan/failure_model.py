@@ -20,7 +20,7 @@ class Component:
 
     name: str
     per: Per
-    """What has one of it: each GPU, each host, each rack, or the whole job."""
+    """Unit with one such component: each GPU, each host, each rack, or the whole job."""
     mtbf_hours: float
     """Mean hours between failures of one of it."""
 
@@ -41,7 +41,7 @@ class FleetModel:
         return -(-self.num_gpus // self.gpus_per_host)
 
     def count(self, per: Per) -> int:
-        """Returns how many of a component the fleet has."""
+        """Returns the number of components of a kind in the fleet."""
         num_racks = -(-self.num_hosts // self.hosts_per_rack)
         return {"gpu": self.num_gpus, "host": self.num_hosts, "rack": num_racks, "job": 1}[per]
 
@@ -50,7 +50,7 @@ class FleetModel:
         return sum(self.count(part.per) / part.mtbf_hours for part in self.components)
 
     def rack_failures_per_hour(self) -> float:
-        """Returns the rate of those that take all hosts of a rack.
+        """Returns the rate of failures that take all hosts of a rack.
 
         >>> switch = Component("switch", "rack", 1_000.0)
         >>> FleetModel(1_024, 8, (switch,), hosts_per_rack=16).rack_failures_per_hour()

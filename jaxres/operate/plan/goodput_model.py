@@ -1,4 +1,4 @@
-"""Expected goodput of a plan in closed form, and what each kind of interruption costs. Pure.
+"""Expected goodput of a plan in closed form, and the cost of each interruption. Pure.
 
 Each kind of interruption has a rate, a restart time and a newest state that it leaves. With one
 tier of checkpoints the useful share of a long run is Daly's (2006, FGCS 22, 303), equation 13:
@@ -54,7 +54,7 @@ class Interruption:
 
 @dataclass(frozen=True)
 class Outages:
-    """Times in which storage can't be written or read; training goes on, commits wait."""
+    """Times in which storage can't be written or read; training continues, commits wait."""
 
     per_day: float
     """How often one begins, in a day without any."""
@@ -64,7 +64,7 @@ class Outages:
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """A place of states: how often it gets one, and what that costs."""
+    """A place of saved states: their interval and costs."""
 
     interval_seconds: float
     """From the start of a save to the start of the next."""
@@ -132,7 +132,7 @@ def tier(
 
 
 def transfer_seconds(state_bytes: float, *, num_hosts: int, mb_per_second: float) -> float:
-    """Returns how long all hosts write or read their parts of the state."""
+    """Returns the seconds that the hosts need to write or read their parts of the state."""
     return state_bytes / num_hosts / (mb_per_second * MB)
 
 

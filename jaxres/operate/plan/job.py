@@ -16,10 +16,10 @@ MARGIN_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Measures:
-    """What a job does against failures."""
+    """Measures of a job against failures."""
 
     is_async: bool = True
-    """Whether training goes on while a save is written."""
+    """Whether training continues while a save is written."""
     memory: MemoryTier = "off"
     """States in host memory, also of another host (`checkpoint.memory`)."""
     spares: int = 0
@@ -66,7 +66,7 @@ class Job:
     outages: Outages | None = None
     """Of storage; None: it never fails."""
     save_every_seconds: float | None = None
-    """Interval of saves in storage; None: what jaxres would choose."""
+    """Interval of saves in storage; None: jaxres chooses it."""
     measures: Measures = field(default_factory=Measures)
 
     @property
@@ -117,7 +117,7 @@ class Job:
 
 
 def interruptions(job: Job) -> Iterator[Interruption]:
-    """Yields the kinds of interruptions of a job; those that never happen are left out."""
+    """Yields the kinds of interruptions of a job, without kinds that never happen."""
     racks, memory = job.fleet.rack_failures_per_hour(), job.measures.memory
     rate = job.fleet.failures_per_hour() - racks
     again = job.detect_seconds + job.restart_seconds
@@ -173,7 +173,7 @@ def _split(name: str, per_hour: float, spare_share: float) -> Iterator[tuple[str
 
 
 def _lost_host(job: Job, name: str, per_hour: float, seconds: float) -> Iterator[Interruption]:
-    """Yields losses of a host: those that leave its copy in the neighbor's memory, and others."""
+    """Yields losses of a host: with its copy left in the neighbor's memory, and without."""
     kept = 1 - job.neighbor_share if job.measures.memory == "neighbor" else 0.0
     yield from _kind(job, name, per_hour * kept, seconds, True)
     both = f"{name}, with its neighbor" if kept else name

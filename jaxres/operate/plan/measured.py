@@ -1,4 +1,4 @@
-"""What a run has measured, for the plan of the next one. Pure."""
+"""Measurements of a run, for the plan of the next one. Pure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def of_run(
     events: Iterable[Mapping[str, Any]],
     vms: ObservedVms | None = None,
 ) -> Measured:
-    """Returns what a run has measured.
+    """Returns the measured costs of saves and failures of a run.
 
     Args:
       timeline: the run's timeline.

@@ -1,4 +1,4 @@
-"""Turns what a run has recorded into the input of `simulated_attempts`. Pure."""
+"""Turns the records of a run into the input of `simulated_attempts`. Pure."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _settings(config: RunConfig) -> JobSettings:
 def _before_gap(
     failure: SimulatedFailure, observed: ObservedGap, attempt: AttemptTime
 ) -> SimulatedFailure:
-    """Returns a failure as the launcher saw it, with what followed."""
+    """Returns a failure with the code and time that the launcher saw, and the gap after it."""
     late = observed.ended - attempt.time
     detection = (failure.detect_seconds or 0.0) + late
     return replace(failure, code=observed.code, gap=observed.gap, detect_seconds=detection)
@@ -166,7 +166,7 @@ def _own(timeline: RunTimeline, attempt: AttemptTime) -> list[ActivityInterval]:
 def _steps_of_attempts(
     timeline: RunTimeline, records: Sequence[Record], *, last_step: int
 ) -> dict[int, int]:
-    """Returns how many steps each attempt has made, those that were lost included."""
+    """Returns the number of steps that each attempt has made, lost ones included."""
     began = {r.seq: r.body.step for r in records if isinstance(r.body, Start)}
     trained = [(one.attempt, one.starts[0][0]) for one in timeline.attempts if one.starts]
     ends = [began[seq] + timeline.lost_steps.get(seq, 0) for _, seq in trained[1:]]
@@ -283,7 +283,7 @@ def _failures(
     num_steps_of: Mapping[int, int],
     times: PartTimes,
 ) -> list[SimulatedFailure]:
-    """Returns what ended each attempt but the last.
+    """Returns the failure that ended each attempt but the last.
 
     `claims`: when each attempt was claimed. `num_steps_of`: its steps, by attempt.
     """
@@ -314,9 +314,9 @@ def _failure(
     num_steps: int,
     times: PartTimes,
 ) -> SimulatedFailure:
-    """Returns what ended an attempt, when, and how long its detection took within the attempt.
+    """Returns the failure that ended an attempt, its time and detection time included.
 
-    `times`: those of the job.
+    `times`: the mean times of the job.
     """
     begin = _training(attempt)
     end = next((r.body for r in records if isinstance(r.body, AttemptEnded)), None)

@@ -40,7 +40,7 @@ class ObservedVms:
 
     @property
     def usual(self) -> Answer:
-        """A request that is granted, with the mean times of those that were."""
+        """A granted request with the mean times of the granted ones."""
         gaps = (self.first, *(one.gap for one in self.gaps))
         granted = [a for gap in gaps for a in gap.answers if a.refused is None]
         if not granted:
@@ -104,7 +104,7 @@ def _gap(events: Sequence[LaunchEvent]) -> ObservedGap | None:
 
 
 def _answers(events: Sequence[LaunchEvent]) -> Iterator[Answer]:
-    """Yields what became of each request for VMs that was answered."""
+    """Yields the result of each request for VMs that was answered."""
     asked: LaunchEvent | None = None
     for number, event in enumerate(events):
         if event.kind == "vms_requested":

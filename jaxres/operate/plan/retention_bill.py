@@ -1,4 +1,4 @@
-"""What the checkpoints of a retention policy take and cost over a run. Pure.
+"""Size and cost of the checkpoints of a retention policy over a run. Pure.
 
 The policies are those of a run (`checkpoint/retention/retention.py`), on the commits of an
 undisturbed one.

@@ -49,7 +49,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, *, hours: float, replications: int = 1000, seed: int = 0) -> Simulation:
-    """Returns what runs of a plan do in a time; the same seed gives the same failures."""
+    """Simulates runs of a plan for some hours; equal seeds give equal failures."""
     end = hours * HOUR_SECONDS
     runs = _Runs(plan, replications, seed)
     if plan.per_hour:

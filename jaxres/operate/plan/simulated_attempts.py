@@ -62,7 +62,7 @@ class PartTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedFailure:
-    """What ends an attempt before the last step."""
+    """The end of an attempt before the last step."""
 
     seconds: float
     """Since the begin of training, or of the attempt if it is `in_setup`."""
@@ -81,12 +81,12 @@ class SimulatedFailure:
     detect_seconds: float | None = None
     """From this failure until its attempt is recorded as ended; None: the mean of the job."""
     gap: Gap = NO_GAP
-    """What service and VMs do after the attempt, of a job on VMs."""
+    """Events of service and VMs after the attempt, of a job on VMs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What the config of a job says."""
+    """Settings of a job from its config."""
 
     last_step: int
     when: When
@@ -98,7 +98,7 @@ class JobSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedJob:
-    """What the job has done when it ends."""
+    """Result of the simulation of a job."""
 
     seconds: float
     goodput: float
@@ -114,13 +114,13 @@ class SimulatedJob:
     gave_up: str
     """Reason of the restart policy or of the launcher; "": the job was not given up."""
     times: PartTimes
-    """What it was simulated with."""
+    """The times of the simulation."""
 
 
 def simulate_attempts(
     times: PartTimes, failures: Sequence[SimulatedFailure], settings: JobSettings
 ) -> SimulatedJob:
-    """Returns what a job does: one attempt for each failure, then one to the last step."""
+    """Simulates a job: one attempt for each failure, then one to the last step."""
     policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
     launcher = None if settings.vms is None else SimulatedLauncher(settings.vms)
     history: list[AttemptOutcome[int]] = []

@@ -1,4 +1,4 @@
-"""Simulates what `launch gce` does between two attempts, with its own decider. Pure.
+"""Simulates `launch gce` between two attempts, with the launcher's own decider. Pure.
 
 It calls `launch.reconcile.decide` on a simulated clock, as the launcher does: whether and where VMs
 are replaced, when they are requested, when the next attempt starts and whether the job ends are
@@ -29,8 +29,8 @@ from jaxres.launch.gce.state.observed_state import RunLogSummary as LogSummary
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
 HALF_CYCLE = CYCLE_SECONDS / 2
-"""The launcher observes once a cycle, and a run's times are those of its observations. So what has
-taken some cycles there takes as many here, though they are not exactly as long.
+"""The launcher observes once a cycle, and the recorded times of a run are times of observations. So
+a wait of some cycles there takes as many here, though they are not exactly as long.
 """
 CLOCK_ERROR = 1e-5
 """Share of a cycle by which the float of a time may be wrong."""
@@ -47,7 +47,7 @@ OPERATIONS = {kind: operation for operation, kind in lost_vms.KINDS.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What becomes of a request for VMs."""
+    """Result of a request for VMs."""
 
     seconds: float
     """From the request until the launcher knows whether the VMs exist."""
@@ -74,18 +74,18 @@ class LostVm:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What service and VMs do between two attempts."""
+    """Events of service and VMs between two attempts."""
 
     lost: tuple[LostVm, ...] = ()
     freed_seconds: float = 0.0
     """From the decision to delete a VM until the service no longer lists it."""
     answers: tuple[Answer, ...] = ()
-    """Of the requests in the gap, in order; of further ones that of `Vms.usual`."""
+    """Answers to the requests in the gap, in order; further ones get `Vms.usual`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vms:
-    """What the simulation of a job on VMs needs besides its failures."""
+    """Inputs of the simulation of a job on VMs, besides its failures."""
 
     config: RunConfig
     first: Gap
@@ -183,7 +183,7 @@ class SimulatedLauncher:
     def _result(
         self, answer: Answer, names: tuple[str, ...], *, asked: float, at: float
     ) -> CreateFailed | bool:
-        """Returns the result of the present request, and what becomes of its VMs."""
+        """Returns the result of the present request; records the fate of its VMs."""
         if at + HALF_CYCLE < asked + answer.seconds:
             return False
         if answer.refused is not None:

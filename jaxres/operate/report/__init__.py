@@ -1,1 +1,1 @@
-"""The HTML report of a run: pure functions from what was read to one page, no file access."""
+"""The HTML report of a run: pure functions from its data to one page, no file access."""

@@ -38,7 +38,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis from `low` to `high`; both are those of the axis, not of the values."""
+    """An axis from `low` to `high`, the ends of the axis, not of the values."""
 
     low: float
     high: float
@@ -75,7 +75,7 @@ class Curve:
 
 
 def metric_chart(contents: Contents, name: str, label: str) -> Markup:
-    """Returns the chart of a metric: what the run still has, what it has lost, interruptions."""
+    """Returns the chart of a metric: kept steps, lost steps, interruptions."""
     kept, lost = contents.kept, contents.lost
     curve = Curve(kept.step, getattr(kept, name), "line")
     lost_curves = list(_lost_curves(lost, name))
@@ -139,7 +139,7 @@ def rate_chart(contents: Contents) -> Markup:
 
 
 def save_chart(contents: Contents) -> Markup:
-    """Returns the chart of what saves took: the stall of the training, and the write beside it."""
+    """Returns the chart of the seconds of saves: the stall of training, and the write beside it."""
     saves = sorted(contents.saves, key=lambda save: save.step)
     steps = np.array([save.step for save in saves], np.int64)
     series = {
@@ -157,7 +157,7 @@ def save_chart(contents: Contents) -> Markup:
 
 
 def chart(label: str, drawn: Sequence[str], *, steps: Scale, values: Scale) -> Markup:
-    """Returns a figure with axes around what is drawn in COLUMNS x HEIGHT units."""
+    """Returns a figure with axes around a drawing of COLUMNS x HEIGHT units."""
     y_ticks = [(tick, 1 - float(values.share(np.array([tick]))[0])) for tick in values.ticks()]
     x_ticks = [(tick, float(steps.share(np.array([tick]))[0])) for tick in steps.ticks(5)]
     grid = "".join(f"M0 {number(at * HEIGHT)}h{COLUMNS}" for _, at in y_ticks)
@@ -287,7 +287,7 @@ def _interruption_marks(
 
 
 def interruption_text(one: InterruptionMark) -> str:
-    """Returns what happened, for people.
+    """Returns an interruption as text for people.
 
     >>> interruption_text(InterruptionMark(2, "killed", 33, 20))
     'attempt 2: killed after step 33, resumed at step 20'

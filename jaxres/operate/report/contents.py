@@ -1,4 +1,4 @@
-"""What a report shows of a run, from its records, events and metrics; pure."""
+"""Contents of a run's report, from its records, events and metrics; pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Events = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What was read of a run."""
+    """The data read of a run."""
 
     root: str
     """The run directory, as given."""
@@ -123,13 +123,13 @@ class Contents:
     attempts: tuple[AttemptSummary, ...]
     """The newest ones."""
     speeds: Mapping[int, Speed]
-    """By attempt; without those that are not known."""
+    """By attempt, without attempts whose speed is unknown."""
     guarantee: str | None
     """Level of the newest start; None: there was none."""
 
 
 def collect(sources: Sources, timeline: RunTimeline, summary: Summary) -> Contents:
-    """Returns what the page shows."""
+    """Returns the contents of the report's page."""
     history = run_log.fold(sources.records)
     lines = metrics_columns.concatenate(list(sources.lines.values()))
     next_start = None if sources.is_alive else history.step
@@ -236,7 +236,7 @@ def _attempts(sources: Sources) -> list[AttemptSummary]:
 
 
 def _speeds(sources: Sources) -> Iterator[tuple[int, Speed]]:
-    """Yields attempts with their speed, if they have trained and recorded what they train."""
+    """Yields attempts with their speed, if they have trained and recorded their model."""
     for attempt, events in sources.events.items():
         built = next((e for e in reversed(events) if e.get("event") == RUN_BUILT), None)
         lines = sources.lines.get(attempt)

@@ -1,4 +1,4 @@
-"""Elements of HTML and SVG. Text becomes markup here only, escaped, whatever a run contains."""
+"""Elements of HTML and SVG. Only here does text become markup, and all of it is escaped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
 
 
 def joined(children: Iterable[str]) -> Markup:
-    """Returns children without an element around them; those that are not Markup are escaped."""
+    """Returns children without an element around them; escapes children that are not Markup."""
     return Markup("".join(c if isinstance(c, Markup) else escaped(c) for c in children))
 
 

@@ -21,7 +21,7 @@ from jaxres.runlog.launch_events import LaunchEvent
 LANE = 24
 """Height of a lane of the timeline."""
 LEAST_SECONDS = 1e-3
-"""Time below which a class has no bar: what rounding leaves."""
+"""Time below which a class has no bar: a rest of rounding."""
 MAX_RECTS = 600
 """Largest number of intervals, or attempts, that are drawn one by one."""
 GROUPS: Mapping[str, Sequence[Activity]] = {
@@ -190,7 +190,7 @@ def column_shares(intervals: Sequence[ActivityInterval], seconds: float) -> NDAr
 
 
 def _attempt_rects(attempts: Sequence[AttemptTime], scale: float) -> Iterator[Markup]:
-    """Yields the attempts by how they ended; those within one column as one."""
+    """Yields the attempts by their ends; merges attempts within one column."""
     if len(attempts) <= MAX_RECTS:
         groups = [[attempt] for attempt in attempts]
     else:

@@ -1,1 +1,1 @@
-"""What runs beside an attempt: trackers, replica, scrub, metrics, alerts."""
+"""Companions of an attempt: trackers, replica, scrub, metrics, alerts."""

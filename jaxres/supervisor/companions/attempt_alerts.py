@@ -39,12 +39,12 @@ READ_SECONDS = 10.0
 LOOK_SECONDS = 5.0
 """Time between two looks of host 0 at the incidents that the other hosts record."""
 HOST_SEQ = 1000
-"""Count of incidents of one host: those of the next host begin above it, so that ids differ."""
+"""Count of incidents of one host; the next host's begin above it, so that ids differ."""
 
 
 @dataclasses.dataclass
 class AttemptAlerts:
-    """Turns what happens in one attempt into incidents."""
+    """Turns the events of one attempt into incidents."""
 
     run: str
     """Name of the run."""
@@ -57,7 +57,7 @@ class AttemptAlerts:
     saves: SaveMonitor
     run_dir: RunDir
     follow_hosts: Callable[[int], None] | None = None
-    """Begins to send what the other hosts of an attempt record; None: nothing does."""
+    """Begins to send the incidents of the attempt's other hosts; None: nothing does."""
     step: int = 0
     """Newest committed step at the start."""
 
@@ -177,7 +177,7 @@ def sending(
 
 
 def _send_recorded(run_dir: RunDir, attempt: int, alerts: Alerts, over: threading.Event) -> None:
-    """Sends what the other hosts record, until the attempt is over.
+    """Sends the incidents that the other hosts record, until the attempt is over.
 
     The last ones of the attempt before may have been written after its host 0 had exited.
     """

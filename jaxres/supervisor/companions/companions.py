@@ -1,4 +1,4 @@
-"""The companions of a supervisor: what runs beside its attempts, from before the first to its exit.
+"""The companions of a supervisor, which run from before its first attempt to its exit.
 
 They are this machine's watchers (preemption, health), the exporter of metrics and, on the host that
 owns the run, the processes that copy metrics to trackers, copy steps to a replica and verify steps.
@@ -117,7 +117,7 @@ class Companions:
     def on_claim(
         self, claim: Claim, *, host: int, emit: Callable[[Event], None] = ignore_event
     ) -> None:
-        """Starts what does not run yet, for a claimed attempt.
+        """Starts the companions that do not run yet, for a claimed attempt.
 
         Args:
           claim: the claim of the attempt.
@@ -140,6 +140,6 @@ class Companions:
 
 
 def send_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
-    """Sends what the trackers and the replica of a complete run have not received."""
+    """Sends data that the trackers and the replica of a complete run have not received."""
     tracker_processes.send_rest(config, run_dir, env=env)
     replica_process.copy_rest(config, run_dir, env=env)

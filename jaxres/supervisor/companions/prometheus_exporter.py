@@ -56,7 +56,7 @@ class PrometheusExporter:
         self._server: LimitedServer | None = None
         self._is_refused = self._has_history = False
         self.metrics: RunMetrics | None = None
-        """What is served; None: the exporter is off."""
+        """The exported metrics; None: the exporter is off."""
         if self._section is None:
             return
         if importlib.util.find_spec(PACKAGE) is None:
@@ -76,7 +76,7 @@ class PrometheusExporter:
             self._server.server_close()
 
     def on_history(self, records: Sequence[Record]) -> None:
-        """Takes over what earlier attempts have done; `records` are the run log before the next."""
+        """Takes over counts of earlier attempts; `records` are the run log before the next."""
         if self.metrics is not None:
             reached = 0 if self._has_history else _reached(self._run_dir, records)
             self.metrics.on_history(records, reached=reached)

@@ -184,7 +184,7 @@ class ReplicaProcess:
 
 
 def copy_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
-    """Copies what the replica of a complete run lacks."""
+    """Copies the records and steps that the replica of a complete run lacks."""
     if config.checkpoint.replica is None:
         return
     progress = replica_files.read_progress(run_dir)

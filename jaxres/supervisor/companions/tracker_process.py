@@ -36,7 +36,7 @@ LONGEST_RETRY_SECONDS = 60.0
 LEAST_SECONDS_IN_BUCKET = 60.0
 """Least time between two looks at a bucket, where each reads the attempt's metrics as a whole."""
 LAST_SECONDS = 90
-"""Time to send what is left after the run's end, if no supervisor ends the process earlier."""
+"""Time to send the rest after the run's end, if no supervisor ends the process earlier."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     copy = Copy(run_dir, config, trackers.make(section, folder), name=name)
     with open(folder / f"{name}.lock", "wb", opener=files.only_files) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # That of a killed supervisor may still be sending.
+        fcntl.flock(lock, fcntl.LOCK_EX)  # A killed supervisor's may still be sending.
         least = LEAST_SECONDS_IN_BUCKET if run_dir.is_remote else 0.0
         return _follow(copy, section, every_seconds=max(section.every_seconds, least))
 
@@ -118,12 +118,12 @@ class Copy:
         self._files = LinesSince()
 
     def update(self) -> None:
-        """Sends what is new in the run directory."""
+        """Sends new lines of the run directory."""
         history = run_log.fold(run_log.read_records(self._run_dir.log))
         if not history.starts:
             return
         if history.rollbacks and history.rollbacks[-1].seq > history.starts[-1].seq:
-            return  # Until the run goes on, its metrics still have the steps that were undone.
+            return  # Until the run resumes, its metrics still have the undone steps.
         if self._generation != len(history.rollbacks):
             self._open(history)
         before = self._sent, self._evaluated

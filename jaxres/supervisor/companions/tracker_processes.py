@@ -51,7 +51,7 @@ class TrackerProcesses:
         return self
 
     def ensure_started(self, attempt: int) -> None:
-        """Starts those that do not run, with the recorded config of an attempt."""
+        """Starts the trackers that do not run, with the recorded config of an attempt."""
         for number in range(len(self._sections)):
             process = self._processes.get(number)
             if process is not None and process.poll() is None:
@@ -68,7 +68,7 @@ class TrackerProcesses:
 
     @property
     def pids(self) -> set[int]:
-        """Pids of those that run: they are no leftovers of an attempt."""
+        """Pids of the running trackers, which are no leftovers of an attempt."""
         return {p.pid for p in self._processes.values() if p.poll() is None}
 
     def on_run_ended(self, code: int) -> None:
@@ -77,7 +77,7 @@ class TrackerProcesses:
             self._close_seconds = FINISH_SECONDS
 
     def __exit__(self, *_: object) -> None:
-        """Lets them send what is left for a limited time, and kills them."""
+        """Lets the trackers send their rest for a limited time, and kills them."""
         for process in self._processes.values():
             assert process.stdin is not None
             with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ class TrackerProcesses:
 
 
 def send_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
-    """Sends what the trackers of a complete run have not received."""
+    """Sends data that the trackers of a complete run have not received."""
     history = run_log.fold(run_log.read_records(run_dir.log))
     sections = config.telemetry.trackers
     if not sections or all(

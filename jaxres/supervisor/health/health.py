@@ -1,4 +1,4 @@
-"""Judges readings of GPUs over time: which are faults of the hardware, and what follows. Pure.
+"""Judges readings of GPUs over time: hardware faults, and the action on each. Pure.
 
 Home of: unhealthy_device. A counter that was not zero at the first reading is judged by its growth
 alone; a state (a row remapping that is pending, a lost GPU) counts from the first reading on. A
@@ -54,12 +54,12 @@ UNREADABLE_TIMES = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault of the hardware, and what follows."""
+    """A fault of the hardware, and the action on it."""
 
     kind: str
     device: str
     text: str
-    """What was found, without the device."""
+    """Description of the fault, without the device."""
     action: HealthAction
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Finding:
 
 
 def judge_xid(message: XidReported, section: HealthSection) -> Finding:
-    """Returns the finding of an Xid error; those of an application are a warning at most."""
+    """Returns the finding of an Xid error; an application's error is a warning at most."""
     xid = message.xid
     kinds: Sequence[tuple[str, Mapping[int, str], HealthAction]] = (
         ("ecc", ECC_XIDS, section.ecc),
@@ -105,7 +105,7 @@ class XidReports:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What is remembered of one GPU."""
+    """Remembered readings and conditions of one GPU."""
 
     last: Mapping[str, int] = field(default_factory=dict)
     """Name of each reading -> its last value."""
@@ -120,7 +120,7 @@ class GpuState:
 
 
 def readable(state: GpuState) -> Mapping[str, int]:
-    """Returns the newest values of a GPU, without those that can't be read any more.
+    """Returns the newest values of a GPU, without values that can't be read any more.
 
     >>> readable(GpuState(last={"power_mW": 7, "pcie_replays": 0}, failures={"power_mW": 1}))
     {'pcie_replays': 0}
@@ -131,7 +131,7 @@ def readable(state: GpuState) -> Mapping[str, int]:
 def judge(
     state: GpuState, reading: GpuReading, section: HealthSection, *, now: float
 ) -> tuple[GpuState, list[Finding]]:
-    """Returns the next state of a GPU, and what a new reading shows.
+    """Returns the next state of a GPU, and the findings of a new reading.
 
     Args:
       state: the state after the readings before.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxres.storage.codec import TaggedCodec
 
 NVML, KERNEL_LOG = "nvml", "kernel_log"
-"""What reports Xid errors."""
+"""Sources of Xid errors."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class WatchStarted:
     gpus: tuple[str, ...]
     """Label of each GPU."""
     unreadable: Mapping[str, str]
-    """What can't be read on some GPU -> why: the guard does not see it."""
+    """Unreadable reading of some GPU -> the reason: the guard does not see it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _uuid(label: str) -> str:
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:
-    """Returns whether a GPU is one of those that CUDA_VISIBLE_DEVICES names.
+    """Returns whether CUDA_VISIBLE_DEVICES names a GPU.
 
     Numbers are taken for NVML's, which CUDA's differ from only where a machine has GPUs of several
     kinds. Parts of a GPU (MIG) are not distinguished.

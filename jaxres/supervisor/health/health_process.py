@@ -38,7 +38,7 @@ from jaxres.supervisor.health.kernel_log import KernelLog, KernelLogUnreadable
 from jaxres.supervisor.health.nvml import Gpu, NvmlUnavailable
 
 XID = "xid"
-"""Name of the Xid errors among what can't be read."""
+"""Name of the Xid errors among the unreadable readings."""
 KERNEL_LOG_SECONDS = 1.0
 """Time between two looks at the kernel's log."""
 _writes = threading.Lock()

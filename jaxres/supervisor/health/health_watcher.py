@@ -1,4 +1,4 @@
-"""Runs the health process of a host, reads the host itself, and judges what they show.
+"""Runs the health process of a host, reads the host itself, and judges the readings.
 
 A thread reads the process's lines and passes them to the supervisor, through a queue and a pipe
 that wakes it. If the driver hangs, the lines stop: the thread kills the process and reports that,
@@ -142,7 +142,7 @@ class HealthWatcher:
         return next(iter(list(self._host)[-1:]), None)
 
     def poll(self) -> list[HealthWatchStarted | Finding]:
-        """Returns what was found since the last call."""
+        """Returns the findings since the last call."""
         if self._section is not None:
             self._restart_if_due(self._section)
         found: list[HealthWatchStarted | Finding] = []

@@ -1,4 +1,4 @@
-"""Memory, disk space, clock and network links of a host: readings, and what they show over time.
+"""Memory, disk space, clock and network links of a host: readings, and findings over time.
 
 A leak is reported before the kernel kills a process because memory ran out. `judge` is pure.
 """
@@ -62,7 +62,7 @@ class HostReading:
     disk_free_bytes: int | None
     """Free space of the file system of the run's local files; None: unknown."""
     clock_offset: float = 0.0
-    """Seconds of the wall clock since the epoch, without those since the host was started."""
+    """Wall-clock seconds since the epoch, minus the seconds since the host was started."""
     links: Mapping[str, LinkCounters] = field(default_factory=dict)
     """Name of each network interface or port of hardware -> its counters."""
 
@@ -111,7 +111,7 @@ def read_links(sysfs: Path) -> dict[str, LinkCounters]:
 
 
 def _counters(folder: Path, errors: Sequence[str], losses: str) -> LinkCounters:
-    """Reads counters; those that the driver does not have are 0.
+    """Reads counters; a counter that the driver does not have is 0.
 
     One that fails is unknown: it would seem to have grown once it can be read again.
     """
@@ -212,6 +212,6 @@ def _leak(readings: Sequence[HostReading], *, within_minutes: float) -> str | No
 
 
 def _bytes_a_minute(readings: Sequence[HostReading]) -> float:
-    """Returns how fast the memory of the run's processes grows."""
+    """Returns the growth of the memory of the run's processes, in bytes per minute."""
     first, last = readings[0], readings[-1]
     return 60 * (last.used_bytes - first.used_bytes) / (last.at - first.at)

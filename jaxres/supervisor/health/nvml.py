@@ -29,7 +29,7 @@ MAX_LINKS = 18
 NOT_A_LINK = (2, 3)
 """NVML_ERROR_INVALID_ARGUMENT, NVML_ERROR_NOT_SUPPORTED: there is no NVLink of this number."""
 LINK_ERRORS = (0, 1, 2)
-"""Replays, recoveries, CRC errors of flits: what an NVLink repeats after errors."""
+"""Replays, recoveries, CRC errors of flits: repetitions of an NVLink after errors."""
 LOST = (15, 16)
 """NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED."""
 

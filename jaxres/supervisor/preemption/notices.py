@@ -1,4 +1,4 @@
-"""Parses preemption notices of a GCE VM, and decides what to do in the remaining time. Pure.
+"""Parses preemption notices of a GCE VM, and decides how to use the remaining time. Pure.
 
 The time limit of a job (time_limit.py) is such a notice too.
 
@@ -202,7 +202,7 @@ Action = Literal["continue", "save", "exit"]
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do about a notice, and why."""
+    """Action on a notice, and its reason."""
 
     action: Action
     reason: str
@@ -211,7 +211,7 @@ class Decision:
 def decide(
     notice: PreemptionNotice, timings: SaveTimings, *, now: float, margin_seconds: float
 ) -> Decision:
-    """Returns what to do now about a notice.
+    """Returns the decision after a notice: save, exit or continue.
 
     save: the last finished step can be written in time, after the save in flight if there is one.
     exit: there is no time for another save; a save in flight is finished.

@@ -102,7 +102,7 @@ def parse_time_left(text: str) -> float | None:
 
 
 def _ask_slurm(job: str) -> str:
-    """Returns what squeue prints of a job's time left, or the error."""
+    """Returns squeue's output for a job's time left, or the error."""
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
     try:
         done = subprocess.run(

@@ -37,7 +37,7 @@ WORKER = "jaxres.train.worker"
 """Module that a worker runs."""
 MESSAGE_BYTES = 256
 NOT_READ_BY_IMPORTS = (TAG_VARIABLE, HOST_NAME, INSTANCE, PHYSICAL_HOST)
-"""Variables in which a worker's environment may differ from that of the fork server."""
+"""Variables in which a worker's environment may differ from the fork server's."""
 
 
 class CannotFork(Exception):

@@ -84,7 +84,7 @@ class ProgressTracker:
 
 
 def limit_seconds(progress: ProgressTracker, limits: DeadlinesSection) -> float:
-    """Returns how long the current phase may last without progress.
+    """Returns the longest time without progress in the current phase, in seconds.
 
     In training this is the step limit, or 10 times the slowest of the last 50 steps if longer. The
     first three steps of an attempt (allocation, caches) have the compilation's limit.

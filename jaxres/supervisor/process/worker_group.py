@@ -64,7 +64,7 @@ class WorkerGroup:
     coordinator: str | None = None
     """Address of the JAX coordinator; None: there is a single worker."""
     secret: Secret | None = None
-    """That of the run; None: all workers run under this supervisor."""
+    """The run's secret; None: all workers run under this supervisor."""
     announce: Callable[[Claim], PeerLinks | None] = _ignore_claim
     """Sends the claim to the other hosts; returns once all have read it in the run directory."""
     cancel: Callable[[int, str], None] = _ignore_cancel

@@ -28,7 +28,7 @@ BIT = 1 << 4
 """The bit that is flipped, in the first byte: the least of a number's."""
 
 _before: list[bytes] = []
-"""What the last edit of this process has replaced."""
+"""Bytes that the last edit of this process has replaced."""
 
 
 class EditContext(Protocol):

@@ -24,7 +24,7 @@ Kind = Literal["overflow", "restore", "nan", "flip", "scale", "exhaust", "sleep"
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRequest:
-    """What a hook is to do."""
+    """A fault for a hook to cause."""
 
     number: int
     """Its number in the run."""
@@ -62,7 +62,7 @@ def _path(run_dir: RunPath) -> Path:
 
 
 def answer(run_dir: RunPath, request: FaultRequest, text: str, *, host: int) -> None:
-    """Tells what a host has done."""
+    """Writes a host's answer to a request."""
     mine = _answer(run_dir, request.number, host)
     new = mine.with_name(f"{mine.name}.new")
     new.write_text(text)
@@ -70,7 +70,7 @@ def answer(run_dir: RunPath, request: FaultRequest, text: str, *, host: int) -> 
 
 
 def done(run_dir: RunPath, *, number: int, host: int) -> str:
-    """Returns what a host has done for a request; empty: nothing."""
+    """Returns a host's answer to a request, a text about the fault; empty: no answer."""
     with contextlib.suppress(FileNotFoundError):
         return _answer(run_dir, number, host).read_text()
     return ""

@@ -53,7 +53,7 @@ def plant(context: FaultContext) -> None:
 
 
 def meet_fault(run_dir: RunPath, *, host: int, step: int) -> None:
-    """Does what is requested of a host for each step after one."""
+    """Causes a host's requested fault in each step after the request's."""
     request = fault_request.read(run_dir, host=host)
     if request is None or step <= request.step:
         return

@@ -1,1 +1,1 @@
-"""What is looked for while a run trains: wrong devices, slow hosts, non-finite values."""
+"""Checks while a run trains: wrong devices, slow hosts, non-finite values."""

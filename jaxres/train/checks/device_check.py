@@ -30,7 +30,7 @@ from jaxres.supervisor.attempt_runner import MIN_DEVICES, PLATFORM
 def expected_devices(
     history: RunHistory, claim: Claim, host: int, *, given: int, mesh: Sequence[int]
 ) -> tuple[int, str]:
-    """Returns how many devices a host must have, and why; 0: any number is right.
+    """Returns the number of devices that a host must have, and why; 0: any number is right.
 
     Args:
       history: the run history, which contains the claim.
@@ -149,7 +149,7 @@ def kinds_of(devices: str) -> list[str]:
 
 
 def _process(claim: Claim) -> tuple[str, int, int]:
-    """Returns what identifies the supervisor process of a claim."""
+    """Returns the identity of a claim's supervisor process: boot id, PID and start time."""
     return claim.boot_id, claim.pid, claim.started
 
 

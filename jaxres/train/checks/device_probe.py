@@ -21,7 +21,7 @@ from jaxres.clock import Clock
 FIRST_STEP = 20
 """Steps of an attempt before the first probe: compilation and cold caches are over."""
 LIMIT_SECONDS = 5.0
-"""Longest wait for one probe; what is not measured then, is left out."""
+"""Longest wait for one probe; leaves out devices not measured by then."""
 SIZES = {"cpu": (192, 16)}
 DEFAULT_SIZE = (1024, 128)
 """Rows of a square matrix, and products in a row: about a millisecond on a GPU."""
@@ -45,14 +45,14 @@ class DeviceProbe:
         self._run: Callable[[], jax.Array] | None = None
         self._num_steps = 0
         self.cost_seconds = 0.0
-        """What the last probe took, with the time until the next dispatch."""
+        """Duration of the last probe, with the time until the next dispatch."""
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
         self._busy: deque[float] = deque(maxlen=RECENT_STEPS)
         self.seconds: dict[Any, float] = dict.fromkeys(self._devices, 0.0)
         """Device -> its newest duration, in the order of the mesh; 0: none yet."""
 
     def on_step(self, step_seconds: float) -> None:
-        """Counts a completed step, and measures what the share of the probe is relative to."""
+        """Counts a completed step; its time is the base of the probes' share."""
         self._num_steps += 1
         self._steps.append(step_seconds)
 

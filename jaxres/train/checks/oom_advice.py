@@ -74,7 +74,7 @@ def warn_device_memory(
 
 
 def oom_message(config: RunConfig, error: Exception) -> str:
-    """Returns the error message: what ran out of memory, and settings to change, with numbers.
+    """Returns the error message: the exhausted memory, and settings to change, with numbers.
 
     >>> from jaxres.config.schema.run_config import RunConfig, TrainSection
     >>> from jaxres.config.schema.data import DataSection, TextSource

@@ -106,7 +106,7 @@ class PerformanceGuard:
         return self._series["steps"].usual_seconds()
 
     def on_event(self, event: Event) -> None:
-        """Marks the steps that are not measured: those beside saves, evaluations and starts."""
+        """Marks the steps that are not measured: the ones beside saves, evaluations and starts."""
         match event:
             case PhaseChanged("evaluate"):
                 self._evaluation_began = self._clock.monotonic()

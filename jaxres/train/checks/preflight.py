@@ -75,7 +75,7 @@ class PreflightResult:
     """The result of a test that has passed."""
 
     what: str
-    """What was tested."""
+    """The tested component."""
     result: str
     """The result to print, such as a rate."""
     bus_bytes_per_second: float | None = None
@@ -106,7 +106,7 @@ def dtypes_of(model: object) -> set[str]:
 def run(
     extent: Extent, *, dtypes: Collection[str], folder: Path, host: str, clock: Clock
 ) -> Iterator[PreflightResult]:
-    """Tests this host together with the others of the job; yields what has passed.
+    """Tests this host together with the others of the job; yields the passed tests.
 
     Args:
       extent: how much is tested.
@@ -232,7 +232,7 @@ def sent(data: np.ndarray, device: Any) -> jax.Array:
 
 
 def _sum_over_devices(extent: Extent, fail: Callable[[str, str], NoReturn]) -> None:
-    """Adds up an array over all devices of the job, and checks the sum on those of this host."""
+    """Sums an array over all devices of the job, and checks the sum on this host's devices."""
     devices = jax.devices()
     split = _one_row_a_device()
     count = max(1, extent.transfer_bytes // 4 // len(devices))

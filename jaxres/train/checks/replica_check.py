@@ -97,7 +97,7 @@ def corruption_verdict(
 
 
 def undetected(copies: Copies) -> str | None:
-    """Returns what the comparison can't detect on a mesh, for the start; None: it detects all."""
+    """Returns the note on corruption that the comparison can't detect; None: it detects all."""
     total = sum(copies.num_bytes.values())
     alone, pairs = (copies.num_bytes.get(count, 0) for count in (1, 2))
     if not copies.any:

@@ -1,8 +1,8 @@
-"""Refuses, before an attempt is claimed, a config that names what is not there. No jax.
+"""Refuses, before an attempt is claimed, a config that names missing things. No jax.
 
-An attempt finds the same only once it has imported jax, and leaves a run directory. What can't be
-known here, as where storage does not answer, is left to it. Several supervisors leave all of it to
-their attempt, which ends on all hosts if it can't begin on one of them.
+An attempt finds the same errors only once it has imported jax, and leaves a run directory. Checks
+that are impossible here, as where storage does not answer, are left to it. Several supervisors
+leave all checks to their attempt, which ends on all hosts if it can't begin on one of them.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ BLOCK_PATIENCE = 2
 MIN_BLOCK_DEVIATIONS = 3.5
 """Standard deviations of the noise between blocks that an excess has at least."""
 MEDIAN_TO_MEAN_ERROR = 1.2533
-"""Standard error of a median of normal values, as a multiple of that of their mean."""
+"""Standard error of a median of normal values, as a multiple of their mean's."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Comparison:
     records: tuple[tuple[float, ...], ...] = ()
     """The newest RECORDS records: the time of each unit."""
     streaks: tuple[int, ...] = ()
-    """Records in a row that contradict what is said of a unit."""
+    """Records in a row that contradict a unit's current verdict."""
     since: tuple[float, ...] = ()
     """Time of the first record of each streak."""
     slow: frozenset[int] = frozenset()
@@ -67,13 +67,13 @@ class Comparison:
     num_records: int = 0
 
     def levels(self) -> tuple[float, ...]:
-        """Returns each unit's median time over the records, as a multiple of that of all units."""
+        """Returns each unit's median time over the records, as a multiple of the usual median."""
         medians = [statistics.median(times) for times in zip(*self.records, strict=True)]
         usual = statistics.median_low(medians)
         return tuple(time / usual for time in medians)
 
     def is_high(self, level: float, *, factor: float) -> bool:
-        """Returns whether a level is that of a slow unit, beyond the noise."""
+        """Returns whether a level exceeds the slow-unit factor, beyond the noise."""
         return level - 1 >= max(factor - 1, MIN_DEVIATIONS * self.noise)
 
 
@@ -94,7 +94,7 @@ def host_shares(
 def compare(
     state: Comparison, times: Sequence[float], *, factor: float, min_seconds: float, now: float
 ) -> tuple[Comparison, tuple[Slow, ...], tuple[int, ...]]:
-    """Adds a record; returns the new state, the units found slow by it, and those recovered.
+    """Adds a record; returns the new state, the newly slow units, and the recovered units.
 
     Args:
       state: the state before.
@@ -142,7 +142,7 @@ def _noise(records: Sequence[Sequence[float]], levels: Sequence[float]) -> float
     between = _deviation(levels, middle=statistics.median_low(levels))
     logs = [[math.log(time) for time in times] for times in zip(*records, strict=True)]
     within = statistics.median(_deviation(times) for times in logs)
-    # A level has the noise of two medians: that of its unit, and that of the others.
+    # A level has the noise of two medians: its unit's, and the others'.
     within *= math.sqrt(2) * MEDIAN_TO_MEAN_ERROR / math.sqrt(len(records))
     return max(between, within, MIN_NOISE)
 
@@ -166,7 +166,7 @@ class Series:
     level: float = 0.0
     """Median of the newest complete block."""
     streak: int = 0
-    """Blocks in a row that contradict what is said of the series."""
+    """Blocks in a row that contradict the series' current verdict."""
     since: float = 0.0
     """Time of the first of them."""
     is_slow: bool = False

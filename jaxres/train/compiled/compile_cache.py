@@ -45,7 +45,7 @@ Trace = Callable[[], Any]
 
 
 def cache_key_inputs(config: RunConfig, **others: Any) -> dict[str, Any] | None:
-    """Returns what determines the compiled steps; None: only their lowered text does.
+    """Returns the inputs that determine the compiled steps; None: only their lowered text does.
 
     None if custom code is a part of the steps, or if this package's source has changed since it was
     imported.
@@ -111,7 +111,7 @@ def xla_flags_here() -> str:
 
 
 def set_determinism(determinism: str) -> None:
-    """Adds what `run.determinism` needs to XLA_FLAGS, which XLA reads when it is used first.
+    """Adds the flags of `run.determinism` to XLA_FLAGS, which XLA reads at its first use.
 
     Raises:
       ConfigError: XLA was used before, as in a notebook, without the flags.
@@ -151,7 +151,7 @@ class StepToCompile:
     trace: Trace
     signature: Signature
     devices: Sequence[Any] | None = None
-    """Devices in the order in which it runs on them; None: those of the mesh, in its order."""
+    """Devices in their order in the program; None: the mesh's devices, in its order."""
 
 
 class Program:

@@ -114,7 +114,7 @@ class CompiledSteps:
     evaluate: Callable[[Any, evaluate.Listener], SetMeans | None]
     """Evaluates a state."""
     fingerprints: Any = None
-    """Those of the copies of the state; None: off, or no array has a copy."""
+    """The fingerprints of the copies of the state; None: off, or no array has a copy."""
     replay: Any = None
     """The fingerprints of all parts of the state, for replays; None: off."""
     rotated_train: Any = None

@@ -43,8 +43,8 @@ BITS_UNCHANGED = (
     *("jax_array_garbage_collection_guard", "jax_compiler_detailed_", "jax_legacy_prng_key"),
     *("jax_enable_checks", "jax_thread_guard"),
 )
-"""Beginnings of the settings that change no bit: where programs are cached, what is printed and
-checked, and devices, which are an entry of their own."""
+"""Beginnings of the settings that change no bit: caches of programs, output, checks, and devices,
+which are an entry of their own."""
 
 LIBRARIES = (
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS_", "CUBLASLT_", "CUDNN_", "TF_CUDNN_", "TF_XLA_"),
@@ -73,7 +73,7 @@ def jax_settings_here() -> dict[str, str]:
 def numerics_fingerprint(
     config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any, *, program: str
 ) -> dict[str, str]:
-    """Returns what affects bits besides the config's trajectory; equal fingerprints, equal bits.
+    """Returns all that affects bits besides the config's trajectory; equal ones, equal bits.
 
     Not in it: what a host callback of custom code computes, and what custom code reads from files.
 

@@ -1,4 +1,4 @@
-"""Fork server: a process that has imported what a worker needs, and forks workers from itself.
+"""Fork server: a process with a worker's imports, which forks workers from itself.
 
 The supervisor starts it as `python -m jaxres.train.prepared.forkserver RUN_DIR --parent PID
 --control FD`; the kernel kills it with the supervisor, which it asks for before it imports what

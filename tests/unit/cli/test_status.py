@@ -63,8 +63,8 @@ def write_heartbeat(run_dir: RunDir, clock: FakeClock, *, host: str = HERE, coun
 
 
 def read_status(run_dir: RunDir, clock: FakeClock, *, watch: bool = False) -> status.Status:
-    line = run_log.fold(run_log.read_records(run_dir.log))
-    return status.read_status(run_dir, line, clock=clock, watch=watch)
+    history = run_log.fold(run_log.read_records(run_dir.log))
+    return status.read_status(run_dir, history, clock=clock, watch=watch)
 
 
 def status_rows(run_dir: RunDir, clock: FakeClock) -> dict[str, str]:

@@ -75,7 +75,7 @@ def dial(address):
 
 
 def proof(role, accepting, connecting, *, key=KEY):
-    """Returns what the side of a role must send, computed apart from the code under test."""
+    """Returns the proof that a side must send, computed independently of the code under test."""
     message = f"jaxres {role} side".encode() + bytes.fromhex(accepting) + bytes.fromhex(connecting)
     return hmac.new(key, message, "sha256").hexdigest()
 

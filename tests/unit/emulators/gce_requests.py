@@ -112,7 +112,7 @@ def properties(
     nic_type: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns what a VM is to be, but for its name."""
+    """Returns the properties of a VM to be created, without its name."""
     found = dict(items or {}) | ({} if script is None else {"startup-script": script})
     init = compute.AttachedDiskInitializeParams(source_image=image, disk_type=disk or None)
     subnetwork = f"regions/{region}/subnetworks/default"

@@ -74,6 +74,15 @@ def test_a_splat_of_a_literal_tuple_is_refused_in_a_call(tidy):
     assert problem.startswith("jaxres/supervisor/late.py:1: a splat of a literal tuple")
 
 
+@pytest.mark.parametrize("word", ["those", "what", "that", "the same", "how"])
+def test_a_docstring_that_does_not_name_what_is_returned_is_refused(tidy, word):
+    text = 'class A:\n    def f(self):\n        """Returns {}.\n\n        More.\n        """\n'
+    assert tidy(text.format(f"{word}x")) == []
+    assert tidy(text.format(f"the number, as {word} is")) == []
+    (problem,) = tidy(text.format(f"{word} is"))
+    assert problem.startswith(f"jaxres/supervisor/late.py:3: 'Returns {word} ...': name the result")
+
+
 @pytest.fixture
 def rules():
     spec = importlib.util.spec_from_file_location("tidy", ROOT / "tools" / "tidy.py")

@@ -30,16 +30,16 @@ BAD = Quarantine(step=20, path="p20", evidence="")
     ],
 )
 def test_a_state_in_memory_is_used_only_if_the_run_continues_from_it(after, step, is_used):
-    line = fold([Record(n, 1, 0.0, body) for n, body in enumerate([CLAIM, BEGUN, *after], 1)])
+    history = fold([Record(n, 1, 0.0, body) for n, body in enumerate([CLAIM, BEGUN, *after], 1)])
     key = {"seq": 2, "nonce": CLAIM.nonce, "step": step, "dataset": "d"}
-    assert line.continues(**key) is is_used
-    assert not line.continues(**{**key, "dataset": "another"})
-    assert not line.continues(**{**key, "nonce": "another"})
-    assert not line.continues(**{**key, "seq": 1})
+    assert history.continues(**key) is is_used
+    assert not history.continues(**{**key, "dataset": "another"})
+    assert not history.continues(**{**key, "nonce": "another"})
+    assert not history.continues(**{**key, "seq": 1})
 
 
 def test_commits_that_are_withdrawn_are_no_rollback_of_those_that_are_limited():
     high_loss = dataclasses.replace(BACK, rows=((528, 600),))
     bodies = [CLAIM, BEGUN, BACK, high_loss, BACK, BACK]
-    line = fold([Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, 1)])
-    assert (len(line.rollbacks), line.num_rollbacks) == (4, 1)
+    history = fold([Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, 1)])
+    assert (len(history.rollbacks), history.num_rollbacks) == (4, 1)

@@ -85,7 +85,7 @@ def random_log(chance, length):
 
 
 def answers(records):
-    """Returns what a start, a save and `status` derive from a log, but for old paths."""
+    """Returns all that a start, a save and `status` derive from a log, but for old paths."""
     kept = run_log.in_force(records)
     attempts = attempt_history.fold(kept, events={}, finished={}, is_alive=False)
     return (
@@ -151,7 +151,7 @@ def run_dir(tmp_path, monkeypatch):
 
 
 def reads_of(action):
-    """Returns how many files an action has read, and how many folders it has listed."""
+    """Returns the number of files that an action has read, and of folders that it has listed."""
     read, listed = files.read, files.list_names
     with (
         mock.patch.object(files, "read", side_effect=read) as reads,

@@ -125,9 +125,9 @@ def test_number_that_json_cannot_represent_is_refused(value):
 def test_rollback_removes_later_commits_and_rows_from_the_history():
     commits = [dataclasses.replace(COMMIT, step=step) for step in (10, 20, 24)]
     back = Rollback(onset=23, target=20, rows=((528, 600),), reason="")
-    line = folded(CLAIM, *commits, back)
-    assert [commit.step for commit in line.committed] == [10, 20]
-    assert line.skips == ((528, 600),)
+    history = folded(CLAIM, *commits, back)
+    assert [commit.step for commit in history.committed] == [10, 20]
+    assert history.skips == ((528, 600),)
     again = dataclasses.replace(COMMIT, step=24, path="checkpoints/other")
     assert folded(CLAIM, *commits, back, again).newest == again, (
         "commits after the rollback are valid"
@@ -137,10 +137,10 @@ def test_rollback_removes_later_commits_and_rows_from_the_history():
 def test_rollback_over_skipped_rows_is_merged_into_one_range():
     old = Rollback(onset=23, target=20, rows=((528, 600),), reason="")
     wider = dataclasses.replace(old, onset=22, rows=((504, 700),))
-    line = folded(CLAIM, Skip(rows=((510, 511), (800, 801)), reason=""), old, wider)
-    assert line.skips == ((504, 700), (800, 801))
-    assert line.num_skips == 1
-    assert positions_at(500, 6, skips=line.skips).tolist() == [500, 501, 502, 503, 700, 701]
+    history = folded(CLAIM, Skip(rows=((510, 511), (800, 801)), reason=""), old, wider)
+    assert history.skips == ((504, 700), (800, 801))
+    assert history.num_skips == 1
+    assert positions_at(500, 6, skips=history.skips).tolist() == [500, 501, 502, 503, 700, 701]
 
 
 def test_a_branch_keeps_the_lower_rates_of_rollbacks_before_its_step():
@@ -157,8 +157,8 @@ def test_a_branch_keeps_the_lower_rates_of_rollbacks_before_its_step():
 
 def test_rollbacks_lower_the_rate_from_their_onset_and_overlapping_ones_multiply():
     first = Rollback(onset=23, target=20, rows=(), reason="", rate_factor=0.5, rate_steps=4)
-    line = folded(CLAIM, first, dataclasses.replace(first, onset=25, rate_factor=0.25))
-    found = {step: line.rate_factor(step) for step in range(22, 30)}
+    history = folded(CLAIM, first, dataclasses.replace(first, onset=25, rate_factor=0.25))
+    found = {step: history.rate_factor(step) for step in range(22, 30)}
     assert found == {22: 1, 23: 0.5, 24: 0.5, 25: 0.125, 26: 0.125, 27: 0.25, 28: 0.25, 29: 1}
     plain = Rollback(onset=23, target=20, rows=(), reason="")
     assert folded(CLAIM, plain).rate_factor(23) == 1
@@ -300,55 +300,55 @@ def test_unknown_file_in_the_log_is_refused(tmp_path):
 
 def test_missing_folder_is_an_empty_log(tmp_path):
     assert run_log.read_records(tmp_path / "log") == []
-    line = run_log.fold([])
-    assert (line.attempt, line.step, line.newest, line.dataset) == (0, 0, None, None)
+    history = run_log.fold([])
+    assert (history.attempt, history.step, history.newest, history.dataset) == (0, 0, None, None)
 
 
 def test_golden_log_gives_the_same_history():
     records = run_log.read_records(GOLDEN)
     assert [r.encode() for r in records] == [p.read_bytes() for p in sorted(GOLDEN.iterdir())]
-    line = run_log.fold(records)
-    assert line.attempt == 2
-    assert [claim.pid for claim in line.claims] == [101, 102]
-    assert [(r.seq, run_log.start_of(r).step) for r in line.starts] == [(2, 0), (5, 8)]
-    assert [(r.seq, r.attempt) for r in line.commits] == [(7, 2), (8, 2)]
-    assert [commit.path for commit in line.committed] == [
+    history = run_log.fold(records)
+    assert history.attempt == 2
+    assert [claim.pid for claim in history.claims] == [101, 102]
+    assert [(r.seq, run_log.start_of(r).step) for r in history.starts] == [(2, 0), (5, 8)]
+    assert [(r.seq, r.attempt) for r in history.commits] == [(7, 2), (8, 2)]
+    assert [commit.path for commit in history.committed] == [
         "checkpoints/00000016-0002",
         "checkpoints/00000024-0002",
     ]
-    assert line.newest == Commit(
+    assert history.newest == Commit(
         step=24,
         path="checkpoints/00000024-0002",
         manifest="sha256:18",
         bytes=1024,
     )
-    assert line.step == 24
-    assert line.skips == ((24, 48), (96, 120))
-    assert line.dataset == "d1"
-    assert line.last_stop is not None
-    assert line.last_stop.body == AttemptEnded(
+    assert history.step == 24
+    assert history.skips == ((24, 48), (96, 120))
+    assert history.dataset == "d1"
+    assert history.last_stop is not None
+    assert history.last_stop.body == AttemptEnded(
         exit=0, reason="the last step is committed", committed=True
     )
 
 
 def test_pruned_steps_are_removed_and_the_others_are_ascending():
     commits = [dataclasses.replace(COMMIT, step=step) for step in (30, 10, 20)]
-    line = folded(CLAIM, *commits, Prune(steps=(20,)))
-    assert [commit.step for commit in line.committed] == [10, 30]
+    history = folded(CLAIM, *commits, Prune(steps=(20,)))
+    assert [commit.step for commit in history.committed] == [10, 30]
     assert folded(CLAIM, *commits, Prune(steps=(10, 20, 30))).newest is None
 
 
 def test_quarantined_step_is_excluded_and_a_later_save_of_it_is_valid():
     commits = [dataclasses.replace(COMMIT, step=step, path=f"p{step}") for step in (10, 20)]
     gone = Quarantine(step=20, path="p20", evidence="w has another digest")
-    line = folded(CLAIM, *commits, gone)
-    assert [commit.step for commit in line.committed] == [10]
-    ((commit, decided),) = line.quarantined
+    history = folded(CLAIM, *commits, gone)
+    assert [commit.step for commit in history.committed] == [10]
+    ((commit, decided),) = history.quarantined
     assert (commit.body, decided) == (commits[1], gone)
     again = dataclasses.replace(COMMIT, step=20, path="p20-2")
-    line = folded(CLAIM, *commits, gone, again, gone)
-    assert [commit.path for commit in line.committed] == ["p10", "p20-2"]
-    assert line.paths == {"p10", "p20", "p20-2"}
+    history = folded(CLAIM, *commits, gone, again, gone)
+    assert [commit.path for commit in history.committed] == ["p10", "p20-2"]
+    assert history.paths == {"p10", "p20", "p20-2"}
 
 
 def test_records_are_numbered_and_folded_in_order(tmp_path):

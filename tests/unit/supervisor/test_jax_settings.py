@@ -99,7 +99,7 @@ def test_a_process_that_fails_for_another_reason_refuses_nothing(monkeypatch):
 
 
 def ended(platforms):
-    """Returns what the error of JAX is taken for that has no device of platforms."""
+    """Returns the typed error of a process in which JAX has no device of the platforms."""
     code = (
         "import os, jax; from jaxres.supervisor.jax_settings import typed_errors\n"
         "try:\n  with typed_errors(os.environ): jax.devices()\n"

@@ -91,7 +91,7 @@ class SupervisorProcess:
         return (self.folder / "output").read_text()
 
     def ended(self):
-        """Returns how it ended; checks that no worker is left behind.
+        """Returns the result of the supervisor; checks that no worker is left behind.
 
         No limit ends it by itself: a wait for one that is not there would last for ever.
         """

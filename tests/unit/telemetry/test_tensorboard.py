@@ -81,7 +81,7 @@ def curves(folder):
 
 
 def tensors(folder, plugin):
-    """Returns what a plugin of TensorBoard shows: tag -> [(step, array of bytes)]."""
+    """Returns the data that a plugin of TensorBoard shows: tag -> [(step, array of bytes)]."""
     reader = importlib.import_module(
         "tensorboard.backend.event_processing.plugin_event_accumulator"
     )

@@ -130,9 +130,9 @@ def context_at(tmp_path, peers=None):
     return context, events
 
 
-def started(parts, context, line=None):
+def started(parts, context, history=None):
     init = init_params.build(parts.config.init_from, parts, context)
-    return init(line or RunHistory())
+    return init(history or RunHistory())
 
 
 def bits(state):

@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> configs.RunConfig:
 
 
 def told(config: configs.RunConfig, *, leads: bool = True, num_starts: int = 0) -> list[str]:
-    """Returns what a start emits."""
+    """Returns the messages that a start emits."""
     events: list[Noted] = []
     context: Any = SimpleNamespace(
         peers=SimpleNamespace(member=SimpleNamespace(leads=leads)),

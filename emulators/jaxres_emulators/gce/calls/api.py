@@ -124,7 +124,7 @@ class Api:
     """Messages by name; empty: the field is unknown."""
     is_disabled: bool = False
     unreachable: set[str] = field(default_factory=set)
-    """Zones whose calls are not answered; lists of all zones lack what is there."""
+    """Zones whose calls are not answered; lists of all zones lack their resources."""
     list_lag: float = 0.0
     """How many emulated seconds after its birth a VM appears in lists."""
     gone_lag: float = 0.0
@@ -143,7 +143,7 @@ class Api:
         return f"{self.root}/projects/{self.project}"
 
     def admit(self, request: ComputeRequest) -> None:
-        """Refuses what no project answers."""
+        """Refuses requests that no project answers."""
         if self.needs_token and not request.token:
             raise no_token()
         most = self.most_per_minute

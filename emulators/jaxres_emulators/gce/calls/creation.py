@@ -27,7 +27,7 @@ MANY = (1, MOST_AT_ONCE)
 
 
 def allow(api: Api, wanted: dict[str, Any], zone: str, name: str) -> None:
-    """Asks for the permissions that a creation needs, by what it is to have."""
+    """Asks for the permissions that the creation of the wanted VM needs."""
     home = f"projects/{api.project}"
     here = f"{home}/zones/{zone}/instances/{name}"
     api.need("compute.instances.create", here)

@@ -1,4 +1,4 @@
-"""The `filter` of lists: comparisons, AND, OR, NOT, parentheses; and pages of what is left.
+"""The `filter` of lists: comparisons, AND, OR, NOT, parentheses; and pages of the matches.
 
 After cloud.google.com/compute/docs/reference/rest/v1/instances/list; a subset: no functions, no
 wildcards but a * at an end of a word.
@@ -25,7 +25,7 @@ Test = Callable[[dict[str, Any]], bool]
 
 
 def parse(text: str) -> Test:
-    """Returns what says whether a resource is wanted.
+    """Returns the predicate of a filter: whether it matches a resource.
 
     >>> wanted = parse('(labels.run = "a") AND (status != TERMINATED)')
     >>> wanted({"labels": {"run": "a"}, "status": "RUNNING"})
@@ -160,7 +160,7 @@ def _told(found: Any) -> str:
 def page(
     items: Iterable[dict[str, Any]], query: dict[str, str], *, key: Key | None = None
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns what is wanted of the items, and the next page's token.
+    """Returns a page of the items that match the query, and the token of the next page.
 
     Args:
       items: in their order.

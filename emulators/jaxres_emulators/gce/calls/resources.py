@@ -1,4 +1,4 @@
-"""The calls of the Compute API that there are, and what each does but for creations."""
+"""The calls of the Compute API, and the implementation of each but of creations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _vm(api: Api, request: ComputeRequest) -> Vm:
 
 
 def _instances(api: Api, zone: str | None) -> Iterable[dict[str, Any]]:
-    """Yields what lists show, in order of names; a VM that is young may not be there yet."""
+    """Yields the VMs of a list in order of names; lists lag, so a young VM may be missing."""
     now, speed = time.monotonic(), api.scheduler.speed
     born, gone = now - api.list_lag / speed, now - api.gone_lag / speed
     found = [vm for vm in api.fleet.vms.values() if vm.born <= born]
@@ -60,7 +60,7 @@ def with_scopes(
     request: ComputeRequest,
     zones: Iterable[str],
 ) -> dict[str, Any]:
-    """Adds the items of a list of all zones, by zone; those of unreachable zones are missing.
+    """Returns the list of all zones, with items by zone; unreachable zones have none.
 
     Raises:
       GceError: a zone is unreachable, and the request is not for what the others have.

@@ -16,7 +16,7 @@ class Route:
     call: str
     function: Function
     permission: str
-    """Empty: the function asks for what it needs."""
+    """Empty: the function itself asks for the permissions."""
 
 
 _ZONAL, _REGIONAL = "zones/{zone}", "regions/{region}"

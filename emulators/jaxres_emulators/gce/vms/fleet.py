@@ -72,7 +72,7 @@ class Fleet:
         self.gpus: list[int | None] = []
         """GPUs that the next VMs find, instead of all of theirs; None: no driver."""
         self.physical_hosts: list[str] = []
-        """Physical hosts of the next VMs; that of later ones is not shown."""
+        """Physical hosts of the next VMs; later VMs show none."""
         self._count = itertools.count(1)
         self._looked = -float("inf")
         self._seen: dict[str, list[int]] = {}
@@ -173,7 +173,7 @@ class Fleet:
         return None
 
     def _taken(self, shortage: Shortage) -> int:
-        """Returns how many VMs use the capacity that a shortage limits."""
+        """Returns the number of VMs that use the capacity that a shortage limits."""
         return sum(
             shortage.matches(vm) and not vm.is_blocked and vm.status != TERMINATED
             for vm in self.vms.values()
@@ -242,7 +242,7 @@ class Fleet:
         return self.catalog.reaches_google(first, vm.zone, vm.project)
 
     def _watch_power(self, vm: Vm, life: int) -> None:
-        """Stops a VM that powers itself off, whatever its termination action is."""
+        """Stops a VM that powers itself off; its termination action does not matter."""
         if vm.life != life or vm.guest is None:
             return
         if vm.guest.is_powering_off:
@@ -375,7 +375,7 @@ class Fleet:
             self.maintain(vm)
 
     def maintain(self, vm: Vm) -> None:
-        """What a simulated maintenance does: it takes a Spot VM, and stops one with GPUs."""
+        """Simulates a maintenance event: it preempts a Spot VM, and stops a VM with GPUs."""
         if vm.model == SPOT:
             return self.preempt(vm, notice=True, seconds=None)
         if vm.guest is not None:
@@ -420,6 +420,6 @@ class Fleet:
 
 
 def _overtaken(vm: Vm) -> Failure:
-    """Returns what becomes of a creation in the middle of which something else has happened."""
+    """Returns the failure of a creation during which its VM was preempted or changed otherwise."""
     code = "UNSUPPORTED_OPERATION" if vm.is_preempted else "RESOURCE_NOT_FOUND"
     return Failure((code,), True, {"target": vm.path})

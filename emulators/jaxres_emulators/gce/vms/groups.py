@@ -57,7 +57,7 @@ class Group:
     id: str
     created: str = field(default_factory=stamp)
     members: set[str] = field(default_factory=set)
-    """Names of its VMs, also of those that are lost or not yet created."""
+    """Names of its VMs, lost ones and ones not yet created included."""
     requests: dict[str, ResizeRequest] = field(default_factory=dict)
     is_deleting: bool = False
 
@@ -77,7 +77,7 @@ class Group:
 
 @dataclass
 class Groups:
-    """All groups, and what tests want of their resize requests."""
+    """All groups, and the behaviour that tests give their resize requests."""
 
     all: dict[tuple[str, str], Group] = field(default_factory=dict[tuple[str, str], Group])
     """By zone and name."""

@@ -47,7 +47,7 @@ class Guest:
             "GCE_METADATA_IP": host,
             "GCE_METADATA_ROOT": host,
         }
-        # This machine is a VM now, whatever a test may have said of itself.
+        # This machine is a VM now, even if a test has said otherwise.
         self._env = {k: v for k, v in os.environ.items() if k != "NO_GCE_CHECK"} | {**env} | mine
         self._env["PATH"] = f"{folder / 'bin'}{os.pathsep}{self._env.get('PATH', os.defpath)}"
         self._started: list[subprocess.Popen[bytes]] = []
@@ -55,7 +55,7 @@ class Guest:
             (folder / name).mkdir(parents=True, exist_ok=True)
         self._power_off = folder / "power_off_requested"
         self._power_off.unlink(missing_ok=True)
-        for name in ("poweroff", "shutdown", "halt", "reboot"):  # Never those of this machine.
+        for name in ("poweroff", "shutdown", "halt", "reboot"):  # Never this machine's.
             program = folder / "bin" / name
             program.write_text(f"#!/bin/sh\n: > {shlex.quote(str(self._power_off))}\n")
             program.chmod(0o755)

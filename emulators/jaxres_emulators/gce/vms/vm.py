@@ -34,7 +34,7 @@ GLOBAL_METRICS = ("CPUS_ALL_REGIONS", "GPUS_ALL_REGIONS")
 def needs_of(
     wanted: dict[str, Any], shape: Shape, model: str, *, is_reserved: bool
 ) -> dict[str, float]:
-    """Returns what a VM uses of quotas, also of those of all regions (GLOBAL_METRICS)."""
+    """Returns the usage of each quota by a VM, global quotas (GLOBAL_METRICS) included."""
     used: dict[str, float] = {"INSTANCES": 1, "CPUS_ALL_REGIONS": shape.cpus}
     if not is_reserved:
         used |= {"GPUS_ALL_REGIONS": shape.gpus, metric_of(shape, model): shape.gpus}

@@ -29,7 +29,7 @@ class ListedVms:
 
 
 def accept_partial_success(client: Any) -> Any:
-    """Returns a client whose requests are all for what the reachable zones have."""
+    """Returns a client whose requests accept partial results, of the reachable zones."""
     client.transport._session.auth = _add_partial_success
     return client
 

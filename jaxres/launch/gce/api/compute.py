@@ -92,7 +92,7 @@ class Compute:
         self.client("InstancesClient")
 
     def set_console(self, console: Callable[[str], None]) -> None:
-        """Sets the function that prints what the API did not accept."""
+        """Sets the function that prints the API's refusals."""
         self._console = console
 
     def client(self, kind: str, *, is_of_lists: bool = False) -> Any:
@@ -115,7 +115,7 @@ class Compute:
     def list_zones(
         self, kind: str, word: str, key: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, str]]:
-        """Returns what all zones have in a field of a list, and why zones are missing, by zone."""
+        """Returns the items of a field in the lists of all zones, and why zones are missing."""
         call = _call(self.client(kind, is_of_lists=True).aggregated_list, key)
         return self.list_call(lambda: read_pages(call().pages, word))
 

@@ -22,7 +22,7 @@ from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.vm.instance_spec import Machine
 
 PREFIX = "resize-request:"
-"""Beginning of what stands for the operation of a creation."""
+"""Prefix of a name that stands for the operation of a creation."""
 STEP_SECONDS = 900.0
 """Longest time until a creation has its resize request."""
 SETTLE_SECONDS = 20.0
@@ -73,7 +73,7 @@ def description(label: str) -> str:
 
 
 class ComputeCalls(Protocol):
-    """What is used of `gce_api.Compute`, which uses this module."""
+    """The methods used of `gce_api.Compute`, which uses this module."""
 
     project: str
     clock: Clock
@@ -120,7 +120,7 @@ class ResizeRequests:
     def request(
         self, creation: PendingCreate, zone: str, machine: Machine
     ) -> str | CreateFailed | None:
-        """Advances a creation by one step; returns what stands for its operation.
+        """Advances a creation by one step; returns the name that stands for its operation.
 
         None: its resize request does not exist yet; the call must be repeated.
 
@@ -179,7 +179,7 @@ class ResizeRequests:
         return made
 
     def find(self, creation: PendingCreate, zone: str) -> str | None:
-        """Returns what stands for the operation of a creation; None: it has no resize request."""
+        """Returns the name that stands for a creation's operation; None: no resize request."""
         group = creation.names[0]
         if len(creation.names) == 1 or not self.may_exist:
             return None

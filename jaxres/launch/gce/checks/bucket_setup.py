@@ -212,7 +212,7 @@ class BucketFinding:
 
 
 def init_bucket(config: RunConfig, run: GcsPath, *, does: bool) -> int:
-    """Prints what it would create or change; does so if `does`.
+    """Prints the creations or changes that a bucket needs; makes them if `does`.
 
     Raises:
       ConfigError: the bucket is unsuitable, or this account may not correct it.
@@ -240,7 +240,7 @@ def init_bucket(config: RunConfig, run: GcsPath, *, does: bool) -> int:
 
 
 def _update_bucket(run: GcsPath, found: Resource, regions: Sequence[str], *, does: bool) -> int:
-    """Corrects the settings of a bucket if `does`, and prints those that can't be corrected."""
+    """Corrects the settings of a bucket if `does`, and prints settings that can't be corrected."""
     for _ in range(TRIES):
         findings = list(check_settings(found, run, regions))
         shown = [finding for finding in findings if finding.kind != "danger"]

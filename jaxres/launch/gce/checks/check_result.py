@@ -14,7 +14,7 @@ States = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found."""
+    """Result of one check."""
 
     check: str
     state: States
@@ -25,7 +25,7 @@ class CheckResult:
     """Dotted key of the config that is concerned."""
 
     def text(self) -> str:
-        """Returns what was found, and the remedy."""
+        """Returns the result of the check as text, and the remedy."""
         return f"{self.found}. {self.remedy}" if self.remedy else self.found
 
     def problem(self) -> Problem:
@@ -34,7 +34,7 @@ class CheckResult:
 
 
 def denied_result(check: str, denied: ReadDenied) -> CheckResult:
-    """Returns the warning that a check could not read what it needs."""
+    """Returns the warning that a check was not allowed a read."""
     return CheckResult(
         check,
         "warning",
@@ -52,7 +52,7 @@ def guard(check: str, results: Iterable[CheckResult]) -> Iterator[CheckResult]:
 
 
 def table(results: Iterable[CheckResult]) -> list[str]:
-    """Returns a table of results: check, state, what was found, and below it what to do.
+    """Returns a table of results: check, state, finding, and below it the remedy.
 
     >>> table([CheckResult("image", "failed", "there is none", "Give one")])[1:]
     ['image          FAILED   there is none', '                         -> Give one']

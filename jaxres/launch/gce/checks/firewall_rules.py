@@ -16,7 +16,7 @@ ALL_PORTS: Ports = (0, 65_535)
 NUM_ATTEMPT_PORTS = 1000
 """The rendezvous of each attempt uses the next one of so many ports, from launch.gce.port on."""
 EPHEMERAL_PORTS: Ports = (32_768, 60_999)
-"""Ports that Linux gives to a socket that asks for any, as those of NCCL do."""
+"""Ports that Linux gives to a socket that asks for any port, as NCCL's sockets do."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def parse_ports(texts: Iterable[str]) -> tuple[Ports, ...]:
 def closed_ports(
     rules: Sequence[FirewallRule], job: JobNetwork, needed: Iterable[Ports]
 ) -> tuple[Ports, ...]:
-    """Returns those of the needed ports on which the VMs of a job do not reach each other.
+    """Returns the needed ports on which the VMs of a job do not reach each other.
 
     >>> rule = FirewallRule(True, 1000, ((8000, 9000),), FirewallGroup(("10.0.0.0/8",)))
     >>> closed_ports([rule], JobNetwork("10.1.0.0/20"), [(8470, 9469)])

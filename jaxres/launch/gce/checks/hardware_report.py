@@ -60,12 +60,12 @@ def exit_of(end: JobEnd, desired: DesiredState) -> int:
 
 
 def expected_devices(machine_type: str, env: Mapping[str, str], variables: Sequence[str]) -> str:
-    """Returns what a VM of a machine type should have, for people.
+    """Returns the number of devices expected on a VM of a machine type, as text.
 
     Args:
       machine_type: the machine type.
       env: `launch.gce.env`.
-      variables: variables of it that decide which devices the training has.
+      variables: names of `launch.gce.env` that decide which devices the training has.
 
     >>> expected_devices("a3-highgpu-8g", {}, ["CUDA_VISIBLE_DEVICES"])
     '8 expected'

@@ -32,7 +32,7 @@ GOOGLE_REGISTRY = re.compile(r"([a-z0-9-]+-docker\.pkg\.dev|([a-z]+\.)?gcr\.io)/
 
 @dataclass(frozen=True)
 class SubnetworkPath:
-    """Where a subnetwork is; the project of a Shared VPC is that of its host."""
+    """Place of a subnetwork; the project of a Shared VPC is its host project."""
 
     project: str
     region: str
@@ -153,7 +153,7 @@ def access(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
 def _private_access(
     gce: GceSection, reader: ResourceReader, where: SubnetworkPath, found: Any
 ) -> Iterator[CheckResult]:
-    """Yields whether VMs without an external address reach what they need."""
+    """Yields whether VMs without an external address reach the services they need."""
     has_private_access = bool(found.private_ip_google_access)
     needs = _needs_of_internet(gce)
     if has_private_access and not needs:
@@ -192,7 +192,7 @@ def _private_access(
 
 
 def _needs_of_internet(gce: GceSection) -> str:
-    """Returns what is read from the internet at the boot of a VM; empty: nothing."""
+    """Returns why the boot of a VM needs the internet; empty: it does not."""
     runtime = gce.runtime
     if isinstance(runtime, ContainerRuntime):
         if runtime.install_docker:

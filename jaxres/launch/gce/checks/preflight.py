@@ -92,7 +92,7 @@ def _option_lines(gce: GceSection) -> list[str]:
 
 
 def _spare_lines(gce: GceSection) -> list[str]:
-    """Returns how many spares there will be; the prices of all VMs include them."""
+    """Returns the line on the number of spares; the prices of all VMs include them."""
     if not gce.spares:
         return []
     return [f"{gce.spares} more as spares, once an attempt runs; the prices include them"]
@@ -106,7 +106,7 @@ def _limit_lines(config: RunConfig) -> list[str]:
 
 
 def _code_lines(gce: GceSection) -> list[str]:
-    """Returns what is copied to the VMs: jaxres in one line, each file of the package in its own.
+    """Lists the files copied to the VMs: jaxres in one line, each file of the package in its own.
 
     Raises:
       ConfigError: the package has files that must not be copied.
@@ -124,7 +124,7 @@ def _code_lines(gce: GceSection) -> list[str]:
 
 
 def _account_lines(gce: GceSection, run: GcsPath) -> list[str]:
-    """Returns which account the VMs use, and what limits the rights of the code that they run."""
+    """Returns the lines about the VMs' account, and about limits on their code's rights."""
     needed = f"Storage Object User on gs://{run.bucket}"
     if gce.service_account is not None:
         account = f"service account: {gce.service_account}; it needs only {needed}"

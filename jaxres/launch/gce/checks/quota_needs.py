@@ -26,7 +26,7 @@ DISK_METRICS = {
 
 @dataclass(frozen=True)
 class MachineSize:
-    """What one VM uses, by the Compute API."""
+    """Resources of one VM, by the Compute API."""
 
     num_cpus: int
     num_gpus: int | None
@@ -44,7 +44,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Need:
-    """What the VMs of a job use of a quota."""
+    """Usage of a quota by the VMs of a job."""
 
     metrics: tuple[str, ...]
     """Names of the quota; the first one that the API lists counts."""
@@ -74,7 +74,7 @@ def needs(
     disk_type: str | None,
     disk_gb: int | None,
 ) -> Iterator[Need]:
-    """Yields what the VMs of a capacity option use.
+    """Yields the quota usage of the VMs of a capacity option.
 
     Args:
       option: the capacity option.
@@ -121,7 +121,7 @@ def shortages(
     *,
     region_name: str,
 ) -> Iterator[Shortage]:
-    """Yields the quotas that are too small, by their limits or by what is left of them.
+    """Yields the quotas that are too small, by their limits or by their unused rest.
 
     >>> need = Need(("GPUS_ALL_REGIONS",), 8, is_global=True)
     >>> [s.text for s in shortages([need], {}, {"GPUS_ALL_REGIONS": Quota(0)}, region_name="r")]

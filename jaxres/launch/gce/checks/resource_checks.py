@@ -335,7 +335,7 @@ def quotas(
 def _site_shortages(
     gce: GceSection, reader: ResourceReader, number: int, zone: str, *, is_silent: bool
 ) -> tuple[list[Shortage], list[CheckResult]]:
-    """Returns what a zone of a capacity option lacks, and which reads are not allowed."""
+    """Returns the shortages of a capacity option in a zone, and the reads that were denied."""
     option, region = gce.capacity_options[number], region_of(zone)
     denied = list[CheckResult]()
 

@@ -1,1 +1,1 @@
-"""What follows from the desired and the observed state; pure."""
+"""Decisions from the desired and the observed state; pure."""

@@ -66,7 +66,7 @@ def _may_return(option: CapacityOption, current: CapacityOption) -> bool:
 def gain_dollars(
     desired: DesiredState, observed: ObservedState, config: RunConfig, *, option: int
 ) -> float:
-    """Returns what the rest of the job costs less on another option, without the move itself.
+    """Returns the dollars that another option saves in the rest of the job, moving costs ignored.
 
     The rest is bounded by `launch.max_hours` and `launch.max_dollars`. If the speed of the run is
     unknown, it is as long as these VMs have trained already.
@@ -97,7 +97,7 @@ def cost_dollars(
     option: int,
     are_requested: bool,
 ) -> float:
-    """Returns what a move costs at most: both sets of VMs, which train on neither, in a restart.
+    """Returns the most that a move costs: both sets of VMs, idle during a restart.
 
     Before the request, also the new VMs until they are used: `ready_minutes`, and the longest wait
     for a commit so far.
@@ -130,13 +130,13 @@ def _pays(
 
 
 def saved_dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
-    """Returns what moves have saved so far, less the costs of VMs that were requested for them."""
+    """Returns the net savings of all moves so far: less the costs of VMs requested for them."""
     set_costs = sum(spending.cost(vm, gce, now=now) for vm in spares.of_other_option(desired))
     return desired.saved_dollars + spending.saved_in_attempt(desired, now=now) - set_costs
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for VMs of a cheaper option."""
+    """Returns the decision, extended by the requests and moves for VMs of a cheaper option."""
     gce, desired = config.launch.gce, found.desired
     assert gce is not None, config
     if desired.phase != "running" and desired.move_after is not None:
@@ -154,7 +154,7 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
 
 
 def _settle_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
-    """Returns what follows the result of the request; a failure ends nothing."""
+    """Applies the result of the creation of cheaper VMs; a failure ends nothing."""
     desired, creation = found.desired, found.desired.creation
     if creation is None or not spares.is_of_other_option(desired, creation):
         return found

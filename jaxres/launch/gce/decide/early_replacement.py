@@ -24,7 +24,7 @@ UNUSED = "requested at a notice that was withdrawn"
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for early replacements while an attempt runs."""
+    """Returns the decision, extended by early replacements while an attempt runs."""
     gce = config.launch.gce
     assert gce is not None, config
     if found.desired.phase != "running":
@@ -65,7 +65,7 @@ def _cause(name: str, observed: ObservedState) -> str:
 
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
-    """Returns what follows the result of the request; a failure has no consequence."""
+    """Applies the result of an early request; a failure does not affect the attempt."""
     answer = provisioning.settle_creation(found, observed, gce)
     if isinstance(answer, Transition):
         return answer

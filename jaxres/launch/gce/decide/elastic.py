@@ -93,7 +93,7 @@ def _pays(saved: float | None, observed: ObservedState, *, factor: float) -> boo
 def num_lacking(
     desired: DesiredState, observed: ObservedState, config: RunConfig, *, factor: float
 ) -> int:
-    """Returns how many VMs a job lacks for its largest number of hosts; 0 if they would not pay."""
+    """Returns the number of VMs below the job's most hosts; 0 if more VMs would not pay."""
     gce = config.launch.gce
     assert gce is not None, config
     if not desired.vms or len(desired.vms) >= gce.most_hosts:
@@ -150,7 +150,7 @@ def _largest(counts: Iterable[int], number: int) -> int:
 
 
 def _shrink(desired: DesiredState, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the state with the VMs that exist as hosts; those beyond the count become spares."""
+    """Returns the state with the existing VMs as hosts; VMs beyond the count become spares."""
     kept = sorted(
         (vm for vm in desired.vms if vm.created), key=lambda vm: vm.name not in observed.reports
     )
@@ -192,7 +192,7 @@ def _grow(
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for the number of hosts while an attempt runs.
+    """Returns the decision, extended by a change of the number of hosts while an attempt runs.
 
     The attempt saves and ends after the next committed step if enough VMs are ready by then, and
     the restart pays.

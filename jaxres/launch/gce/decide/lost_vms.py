@@ -57,7 +57,7 @@ class Loss:
     """Why a VM is replaced."""
 
     kind: str
-    """What losses for the same reason have in common; they are counted by it."""
+    """Key, equal for losses for the same reason, by which losses are counted."""
     text: str
     """The cause, for the operator."""
 
@@ -132,7 +132,7 @@ def _is_silent(vm: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
 def _confirmed(
     vm: VmSpec, observed: ObservedState, gce: GceSection, *, is_training: bool
 ) -> str | None:
-    """Returns what confirms the loss of a suspected VM; None: nothing does yet.
+    """Returns the confirmation that a suspected VM is lost; None: not confirmed yet.
 
     `is_training`: whether the VM is a host of the running attempt, so that signs of life of the run
     are signs of life of the VM: no host trains without the others.
@@ -158,7 +158,7 @@ def find_lost(
     *,
     is_training: bool,
 ) -> dict[str, Loss]:
-    """Returns the lost VMs, and unless an attempt runs also those that will soon be stopped.
+    """Returns the lost VMs and, unless an attempt runs, VMs that will soon be stopped.
 
     Args:
       vms: the VMs to judge.
@@ -238,7 +238,7 @@ def find_faulty(vms: Iterable[VmSpec], observed: ObservedState) -> dict[str, Los
 def suspicion_messages(
     before: Iterable[str], after: Iterable[str], observed: ObservedState, names: Container[str]
 ) -> tuple[str, ...]:
-    """Returns the lines about VMs that are suspected now, and those that no longer are.
+    """Returns the lines about VMs that are newly suspected or no longer suspected.
 
     `names`: the VMs of the job; the others were lost.
     """

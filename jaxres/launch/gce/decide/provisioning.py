@@ -132,7 +132,7 @@ def new_names(desired: DesiredState, count: int) -> tuple[DesiredState, tuple[st
 def with_request(
     desired: DesiredState, names: tuple[str, ...], *, is_of_spares: bool = False
 ) -> DesiredState:
-    """Returns the state with a creation whose request id is derived from what it requests."""
+    """Returns the state with a creation whose request id is derived from its content."""
     zone = next(vm.zone for vm in desired.all_vms if vm.name == names[0])
     # A deleted run may have used these names: `started_at` makes the request id differ.
     text = f"{desired.run}/{desired.started_at}/{zone}/{','.join(names)}"
@@ -244,7 +244,7 @@ def settle_creation(
 
 
 def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
-    """Returns whether a VM may be requested beside those of a job that trains.
+    """Returns whether a VM may be requested while the job trains on its VMs.
 
     Not if the next replacement ends the job, if the zone is being skipped, or if the capacity
     option has a queue: a VM may be in it for hours.
@@ -378,7 +378,7 @@ def _refill(
         return Transition(release_all(replace(desired, reason=reason), now=observed.now), (reason,))
     site = (missing[0].option, missing[0].zone)
     until = [c.until for c in desired.backoffs if (c.option, c.zone) == site]
-    if desired.creation is not None:  # That of spares, of which one may fill the slot soon.
+    if desired.creation is not None:  # Of spares, one of which may fill the slot soon.
         return Transition(replace(desired, refill_since=since))
     if until and until[0] > observed.now:
         return Transition(replace(desired, refill_since=since))

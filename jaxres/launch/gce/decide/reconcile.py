@@ -402,7 +402,7 @@ def _after_attempt(
     *,
     unhealthy: Sequence[str],
 ) -> Transition:
-    """Decides what follows the end of an attempt: the end of the job, or another attempt.
+    """Decides after the end of an attempt: the end of the job, or another attempt.
 
     Every VM whose host has reported itself unhealthy is replaced, also if it is the only one.
     """

@@ -1,4 +1,4 @@
-"""Limits how often VMs are replaced without a new committed step, whatever the cause. Pure.
+"""Limits the replacements of VMs, of any cause, without a new committed step. Pure.
 
 Each cause has rules of its own for when to replace a VM; a mistake in one of them, or a cause that
 does not end, would otherwise make and delete VMs for as long as the job may run.

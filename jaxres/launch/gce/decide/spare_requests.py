@@ -1,4 +1,4 @@
-"""Requests the spares of a job while an attempt runs, and deletes those that are lost. Pure.
+"""Requests the spares of a job while an attempt runs, and deletes lost spares. Pure.
 
 No attempt waits for a spare: spares are requested once an attempt runs, and a request that is
 pending when it ends stays so. A lost spare is replaced after a wait that doubles until all spares
@@ -20,7 +20,7 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 60.0, 3600.0
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision with what follows for the spares."""
+    """Returns the decision, extended by requests and deletions of spares."""
     gce = config.launch.gce
     assert gce is not None, config
     if found.desired.phase not in ("placing", "running") or found.desired.end is not None:
@@ -91,7 +91,7 @@ def _reset_wait(
 
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
-    """Returns what follows the result of the request; a failure has no consequence but a wait."""
+    """Applies the result of the creation of spares; a failure only delays the next request."""
     answer = provisioning.settle_creation(found, observed, gce)
     if isinstance(answer, Transition):
         return answer

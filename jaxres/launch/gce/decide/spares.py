@@ -39,7 +39,7 @@ def may_request(
     not_before: float,
     longest_wait: float,
 ) -> bool:
-    """Returns whether VMs may be requested beside the attempt: a wait is over, the job goes on.
+    """Returns whether VMs may be requested beside the attempt: after a wait, unless the job ends.
 
     Args:
       desired: the desired state.

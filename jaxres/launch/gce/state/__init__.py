@@ -1,1 +1,1 @@
-"""What a job of `launch gce` is, wants and sees."""
+"""State of a job of `launch gce`: desired, observed, and its files."""

@@ -56,7 +56,7 @@ class BootReport:
 
 @dataclass(frozen=True)
 class VmBoot:
-    """What is known of the boot of a VM whose agent has not reported yet."""
+    """Known facts about the boot of a VM whose agent has not reported yet."""
 
     report: BootReport | None = None
     serial: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class VmBoot:
         return self.report is not None and self.report.state == "failed"
 
     def describe(self) -> str:
-        """Returns what is known, for the operator; empty: nothing."""
+        """Returns the known facts about a VM's boot, for the operator; empty: none."""
         known, error = [], ""
         if self.report is not None:
             known, error = [self.report.describe()], self.report.error
@@ -78,7 +78,7 @@ class VmBoot:
         return "; ".join(known)
 
     def cause(self) -> str:
-        """Returns what boots that fail for the same reason have in common; empty: unknown.
+        """Returns a cause that is equal for boots that fail for the same reason; empty: unknown.
 
         >>> VmBoot(BootReport("code", "failed", "curl: (22) in 12 s")).cause()
         'code: curl: (#) in # s'
@@ -99,7 +99,7 @@ def _is_own(line: str) -> bool:
 
 
 def last_lines(output: str) -> tuple[str, ...]:
-    r"""Returns the last lines of a serial port output, those of the startup script if it has any.
+    r"""Returns the last lines of a serial port output; only the startup script's if it has any.
 
     >>> last_lines("jaxres: no image\n\nkernel: a bell\n")
     ('jaxres: no image',)

@@ -121,7 +121,7 @@ class BootFailure:
     """Why the newest VMs did not come up."""
 
     cause: str
-    """What failures for the same reason have in common."""
+    """Key, equal for failures for the same reason."""
     at: float
     """When it was last seen, in seconds since the epoch."""
     times: int = 1
@@ -165,7 +165,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class AlertStart:
-    """From which event on a target receives alerts: those before are older than the target."""
+    """First event of which a target receives alerts; earlier ones are older than the target."""
 
     target: str
     """Name of the target, as in `alerts.jsonl`."""
@@ -203,7 +203,7 @@ class DesiredState:
     early_vms: tuple[VmSpec, ...] = ()
     """Replacements of hosts with a notice, until the attempt ends; see early_replacement.py."""
     early_for: tuple[str, ...] = ()
-    """Hosts of the attempt for which one was requested: once each, whatever became of it."""
+    """Hosts of the attempt that had a replacement requested: once each, with any result."""
     spares: tuple[VmSpec, ...] = ()
     """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py.
 
@@ -223,8 +223,8 @@ class DesiredState:
     cheaper_by: float = 0.0
     """Dollars by which a VM costs less in an hour since the job has moved to cheaper options."""
     saved_dollars: float = 0.0
-    """What that has saved until the end of the newest attempt that has ended; VMs that were
-    requested for a move are subtracted, with their costs until it."""
+    """Dollars that moves have saved until the end of the newest ended attempt, less the costs until
+    then of VMs that were requested for a move."""
     creation: PendingCreate | None = None
     groups: tuple[InstanceGroup, ...] = ()
     """Groups that may exist, until they are known to be deleted; see instance_groups.py."""
@@ -266,7 +266,7 @@ class DesiredState:
     spending: tuple[Spending, ...] = ()
     """The same two by capacity option and cause."""
     prices: tuple[dict[str, Any], ...] = ()
-    """What an earlier version has written, which asked Google for prices: option_prices.py."""
+    """Records of an earlier version, which asked Google for prices: option_prices.py."""
     end: JobEnd | None = None
     num_events: int = 0
     """Number of events so far; see jaxres/runlog/launch_events.py."""
@@ -412,7 +412,7 @@ def encode_state(desired: DesiredState) -> bytes:
 
 
 def decode_state(data: bytes, path: GcsPath) -> DesiredState:
-    """Parses what `encode_state` wrote; unknown fields are skipped.
+    """Parses the output of `encode_state`; skips unknown fields.
 
     Raises:
       ConfigError: it was written in another format.

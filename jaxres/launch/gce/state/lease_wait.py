@@ -1,4 +1,4 @@
-"""Takes the lease of a run for a command, and waits for that of a launcher that may be gone."""
+"""Takes the lease of a run for a command; waits for the lease of a launcher that may be gone."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ EVENTS = {
     "compute.instances.terminateOnHostMaintenance": "it was ended for maintenance of its host",
     "compute.instances.guestTerminate": "it was shut down from inside",
 }
-"""What the service itself does to a VM, by operation type, with a text for the operator."""
+"""Operations of the service itself on a VM, by type, with a text for the operator."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class ObservedState:
     """Seconds for which VMs of the job have been lacking since this controller began; 0: all are
     created."""
     unreachable: frozenset[str] = frozenset()
-    """Zones that have not answered: what exists there is unknown, and `vms` lacks it."""
+    """Zones that have not answered: their VMs are unknown, and missing in `vms`."""
     first_reports: Mapping[str, float] = field(default_factory=dict[str, float])
     """When this controller first saw a report of an agent, in seconds since the epoch, by name."""
     since_create_seconds: float = 0.0

@@ -36,7 +36,7 @@ class LaunchPaths:
 
     @property
     def reports(self) -> GcsPath:
-        """Folder of the agents' reports; the name of an object is that of the VM."""
+        """Folder of the agents' reports; an object has its VM's name."""
         return self.root / "reports"
 
     def report(self, name: str) -> GcsPath:
@@ -50,7 +50,7 @@ class LaunchPaths:
 
     @property
     def boots(self) -> GcsPath:
-        """Folder of the startup scripts' reports; the name of an object is that of the VM."""
+        """Folder of the startup scripts' reports; an object has its VM's name."""
         return self.root / "boot"
 
     def serial(self, name: str) -> GcsPath:

@@ -11,7 +11,7 @@ from jaxres.runlog import run_log
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """What the newest attempts have measured."""
+    """Measured speed of the newest attempts."""
 
     host_seconds_per_step: float | None = None
     """Seconds of a step times the number of hosts; None: no attempt has committed two steps."""

@@ -1,4 +1,4 @@
-"""What the VMs of a job cost, by capacity option and cause. Pure.
+"""Cost of the VMs of a job, by capacity option and cause. Pure.
 
 The life of a VM begins with its request. A VM of Flex-start waits in a queue then, which bills
 nothing: its life begins when its creation is known. It has four causes: `spare` while it is one,
@@ -43,7 +43,7 @@ def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
 
 
 def total(desired: DesiredState, gce: GceSection, *, now: float) -> float:
-    """Returns the dollars of all VMs of the job so far; those without a price are not in it."""
+    """Returns the dollars of all VMs of the job so far, without VMs that have no price."""
     return desired.spent_dollars + sum(cost(vm, gce, now=now) for vm in desired.all_vms)
 
 
@@ -81,7 +81,7 @@ def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Tran
 
 
 def saved_in_attempt(desired: DesiredState, *, now: float) -> float:
-    """Returns what the running attempt costs less than on the option that the job has left."""
+    """Returns the savings of the running attempt against the option that the job has left."""
     if desired.phase != "running":
         return 0.0
     hours = _attempt_seconds(desired, now=now) / 3600
@@ -113,7 +113,7 @@ def _seconds_by_cause(
 def add(
     desired: DesiredState, vms: Iterable[VmSpec], gce: GceSection, *, now: float
 ) -> tuple[Spending, ...]:
-    """Returns the spending of the deleted VMs with that of further VMs, by option and cause."""
+    """Returns the spending of the deleted VMs and of further VMs, by option and cause."""
     found = {(one.option, one.cause): one for one in desired.spending}
     for vm in vms:
         for cause, seconds in _seconds_by_cause(vm, desired, gce, now=now).items():

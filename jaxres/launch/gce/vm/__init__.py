@@ -1,1 +1,1 @@
-"""What runs on a VM."""
+"""Code and scripts of the VMs."""

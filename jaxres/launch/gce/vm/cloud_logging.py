@@ -24,7 +24,7 @@ logging:
       jaxres: {receivers: [jaxres]}
       jaxres_agent: {receivers: [jaxres_agent], processors: [jaxres_agent_only]}
 """
-"""Overrides of the Ops Agent's configuration; what it collects otherwise stays."""
+"""Overrides of the Ops Agent's configuration; its other receivers stay."""
 _SCRIPT = r"""
 # The console lines go to Cloud Logging where Google's Ops Agent is installed.
 configure_ops_agent() {

@@ -99,9 +99,9 @@ SETTINGS = (
     ("a key of WireGuard", r"(?m)^PrivateKey\s*=\s*[A-Za-z0-9+/]{43}="),
     ("an account key of Azure", r"AccountKey=[A-Za-z0-9+/]{40}"),
 )
-"""What files have that programs write or read, whatever their names are."""
+"""Patterns of secrets in files that programs write or read; any file name."""
 IN_CODE = ("an AWS secret key", "an account key of Azure")
-"""Those that are looked for in code and texts too, which name the others."""
+"""Secrets that are searched for in code and texts too, which name the other ones."""
 MAX_SEARCHED_BYTES = 4 * 2**20
 """First bytes of a file that are searched for secrets; none, if its beginning is no text."""
 MAX_BYTES = 100 * 2**20

@@ -19,7 +19,7 @@ from jaxres.runlog.paths import RunDir
 
 
 def find_vm(desired: DesiredState, name: str | None) -> VmSpec:
-    """Returns a VM of the job; None: that of host 0, or else the first one.
+    """Returns a VM of the job; None: host 0's VM, or else the first one.
 
     Raises:
       UsageError: the job has no such VM now.
@@ -56,7 +56,7 @@ def excluded(desired: DesiredState, hosts: Sequence[FaultyHost]) -> dict[str, Fa
 
 
 def excluded_lines(desired: DesiredState, hosts: Mapping[str, FaultyHost]) -> list[str]:
-    """Returns the lines of `status` about cordoned VMs; `hosts`: what `excluded` returned."""
+    """Returns the lines of `status` about cordoned VMs; `hosts`: the result of `excluded`."""
     return [
         describe_excluded(host, is_draining=name in desired.draining)
         for name, host in hosts.items()

@@ -15,7 +15,7 @@ MAX_GAP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class IdleTime:
-    """What one agent has measured, on its own clock."""
+    """Idle time measured by one agent, on its own clock."""
 
     seconds: float = 0.0
     at: float | None = None

@@ -202,7 +202,7 @@ def upload(data: bytes, folder: GcsPath, suffix: str) -> str:
 
 
 def read_uploaded(path: GcsPath, digest: str) -> bytes | None:
-    """Returns what `upload` has written; None: there is no such object.
+    """Returns the bytes that `upload` has written; None: there is no such object.
 
     Raises:
       ConfigError: the object has other bytes than those of its digest.
@@ -488,7 +488,7 @@ EXIT_SECONDS = 60.0
 
 
 def stop_seconds(config: RunConfig) -> int:
-    """Returns the time from SIGTERM until what is left of the training is killed.
+    """Returns the time from SIGTERM until the rest of the training is killed.
 
     It is as long as the config's deadlines let the last steps and their save take: the watchdog of
     the supervisor ends a process that hangs before.

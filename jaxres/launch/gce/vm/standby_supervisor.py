@@ -136,7 +136,7 @@ class StandbySupervisor:
 def _fork_server(
     run_dir: RunDir, config: RunConfig, env: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns arguments and environment of a standby: those of its fork server, if it can have one.
+    """Returns the fork server's arguments and environment for a standby, if it can have one.
 
     It can once a first attempt has fixed the number of threads. The tag is not in the environment
     of the standby, which is no process of that attempt.

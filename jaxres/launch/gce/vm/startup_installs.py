@@ -1,4 +1,4 @@
-"""Parts of the startup script that install what the image of a VM lacks.
+"""Parts of the startup script that install programs missing in the image of a VM.
 
 Each one is skipped where it has succeeded at an earlier boot. All of them need the internet.
 """

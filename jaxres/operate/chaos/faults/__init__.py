@@ -1,1 +1,1 @@
-"""What each kind of scenario does to a run."""
+"""Injectors: the faults of each kind of scenario."""

@@ -81,7 +81,7 @@ def spike(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
 
 
 def _config(run: HeldRun) -> RunConfig:
-    """Returns the config of a run; its data are those of a folder of its own, if it has one."""
+    """Returns the config of a run, with its own data folder if it has one."""
     folder = run.folder("data")
     own = [f"data.cache_dir={folder}"] if folder.exists() else []
     return configs.load(run.runner.config, [*run.runner.overrides, *own]).config

@@ -13,7 +13,7 @@ from jaxres.operate.chaos.verdict import Injection
 from jaxres.runlog.event_log import read_events
 
 REMAP = "remap_pending 1"
-"""State of a GPU whose row of memory is to be remapped: what it holds is good, so it is saved."""
+"""State of a GPU whose memory row is to be remapped: the content is good, so it is saved."""
 DID = "a row of memory of the GPU is to be remapped"
 
 

@@ -73,7 +73,7 @@ def lose_region(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
 
 
 def lose_log(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
-    """Stops the run, deletes its log, and goes on as the message of the next start says."""
+    """Stops the run, deletes its log, and resumes as the message of the next start says."""
     if problem := run.stop(number):
         return Injection(fault, problem=problem)
     run.mark_fault()

@@ -54,7 +54,7 @@ def overflow_for_a_step(run: HeldRun, number: int, fault: ScheduledFault) -> Inj
 
 
 def _not_masked(run: HeldRun, attempt: int, step: int) -> str:
-    """Returns what is wrong with a masked step and the one after it; empty: nothing."""
+    """Returns the error if a step was not masked or the loss after it is not finite; else ""."""
     run.wait_limited(lambda: step + 1 in _rows(run, attempt))
     rows = _rows(run, attempt)
     if step not in rows or not rows[step].skipped:

@@ -29,7 +29,7 @@ LATE_SECONDS = 0.5
 
 
 def fill_disk(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
-    """Lets no worker write a file as large as those of a save, until the save has failed.
+    """Limits the file size of every worker below a save's, until the save has failed.
 
     The limit of a file's size (setrlimit(2), EFBIG) needs no mount and no root; the product takes
     that error as a full disk.

@@ -17,7 +17,7 @@ from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage import gcs_objects, memory_folder
 
 LISTS = 2
-"""Lists of VMs that a launcher has made when what it would create has been requested."""
+"""Number of VM lists that a launcher makes until its requested creations are sent."""
 LIST_CALL = "instances.aggregatedList"
 
 
@@ -41,7 +41,7 @@ def _take(
     take: Callable[[str], None],
     unkept: Callable[[HeldRun, str, Sequence[LaunchEvent]], str],
 ) -> Injection:
-    """Takes the VM of a host away; `unkept` returns what the launcher has not done since."""
+    """Takes the VM of a host away; `unkept` returns the launcher's omissions since then."""
     vms = _vms(run)
     if problem := run.wait_commit(fault.step):
         return Injection(fault, problem=problem)

@@ -72,7 +72,7 @@ def slow_host(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
 
 
 def not_named(found: Sequence[tuple[int, int]], fault: ScheduledFault) -> str:
-    """Returns what is wrong with the hosts that were named as slow, and the steps; empty: nothing.
+    """Returns why the named slow hosts or steps do not match the fault; empty: they match.
 
     >>> slow = ScheduledFault("straggler", 32, host=1)
     >>> not_named([(1, 70)], slow), not_named([(0, 70)], slow)

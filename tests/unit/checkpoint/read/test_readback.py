@@ -244,7 +244,7 @@ def test_every_file_is_dropped_from_memory_before_it_is_read_back(attempt, monke
 
 
 def resident_pages(path):
-    """Returns how many pages of a file are in the page cache, by mincore(2)."""
+    """Returns the number of pages of a file in the page cache, by mincore(2)."""
     if not path.stat().st_size:
         return 0
     with path.open("rb") as file:

@@ -39,8 +39,8 @@ def run_dir(written, tmp_path):
 
 
 def commit_at(run_dir, step):
-    line = run_log.fold(run_log.read_records(run_dir.log))
-    (commit,) = [commit for commit in line.committed if commit.step == step]
+    history = run_log.fold(run_log.read_records(run_dir.log))
+    (commit,) = [commit for commit in history.committed if commit.step == step]
     return run_dir.root / commit.path, commit
 
 

@@ -51,7 +51,7 @@ class WatchedCloud(SimulatedCloud):
             self.notes.append(what)
 
     def between(self, first: str, last: str) -> list[str]:
-        """Returns what was noted between the first notes of two kinds."""
+        """Returns the notes between the first note `first` and the next note `last`."""
         begin = self.notes.index(first)
         return self.notes[begin + 1 : self.notes.index(last, begin)]
 

@@ -332,7 +332,7 @@ def check_events(world: RandomWorld) -> None:
 
 
 def bound(world: RandomWorld) -> int:
-    """Returns how many VMs the faults so far may have cost.
+    """Returns the most VMs that the faults so far may have cost.
 
     A fault costs a VM; where the zone has no other one, it costs all of them.
     """
@@ -409,7 +409,7 @@ OTHER_ENDS = (ExitCode.OUT_OF_MEMORY,)
 
 
 def ends(seeds: Sequence[int]) -> Counter[int | str]:
-    """Returns how often the worlds of these seeds end with each exit code, and have used spares."""
+    """Counts, over the worlds of these seeds, the exit codes and the kinds of recoveries."""
     counts = Counter[int | str]()
     for seed in seeds:
         world = check(seed)

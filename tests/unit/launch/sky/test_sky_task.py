@@ -57,7 +57,7 @@ def task(**given):
 
 
 def after(code: int) -> str:
-    """Returns what follows an exit of the training on a node of two."""
+    """Returns the consequence of a training's exit on one node of two."""
     if not sky_task.ends_node(code):
         return NODE
     other = skypilot.after_exits(task(), [137, code]) if code else DONE

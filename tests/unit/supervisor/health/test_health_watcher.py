@@ -55,7 +55,7 @@ def watch(gpus, tmp_path, monkeypatch):
 
 
 def next_found(watcher):
-    """Returns what the watcher finds next."""
+    """Returns the next findings of the watcher."""
     return wait_until(watcher.poll, "finding")
 
 

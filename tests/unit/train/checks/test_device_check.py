@@ -27,7 +27,7 @@ FIXED = {"mesh": "data=4 fsdp=2 tensor=1"}
 
 
 def expected(*claims, devices=(8,), host=0, mesh=ALL, given=0, computation=None, is_recorded=True):
-    """Returns what is expected in the last of the claims, if all others have had `devices`."""
+    """Returns the device count expected by the last claim, if the others have had `devices`."""
     records = []
     for attempt, claim in enumerate(claims, start=1):
         claim = dataclasses.replace(claim, attempt=attempt)

@@ -39,7 +39,7 @@ def limited(limit: str, *options: dict[str, Any]) -> RunConfig:
 
 
 def check(wanted: RunConfig, *, earlier: DesiredState | None = None) -> list[str]:
-    """Returns what is printed."""
+    """Returns the lines that the check prints."""
     lines: list[str] = []
     option_prices.check(wanted, lines.append, earlier=earlier)
     return lines

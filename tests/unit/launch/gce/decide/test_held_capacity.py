@@ -40,7 +40,7 @@ REFILL = replace(
 
 
 def refused(desired: DesiredState, kind: Any, settings: Any, **fields: Any) -> DesiredState:
-    """Returns what follows a refused creation."""
+    """Returns the desired state after a refused creation."""
     known = {"vms": listed(*NAMES), "creation": CreateFailed(kind, "full"), **fields}
     return next_state(desired, observed(**known), settings)
 

@@ -60,7 +60,7 @@ class Vm:
         return client
 
     def written(self, name: str) -> str:
-        """Returns what the processes in the agent's place have written to a file."""
+        """Returns the text that processes in the agent's place have written to a file."""
         path = self.agent.parent / name
         return path.read_text() if path.exists() else ""
 

@@ -205,7 +205,7 @@ def start(tmp_path: Path, runtime: Any, programs: dict[str, str], **env: str) ->
 
 
 def reports(tmp_path: Path) -> list[BootReport | None]:
-    """Returns what the launcher reads of the reports that the script has written."""
+    """Returns the script's reports as the launcher reads them."""
     lines = (tmp_path / "reports").read_text().splitlines()
     found = [json.loads(line)["metadata"] for line in lines if line.startswith("{")]
     return [BootReport.of(metadata) for metadata in found]
