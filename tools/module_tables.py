@@ -15,7 +15,7 @@ from jaxres.operate.plan.assumptions import ASSUMPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxres"
-PAGES = ("ARCHITECTURE.md", "planning.md", "where-is.md")
+PAGES = ("ARCHITECTURE.md", "planning.md")
 DOCSTRING = re.compile(r'r?"""(\S[^\n]*?)(?:\n|""")')
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
