@@ -443,7 +443,7 @@ def _budgets(config: RunConfig, _: Facts) -> ItemResult:
     if launch.gce is not None and not given:
         return warn(
             f"nothing limits the cost of the VMs (restarts: {bound})",
-            "Set launch.max_dollars, with prices of the capacity options (docs/gce-recovery.md), "
+            "Set launch.max_dollars, with prices of the capacity options (docs/gce-reference.md), "
             "or launch.max_hours",
         )
     return ok(", ".join([f"{bound} without a commit", *given]))
