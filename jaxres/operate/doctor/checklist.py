@@ -542,7 +542,7 @@ def _determinism(config: RunConfig, facts: Facts) -> ItemResult:
     if facts.platform == "gpu" and run.determinism == "fast" and run.guarantee == "bitwise":
         return warn(
             f"run.seed={run.seed}, run.guarantee=bitwise, and kernels that may differ in bits",
-            "Set run.determinism=bitwise (docs/gpu.md)",
+            "Set run.determinism=bitwise (docs/benchmarks.md)",
         )
     what = f"run.seed={run.seed}, train.reduction={config.train.reduction}"
     if facts.platform == "cpu":
