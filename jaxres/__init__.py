@@ -1,7 +1,7 @@
 """jaxres: a trainer for JAX and Flax models that resumes bit for bit after any failure.
 
-From Python: `train`, `Run`, `load_model`, `runs` and `branch` (docs/python.md). Importing this
-package imports neither jax nor any part of jaxres; the first use of one of these names does.
+From Python: `train`, `Run`, `load_model`, `runs` and `branch` (docs/getting-started.md). Importing
+this package imports neither jax nor any part of jaxres; the first use of one of these names does.
 """
 
 from __future__ import annotations

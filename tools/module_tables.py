@@ -1,4 +1,4 @@
-"""Tables of docs/ that are made from the code: folders, modules, defaults of `jaxres plan`.
+"""Tables of docs/ that are made from the code, such as folders, modules, defaults of `jaxres plan`.
 
 A page has each table between `<!-- generated: NAME -->` and `<!-- end -->`; `tools/golden.py`
 writes and compares them. The text of a folder or module is the first line of its docstring.
@@ -11,11 +11,13 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from jaxres.cluster import detect
+from jaxres.operate.chaos import coverage
 from jaxres.operate.plan.assumptions import ASSUMPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxres"
-PAGES = ("ARCHITECTURE.md", "planning.md", "where-is.md")
+PAGES = ("ARCHITECTURE.md", "many-hosts.md", "planning.md", "prove.md")
 DOCSTRING = re.compile(r'r?"""(\S[^\n]*?)(?:\n|""")')
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
@@ -84,8 +86,10 @@ def assumptions() -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = {
     "assumptions": assumptions,
+    "covered-faults": lambda: coverage.table().rstrip("\n"),
     "folders": folders,
     "modules": modules,
+    "places": lambda: detect.table().rstrip("\n"),
 }
 
 

@@ -85,7 +85,7 @@ RETIRED = re.compile(
     r"|in vain|mend(?:s|ed|ing)?|buried|bury|doomed|lookout|watchman|zygote|the story|doors?)\b",
     re.IGNORECASE,
 )
-"""Private words of earlier versions; docs/glossary.md has the field's terms."""
+"""Private words of earlier versions; docs/ARCHITECTURE.md has the field's terms."""
 UNNAMED = re.compile(r"Returns (those|what|that|the same|how)\b")
 """Beginning of a docstring that does not name the result: `the number of rows`, not `how many`."""
 PROSE = ("*.py", "*.md", "*.yaml", "*.toml", "*.c", ".ci/run", "tools/check")
@@ -122,7 +122,7 @@ def _retired_words(path: Path) -> Iterator[str]:
         text = OLD_NAME.sub("", text)
     for number, line in enumerate(text.splitlines(), start=1):
         for word in RETIRED.findall(line):
-            yield f"{path}:{number}: '{word}' is retired: use the field's term (docs/glossary.md)"
+            yield f"{path}:{number}: '{word}' is retired: use the field's (docs/ARCHITECTURE.md)"
 
 
 def _check(path: Path) -> Iterator[str]:

@@ -52,7 +52,7 @@ The same command starts a run and resumes it, also after kill -9, from the newes
 Ctrl-C or `touch RUN_DIR/stop`: save and stop (76); SIGTERM: save and stop (75); a second one exits
 at once. `touch RUN_DIR/save`: one extra checkpoint. `kill -USR1`: stacks of all threads.
 --inline: train in this process, for debuggers; no deadlines. In a notebook call jaxres.train(...),
-docs/python.md: an interrupt saves and raises KeyboardInterrupt.
+docs/getting-started.md: an interrupt saves and raises KeyboardInterrupt.
 
 On several hosts start the same command on each, with a run directory that all of them share:
 --coordinator HOST:PORT   address on which host 0 listens for the others (JAXRES_COORDINATOR)

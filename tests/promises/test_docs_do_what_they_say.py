@@ -1,4 +1,4 @@
-"""Each command of docs/runs.md and models.md does what its page says, in order.
+"""Each command of docs/models.md, and on many runs (operating.md), does what its page says.
 
 They run as a newcomer types them, in a folder that has what the pages presuppose: a config, the
 folder of a downloaded model, texts, photos and tasks. Commands that need a bucket or a service of
@@ -88,13 +88,15 @@ def shell(tmp_path: Path, caches: Path):
 
 @pytest.mark.campaign
 def test_commands_on_many_runs(tmp_path: Path, shell) -> None:
-    """Names, comparison, sweep, branch, samples, scores: docs/runs.md."""
+    """Names, comparison, sweep, branch, samples, scores: docs/operating.md."""
     (tmp_path / "prompt.txt").write_text("import ")
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(HELLASWAG) + "\n")
     (tmp_path / "wikitext.jsonl").write_text(json.dumps({"text": "a text of some words"}) + "\n")
     shell("python -m jaxres.train my.yaml run.dir=runs/second run.seed=1")
     shell(f"jaxres checkpoints export runs/second --out {tmp_path}/MODEL")
-    printed = {line: shell(line) for line in commands((ROOT / "docs" / "runs.md").read_text())}
+    page = (ROOT / "docs" / "operating.md").read_text()
+    section = page.partition("\n## Many runs\n")[2].partition("\n## ")[0]
+    printed = {line: shell(line) for line in commands(section)}
     found = {Path(row["run"]).name: row for row in jaxres.runs(tmp_path / "runs")}
     assert found["first"]["name"] == "longer warm-up"
     assert found["lower-rate"]["step"] == found["third"]["step"] == STEPS

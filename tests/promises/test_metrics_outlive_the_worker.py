@@ -112,7 +112,7 @@ def test_every_alert_uses_exported_metrics_is_tested_and_explained() -> None:
     for name in names:
         own = [bool(case.get("exp_alerts")) for case in cases if case["alertname"] == name]
         assert {*own} == {True, False}, f"{name}: one case where it fires, one where it does not"
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "watch.md").read_text()
     assert re.findall(r"^\| `(Jaxres\w+)` \|", page, re.M) == names
 
 

@@ -62,7 +62,8 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
 def test_the_example_of_the_page_and_of_the_folder_do_what_they_say(
     workspace: Workspace, tmp_path: Path
 ) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/getting-started.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     small = block.replace(": 200", ": 20").replace(": 300", ": 30")
     small = small.replace(
         '"run.dir": "runs/python"',

@@ -6,7 +6,7 @@ Seeded series with the default settings, through the functions that a run uses. 
 faults that were flagged. False: flags per 1,000 steps (or reads) without a fault. Latency: from
 the first bad step to its flag. Cost: processor time of the host for a step (read, reading or
 start), the median of all calls; the guards inside the step are part of the device's program, and
-`tools/bench/guards.py` measures them. docs/guards.md has the table.
+`tools/bench/guards.py` measures them. docs/guards.md has the figures.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ in order of worth, each with a time limit. One that fails or hangs stops no othe
 OUT/results.jsonl gets a line, OUT/results.md the table, OUT/PART.txt has its output. Started again,
 the command goes on with the parts that have not passed, those that have never run first (--again:
 with all). `--rehearse` runs every part at a tiny size on the CPU. Exits with 1 if a part has not
-passed. See docs/gpu.md.
+passed. See docs/benchmarks.md.
 """
 
 from __future__ import annotations

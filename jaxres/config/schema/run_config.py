@@ -81,8 +81,8 @@ class RunSection(Section):
     """`bitwise`: on a GPU only kernels whose results are equal bit for bit in every execution.
 
     Adds `--xla_gpu_deterministic_ops=true` to XLA_FLAGS, which also picks kernels without timing
-    them, so that a replaced machine of the same kind picks the same ones. Slower; docs/gpu.md has
-    the cost. Without effect on a CPU."""
+    them, so that a replaced machine of the same kind picks the same ones. Slower;
+    docs/benchmarks.md has the cost. Without effect on a CPU."""
 
 
 class TrainSection(Section):

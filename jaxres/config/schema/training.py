@@ -167,7 +167,7 @@ class HookSection(Section):
     """A function that is called with the run's state and metrics, and changes nothing."""
 
     target: ImportPath = free(...)
-    """Function `package.module:look` (context, args); docs/python.md has the context's fields."""
+    """Function `package.module:look` (context, args); docs/watch.md has the context's fields."""
     args: dict[str, JsonValue] = free({})
     """Keyword arguments of the target."""
     every_steps: PositiveInt = free(100)

@@ -443,7 +443,7 @@ def _budgets(config: RunConfig, _: Facts) -> ItemResult:
     if launch.gce is not None and not given:
         return warn(
             f"nothing limits the cost of the VMs (restarts: {bound})",
-            "Set launch.max_dollars, with prices of the capacity options (docs/gce-recovery.md), "
+            "Set launch.max_dollars, with prices of the capacity options (docs/gce-reference.md), "
             "or launch.max_hours",
         )
     return ok(", ".join([f"{bound} without a commit", *given]))
@@ -542,7 +542,7 @@ def _determinism(config: RunConfig, facts: Facts) -> ItemResult:
     if facts.platform == "gpu" and run.determinism == "fast" and run.guarantee == "bitwise":
         return warn(
             f"run.seed={run.seed}, run.guarantee=bitwise, and kernels that may differ in bits",
-            "Set run.determinism=bitwise (docs/gpu.md)",
+            "Set run.determinism=bitwise (docs/benchmarks.md)",
         )
     what = f"run.seed={run.seed}, train.reduction={config.train.reduction}"
     if facts.platform == "cpu":

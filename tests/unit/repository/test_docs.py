@@ -344,7 +344,7 @@ def test_the_tables_list_each_folder_and_module_with_its_docstring():
 
 @pytest.mark.parametrize("text", ["no table", "<!-- generated: modulse -->\n\n<!-- end -->"])
 def test_a_page_with_a_misspelt_table_or_without_one_is_refused(text):
-    with pytest.raises(ValueError, match=r"docs/page.md has .*; known parts: assumptions, folders"):
+    with pytest.raises(ValueError, match=r"docs/page.md has .*; known parts: assumptions, covered-faults"):
         module_tables.with_parts(text, where="page.md")
 
 
@@ -364,10 +364,14 @@ def test_the_extra_of_the_launcher_for_vms_can_read_its_bucket():
 
 
 def test_every_glossary_term_is_in_use_and_in_order():
-    entries = re.findall(r"^- \*\*(.+?)\*\*: ", (ROOT / "docs/glossary.md").read_text(), re.M)
+    page = ROOT / "docs/ARCHITECTURE.md"
+    before, _, rest = page.read_text().partition("\n## Glossary\n")
+    glossary, _, after = rest.partition("\n## ")
+    entries = re.findall(r"^- \*\*(.+?)\*\*: ", glossary, re.M)
+    assert entries
     assert entries == sorted(entries, key=str.lower)
-    others = [path for path in PAGES if path.name != "glossary.md"]
-    texts = [path.read_text() for path in [*others, *(ROOT / "jaxres").rglob("*.py")]]
+    others = [path for path in [*PAGES, *(ROOT / "jaxres").rglob("*.py")] if path != page]
+    texts = [before, after, *(path.read_text() for path in others)]
     words = re.sub(r"[\s_]+", " ", " ".join(texts)).lower()
     terms = [term for entry in entries for term in entry.split(", ")]
     assert [term for term in terms if term.lower() not in words] == []

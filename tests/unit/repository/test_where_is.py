@@ -1,4 +1,4 @@
-"""Every answer of docs/where-is.md names a file that exists and a name that is defined in it."""
+"""Every answer of docs/ARCHITECTURE.md names a file and a name that is defined in it."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ ANSWER = re.compile(r"`(jaxres/[\w/]+\.py):([\w.]+)`")
 
 def _rows() -> list[tuple[str, str]]:
     """Returns each question with the text of its answers."""
-    lines = (ROOT / "docs" / "where-is.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "ARCHITECTURE.md").read_text().splitlines()
     cells = [line.strip("|").split("|") for line in lines if QUESTION.match(line)]
     return [(question.strip(), answers) for question, answers, _ in cells]
 
