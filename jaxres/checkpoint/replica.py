@@ -427,7 +427,7 @@ class Replica:
     def _refuse_link_outside(self, path: RunPath) -> None:
         """Raises ConfigError for a file of the source that is elsewhere; steps have digests.
 
-        The run may be somebody else's: a link would take any file of this account along.
+        The run may be of another user: a link could lead to any file that this account can read.
         """
         root = self._source.root
         if is_remote(path) or is_remote(root) or path.resolve().is_relative_to(root.resolve()):

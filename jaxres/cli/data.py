@@ -21,9 +21,9 @@ from jaxres.data import Rows
 from jaxres.data.bucket import download_cache
 from jaxres.data.corpus import describe, describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
-from jaxres.data.sources.images import IMAGES, ImageRows
 from jaxres.data.inspect import image_statistics, show_rows, statistics
 from jaxres.data.mixture import MixedRows, Mixture
+from jaxres.data.sources.images import IMAGES, ImageRows
 from jaxres.data.tokens.token_folder import TokenFolder
 from jaxres.data.verify import DataReport, verify_data
 from jaxres.exit_codes import ExitCode

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema.run_config import RunConfig, TrainSection
 from jaxres.config.schema.data import (
     HELDOUT,
     BytesTokenizer,
@@ -37,6 +36,7 @@ from jaxres.config.schema.optimizer import (
     PiecewiseSchedule,
     SgdOptimizer,
 )
+from jaxres.config.schema.run_config import RunConfig, TrainSection
 from jaxres.config.schema.training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 

@@ -10,10 +10,9 @@ from pydantic.fields import FieldInfo
 
 from jaxres import secret_values
 from jaxres.config import yaml
-from jaxres.config.schema import field_docs
 from jaxres.config.errors import show, show_limit
 from jaxres.config.load import SECTION, SHORTHANDS
-from jaxres.config.schema.run_config import RunConfig, Section
+from jaxres.config.schema import field_docs
 from jaxres.config.schema.fields import (
     ITEMS,
     ROOT,
@@ -23,6 +22,7 @@ from jaxres.config.schema.fields import (
     iter_fields,
     kinds,
 )
+from jaxres.config.schema.run_config import RunConfig, Section
 
 _NAMES = {
     "int": "whole number",

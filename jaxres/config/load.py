@@ -23,8 +23,8 @@ from jaxres import secret_values
 from jaxres.config import builtin_configs, huggingface
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, did_you_mean, one_line, raise_all, shorten, show
-from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.schema.fields import ROOT, FieldSpec
+from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
 from jaxres.faults import StorageRefused, UsageError

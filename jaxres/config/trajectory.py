@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from jaxres import secret_values
 from jaxres.config.errors import one_line, show
-from jaxres.config.schema.run_config import RunConfig, Section
 from jaxres.config.schema.data import CustomSource, MixtureSource, Source, single_sources
 from jaxres.config.schema.fields import is_content_path, is_free, is_later, iter_fields
 from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.run_config import RunConfig, Section
 from jaxres.config.schema.training import LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
 from jaxres.storage.path import SCHEME, RunPath, run_root

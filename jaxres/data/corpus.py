@@ -40,6 +40,7 @@ from jaxres.data.sources import content_key
 from jaxres.data.sources.images import CLASSES, IMAGES, pillow, with_labels
 from jaxres.data.sources.saved_dataset import other_rows
 from jaxres.data.sources.source_files import SourceFile, list_corpus
+from jaxres.data.sources.token_stream import Position, check_begin, token_blocks
 from jaxres.data.tokens.token_folder import (
     DTYPES,
     FORMAT_VERSION,
@@ -51,7 +52,6 @@ from jaxres.data.tokens.token_folder import (
     open_tokens,
     token_type,
 )
-from jaxres.data.sources.token_stream import Position, check_begin, token_blocks
 from jaxres.data.tokens.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
 from jaxres.data.tokens.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError, RunError

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, Rows
 from jaxres.data.dataset import Dataset
-from jaxres.data.sources.images import LABEL_BYTES, ImageRows, label_of, undecodable_images
 from jaxres.data.mixture import SOURCE_KEY, describe_row
 from jaxres.data.order import Order, sample_ids_at
+from jaxres.data.sources.images import LABEL_BYTES, ImageRows, label_of, undecodable_images
 from jaxres.data.tokens.packed_rows import PackedRows
 from jaxres.data.tokens.token_folder import TokenRows
 from jaxres.faults import UsageError

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from jaxres.config.schema.data import CustomSource, DataSection, MixtureSource, TokensSource
 from jaxres.config.schema.training import BadRecordsSection
-from jaxres.data.bucket import download_cache
-from jaxres.data.bucket import remote_tokens
+from jaxres.data.bucket import download_cache, remote_tokens
+from jaxres.data.bucket.remote_items import RemoteItems
 from jaxres.data.corpus import BAD_RECORDS, Corpus, describe_corpus, fingerprint_of, open_cached
 from jaxres.data.mixture import mixture_fingerprint
-from jaxres.data.bucket.remote_items import RemoteItems
 from jaxres.data.sources.source_files import token_folder_of
 from jaxres.data.tokens.token_digests import CheckedBlocks
 from jaxres.data.tokens.token_folder import (

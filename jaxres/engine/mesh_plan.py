@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxres.config.schema.run_config import MeshSection, TrainSection
 from jaxres.config.schema.model import AnyModel, GptModel, VitModel
+from jaxres.config.schema.run_config import MeshSection, TrainSection
 from jaxres.faults import ConfigError
 
 AXES = ("data", "fsdp", "tensor")

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxres import data
-from jaxres.config.schema.run_config import TrainSection
 from jaxres.config.schema.data import DataSection
+from jaxres.config.schema.run_config import TrainSection
 from jaxres.data import Batch, Dataset, DataTimeout, Mixture, Order
 from jaxres.engine import device_use
 from jaxres.engine import mesh as meshes

@@ -44,8 +44,8 @@ from jaxres.config.schema.data import (  # noqa: E402
     TokensSource,
 )
 from jaxres.data import Prefetch, batch_at, open_dataset, write_tokens  # noqa: E402
-from jaxres.data.sources import images  # noqa: E402
 from jaxres.data.corpus import describe_corpus, open_corpus  # noqa: E402
+from jaxres.data.sources import images  # noqa: E402
 from jaxres.data.tokens.token_digests import BLOCK_BYTES, num_blocks  # noqa: E402
 from jaxres.data.tokens.token_folder import TokenFolder, TokenRows, open_tokens  # noqa: E402
 from tests import bpe  # noqa: E402

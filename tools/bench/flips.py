@@ -22,9 +22,9 @@ import jax
 import numpy as np
 
 from jaxres import models
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer, ConstantSchedule
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.training import GuardsSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, replica_fingerprint

@@ -47,9 +47,9 @@ import step as loops  # tools/bench/step.py
 from jaxres import config as configs
 from jaxres import models
 from jaxres.clock import SystemClock
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.training import CorruptionSection, GuardsSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, replica_fingerprint

@@ -21,8 +21,8 @@ import guards  # tools/bench/guards.py
 import jax
 import numpy as np
 
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine.invariant_reduction import InvariantReduction
 

@@ -20,8 +20,8 @@ from jaxres.checkpoint.retention import retention
 from jaxres.checkpoint.weights import safetensors
 from jaxres.config import huggingface
 from jaxres.config.huggingface_keys import QUANTIZATION
-from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.schema.model import AnyModel, GptModel, MlpModel, VitModel
+from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.schema.training import FromRun
 from jaxres.faults import ConfigError, UsageError
 from jaxres.runlog import run_log

@@ -22,10 +22,10 @@ from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read.readback import HostReport
 from jaxres.checkpoint.read.tensorstore_reader import ARRAYS, FROZEN
-from jaxres.checkpoint.write import orbax_files
 from jaxres.checkpoint.restore.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import Snapshot, SnapshotMemory, take_snapshot
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
+from jaxres.checkpoint.write import orbax_files
 from jaxres.checkpoint.write.array_writer import ArrayWriter
 from jaxres.checkpoint.write.bucket_writer import BucketWriter
 from jaxres.checkpoint.write.host_arrays import HostArrays

@@ -16,8 +16,7 @@ from jaxres.config import RunConfig, huggingface
 from jaxres.config.schema.data import TextSource
 from jaxres.config.schema.model import GptModel
 from jaxres.config.yaml import dump
-from jaxres.data.tokens import hf_bytes_tokenizer
-from jaxres.data.tokens import tokenizer
+from jaxres.data.tokens import hf_bytes_tokenizer, tokenizer
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Unrestorable, UsageError
 from jaxres.runlog import run_log

@@ -32,9 +32,9 @@ from jaxres.config.schema.data import (
 from jaxres.data.sources import images
 from jaxres.data.sources.folder_tree import unreadable
 from jaxres.data.sources.source_files import SourceFile
+from jaxres.data.sources.zstd_frames import ZstdFrames, buffered
 from jaxres.data.tokens.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, NOWHERE, Cuts
 from jaxres.data.tokens.token_width import IdPattern
-from jaxres.data.sources.zstd_frames import ZstdFrames, buffered
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from jaxres.config.schema.data import HuggingfaceTokenizer
 from jaxres.config.schema.data import Tokenizer as TokenizerSection
-from jaxres.data.tokens import text_cuts
-from jaxres.data.tokens import tokenizer_settings
+from jaxres.data.tokens import text_cuts, tokenizer_settings
 from jaxres.data.tokens.text_cuts import ANYWHERE, Cuts
 from jaxres.faults import ConfigError
 from jaxres.storage import foreign_json
@@ -434,7 +433,7 @@ def _content(token: Any) -> Any:
 def _other_ends(
     tokenizer: LibraryTokenizer, named: Mapping[str, Any], of_model: Mapping[str, Any], where: str
 ) -> str:
-    """Returns what to tell if another file names another token as the end; "": none does."""
+    """Returns a notice of files that name another end of documents; "": none does."""
     library = tokenizer.library
     end = library.id_to_token(tokenizer.end_of_document)
     others = [f"{file} has {token!r}" for file, token in named.items() if token not in (None, end)]

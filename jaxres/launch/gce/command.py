@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.schema import operations as schema_operations
 from jaxres.config.argparser import Parser
+from jaxres.config.schema import operations as schema_operations
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import PreemptedError, StoppedError, UsageError
 from jaxres.host import signals

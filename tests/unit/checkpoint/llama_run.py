@@ -12,8 +12,8 @@ import numpy as np
 from jaxres import config as configs
 from jaxres import models
 from jaxres.clock import SystemClock
-from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.schema.training import LoraSection
 from jaxres.models import Params
 from jaxres.runlog.paths import RunDir

@@ -13,8 +13,8 @@ import pytest
 
 from jaxres.config.schema.data import DataSection, TextSource
 from jaxres.data import CacheDamaged, open_dataset
-from jaxres.data.sources import token_stream
 from jaxres.data.corpus import LEFTOVER_SECONDS, describe_corpus, fingerprint_of
+from jaxres.data.sources import token_stream
 from jaxres.data.sources.source_files import list_files
 from jaxres.data.tokens.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode

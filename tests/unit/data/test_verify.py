@@ -13,9 +13,8 @@ from jaxres.clock import SystemClock
 from jaxres.config.schema.data import DataSection, TextSource, TokensSource
 from jaxres.data import CacheDamaged, open_dataset, write_tokens
 from jaxres.data.sources import content_key
-from jaxres.data.tokens import token_digests
-from jaxres.data.tokens import token_writer
 from jaxres.data.sources.source_files import list_files
+from jaxres.data.tokens import token_digests, token_writer
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import files

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema.run_config import MeshSection, TrainSection
 from jaxres.config.schema.model import AnyModel, GptModel, MlpModel
 from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
@@ -22,6 +21,7 @@ from jaxres.config.schema.optimizer import (
     Optimizer,
     SgdOptimizer,
 )
+from jaxres.config.schema.run_config import MeshSection, TrainSection
 from jaxres.config.schema.training import LossScaleSection, SpikesSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan, optimizer, state, step

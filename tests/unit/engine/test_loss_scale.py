@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.model import CustomModel, MlpModel
 from jaxres.config.schema.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.training import LEAST, MOST, LossScaleSection, most_back_offs
 from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxres.config.schema.run_config import MeshSection, TrainSection
 from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.config.schema.run_config import MeshSection, TrainSection
 from jaxres.engine import mesh_plan, step
 from jaxres.engine.mesh_plan import MeshPlan
 from jaxres.faults import ConfigError

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report, state, step
 from jaxres.engine import schedule as schedules

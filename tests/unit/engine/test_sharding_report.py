@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema.run_config import MeshSection, RunConfig, TrainSection
 from jaxres.config.schema.data import DataSection, TextSource
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer
+from jaxres.config.schema.run_config import MeshSection, RunConfig, TrainSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, sharding_report, state
 from jaxres.engine.mesh_plan import MeshPlan

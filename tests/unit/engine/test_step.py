@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxres import models
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer, CosineSchedule
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.training import SpikesSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxres.config.schema.run_config import MeshSection
 from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
     ConstantSchedule,
     ParamGroup,
     SgdOptimizer,
 )
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxres import models
-from jaxres.config.schema.run_config import RunConfig, TrainSection
 from jaxres.config.schema.data import DataSection, TextSource
 from jaxres.config.schema.model import CustomModel
+from jaxres.config.schema.run_config import RunConfig, TrainSection
 from jaxres.engine import mesh as meshes
 from jaxres.faults import ConfigError
 from jaxres.models.interface import compute_loss

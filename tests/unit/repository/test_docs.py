@@ -344,7 +344,9 @@ def test_the_tables_list_each_folder_and_module_with_its_docstring():
 
 @pytest.mark.parametrize("text", ["no table", "<!-- generated: modulse -->\n\n<!-- end -->"])
 def test_a_page_with_a_misspelt_table_or_without_one_is_refused(text):
-    with pytest.raises(ValueError, match=r"docs/page.md has .*; known parts: assumptions, covered-faults"):
+    with pytest.raises(
+        ValueError, match=r"docs/page.md has .*; known parts: assumptions, covered-faults"
+    ):
         module_tables.with_parts(text, where="page.md")
 
 

@@ -23,8 +23,7 @@ from jaxres.data import (
     open_dataset,
     write_tokens,
 )
-from jaxres.data.bucket import remote_items
-from jaxres.data.bucket import remote_tokens
+from jaxres.data.bucket import remote_items, remote_tokens
 from jaxres.data.bucket.block_cache import BlockCache
 from jaxres.data.bucket.remote_items import RemoteItems
 from jaxres.faults import ConfigError, StorageUnavailable

@@ -12,8 +12,7 @@ from PIL import Image
 
 from jaxres.config.schema.data import DataSection, ImagesSource
 from jaxres.data import BadRecord, open_dataset
-from jaxres.data.sources import documents
-from jaxres.data.sources import images
+from jaxres.data.sources import documents, images
 from jaxres.data.sources.images import UnusableDepth, open_picture
 from jaxres.faults import ConfigError
 

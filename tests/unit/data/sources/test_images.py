@@ -19,9 +19,9 @@ from jaxres.data import (
     sample_ids_at,
     write_tokens,
 )
+from jaxres.data.inspect import image_statistics
 from jaxres.data.sources import images
 from jaxres.data.sources.images import centre, open_picture, random_crop
-from jaxres.data.inspect import image_statistics
 from jaxres.faults import ConfigError
 from jaxres.storage import files
 from jaxres.storage.path import GcsPath

@@ -11,10 +11,9 @@ import pytest
 from jaxres.config.schema.data import DataSection, TokensSource
 from jaxres.config.schema.model import GptModel
 from jaxres.data import BadRecord, TokensDamaged, open_dataset, write_tokens
-from jaxres.data.tokens import packed_rows
-from jaxres.data.tokens import packing
 from jaxres.data.dataset import PLAN_MARK
 from jaxres.data.inspect import show_rows
+from jaxres.data.tokens import packed_rows, packing
 from jaxres.data.tokens.packed_rows import open_packed_rows
 from jaxres.data.tokens.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode

@@ -30,8 +30,8 @@ from jaxres.config.schema.data import (
 )
 from jaxres.data import open_dataset
 from jaxres.data.sources import documents
-from jaxres.data.tokens import text_cuts
 from jaxres.data.sources.source_files import SourceFile
+from jaxres.data.tokens import text_cuts
 from jaxres.data.tokens.tokenizer import LibraryTokenizer, open_tokenizer
 from jaxres.faults import ConfigError
 

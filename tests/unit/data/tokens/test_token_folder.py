@@ -7,9 +7,7 @@ import pytest
 
 from jaxres.config.schema.data import DataSection, TokensSource
 from jaxres.data import BadRecord, TokensDamaged, batch_at, open_dataset, write_tokens
-from jaxres.data.tokens import token_digests
-from jaxres.data.tokens import token_folder
-from jaxres.data.tokens import token_writer
+from jaxres.data.tokens import token_digests, token_folder, token_writer
 from jaxres.data.tokens.token_digests import CheckedBlocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError

@@ -20,9 +20,9 @@ from jaxres.config.schema.data import (
     TokensSource,
 )
 from jaxres.data import Dataset, open_dataset
+from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.data.sources import documents
 from jaxres.data.tokens import tokenizer
-from jaxres.data.corpus import describe_corpus, open_corpus
 from jaxres.faults import ConfigError
 from tests import bpe
 
