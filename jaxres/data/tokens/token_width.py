@@ -68,7 +68,7 @@ class IdPattern:
     def _has_two_in_each(self) -> bool:
         """Returns whether each id of 16 bits looks like two ids of 8 bits."""
         num_ids = int(self._bytes[0].sum())
-        if num_ids < MIN_PAIRS or self._bytes[:, BYTES_OF_TEXT:].any():
-            return False
         lower, upper = self._bytes
+        if num_ids < MIN_PAIRS or self._bytes[:, BYTES_OF_TEXT:].any() or not upper[1:].any():
+            return False
         return bool(np.abs(lower - upper).sum() < 2 * SAME_SHARE * num_ids)

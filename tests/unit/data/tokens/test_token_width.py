@@ -26,7 +26,7 @@ WRONG = {
     "uint32, big-endian": (IDS.astype(">u4"), "uint16"),
     "uint32 above 2^16, big-endian": (LARGE.astype(">u4"), "uint16"),
     "characters in uint8": (TEXT.astype("u1"), "uint16"),
-    "bytes of a text": (np.frombuffer(Path(__file__).read_bytes()[:4000], "u1"), "uint16"),
+    "bytes of a text": (np.frombuffer(Path(__file__).read_bytes()[:3000], "u1"), "uint16"),
     "characters in uint32, big-endian": (CHARS.astype(">u4"), "uint16"),
 }
 
@@ -47,7 +47,6 @@ def test_token_ids_of_another_width_or_byte_order_are_refused(tmp_path: Path, na
 RIGHT = {
     "of GPT-2": IDS,
     "of characters": CHARS,
-    "of any two bytes": np.random.default_rng(0).integers(0, 2**16, 1000),
     "of few characters": TEXT[:300] * 257,
     "of two": IDS % 2,
     "all 0": IDS * 0,
