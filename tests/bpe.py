@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 END = "<|endoftext|>"
-SOURCES = sorted((Path(__file__).parents[1] / "jaxres" / "data").glob("*.py"))
+SOURCES = sorted((Path(__file__).parents[1] / "jaxres" / "data").rglob("*.py"))
 
 
 def train(folder: Path, *, vocab_size: int = 400, texts: Iterable[str] = ()) -> Path:

@@ -185,9 +185,10 @@ def _places(names: Sequence[str]) -> list[str]:
     digests = [
         hashlib.sha256(name.encode(errors="backslashreplace")).hexdigest()[:8] for name in names
     ]
+    outputs = {f"{place.lower()}.txt" for place in plain}  # Files beside the folders.
     return [
         place
-        if len(place) <= MAX_NAME and counts[place.lower()] == 1
+        if len(place) <= MAX_NAME and counts[place.lower()] == 1 and place.lower() not in outputs
         else f"{place[:MAX_NAME]}-{digest}"
         for place, digest in zip(plain, digests, strict=True)
     ]

@@ -177,6 +177,12 @@ def digest(config: RunConfig, *, with_paths: bool = False, with_secrets: bool = 
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def digests(config: RunConfig) -> tuple[str, str, str]:
+    """Returns the digest of a trajectory, last, after the digests of earlier definitions."""
+    first = digest(config, with_paths=True, with_secrets=True)
+    return first, digest(config, with_secrets=True), digest(config)
+
+
 def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
     """Returns the run directory, after the directories that earlier digest definitions name.
 
@@ -188,10 +194,8 @@ def run_dirs(config: RunConfig, name: str) -> tuple[RunPath, ...]:
     """
     if config.run.dir is not None:
         return (config.run.dir,)
-    first = digest(config, with_paths=True, with_secrets=True)
-    digests = (first, digest(config, with_secrets=True), digest(config))
     try:
-        names = dict.fromkeys(f"{name}-{text[:8]}" for text in digests)
+        names = dict.fromkeys(f"{name}-{text[:8]}" for text in digests(config))
         return tuple(run_root(Path("runs") / text) for text in names)
     except ValueError as error:
         raise ConfigError(f"run.dir: {error}, or set run.dir=...") from error

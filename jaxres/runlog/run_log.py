@@ -326,6 +326,8 @@ class RunLog:
         self._unconfirmed: bytes | None = None
         """A record whose write storage has not confirmed: the next slot may have it or not."""
         self._reader = reader_of(folder)
+        self._claim: Record | None = None
+        """The claim of the attempt; None: unknown."""
         self.attempt = attempt
 
     @classmethod
@@ -343,7 +345,7 @@ class RunLog:
         later = [name for name in files.list_names(folder, after=newest) if name > newest]
         _refuse_gaps(folder, later, first=last_seq(after) + 1)
         log = cls(folder, attempt=claim.attempt, last_seq=last_seq(after), clock=clock)
-        log.append(claim)
+        log._claim = log.append(claim)
         files.delete_temporaries(folder)
         return log
 
@@ -355,8 +357,11 @@ class RunLog:
 
         It begins right after the claim, so that a newer claim in the records fences it.
         """
-        claims = (r.seq for r in records if r.attempt == attempt and isinstance(r.body, Claim))
-        return cls(folder, attempt=attempt, last_seq=next(claims), clock=clock)
+        claims = (r for r in records if r.attempt == attempt and isinstance(r.body, Claim))
+        claim = next(claims)
+        log = cls(folder, attempt=attempt, last_seq=claim.seq, clock=clock)
+        log._claim = claim
+        return log
 
     @property
     def last_seq(self) -> int:
@@ -370,9 +375,11 @@ class RunLog:
         one has written, and slots with late records of older attempts.
 
         Raises:
-          Fenced: a newer attempt owns the log; nothing was written.
+          Fenced: a newer attempt owns the log, or another run is in its place; nothing was written.
+          StorageUnavailable: storage fails, or records of this attempt are gone.
         """
         with self._lock:
+            self._refuse_replaced()
             self._settle_unconfirmed()
             while True:
                 record = Record(self._last_seq + 1, self.attempt, self.clock.wall(), body)
@@ -388,6 +395,32 @@ class RunLog:
                         self._reader.add(Record.decode(record.encode(), path=path))
                     return record
                 self._skip_written(body)
+
+    def _refuse_replaced(self) -> None:
+        """Raises if another run, or an older copy of this one, has been put in the log's place.
+
+        Only folders of a disk can be renamed; in a bucket each record would cost a request more.
+
+        Raises:
+          Fenced: the claim of this attempt is another record.
+          StorageUnavailable: the newest record that this process knows is gone.
+        """
+        if self._claim is None or is_remote(self._folder):
+            return
+        path = self._folder / file_name(self._claim.seq)
+        data = files.read(path)
+        if data is not None and data != self._claim.encode() and _is_other(data, self._claim, path):
+            raise Fenced(
+                f"{path}: is not this attempt's claim any more: another run is in the place of "
+                f"{self._folder.parent}. This process writes and deletes nothing there; start the "
+                "run again where its directory is now."
+            )
+        newest = self._folder / file_name(self._last_seq)
+        if _folder_exists(self._folder) and files.read(newest) is None:
+            raise StorageUnavailable(
+                f"{newest}: existed a moment ago. Was the run directory replaced by an older copy? "
+                "Nothing was written. Put the directory back, or stop this run."
+            )
 
     def _skip_written(self, body: Body) -> None:
         """Goes on after the records that are there: a supervisor's next slot may be far ahead.
@@ -458,6 +491,14 @@ class RunLog:
     def history(self) -> RunHistory:
         """Reads the log and folds it."""
         return fold(self.records())
+
+
+def _is_other(data: bytes, record: Record, path: RunPath) -> bool:
+    """Returns whether a file has another record; a damaged one is no other record."""
+    try:
+        return Record.decode(data, path=path) != record
+    except (RunError, ValueError):
+        return False
 
 
 def _folder_exists(folder: RunPath) -> bool:

@@ -21,7 +21,13 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from jaxres.faults import ConfigError, RunError, StorageRefused, StorageUnavailable
+from jaxres.faults import (
+    ConfigError,
+    RunError,
+    StorageRefused,
+    StorageUnavailable,
+    UsageError,
+)
 from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -64,7 +70,7 @@ def typed_errors(path: RunPath) -> Iterator[None]:
         if error.errno in _DENIED | _MISNAMED:
             raise fault_of(error)(
                 f"{_culprit(path, error)}: can't be used ({error.strerror}). "
-                "Choose another path with run.dir=..., or change its permissions."
+                "Choose another path (of a run: run.dir=...), or change its permissions."
             ) from error
         if error.errno == errno.ENOENT:
             raise StorageUnavailable(
@@ -80,6 +86,12 @@ def failure(error: OSError, path: RunPath | str) -> StorageUnavailable | None:
     Such an error is temporary, whatever was read: it is no proof of damage, of a wrong config or
     that a file does not exist.
     """
+    if error.errno == errno.EFBIG:
+        return StorageUnavailable(
+            f"{path}: the file would be larger than allowed ({error.strerror}). Nothing committed "
+            "is lost. Raise the limit of this shell or service (ulimit -f, LimitFSIZE), or give a "
+            "run.dir on a file system that takes such files, then rerun the same command."
+        )
     if error.errno in FULL:
         return StorageUnavailable(
             f"{path}: no space left ({error.strerror}). Nothing committed is lost. "
@@ -290,9 +302,19 @@ class LocalStore:
             self.sync_dir(path.parent)
 
     def move(self, path: Path, to: Path) -> None:
-        """Renames a file; does nothing if it does not exist."""
+        """Renames a file or folder; does nothing if it does not exist.
+
+        Raises:
+          UsageError: a folder with files is there, which another process may have just made.
+        """
         with typed_errors(path), contextlib.suppress(FileNotFoundError):
-            path.replace(to)
+            try:
+                path.replace(to)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    text = f"{to}: exists already. Choose another path, or delete it."
+                    raise UsageError(text) from error
+                raise
 
     def delete(self, path: Path) -> bool:
         """Deletes a file; False: it does not exist."""

@@ -63,6 +63,7 @@ READ_FLAGS = "from jaxlib import xla_client; xla_client.CompileOptions()"
 READ_SETTINGS = "import jax"
 UNKNOWN_BACKEND = "is not in the list of known backends"
 NO_BACKEND = "Unable to initialize backend"
+NO_THREAD = "can't start new thread"
 
 
 def refuse_unusable(records: Sequence[Record], *, env: Mapping[str, str]) -> None:
@@ -196,7 +197,16 @@ def _has_no_devices() -> bool:
 
 
 def backend_error(error: BaseException, env: Mapping[str, str]) -> RunError | None:
-    """Returns the typed error for JAX's exception that no device was found; None: another one."""
+    """Returns the fault of an exception that this host causes; None: it is another one.
+
+    JAX finds no devices, or the operating system starts no thread.
+    """
+    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
+        return UnhealthyHost(
+            f"this host starts no more threads ({error}): the limit of processes and threads of "
+            "the account or its control group is reached. Raise it (ulimit -u, pids.max, "
+            "TasksMax of the service), or end other processes"
+        )
     if isinstance(error, AssertionError) and _has_no_devices():
         text = "there is no device of this platform"
     elif isinstance(error, RuntimeError) and str(error).startswith((NO_BACKEND, "Unknown backend")):

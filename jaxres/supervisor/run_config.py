@@ -15,6 +15,8 @@ from jaxres.runlog.paths import RunDir
 from jaxres.secret_values import redact_words
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
+from jaxres.supervisor.process import worker_group
+from jaxres.telemetry import stdio
 
 
 def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
@@ -57,7 +59,9 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
                 f"{target}: no config.yaml here, so this is not a run directory. Give a config "
                 "file (configs/quickstart.yaml) or the directory of a run."
             )
-        loaded = configs.load_recorded(newest_config_path(run_dir), overrides)
+        newest = newest_config_path(run_dir)
+        _tell_edited_root(run_dir, newest)
+        loaded = configs.load_recorded(newest, overrides)
         configured_dir = loaded.config.run.dir
         if configured_dir is not None and configured_dir != run_dir.root:
             raise ConfigError(
@@ -74,11 +78,56 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
             f"{run_dir.root}: no run is here, and run.must_exist is true. Is the disk mounted? "
             "Mount it, or start the run with run.must_exist=false."
         )
-    started = run_log.fold(records).starts
+    history = run_log.fold(records)
+    started = history.starts
     if started:
-        recorded = configs.load_recorded(_record(run_dir, started[0].attempt), ()).config
+        path = _record(run_dir, started[0].attempt)
+        recorded = configs.load_recorded(path, ()).config
+        _refuse_edited(path, recorded, history, attempt=started[0].attempt)
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def _refuse_edited(
+    path: RunPath, recorded: RunConfig, history: run_log.RunHistory, *, attempt: int
+) -> None:
+    """Raises ConfigError if a recorded config is not the one whose digest the attempt's claim has.
+
+    Another version of jaxres may compute another digest.
+    """
+    claim = next((one for one in history.claims if one.attempt == attempt), None)
+    if claim is None or claim.versions.get("jaxres") != worker_group.versions()["jaxres"]:
+        return
+    digests = configs.digests(recorded)
+    if claim.trajectory not in digests:
+        raise ConfigError(
+            f"{path}: was edited, or is damaged: its trajectory has the digest "
+            f"{digests[-1][:16]}, and attempt {attempt} was started with {claim.trajectory[:16]}. "
+            "Restore the file from a copy. To train on with other settings, make a branch: "
+            "`jaxres branch`."
+        )
+
+
+def _tell_edited_root(run_dir: RunDir, newest: RunPath) -> None:
+    """Prints a warning if config.yaml was changed since the run wrote it: nothing reads it then.
+
+    It has the config of the first attempt that trained. An error would end a job at its restart.
+    """
+    starts = run_log.fold(run_log.read_records(run_dir.log)).starts
+    first = run_dir.attempt(starts[0].attempt) / "config.yaml" if starts else newest
+    if first == run_dir.config or files.read(first) in (None, files.read(run_dir.config)):
+        return
+    try:
+        is_same = (
+            configs.load_recorded(run_dir.config).config == configs.load_recorded(first).config
+        )
+    except ConfigError:
+        is_same = False
+    if not is_same:
+        stdio.eprint(
+            f"WARNING: {run_dir.config} differs from {first}, with which the run was started: "
+            "edits of it have no effect. Give changes as arguments (section.field=value).\n"
+        )
 
 
 def find_run_dir(loaded: Loaded) -> RunDir:

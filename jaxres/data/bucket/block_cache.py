@@ -73,8 +73,15 @@ class BlockCache:
             self._path(name, block).unlink(missing_ok=True)
 
     def trim(self) -> None:
-        """Removes the least recently used blocks, if all blocks together exceed the limit."""
-        with self._trimming, open(self._folder / LOCK, "wb", opener=files.only_files) as lock:
+        """Removes the least recently used blocks, if all blocks together exceed the limit.
+
+        A folder that is gone, or a disk that fails, costs time only.
+        """
+        with contextlib.suppress(OSError), self._trimming:
+            self._trim()
+
+    def _trim(self) -> None:
+        with open(self._folder / LOCK, "wb", opener=files.only_files) as lock:
             with contextlib.suppress(OSError):  # File systems without locks: both remove blocks.
                 fcntl.flock(lock, fcntl.LOCK_EX)
             found = sorted(_files_below(self._folder))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,8 @@ def with_labels(
             "it would have no label, and others another one. Add the ending of its files there, "
             f"give data.source.classes, or leave it out with data.source.exclude: [{empty[0]}/*]."
         )
+    if not classes:
+        _refuse_doubtful_classes(images)
     labels = {name: label for label, name in enumerate(names)}
     unknown = [name for name in found if name not in labels]
     if unknown:
@@ -100,6 +102,28 @@ def with_labels(
         for file in files
     ]
     return labelled, names if images else ()
+
+
+def _refuse_doubtful_classes(images: Sequence[SourceFile]) -> None:
+    """Raises ConfigError if folders that would be classes are hidden, or parts of the data set."""
+    within: dict[str, set[str]] = {}
+    for file in images:
+        first, *rest = PurePath(file.name).parts
+        if rest and first.startswith("."):
+            raise ConfigError(
+                f"data.source.path: the hidden folder {first!r} has images, so it would be a class."
+                f" Leave it out with data.source.exclude: [{first}/*], or name the classes with "
+                "data.source.classes."
+            )
+        within.setdefault(first, set()).add(rest[0] if rest[1:] else "")
+    shared = set[str].intersection(*within.values()) if len(within) > 1 else set[str]()
+    if shared and all("" not in names for names in within.values()):
+        raise ConfigError(
+            f"data.source.path: the folders {', '.join(sorted(within))} have the same folders "
+            f"within ({', '.join(sorted(shared))}), so they are rather parts of the data set than "
+            "classes. Give the path of one of them; if they are classes, name them with "
+            "data.source.classes."
+        )
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:

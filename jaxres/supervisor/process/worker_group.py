@@ -37,11 +37,15 @@ from jaxres.cluster.rendezvous import (
     RendezvousSettings,
 )
 from jaxres.config import RunConfig
+from jaxres.faults import ConfigError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
 from jaxres.storage import files
 from jaxres.supervisor import run_dir_watcher
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""File with a random id of this boot (Linux, proc(5))."""
 
 
 def _ignore_claim(claim: Claim) -> None:
@@ -222,8 +226,18 @@ def versions() -> dict[str, str]:
 
 
 def boot_id() -> str:
-    """Returns the id of this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().splitlines()[0]
+    """Returns the id of this boot of the machine.
+
+    Raises:
+      ConfigError: /proc is not there, by which processes are told apart.
+    """
+    try:
+        return BOOT_ID.read_text().splitlines()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"{BOOT_ID}: can't be read ({error.strerror}). jaxres needs /proc: mount it in this "
+            "container or chroot (mount -t proc proc /proc)."
+        ) from error
 
 
 def is_claim_of(claim: Claim, *, pid: int) -> bool:

@@ -29,10 +29,8 @@ def committed_steps(log):
     for path in sorted(log.iterdir()):
         record = json.loads(path.read_text())
         assert record.pop("digest") == xxhash.xxh3_128_hexdigest(json_text(record)), path
-        if record["kind"] == "dropped":
-            continue
-        newest, step = max(newest, record["attempt"]), record.get("step")
-        kind = record["kind"] if record["attempt"] == newest else "ignored"
+        newest, step = max(newest, record.get("attempt", 0)), record.get("step")
+        kind = record["kind"] if record.get("attempt") == newest else "ignored"
         if kind == "commit":
             commits[step] = record
         elif kind in ("prune", "rollback", "quarantine"):

@@ -228,6 +228,7 @@ def test_no_file_that_a_link_of_a_given_run_leads_to_is_copied(attempt, to, tmp_
     (elsewhere / "secret").write_text("secret: hunter2\n")
     path = attempt.run_dir.root / name
     path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.symlink_to(elsewhere if name == "excluded-hosts" else elsewhere / "secret")
     with pytest.raises(ConfigError, match=rf"{name}.*is, through a link, .*not copied"):
         replicator(attempt.run_dir, to).update()

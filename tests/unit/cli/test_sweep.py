@@ -48,6 +48,13 @@ def test_combinations_never_share_a_folder(tmp_path, values):
     assert all(len(name) <= 200 for p in points for name in (p.name, p.folder.name))
 
 
+@pytest.mark.parametrize("values", ["a,a.txt", "a.txt,a", "A.TXT,a"])
+def test_no_folder_of_a_run_is_the_output_of_another(tmp_path, values):
+    points = points_of([f"telemetry.sample_prompt={values}"], [], tmp_path)
+    names = {point.folder.name.lower() for point in points}
+    assert not names & {f"{name}.txt" for name in names}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -72,10 +79,10 @@ def test_a_file_in_place_of_the_folder_is_a_config_error(tmp_path, capsys):
 KILLED = """\
 import os, signal, sys
 from pathlib import Path
-from jaxres.cli.sweep import Point, Sweep
+from jaxres.cli.sweep import SweepPoint, Sweep
 sys.executable = sys.argv[1]
 sweep = Sweep(Path("c.yaml"), [], 1, os.environ)
-point = sweep._start(Point("a", [], Path(sys.argv[2])))
+point = sweep._start(SweepPoint("a", [], Path(sys.argv[2])))
 while not Path(sys.argv[2]).exists():
     pass
 os.kill(os.getpid(), signal.SIGKILL)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres.faults import UsageError
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, parse_path
 from tests.waiting import SURE_SECONDS
@@ -182,3 +183,12 @@ def test_written_folder_can_be_read_as_a_folder(folder: RunPath) -> None:
     assert not files.refuses_locks(folder)
     assert files.trash(folder) == []
     assert files.identity(folder) == files.identity(folder) != files.identity(folder.parent)
+
+
+def test_a_folder_that_another_process_has_just_made_is_not_replaced(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with pytest.raises(UsageError, match="other: exists already"):
+        files.move(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "other" / "file").read_text() == "other"

@@ -126,3 +126,9 @@ def test_an_error_that_is_not_about_devices_stays_as_it_is():
     env = {"JAX_PLATFORMS": "cuda"}
     with pytest.raises(UnhealthyHost, match=r"JAX_PLATFORMS=cuda: .*No visible"), typed_errors(env):
         raise RuntimeError(text)
+
+
+def test_a_host_that_starts_no_more_threads_is_no_bug():
+    end = jax_settings.backend_error(RuntimeError("can't start new thread"), {})
+    assert isinstance(end, UnhealthyHost)
+    assert "ulimit -u" in str(end)

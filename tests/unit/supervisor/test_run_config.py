@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,10 @@ from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import RunLog
-from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.process.worker_group import WorkerGroup
+from jaxres.runlog.run_log import RunLog, Start
+from jaxres.supervisor import attempt_runner, run_config
+from jaxres.supervisor.process import worker_group
+from jaxres.supervisor.process.worker_group import WorkerGroup, versions
 from jaxres.supervisor.run_config import parse_target, resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from tests.promises.trainer import ROOT, TINY
@@ -89,3 +92,53 @@ def test_a_recorded_config_with_arguments_of_custom_data_is_private(
         os.umask(before)
     written = sorted(tmp_path.rglob("config.yaml"))
     assert [path.stat().st_mode & 0o777 for path in written] == [mode, mode]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> RunDir:
+    """A run of one attempt that has started."""
+    run_dir, clock = RunDir(tmp_path / "run"), SystemClock()
+    config = resolve_run(TINY, [f"run.dir={run_dir.root}"])[0].config
+    claim = dataclasses.replace(CLAIM, trajectory=configs.digest(config), versions=versions())
+    log = RunLog.claim(run_dir.log, claim, after=[], clock=clock)
+    run_config.record(config, run_dir, 1, [], print)
+    log.append(Start(step=0, path=None, dataset="", computation={}))
+    return run_dir
+
+
+def test_a_recorded_config_that_was_edited_is_refused(started: RunDir) -> None:
+    copy = started.attempt(1) / "config.yaml"
+    assert isinstance(copy, Path)
+    resolve_run(started.root, [])
+    text = copy.read_text()
+    copy.write_text(re.sub("learning_rate: .*", "learning_rate: 0.02", text))
+    assert copy.read_text() != text
+    for target, overrides in ((started.root, []), (TINY, [f"run.dir={started.root}"])):
+        with pytest.raises(ConfigError, match=r"config\.yaml: was edited"):
+            resolve_run(target, overrides)
+    copy.write_text(text + "# A note.\n")
+    resolve_run(started.root, [])
+
+
+def test_an_edit_of_the_config_of_a_run_directory_has_no_effect_and_is_told(
+    started: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = started.config
+    assert isinstance(path, Path)
+    text, config = path.read_text(), resolve_run(started.root, [])[0].config
+    for changed in (re.sub("learning_rate: .*", "learning_rate: 0.02", text), "no: config", ""):
+        path.write_text(changed)
+        assert capsys.readouterr().err == ""
+        assert resolve_run(started.root, [])[0].config == config
+        assert "edits of it have no effect" in capsys.readouterr().err
+    path.write_text(text + "# A note.\n")
+    resolve_run(started.root, [])
+    assert capsys.readouterr().err == ""
+
+
+def test_without_proc_the_error_says_how_to_mount_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "BOOT_ID", tmp_path / "none")
+    with pytest.raises(ConfigError, match="jaxres needs /proc: mount it"):
+        worker_group.boot_id()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,6 +268,16 @@ def test_the_cache_is_bounded_and_forgets_what_was_not_used_for_longest(tmp_path
     cache.trim()
     left = [block for block in range(65) if cache.read("x", block)]
     assert (left[0], left[1] > 1, left[-1], len(left) <= 64) == (0, True, 64, True), left
+
+
+def test_a_cache_whose_folder_is_deleted_meanwhile_costs_time_only(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path / "blocks", limit_bytes=2**20)
+    cache.write("x", 0, bytes(100))
+    shutil.rmtree(tmp_path / "blocks")
+    cache.trim()  # A thread of its own calls it.
+    assert cache.read("x", 0) is None
+    cache.write("x", 0, bytes(100))
+    assert cache.read("x", 0) == bytes(100)
 
 
 def test_a_cached_block_that_is_no_file_is_fetched_again(tmp_path: Path) -> None:

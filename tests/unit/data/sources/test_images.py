@@ -344,3 +344,20 @@ def test_only_formats_without_programs_are_opened_and_palettes_give_no_warning()
         open_picture(eps.getvalue())
     picture.convert("P").save(palette, "PNG", transparency=bytes([255, 0, 9]))
     assert open_picture(palette.getvalue()).mode == "RGB"
+
+
+def test_folders_that_are_rather_parts_than_classes_are_refused(folder, tmp_path):
+    content = encoded(picture(COLORS["cat"], seed=0))
+    for part in ("train", "val"):
+        for name in COLORS:
+            (tmp_path / "parts" / part / name).mkdir(parents=True)
+            (tmp_path / "parts" / part / name / "0.png").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"train, val have the same folders within \(cat, dog"):
+        open_dataset(section(tmp_path / "parts"))
+    chosen = section(tmp_path / "parts", classes=("train", "val"), heldout_fraction=0)
+    assert len(open_dataset(chosen).train) == 6
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"hidden folder '\.ipynb_checkpoints' has images"):
+        open_dataset(section(folder))
+    assert len(open_dataset(section(folder, exclude=(".ipynb_checkpoints/*",))).train) == 27
