@@ -121,7 +121,7 @@ def sampling_problems(
     is_text = prompt.encode(errors="ignore").decode() == prompt
     checks = {
         "prompt": (is_text, "must be Unicode text (bytes must be UTF-8)"),
-        "tokens": (tokens >= 1, "must be at least 1"),
+        "tokens": (1 <= tokens < 2**63, "must be from 1 to 2^63 - 1"),
         "rows": (rows >= 1, "must be at least 1"),
         "seed": (0 <= seed < 2**32, "must be from 0 to 2^32 - 1"),
         "temperature": (0 <= temperature < math.inf, "must be at least 0"),

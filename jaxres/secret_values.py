@@ -20,7 +20,7 @@ PRIVATE = 0o600
 """Permissions of a file that has a secret."""
 
 _CERTAIN = (
-    r"(?:\w+_)?(?:password|passwd|passphrase|api_?key|secret_?key|(?:secret_)?access_key(?:_id)?"
+    r"pgpassword|mysql_pwd|(?:\w+_)?(?:password|passwd|passphrase|api_?key|secret_?key|(?:secret_)?access_key(?:_id)?"
     r"|account_key|private_key|signing_key|client_secret|app_secret|webhook_secret|signing_secret"
     r"|authorization|connection_string)"
 )
@@ -32,7 +32,8 @@ _TOKEN = (
 )
 """Names of tokens; a token of a vocabulary may have such a name too."""
 _LIKELY = (
-    r"(?:\w+_)?(?:secret|credentials?|encryption_key|hmac_key|passcode)|auth|pwd|pw|pat|jwt|bearer"
+    r"(?:\w+_)?(?:secret|credentials?|encryption_key|hmac_key|passcode|pwd|pass)|auth|pw|pat|jwt"
+    r"|bearer"
     r"|cookie|dsn"
 )
 """Names whose values are hidden; a trajectory leaves out only values that look like a token."""

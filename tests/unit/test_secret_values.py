@@ -22,6 +22,7 @@ from tests.unit.secret_examples import PRIVATE_KEY, TOKENS, letters
 
 WORD = "hunter2"
 SURE = (
+    *("PGPASSWORD", "MYSQL_PWD"),
     *("password", "PASSWORD", "db_password", "dbPassword", "passwd", "passphrase", "api_key"),
     *("apikey", "apiKey", "api-key", "X-Api-Key", "WANDB_API_KEY", "openai_api_key", "secret_key"),
     *("AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "access_key", "account_key", "private_key"),
@@ -32,7 +33,7 @@ TOKEN_NAMES = (
     *("token", "TOKEN", "hf_token", "HF_TOKEN", "hub_token", "access_token", "accessToken"),
     *("auth_token", "use_auth_token", "api_token", "github_token", "bearer_token", "my_hf_token"),
     *("refresh_token", "sas_token", "session_token", "aws_session_token", "secret", "credentials"),
-    *("jwt", "auth", "wandb_token", "s3_secret"),
+    *("jwt", "auth", "wandb_token", "s3_secret", "DB_PWD", "db_pass"),
 )
 """Names whose text is hidden; it is no part of a trajectory only if it looks like a token."""
 NO_SECRETS = (

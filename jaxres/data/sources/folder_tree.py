@@ -82,6 +82,18 @@ class FolderTree:
             if not entry.is_dir and not entry.is_dangling
         ]
 
+    def leaves_out(self, pattern: str) -> bool | None:
+        """Returns whether a pattern of `exclude` fits a name that was listed; None: none was."""
+        if not self._listed:
+            return None
+        return any(
+            (entry.is_dir and pattern.endswith("*") and fnmatchcase(f"{name}/", pattern))
+            or ((entry.is_link or not entry.is_dir) and fnmatchcase(name, pattern))
+            for entries in self._listed.values()
+            for entry in entries
+            for name in (self._name(entry.path),)
+        )
+
     def _matches(self, folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
         first, rest = parts[0], parts[1:]
         if first == "**":

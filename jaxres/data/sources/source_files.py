@@ -9,7 +9,7 @@ import re
 import stat
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -137,7 +137,31 @@ def list_corpus(source: DocumentSource) -> Listing:
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
     warnings = _missing_shards(files) + links.warnings()
+    if not stdlib:
+        warnings += _useless_patterns(source, tree, files)
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
+
+
+def _useless_patterns(
+    source: DocumentSource, tree: FolderTree, files: Collection[str]
+) -> list[str]:
+    """Returns warnings about patterns of the config that fit no file."""
+    if isinstance(source, HuggingfaceSource):
+        return []
+    found = list[str]()
+    for pattern in source.exclude:
+        if tree.leaves_out(pattern) is False:
+            folder = pattern.strip("/").removeprefix("./")
+            hint = f"; for the folder give '{folder}/*'" if folder in tree.folders() else ""
+            found.append(f"data.source.exclude: {pattern!r} leaves out nothing{hint}")
+    default = type(source).model_fields["include"].default
+    if source.include != default and len(source.include) > 1:
+        found += [
+            f"data.source.include: {pattern!r} fits no file"
+            for pattern in source.include
+            if not any(is_match(name, pattern) for name in files)
+        ]
+    return found
 
 
 def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:

@@ -248,7 +248,8 @@ def test_a_set_without_weight_has_a_mean_that_is_no_number():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("sample", "MODEL", "--tokens", "0"), "--tokens must be at least 1"),
+        (("sample", "MODEL", "--tokens", "0"), "--tokens must be from 1 to 2^63 - 1"),
+        (("sample", "MODEL", "--tokens", "9" * 20), "--tokens must be from 1 to 2^63 - 1"),
         (("sample", "MODEL", "--samples", "0"), "--samples must be at least 1"),
         (("sample", "MODEL", "--temperature", "nan"), "--temperature must be at least 0"),
         (("sample", "MODEL", "--top-k", "0"), "--top-k must be at least 1"),

@@ -72,7 +72,7 @@ def test_names_are_listed_in_order_without_temporaries(tmp_path):
     [
         (errno.ENOSPC, StorageUnavailable, "no space left"),
         (errno.EDQUOT, StorageUnavailable, "no space left"),
-        (errno.EFBIG, StorageUnavailable, "no space left"),
+        (errno.EFBIG, StorageUnavailable, "the file would be larger than allowed"),
         (errno.EIO, StorageUnavailable, "storage failed"),
         (errno.ESTALE, StorageUnavailable, "storage failed"),
         (errno.ENOTCONN, StorageUnavailable, "storage failed"),

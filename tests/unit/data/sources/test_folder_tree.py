@@ -104,6 +104,23 @@ def test_a_folder_that_can_not_be_listed_is_refused(corpus, kind, monkeypatch):
     assert len(names(kind, corpus, exclude=("code/deep/*",))) == 3
 
 
+def warnings(kind, path, **fields):
+    return list_corpus(SOURCES[kind](path=str(path), **fields)).warnings
+
+
+def test_a_pattern_that_leaves_out_nothing_or_fits_nothing_is_told(corpus, kind):
+    ending = ENDINGS[kind]
+    for pattern in ("own/*", "own/**", f"*/0.{ending}", f"code/deep/1.{ending}", "code/*"):
+        assert warnings(kind, corpus, exclude=(pattern,)) == []
+    for pattern in ("own", "own/", "./own", "Own/*", f"0.{ending}", "/own/*", "**/own/**"):
+        (told,) = warnings(kind, corpus, exclude=(pattern,))
+        assert told.startswith(f"data.source.exclude: {pattern!r} leaves out nothing")
+        assert ("for the folder give 'own/*'" in told) == (pattern.strip("./") == "own")
+    include = (f"own/*.{ending}", f"**/deep/*.{ending}", "**/*.rst")
+    told = warnings(kind, corpus, include=include)
+    assert told == ["data.source.include: '**/*.rst' fits no file"]
+
+
 def test_a_dangling_link_is_refused_whatever_its_name(corpus, kind):
     away = corpus / "away"
     for target in (away, corpus.parent / "not-mounted"):
