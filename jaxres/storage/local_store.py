@@ -21,13 +21,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from jaxres.faults import (
-    ConfigError,
-    RunError,
-    StorageRefused,
-    StorageUnavailable,
-    UsageError,
-)
+from jaxres.faults import ConfigError, RunError, StorageRefused, StorageUnavailable, UsageError
 from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -89,8 +83,7 @@ def failure(error: OSError, path: RunPath | str) -> StorageUnavailable | None:
     if error.errno == errno.EFBIG:
         return StorageUnavailable(
             f"{path}: the file would be larger than allowed ({error.strerror}). Nothing committed "
-            "is lost. Raise the limit of this shell or service (ulimit -f, LimitFSIZE), or give a "
-            "run.dir on a file system that takes such files, then rerun the same command."
+            "is lost. Raise the limit (ulimit -f, LimitFSIZE), then rerun the same command."
         )
     if error.errno in FULL:
         return StorageUnavailable(
@@ -311,10 +304,9 @@ class LocalStore:
             try:
                 path.replace(to)
             except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    text = f"{to}: exists already. Choose another path, or delete it."
-                    raise UsageError(text) from error
-                raise
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise UsageError(f"{to}: exists already. Choose another path.") from error
 
     def delete(self, path: Path) -> bool:
         """Deletes a file; False: it does not exist."""
