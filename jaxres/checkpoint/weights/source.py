@@ -177,7 +177,16 @@ def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts |
     except ConfigError as error:
         quantized = {key: fields[key] for key in QUANTIZATION if fields.get(key)}
         return {"model_type": str(error).removeprefix("config.json: "), **quantized}
-    return {**facts_of(model), **unsupported}
+    facts = {**facts_of(model), **unsupported}
+    recorded = about["facts"] if about else {}
+    if changed := [key for key in recorded.keys() & facts.keys() if recorded[key] != facts[key]]:
+        key = min(changed)
+        raise ConfigError(
+            f"{folder / 'config.json'}: gives {key} {facts[key]!r}, and {ABOUT} beside it, which "
+            f"jaxres wrote with these weights, {recorded[key]!r}. Restore config.json from a copy, "
+            f"or delete {ABOUT} if you have changed the model on purpose."
+        )
+    return facts
 
 
 def checksum(array: np.ndarray) -> str:

@@ -163,6 +163,21 @@ def test_an_export_is_imported_bit_for_bit(tmp_path, capsys, untied, dtype, name
     assert [p.name for p in tmp_path.iterdir()] == ["out"], "no temporary folder is left"
 
 
+def test_a_config_that_contradicts_the_export_beside_it_is_refused(tmp_path, capsys, untied):
+    """The number of heads changes no shape."""
+    out = tmp_path / "out"
+    run_command(capsys, "export", untied[0].root, "--names", "llama", "--out", out)
+    fields = json.loads((out / "config.json").read_text())
+    heads = fields["num_attention_heads"]
+    changed = {"num_attention_heads": 2 * heads, "num_key_value_heads": 2 * heads}
+    head_dim = fields["hidden_size"] // (2 * heads)
+    (out / "config.json").write_text(json.dumps(fields | changed | {"head_dim": head_dim}))
+    with pytest.raises(ConfigError, match=r"config\.json: gives .*, and jaxres\.json beside it"):
+        weights_source.from_safetensors(out)
+    (out / "jaxres.json").unlink()
+    assert weights_source.from_safetensors(out).facts["num_heads"] == 2 * heads
+
+
 def test_shards_are_small_and_the_index_names_every_tensor(tmp_path, capsys, untied):
     out = tmp_path / "out"
     run_command(capsys, "export", untied[0].root, "--out", out, "--max-shard-bytes", 20_000)
