@@ -25,7 +25,7 @@ from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.operate.report import comparison, number_text
 from jaxres.operate.report.contents import Contents, Sources, collect
-from jaxres.operate.report.page import run_page
+from jaxres.operate.report.page import DOCTYPE, run_page
 from jaxres.runlog import launch_events, metrics_columns, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
@@ -67,10 +67,13 @@ def text(
       compare: another run; the text, and the page, then have both.
 
     Raises:
-      UsageError: the folder of `out` does not exist.
+      UsageError: the folder of `out` does not exist, or `out` is a file that is no page.
     """
     if isinstance(out, Path) and not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out}: its folder does not exist. Create it, or give another file")
+    there = None if out is None else files.read(out)
+    if there and not there.startswith(DOCTYPE):
+        raise UsageError(f"--out {out}: exists, and is no page of this command. Give another file")
     runs = [_read_all(one) for one in (run_dir, compare) if one is not None]
     if as_json:
         texts = [as_json_text(run.timeline, run.summary, run.spending) for run in runs]

@@ -6,6 +6,10 @@ from jaxres.operate.report import charts, number_text, tables, time_charts
 from jaxres.operate.report.contents import Contents
 from jaxres.operate.report.markup import Markup, element, joined
 
+DOCTYPE = b"<!DOCTYPE html>"
+"""Beginning of every page."""
+
+
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The page loads nothing and runs no script."""
 
@@ -27,7 +31,7 @@ def document(title: str, *body: str) -> str:
         element("style", Markup(CSS)),
     )
     page = element("html", head, element("body", *body), lang="en")
-    return f"<!DOCTYPE html>\n{page}\n"
+    return f"{DOCTYPE.decode()}\n{page}\n"
 
 
 def run_sections(contents: Contents) -> Markup:

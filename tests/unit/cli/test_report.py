@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxres import config as configs
+from jaxres.__main__ import main
 from jaxres.cli import report
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.goodput import summary
@@ -160,3 +161,19 @@ def test_a_run_to_compare_with_that_is_none_is_a_wrong_argument(
     arguments = ["report", str(tmp_path / "a"), "--compare", str(tmp_path / "b")]
     assert checkpoints_cli.main(arguments, usage="usage: x") == 64
     assert "no run here" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_page_is_not_overwritten(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write(crashed, tmp_path / "run")
+    out, text = tmp_path / "out", b"something else"
+    out.write_bytes(text)
+    command = ["report", str(tmp_path / "run"), "--out", str(out)]
+    assert main(command) == 64
+    assert "exists, and is no page of this command" in capsys.readouterr().err
+    assert out.read_bytes() == text
+    out.unlink()
+    for _ in range(2):
+        assert main(command) == 0
+    assert b"<html" in out.read_bytes()
