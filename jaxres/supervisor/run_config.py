@@ -18,6 +18,11 @@ from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 from jaxres.supervisor.process import worker_group
 from jaxres.telemetry import stdio
 
+OTHER_LOSSES = (
+    "data.validation or evaluation.batches: changed; held-out losses of earlier steps are of other "
+    "data, and checkpoint.keep.best and `--step best` still compare them with later ones"
+)
+
 
 def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
@@ -180,6 +185,11 @@ def newest_config_path(run_dir: RunDir) -> RunPath:
     return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
 
 
+def _measures(config: RunConfig) -> tuple[object, ...]:
+    """Returns the settings that held-out losses depend on, besides the trajectory."""
+    return config.data.validation, config.evaluation.batches
+
+
 def record(
     config: RunConfig,
     run_dir: RunDir,
@@ -194,18 +204,20 @@ def record(
       run_dir: the run directory.
       attempt: number of the attempt.
       starts: records of the starts before; none: the run directory gets the config too.
-      report: called with a line for each secret that has changed since the last of them.
+      report: called with a line for each change since the last of them that is to be told.
     """
     config = configs.with_absolute_paths(config)
     text = configs.dump_yaml(config)
     mode = configs.file_mode(text)
     if starts:
         with contextlib.suppress(ConfigError):  # It is there: `resolve_run` has compared it.
-            before = _record(run_dir, starts[-1].attempt)
-            if files.read(before) != text.encode():
-                changed = configs.changed_secrets(configs.load_recorded(before).config, config)
-                for key in changed:
+            path = _record(run_dir, starts[-1].attempt)
+            if files.read(path) != text.encode():
+                before = configs.load_recorded(path).config
+                for key in configs.changed_secrets(before, config):
                     report(f"{key}: changed; it is a secret, which is no part of the trajectory")
+                if _measures(before) != _measures(config):
+                    report(OTHER_LOSSES)
     else:
         files.replace(run_dir.config, text.encode(), mode=mode)
     files.make_dir(run_dir.attempt(attempt))

@@ -60,7 +60,7 @@ def test_two_copies_that_have_both_trained_on_are_no_run_when_they_are_put_toget
     older = RunDir(lived.root.parent / OLDER[0])
     one, other = workspace.copy(older, "one"), workspace.copy(older, "other")
     workspace.finish("one", *MLP, "train.steps=60")
-    workspace.finish("other", *MLP, "train.steps=80")
+    workspace.finish("other", *MLP, "train.steps=160")
     shutil.copytree(str(one.root), str(other.root), dirs_exist_ok=True)
     log, steps = files.list_names(other.log), _complete_steps(other)
     number = len(run_log.read_records(older.log)) + 1
