@@ -87,7 +87,11 @@ def send(mark: str, number: int) -> int:
 
 
 def kill(mark: str) -> None:
-    """Returns once none is left that bears the mark: some may be born while others die."""
+    """Returns once none is left that bears the mark: some may be born while others die.
+
+    They are stopped first: as in a power failure, none lives to see another one die.
+    """
+    send(mark, signal.SIGSTOP)
     for _ in range(MOST_ROUNDS):
         if not send(mark, signal.SIGKILL):
             return
