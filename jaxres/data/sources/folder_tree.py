@@ -6,6 +6,7 @@ lack their files without a message. Here each folder is listed once, and such a 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -86,13 +87,8 @@ class FolderTree:
         """Returns whether a pattern of `exclude` fits a name that was listed; None: none was."""
         if not self._listed:
             return None
-        return any(
-            (entry.is_dir and pattern.endswith("*") and fnmatchcase(f"{name}/", pattern))
-            or ((entry.is_link or not entry.is_dir) and fnmatchcase(name, pattern))
-            for entries in self._listed.values()
-            for entry in entries
-            for name in (self._name(entry.path),)
-        )
+        entries = itertools.chain.from_iterable(self._listed.values())
+        return any(self._is_excluded(entry, pattern) for entry in entries)
 
     def _matches(self, folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
         first, rest = parts[0], parts[1:]
@@ -134,12 +130,14 @@ class FolderTree:
     def _is_left(self, entry: Entry) -> bool:
         if self._skip and (entry.is_link or entry.path.name in self._skip):
             return True
-        name = self._name(entry.path)
-        return any(
-            (pattern.endswith("*") and fnmatchcase(f"{name}/", pattern))
-            or (entry.is_link and fnmatchcase(name, pattern))
-            for pattern in self._exclude
-        )
+        return any(self._is_excluded(entry, pattern) for pattern in self._exclude)
+
+    def _is_excluded(self, entry: Entry, pattern: str) -> bool:
+        """Returns whether a pattern of `exclude` fits a file, a link, or a folder and all in it."""
+        name, is_folder = self._name(entry.path), entry.is_dir or entry.is_dangling
+        if is_folder and pattern.endswith("*") and fnmatchcase(f"{name}/", pattern):
+            return True
+        return (entry.is_link or not entry.is_dir) and fnmatchcase(name, pattern)
 
     def _entries(self, folder: Path) -> tuple[Entry, ...]:
         if folder not in self._listed:

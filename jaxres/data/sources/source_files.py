@@ -42,13 +42,17 @@ _SHARD = re.compile(
 """Name of a shard, such as train-00000-of-00005.parquet."""
 
 TABLES = {
-    "*/_delta_log/*": "a table of Delta Lake",
-    "*/metadata/*.metadata.json": "a table of Apache Iceberg",
-    "*/.hoodie/*": "a table of Apache Hudi",
-    "*/_spark_metadata/*": "a table that Spark has streamed to",
-    "*/_temporary/*": "a job of Spark or Hadoop that has not ended",
+    "_delta_log": "a table of Delta Lake",
+    "metadata": "a table of Apache Iceberg",
+    ".hoodie": "a table of Apache Hudi",
+    "_spark_metadata": "a table that Spark has streamed to",
+    "_temporary": "a job of Spark or Hadoop that has not ended",
 }
-"""Files that lie beside the rows of tables and of unfinished jobs -> what the folder is."""
+"""Folders that lie beside the rows of tables and of unfinished jobs -> what these are."""
+_IN_TABLE = re.compile(
+    r"(?:^|/)(_delta_log|metadata(?=/.*\.metadata\.json$)|\.hoodie|_spark_metadata|_temporary)/",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -138,14 +142,17 @@ def list_corpus(source: DocumentSource) -> Listing:
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
     warnings = _missing_shards(files) + links.warnings()
     if not stdlib:
-        warnings += _useless_patterns(source, tree, files)
+        warnings += _useless_patterns(source, patterns, tree, files)
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
 
 
 def _useless_patterns(
-    source: DocumentSource, tree: FolderTree, files: Collection[str]
+    source: DocumentSource, patterns: tuple[str, ...], tree: FolderTree, files: Collection[str]
 ) -> list[str]:
-    """Returns warnings about patterns of the config that fit no file."""
+    """Returns warnings about patterns of the config that fit no file.
+
+    `patterns`: those of the listing, which are data.source.include if the path is a folder.
+    """
     if isinstance(source, HuggingfaceSource):
         return []
     found = list[str]()
@@ -154,11 +161,10 @@ def _useless_patterns(
             folder = pattern.strip("/").removeprefix("./")
             hint = f"; for the folder give '{folder}/*'" if folder in tree.folders() else ""
             found.append(f"data.source.exclude: {pattern!r} leaves out nothing{hint}")
-    default = type(source).model_fields["include"].default
-    if source.include != default and len(source.include) > 1:
+    if len(patterns) > 1 and patterns != type(source).model_fields["include"].default:
         found += [
             f"data.source.include: {pattern!r} fits no file"
-            for pattern in source.include
+            for pattern in patterns
             if not any(is_match(name, pattern) for name in files)
         ]
     return found
@@ -173,15 +179,13 @@ def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:
 
 def _refuse_tables(root: Path, names: list[str]) -> None:
     """Raises ConfigError for a folder in which only a table's own record says which rows count."""
-    for name, (pattern, what) in itertools.product(names, TABLES.items()):
-        if fnmatchcase(f"/{name}", pattern):
-            marker = pattern.split("/")[1]
-            folder = f"{name.partition(marker)[0]}{marker}/*"
+    for name in names:
+        if (match := _IN_TABLE.search(name)) is not None:
             raise ConfigError(
-                f"data.source.path: {root / name} is a part of {what}: beside the rows that count, "
-                "the folder may have deleted, replaced or unfinished ones. Write the rows as plain "
-                "files with the program of the table, or, if data.source.include has the right "
-                f"files only, add {folder!r} to data.source.exclude."
+                f"data.source.path: {root / name} is a part of {TABLES[match[1]]}: beside the rows "
+                "that count, the folder may have deleted, replaced or unfinished ones. Write the "
+                "rows as plain files with the program of the table, or, if data.source.include has "
+                f"the right files only, add '{name[: match.end()]}*' to data.source.exclude."
             )
 
 
