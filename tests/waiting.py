@@ -20,15 +20,10 @@ The environment makes it shorter where tests are expected to fail, for the mutan
 POLL_SECONDS = 0.01
 
 
-def pause(took: float) -> None:
-    """Sleeps after a look that took this many seconds: looking takes at most a tenth of a core."""
-    time.sleep(max(POLL_SECONDS, 9 * took))
-
-
 def wait_until(
     condition: Callable[[], T], what: object = "end of this wait", *, seconds: float = SURE_SECONDS
 ) -> T:
-    """Waits until a condition is true and returns its value.
+    """Waits until a condition is true and returns its value; takes at most a tenth of a core.
 
     Args:
       condition: what is waited for; it is called again and again.
@@ -42,7 +37,7 @@ def wait_until(
             return value
         if time.monotonic() >= until:
             raise AssertionError(f"no {what() if callable(what) else what} in {seconds:g} s")
-        pause(time.monotonic() - began)
+        time.sleep(max(POLL_SECONDS, 9 * (time.monotonic() - began)))
 
 
 def has_ended(pid: int) -> bool:

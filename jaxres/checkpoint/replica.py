@@ -429,13 +429,11 @@ class Replica:
 
         The run may be of another user: a link could lead to any file that this account can read.
         """
-        root = self._source.root
-        if is_remote(path) or is_remote(root) or path.resolve().is_relative_to(root.resolve()):
-            return
-        raise ConfigError(
-            f"{path}: is, through a link, {path.resolve()}, outside of the run directory. Put the "
-            "file itself there, or remove the link. It was not copied."
-        )
+        if not _is_inside(path, self._source.root):
+            raise ConfigError(
+                f"{path}: is, through a link, outside of the run directory. Put the file itself "
+                "there, or remove the link. It was not copied."
+            )
 
     def _copy_lines(self, path: RunPath, to: RunPath) -> None:
         """Appends the whole lines that the copy lacks; a killed update has left a part of one."""

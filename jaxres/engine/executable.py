@@ -32,8 +32,13 @@ from jaxres.storage import files
 
 MAGIC = b"jaxres compiled 3\n"
 SUFFIX = ".compiled"
-DECIDING = ("XLA_", "JAX_", "NPROC", "LIBTPU_INIT_ARGS", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_")
-"""Prefixes of environment variables that XLA reads; equal on every host."""
+LIBRARIES = (
+    *("LIBTPU_INIT_ARGS", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_", "CUBLAS_", "CUBLASLT_"),
+    *("CUDNN_", "ONEDNN_", "DNNL_"),
+)
+"""Prefixes of environment variables by which libraries below JAX choose kernels or precision."""
+DECIDING = ("XLA_", "JAX_", "NPROC", *LIBRARIES)
+"""Prefixes of environment variables that XLA and its libraries read; equal on every host."""
 ELSEWHERE = ("jax_compilation_cache_dir",)
 """JAX settings that do not affect the program: paths."""
 

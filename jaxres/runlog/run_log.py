@@ -409,11 +409,11 @@ class RunLog:
             return
         path = self._folder / file_name(self._claim.seq)
         data = files.read(path)
-        if data is not None and data != self._claim.encode() and _is_other(data, self._claim, path):
+        if data is not None and _is_other(data, self._claim, path):
             raise Fenced(
                 f"{path}: is not this attempt's claim any more: another run is in the place of "
-                f"{self._folder.parent}. This process writes and deletes nothing there; start the "
-                "run again where its directory is now."
+                f"{self._folder.parent}. This process commits and deletes nothing there; start "
+                "the run again where its directory is now."
             )
         newest = self._folder / file_name(self._last_seq)
         if _folder_exists(self._folder) and files.read(newest) is None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from jaxres.faults import RunError, Unrestorable
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Dropped, Record, file_name
-from jaxres.runlog.run_log import RunHistory, fold
+from jaxres.runlog.run_log import RunHistory
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
@@ -152,7 +152,7 @@ def require_complete_log(run_dir: RunDir, history: RunHistory) -> None:
     )
 
 
-def require_same_log(run_dir: RunDir, records: Sequence[Record]) -> None:
+def require_same_log(run_dir: RunDir, history: RunHistory, records: Sequence[Record]) -> None:
     """Raises if the newest committed step was saved by another course of the run.
 
     Two copies of a run directory that have both trained on have other records under the same
@@ -160,14 +160,16 @@ def require_same_log(run_dir: RunDir, records: Sequence[Record]) -> None:
 
     Args:
       run_dir: the run directory.
-      records: its log; a summary of it is enough.
+      history: the run's history from the log.
+      records: the log; a summary of it is enough.
 
     Raises:
       Unrestorable: the copy of the log in the step has another record; nothing was changed.
       StorageUnavailable: storage could not be read.
     """
-    committed = fold(records).committed
-    data = files.read(run_dir.root / committed[-1].path / LOG_COPY) if committed else None
+    if (newest := history.newest) is None:
+        return
+    data = files.read(run_dir.root / newest.path / LOG_COPY)
     own = {record.seq: record for record in records if not isinstance(record.body, Dropped)}
     for line in (data or b"").splitlines():
         try:
@@ -177,7 +179,7 @@ def require_same_log(run_dir: RunDir, records: Sequence[Record]) -> None:
         if own.get(saved.seq, saved) != saved:
             raise Unrestorable(
                 f"{run_dir.log / file_name(saved.seq)}: is not the record that step "
-                f"{committed[-1].step} was saved after ({committed[-1].path}/{LOG_COPY}): the "
+                f"{newest.step} was saved after ({newest.path}/{LOG_COPY}): the "
                 "folder is put together of two copies of the run that have both trained on. "
                 "Nothing was changed. Restore one of the copies whole, log/ and checkpoints/ "
                 "together, into an empty folder, and give that as run.dir."

@@ -257,10 +257,11 @@ def claim_attempt(
     """
     run_dir, clock = run_lock.run_dir, run_lock.clock
     records = run_log.read_records(run_dir.log, known=known)
+    history = run_log.fold(records)
     if attempt is None:
-        step_dirs.require_complete_log(run_dir, run_log.fold(records))
-        step_dirs.require_same_log(run_dir, records)
-    claim = new_claim(config, run_log.fold(records), env=env, job=job)
+        step_dirs.require_complete_log(run_dir, history)
+        step_dirs.require_same_log(run_dir, history, records)
+    claim = new_claim(config, history, env=env, job=job)
     if attempt is not None:
         claim = dataclasses.replace(claim, attempt=attempt)
     if threads is not None:

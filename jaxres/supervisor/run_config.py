@@ -64,9 +64,10 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
                 f"{target}: no config.yaml here, so this is not a run directory. Give a config "
                 "file (configs/quickstart.yaml) or the directory of a run."
             )
-        newest = newest_config_path(run_dir)
-        _tell_edited_root(run_dir, newest)
-        loaded = configs.load_recorded(newest, overrides)
+        records = run_log.read_records(run_dir.log)
+        history = run_log.fold(records)
+        _tell_edited_root(run_dir, history.starts)
+        loaded = configs.load_recorded(_newest_config_path(run_dir, history.starts), overrides)
         configured_dir = loaded.config.run.dir
         if configured_dir is not None and configured_dir != run_dir.root:
             raise ConfigError(
@@ -77,13 +78,13 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
         loaded = configs.load(target, overrides)
         run_dir = find_run_dir(loaded)
         replica_files.prepare_start(run_dir)
-    records = run_log.read_records(run_dir.log)
+        records = run_log.read_records(run_dir.log)
+        history = run_log.fold(records)
     if loaded.config.run.must_exist and not records:
         raise ConfigError(
             f"{run_dir.root}: no run is here, and run.must_exist is true. Is the disk mounted? "
             "Mount it, or start the run with run.must_exist=false."
         )
-    history = run_log.fold(records)
     started = history.starts
     if started:
         path = _record(run_dir, started[0].attempt)
@@ -113,14 +114,15 @@ def _refuse_edited(
         )
 
 
-def _tell_edited_root(run_dir: RunDir, newest: RunPath) -> None:
+def _tell_edited_root(run_dir: RunDir, starts: Sequence[run_log.Record]) -> None:
     """Prints a warning if config.yaml was changed since the run wrote it: nothing reads it then.
 
     It has the config of the first attempt that trained. An error would end a job at its restart.
     """
-    starts = run_log.fold(run_log.read_records(run_dir.log)).starts
-    first = run_dir.attempt(starts[0].attempt) / "config.yaml" if starts else newest
-    if first == run_dir.config or files.read(first) in (None, files.read(run_dir.config)):
+    if not starts:
+        return
+    first = run_dir.attempt(starts[0].attempt) / "config.yaml"
+    if files.read(first) in (None, files.read(run_dir.config)):
         return
     try:
         is_same = (
@@ -181,7 +183,10 @@ def newest_config_path(run_dir: RunDir) -> RunPath:
     Free keys may have changed since the first attempt, and the config of an attempt that never
     trained may be the reason for that.
     """
-    starts = run_log.fold(run_log.read_records(run_dir.log)).starts
+    return _newest_config_path(run_dir, run_log.fold(run_log.read_records(run_dir.log)).starts)
+
+
+def _newest_config_path(run_dir: RunDir, starts: Sequence[run_log.Record]) -> RunPath:
     return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from jaxres_emulators.gce import GceEmulator
 from jaxres_emulators.gcs import GcsServer
 from tests.promises import forks
 from tests.promises.trainer import FAULTY, ROOT, run_history
-from tests.waiting import SURE_SECONDS, pause
+from tests.waiting import SURE_SECONDS, wait_until
 
 OPTION = {"machine_type": "a2-highgpu-1g", "zones": ["us-central1-a"], "dollars_per_hour": 1.5}
 SPOT = {"kind": "spot", **OPTION}
@@ -163,13 +162,7 @@ class Cloud:
 
     def wait(self, what: Callable[[], object], *, of: str, seconds: float = SURE_SECONDS) -> None:
         """Waits for a condition; fails with the output of the launchers."""
-        until = time.monotonic() + seconds
-        while True:
-            began = time.monotonic()
-            if what():
-                return
-            assert time.monotonic() < until, f"no {of} in {seconds} s\n{self.describe()}"
-            pause(time.monotonic() - began)
+        wait_until(what, lambda: f"{of}\n{self.describe()}\n", seconds=seconds)
 
     def wait_commit(self, step: int) -> None:
         self.wait(lambda: run_history(self.run_dir).step >= step, of=f"commit of step {step}")

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from jaxres.train.chaos_hooks import break_hook
 from jaxres.train.worker import NAME_PREFIX
 from tests.promises import forks, mounts
 from tests.promises.fork_server import may_fork
-from tests.waiting import SURE_SECONDS, pause
+from tests.waiting import SURE_SECONDS, wait_until
 
 ENDLESS = "train.steps=1000000"
 """Trains on for longer than any test waits."""
@@ -123,17 +122,14 @@ class TrainingProcess:
         self, condition: Callable[[], bool], *, what: str, seconds: float = SURE_SECONDS
     ) -> None:
         """Waits for a condition; fails if the process ends first."""
-        deadline = time.monotonic() + seconds
-        while True:
-            code, began = self.process.poll(), time.monotonic()
-            if condition():
-                return
-            took = time.monotonic() - began
-            assert code is None, f"ended with {code} before {what}:\n{self.output.read_text()}"
-            assert time.monotonic() < deadline, (
-                f"no {what} in {seconds} s\n{self.output.read_text()}"
-            )
-            pause(took)
+
+        def is_met() -> bool:
+            code = self.process.poll()
+            met = condition()
+            assert met or code is None, f"ended with {code} before {what}:\n{self.printed()}"
+            return met
+
+        wait_until(is_met, lambda: f"{what}\n{self.printed()}\n", seconds=seconds)
 
     def wait_step(self, step: int) -> None:
         """Waits until this attempt has finished a step at or after `step`."""

@@ -298,7 +298,7 @@ def open_tokenizer(section: TokenizerSection) -> Tokenizer:
         of_model=of_model,
     )
     if section.end_of_document is None and not tokenizer.note:
-        named = {SPECIAL: _content(special.get("eos_token"))}
+        named = {SPECIAL: tokenizer_settings.content(special.get("eos_token"))}
         tokenizer = replace(tokenizer, note=_other_ends(tokenizer, named, of_model, where))
     _check_encoding(tokenizer, where)
     ids = tokenizer.library.get_vocab(with_added_tokens=True)
@@ -404,7 +404,7 @@ def parse_tokenizer(
     ids = library.get_vocab(with_added_tokens=True)
     note = ""
     if end_of_document is None:
-        end_of_document = _content(settings.get("eos_token"))
+        end_of_document = tokenizer_settings.content(settings.get("eos_token"))
     if not isinstance(end_of_document, str):
         end_of_document, note = _end_of_model(library, of_model, where)
     if end_of_document not in ids:
@@ -423,11 +423,6 @@ def parse_tokenizer(
         special_tokens=special_tokens,
         note=note,
     )
-
-
-def _content(token: Any) -> Any:
-    """Returns the text of a token that a file gives as text, or as an object with its flags."""
-    return token.get("content") if isinstance(token, Mapping) else token
 
 
 def _other_ends(

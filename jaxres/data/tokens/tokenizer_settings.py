@@ -115,8 +115,13 @@ def _added(value: Any, ids: Mapping[str, int]) -> bool:
     )
 
 
+def content(token: Any) -> Any:
+    """Returns the text of a token that a file gives as text, or as an object with its flags."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
 def _content(token: Any) -> str:
-    return str(token.get("content") if isinstance(token, Mapping) else token)
+    return str(content(token))
 
 
 def check_tokens(

@@ -46,17 +46,11 @@ BITS_UNCHANGED = (
 """Beginnings of the settings that change no bit: caches of programs, output, checks, and devices,
 which are an entry of their own."""
 
-LIBRARIES = (
-    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_", "CUBLASLT_", "CUDNN_", "TF_CUDNN_", "TF_XLA_"),
-    *("LIBTPU_INIT_ARGS", "ONEDNN_", "DNNL_"),
-)
-"""Beginnings of the variables by which libraries that XLA calls choose kernels or precision."""
-
 
 def library_settings_here() -> dict[str, str]:
     """Returns the variables of this process by which libraries below XLA may change bits."""
     given = compile_cache.environment_here()
-    return {name: given[name] for name in sorted(given) if name.startswith(LIBRARIES)}
+    return {name: given[name] for name in sorted(given) if name.startswith(executable.LIBRARIES)}
 
 
 def jax_settings_here() -> dict[str, str]:

@@ -9,7 +9,7 @@ from jaxres.faults import Unrestorable
 from jaxres.runlog import step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Dropped, Record
-from jaxres.runlog.run_log import Commit, RunHistory
+from jaxres.runlog.run_log import Commit, RunHistory, fold
 from jaxres.runlog.step_dirs import StepDir, step_name
 from tests.unit.runlog.example_records import CLAIM
 
@@ -94,18 +94,22 @@ def test_the_error_names_the_steps_the_log_and_the_remedy(tmp_path):
     assert f"jaxres checkpoints adopt {run_dir.root}" in str(caught.value)
 
 
+def require_same_log(run_dir, records):
+    step_dirs.require_same_log(run_dir, fold(records), records)
+
+
 def test_a_log_is_compared_with_its_copy_in_the_newest_committed_step(tmp_path):
     run_dir = RunDir(tmp_path)
     commit = Commit(step=8, path="checkpoints/00000008-0001", manifest="sha256:0", bytes=1)
     records = [Record(1, 1, 0.0, CLAIM), Record(2, 1, 1.0, commit)]
-    step_dirs.require_same_log(run_dir, records)  # An earlier version has saved no copy.
+    require_same_log(run_dir, records)  # An earlier version has saved no copy.
     path = run_dir.root / commit.path / step_dirs.LOG_COPY
     path.parent.mkdir(parents=True)
     path.write_bytes(records[0].encode() + b"\n")
-    step_dirs.require_same_log(run_dir, records)
+    require_same_log(run_dir, records)
     other = Record(1, 1, 0.0, dataclasses.replace(CLAIM, nonce="of another copy"))
     with pytest.raises(Unrestorable, match=r"log/00000001\.json: is not the record that step 8"):
-        step_dirs.require_same_log(run_dir, [other, records[1]])
-    step_dirs.require_same_log(run_dir, [Record(1, 1, 0.0, Dropped()), records[1]])
+        require_same_log(run_dir, [other, records[1]])
+    require_same_log(run_dir, [Record(1, 1, 0.0, Dropped()), records[1]])
     path.write_bytes(b"{damaged\n")
-    step_dirs.require_same_log(run_dir, [other, records[1]])  # The restore finds the damage.
+    require_same_log(run_dir, [other, records[1]])  # The restore finds the damage.
