@@ -217,7 +217,7 @@ def test_a_restart_takes_the_same_step_of_a_source_that_has_newer_ones(corpus, t
     parts = parts_of(corpus, tmp_path, kind="run", path=str(root))
     context, _ = context_at(tmp_path)
     four = parts_of(corpus, tmp_path, kind="run", path=str(root), at_step=4)
-    state, origin = started(four, context_at(tmp_path)[0])
+    state, origin = started(four, context)
     context.log.append(Start(step=0, path=None, dataset="d", computation={}, init=origin))
     again, same = started(parts, context, context.log.history())
     assert (bits(again), same) == (bits(state), origin)
