@@ -91,6 +91,8 @@ class Commit:
     """Loss of the newest evaluation before it; None: there was none, or it was not finite."""
     evaluated_step: int = 0
     """Step of that evaluation."""
+    heldout_data: str = ""
+    """Identity of the rows that it was computed on; empty: there was none, or it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

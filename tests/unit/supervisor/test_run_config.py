@@ -12,7 +12,6 @@ import pytest
 from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
-from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Start
 from jaxres.supervisor import attempt_runner, run_config
@@ -135,17 +134,6 @@ def test_an_edit_of_the_config_of_a_run_directory_has_no_effect_and_is_told(
     path.write_text(text + "# A note.\n")
     resolve_run(started.root, [])
     assert capsys.readouterr().err == ""
-
-
-def test_other_validation_data_are_told_at_a_restart(started: RunDir) -> None:
-    config = resolve_run(started.root, [])[0].config
-    starts = run_log.fold(run_log.read_records(started.log)).starts
-    told: list[str] = []
-    for batches in (config.evaluation.batches, 5):
-        evaluation = config.evaluation.model_copy(update={"batches": batches})
-        changed = config.model_copy(update={"evaluation": evaluation})
-        run_config.record(changed, started, 2, starts, told.append)
-    assert told == [run_config.OTHER_LOSSES]
 
 
 def test_without_proc_the_error_says_how_to_mount_it(
