@@ -22,6 +22,8 @@ from jaxres.telemetry import stdio
 def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
 
+    Prints a warning for a key that is given twice.
+
     `command` is named in messages, as the command that prints the usage with --help.
 
     Raises:
@@ -37,6 +39,8 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
         raise UsageError(
             f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
         )
+    for line in configs.repeated(overrides):
+        stdio.eprint(f"WARNING: {line}\n")
     try:
         return parse_path(os.path.expanduser(targets[0])), overrides
     except ValueError as error:

@@ -305,7 +305,7 @@ VALUES = [
     bad_value("train.global_batch_size=0", "must be greater than 0"),
     bad_value("train.microbatches=3", "is not divisible by train.microbatches=3"),
     bad_value("run.seed=-1", "must be at least 0"),
-    bad_value("run.seed=1" + "0" * 25, "at most 9,223,372,036,854,775,807"),
+    bad_value("run.seed=1" + "0" * 25, "at most 4,294,967,295"),
     bad_value("run.dir=", "is empty"),
     bad_value("run.dir=gs://B", "must be gs://BUCKET/FOLDER"),
     bad_value("run.dir=c.yaml/x", "Not a directory"),

@@ -62,6 +62,27 @@ def test_a_run_directory_of_any_name_can_be_given(
         resolve_run(folder, ["run.dir=elsewhere"])
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("train.steps=1 train.steps=2", "train.steps"),
+        ("train={steps: 1} train.steps=2", "train.steps"),
+        ("train.steps=1 run.seed=3 train={steps: 2}", "train.steps"),
+        ("guards.rollback.window_steps=9 guards.rollback=null", "guards.rollback"),
+        ("train.steps=1 run.seed=1 train.steps=1 train={microbatches: 2}", None),
+        ("alerts=[{kind: slack, url: https://a/one}] alerts=[]", "alerts"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_told(
+    words: str, key: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = re.split(r" (?=[\w.]+=)", words)
+    assert parse_target(["a.yaml", *overrides], command="jaxres train")[1] == overrides
+    told = capsys.readouterr().err
+    assert told.startswith(f"WARNING: {key}: given twice; ") if key else told == ""
+    assert "https://a/one" not in told
+
+
 def test_a_run_directory_where_nothing_can_be_saved_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a[b]").mkdir()
     with pytest.raises(ConfigError, match=r"RUN_DIR: 'a\[b\]' has one of"):
