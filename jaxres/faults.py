@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.secret_values import redact_text
 
 
 class RunError(Exception):
@@ -133,12 +134,12 @@ def error_from_exit_code(code: int, reason: str) -> RunError:
 
 
 def format_exit_message(code: int, reason: str) -> str:
-    r"""Returns the text that is printed for an error: the reason, and the exit code once.
+    r"""Returns the text that is printed for an error: the reason without secrets, and the exit code once.
 
     >>> format_exit_message(78, "no such key")
     'no such key (exit 78 CONFIG)\n'
     """
-    text = reason.rstrip()
+    text = redact_text(reason.rstrip())
     if f"(exit {code})" in text:
         return f"{text}\n"
     return f"{text}{chr(10) if chr(10) in text else ' '}(exit {exit_name(code)})\n"

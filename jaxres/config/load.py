@@ -326,6 +326,8 @@ def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str)
         long, contradictions = written_out(layer)
         expanded.append(long)
         wrong = wrong + contradictions
+    for layer in expanded:
+        secret_values.hide(plain(layer))
     whole, of_folder = huggingface.resolve(functools.reduce(overlay, expanded))
     wrong = wrong + of_folder
     locations = origins(whole)
