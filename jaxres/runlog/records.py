@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxres.faults import ConfigError, Unrestorable
+from jaxres.runlog.event_log import is_seconds
 from jaxres.storage import codec
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
 from jaxres.storage.codec import OtherFormat, TaggedCodec
@@ -15,6 +16,9 @@ from jaxres.storage.path import RunPath, require_inside, require_one_name
 
 FORMAT = 2
 """Format number of every record."""
+MOST_THREADS = 2**16
+"""No machine has more; a worker with so many threads begins and ends all the same."""
+MOST_HOSTS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +259,8 @@ class Record:
             fields["attempt"] = attempt
         body = RECORDS.decode(fields)
         _require_names(body)
+        if not is_seconds(time):
+            raise ValueError(f"its time is {time!r:.60}")
         return Record(seq=seq, attempt=attempt, time=time, body=body)
 
     @staticmethod
@@ -294,10 +300,21 @@ def _require_names(body: Body) -> None:
             require_inside(path)
         case Claim(nonce=nonce):
             require_one_name(nonce)
+            _require_bounds(body)
         case _:
             pass
     if isinstance(body, Start | Branch) and (digest := (body.tokenizer or "").partition(":")[2]):
         require_one_name(digest)
+
+
+def _require_bounds(claim: Claim) -> None:
+    """Raises ValueError for a number of threads or hosts that later attempts can't begin with."""
+    for name, number, most in (
+        ("threads", claim.threads, MOST_THREADS),
+        ("num_hosts", claim.num_hosts, MOST_HOSTS),
+    ):
+        if not 1 <= number <= most:
+            raise ValueError(f"{name} is {number!r:.60}, not from 1 to {most:,}")
 
 
 def file_name(seq: int) -> str:
