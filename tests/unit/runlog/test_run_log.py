@@ -288,6 +288,7 @@ def test_record_of_another_format_is_refused_and_its_writer_is_named(
 )
 def test_a_record_with_a_number_beyond_every_machine_is_refused(name, value):
     fields = json.loads(Record(1, 1, 5.0, CLAIM).encode())
+    del fields["digest"]
     assert Record.from_fields(dict(fields)).body == CLAIM
     with pytest.raises(ValueError, match=name):
         Record.from_fields(fields | {name: value})
