@@ -5,6 +5,7 @@ outside contract: launchers rely on them.
 """
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -133,8 +134,19 @@ def error_from_exit_code(code: int, reason: str) -> RunError:
     )
 
 
+def command_line(command: str, *arguments: object) -> str:
+    """Returns a command that a message advises; its arguments are quoted for a shell.
+
+    >>> command_line("jaxres status", "my runs/a")
+    "jaxres status 'my runs/a'"
+    """
+    return shlex.join([*command.split(), *map(str, arguments)])
+
+
 def format_exit_message(code: int, reason: str) -> str:
-    r"""Returns the text that is printed for an error: the reason without secrets, and the exit code once.
+    r"""Returns the text that is printed for an error: the reason, and the exit code once.
+
+    Without secrets that are known by their form, or from a config.
 
     >>> format_exit_message(78, "no such key")
     'no such key (exit 78 CONFIG)\n'

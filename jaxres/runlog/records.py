@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.faults import ConfigError, Unrestorable
+from jaxres.faults import ConfigError, Unrestorable, command_line
 from jaxres.runlog.event_log import is_seconds
 from jaxres.storage import codec
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
@@ -278,8 +278,9 @@ class Record:
             raise Unrestorable(
                 f"{path}: this record of the run's log is damaged ({error}). The log decides which "
                 "steps are committed, so nothing is restored, and the run does not start again "
-                "from step 0. Restore the file from a copy, or rebuild the log: jaxres checkpoints "
-                f"adopt {path.parent.parent}. Nothing was changed."
+                "from step 0. Restore the file from a copy, or rebuild the log: "
+                f"{command_line('jaxres checkpoints adopt', path.parent.parent)}. Nothing was "
+                "changed."
             ) from error
         try:
             record = Record.from_fields(fields)

@@ -31,9 +31,9 @@ from jaxres.secret_values import redact_text
 from jaxres.train.components import InFlight, Trainer
 
 OTHER_LOSSES = (
-    "other validation data, or evaluation.batches, than at the last evaluation: once a step has a loss "
-    "on them, checkpoint.keep.best and `--step best` compare only steps with such a loss. To keep an "
-    "earlier one, pin it: jaxres checkpoints pin RUN_DIR STEP"
+    "other validation data, or evaluation.batches, than at the last evaluation: once a step has a "
+    "loss on them, checkpoint.keep.best and `--step best` compare only steps with such a loss. To "
+    "keep an earlier one, pin it: jaxres checkpoints pin RUN_DIR --step N"
 )
 UNKNOWN_LOSSES = (
     "the last evaluation was made by an earlier version, which has not recorded its data: "

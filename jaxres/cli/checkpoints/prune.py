@@ -16,7 +16,7 @@ from jaxres.checkpoint.retention import pruning, retention
 from jaxres.clock import Clock
 from jaxres.config.schema.operations import KeepSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import UsageError
+from jaxres.faults import UsageError, command_line
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
@@ -167,7 +167,7 @@ def pin(run_dir: RunDir, step: int) -> str:
     if step not in _steps(run_dir):
         pruning.unpin(run_dir, step)
         raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile and can't be pinned")
-    unpin = f"python -m jaxres checkpoints unpin {run_dir.root} --step {step}"
+    unpin = command_line("python -m jaxres checkpoints unpin", run_dir.root, "--step", step)
     return f"step {step} is pinned: it is kept until `{unpin}`\n"
 
 
