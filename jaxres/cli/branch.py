@@ -60,6 +60,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         return int(end.code or 0) and ExitCode.USAGE
     origin, to = (RunDir(root_of(text)) for text in (options.run_dir, options.to))
     step = weights_source.parse_step(options.step)
+    run_config.tell_repeated(options.overrides)
     sys.stdout.write(branch(origin, to, step=step, overrides=options.overrides, env=env))
     return ExitCode.DONE
 

@@ -16,8 +16,8 @@ from jaxres.storage.path import RunPath, require_inside, require_one_name
 
 FORMAT = 2
 """Format number of every record."""
-MOST_THREADS = 2**16
-"""No machine has more; a worker with so many threads begins and ends all the same."""
+MOST_THREADS = 4096
+"""No machine has as many cores; a worker could begin as many threads all the same."""
 MOST_HOSTS = 2**20
 
 

@@ -21,14 +21,8 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from jaxres.faults import (
-    ConfigError,
-    RunError,
-    StorageRefused,
-    StorageUnavailable,
-    UsageError,
-    command_line,
-)
+from jaxres import faults
+from jaxres.faults import ConfigError, RunError, StorageRefused, StorageUnavailable, UsageError
 from jaxres.storage.path import RunPath
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -210,7 +204,7 @@ def make_private_dir(folder: Path) -> None:
             f"{folder}: expected a folder of this account (uid {os.geteuid()}) with permissions "
             f"0700, because it holds machine code; found {stat.filemode(found.st_mode)} of uid "
             f"{found.st_uid}. Delete it if other accounts may have written to it, else run "
-            f"`{command_line('chmod 700', folder)}`."
+            f"`{faults.command_line('chmod 700', folder)}`."
         )
 
 

@@ -22,8 +22,6 @@ from jaxres.telemetry import stdio
 def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
 
-    Prints a warning for a key that is given twice.
-
     `command` is named in messages, as the command that prints the usage with --help.
 
     Raises:
@@ -39,12 +37,17 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
         raise UsageError(
             f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
         )
-    for line in configs.repeated(overrides):
-        stdio.eprint(f"WARNING: {line}\n")
+    tell_repeated(overrides)
     try:
         return parse_path(os.path.expanduser(targets[0])), overrides
     except ValueError as error:
         raise UsageError(f"{redact_words(targets[0])}: {error}") from error
+
+
+def tell_repeated(overrides: Sequence[str]) -> None:
+    """Prints a warning for each key that a command line gives twice, with different values."""
+    for line in configs.repeated(overrides):
+        stdio.eprint(f"WARNING: {line}\n")
 
 
 def _is_override(argument: str) -> bool:

@@ -23,7 +23,7 @@ from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.process.worker_group import WorkerGroup
-from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_config import resolve_run, tell_repeated
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry.stdio import format_bytes
 
@@ -52,6 +52,7 @@ def keep_policy(run_dir: RunDir, overrides: Sequence[str]) -> KeepSection:
     for override in overrides:
         if not override.startswith((f"{KEEP}.", f"{KEEP}=", f"{KEEP}_last=")):
             raise UsageError(f"{override}: only {KEEP}.* can be given here, as in {KEEP}.last=2")
+    tell_repeated(overrides)
     return resolve_run(run_dir.root, overrides)[0].config.checkpoint.keep
 
 

@@ -278,22 +278,6 @@ def test_record_of_another_format_is_refused_and_its_writer_is_named(
         read_one(tmp_path, data)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("time", value) for value in (1e300, math.inf, math.nan, 10**400, True, "1", None)),
-        *(("threads", value) for value in (0, -1, 10**6, 10**400)),
-        *(("num_hosts", value) for value in (0, 10**9)),
-    ],
-)
-def test_a_record_with_a_number_beyond_every_machine_is_refused(name, value):
-    fields = json.loads(Record(1, 1, 5.0, CLAIM).encode())
-    del fields["digest"]
-    assert Record.from_fields(dict(fields)).body == CLAIM
-    with pytest.raises(ValueError, match=name):
-        Record.from_fields(fields | {name: value})
-
-
 def test_record_without_a_digest_is_damaged(tmp_path):
     with pytest.raises(Unrestorable, match="it has no digest"):
         read_one(tmp_path, canonical_json(FIELDS))
