@@ -123,7 +123,7 @@ def _secrets(value: Any, shown: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for child, other in zip(value, shown, strict=True):
             yield from _secrets(child, other)
-    elif value != shown:
+    elif isinstance(shown, str) and value != shown:
         pattern = "(.+?)".join(map(re.escape, shown.split(HIDDEN)))
         match = re.fullmatch(pattern, str(value), re.DOTALL)
         yield from match.groups() if match else ()

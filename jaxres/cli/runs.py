@@ -30,8 +30,8 @@ from jaxres.supervisor import run_config
 
 DEPTH = 4
 """Levels of folders below the given one in which run directories are looked for."""
-MOST_SHOWN = 1e100
-"""A larger loss is drawn as this one: plotext computes with differences and products of losses."""
+MOST_SHOWN = 1e9
+"""A larger loss is drawn as this one: plotext computes with differences, and labels need room."""
 NUM_STEPS = 10
 """Steps at which losses are compared."""
 

@@ -200,8 +200,9 @@ def describe(
     unit: LauncherUnit, run: GcsPath, env: Mapping[str, str], secrets: Iterable[str]
 ) -> str:
     """Returns the message about the running unit and its commands. Pure."""
+
     def command(verb: str, *flags: str) -> str:
-        return command_line(f"python -m jaxres.launch gce {verb}", run, *flags)
+        return command_line("python -m jaxres.launch gce", verb, run, *flags)
 
     names = ", ".join(passed_variables(env, secrets))
     return (

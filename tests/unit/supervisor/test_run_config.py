@@ -70,7 +70,7 @@ def test_a_run_directory_of_any_name_can_be_given(
         ("train.steps=1 run.seed=3 train={steps: 2}", "train.steps"),
         ("guards.rollback.window_steps=9 guards.rollback=null", "guards.rollback"),
         ("train.steps=1 run.seed=1 train.steps=1 train={microbatches: 2}", None),
-        ("alerts=[{kind: slack, url: https://a/one}] alerts=[]", "alerts"),
+        ("alerts.targets=[{kind: slack, url: https://a/one}] alerts.targets=[]", "alerts.targets"),
     ],
 )
 def test_a_key_that_is_given_twice_is_told(
