@@ -5,11 +5,13 @@ outside contract: launchers rely on them.
 """
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxres.exit_codes import ExitCode, exit_name
+from jaxres.secret_values import redact_text
 
 
 class RunError(Exception):
@@ -132,13 +134,24 @@ def error_from_exit_code(code: int, reason: str) -> RunError:
     )
 
 
+def command_line(command: str, *arguments: object) -> str:
+    """Returns a command that a message advises; its arguments are quoted for a shell.
+
+    >>> command_line("jaxres status", "my runs/a")
+    "jaxres status 'my runs/a'"
+    """
+    return shlex.join([*command.split(), *map(str, arguments)])
+
+
 def format_exit_message(code: int, reason: str) -> str:
     r"""Returns the text that is printed for an error: the reason, and the exit code once.
+
+    Without secrets that are known by their form, or from a config.
 
     >>> format_exit_message(78, "no such key")
     'no such key (exit 78 CONFIG)\n'
     """
-    text = reason.rstrip()
+    text = redact_text(reason.rstrip())
     if f"(exit {code})" in text:
         return f"{text}\n"
     return f"{text}{chr(10) if chr(10) in text else ' '}(exit {exit_name(code)})\n"

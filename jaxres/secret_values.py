@@ -5,15 +5,17 @@ are surely secrets do not belong to a run's trajectory: the run goes on with ano
 decision is stricter than the one to hide a value: a token of a vocabulary that was taken for a
 secret would change the data unnoticed. Numbers, lists and sections are never left out.
 
-The patterns are compiled at their first use, which costs each process some 10 ms.
+The patterns are compiled at their first use, which costs each process some 10 ms. `hide` is the one
+state of this module: the secrets of the configs that this process has loaded.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 HIDDEN = "<secret>"
 PRIVATE = 0o600
@@ -98,6 +100,35 @@ _OPAQUE = r"(?=.*[0-9])[A-Za-z0-9_.~+/=:-]{8,}"
 _PREFIXED = r"(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|npm_|pypi-)[\w.-]+"
 
 
+MIN_HIDDEN_CHARS = 6
+"""A shorter secret of a config may be a word of any message; it is hidden behind its name only."""
+_hidden: set[str] = set()
+
+
+def hide(data: Any) -> None:
+    """Makes `redact_text` hide the secrets of plain data, as of a config, in this process.
+
+    An exception of custom code may have them without the name under which the config has them.
+    """
+    for text in _secrets(data, redact(data)):
+        if len(text) >= MIN_HIDDEN_CHARS:
+            _hidden.update((text, repr(text)[1:-1], quote(text, safe="")))
+
+
+def _secrets(value: Any, shown: Any) -> Iterator[str]:
+    """Yields the texts of plain data in whose places `redact` has put HIDDEN."""
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _secrets(child, shown[key])
+    elif isinstance(value, list | tuple):
+        for child, other in zip(value, shown, strict=True):
+            yield from _secrets(child, other)
+    elif isinstance(shown, str) and value != shown:
+        pattern = "(.+?)".join(map(re.escape, shown.split(HIDDEN)))
+        match = re.fullmatch(pattern, str(value), re.DOTALL)
+        yield from match.groups() if match else ()
+
+
 def is_secret(name: str, value: object) -> bool:
     """Returns whether a value is a secret by the name that it has; never by its content.
 
@@ -155,6 +186,9 @@ def redact_text(text: str) -> str:
     >>> redact_text("GET https://me:password@host/a?sig=1a&n=2 failed; password='x y'")
     'GET https://me:<secret>@host/a?sig=<secret>&n=2 failed; password=<secret>'
     """
+    if any(secret in text for secret in _hidden):
+        words = "|".join(re.escape(secret) for secret in sorted(_hidden, key=len, reverse=True))
+        text = re.sub(rf"(?<!\w)(?:{words})(?!\w)", HIDDEN, text)
     if ":/" in text:  # First: where a user is a known token, HIDDEN would end the URL before it.
         text = re.sub(_URL, lambda match: _redact_url(match, is_secret), text)
     text = re.sub(_ANY_TOKEN, HIDDEN, text)

@@ -56,6 +56,13 @@ def pytest_tests_begin(config: pytest.Config) -> None:
         keep_compiled(cache.mkdir(f"xla-{processor_digest()}"))
 
 
+def pytest_runtest_setup() -> None:
+    """Forgets the secrets of the configs that other tests have loaded in this process."""
+    from jaxres import secret_values
+
+    secret_values._hidden.clear()
+
+
 def pytest_collection() -> None:
     """Collects without the garbage collector: what is made then remains.
 

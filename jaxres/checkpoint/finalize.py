@@ -89,7 +89,7 @@ def finalize(
       StorageUnavailable: storage has failed, or returns other data than were written.
     """
     _require_no_failure(reports)
-    facts, arrays, frozen = dataclasses.asdict(progress), written.infos, written.frozen
+    facts, arrays, frozen = progress.facts, written.infos, written.frozen
     with files.typed_errors(step_dir):
         with ThreadPoolExecutor(1, "jaxres-finalize") as pool:
             log = pool.submit(_encoded_log, records)
@@ -116,6 +116,7 @@ def finalize(
         bytes=sum(info.size for info in manifest.files.values()) + len(data),
         heldout_loss=progress.heldout_loss,
         evaluated_step=progress.evaluated_step,
+        heldout_data=progress.heldout_data,
     )
 
 

@@ -28,7 +28,7 @@ from jaxres.config.argparser import Parser
 from jaxres.config.errors import show
 from jaxres.config.schema.data import MixtureSource
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, StorageUnavailable, UsageError, command_line
 from jaxres.inference import root_of
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         return int(end.code or 0) and ExitCode.USAGE
     origin, to = (RunDir(root_of(text)) for text in (options.run_dir, options.to))
     step = weights_source.parse_step(options.step)
+    run_config.tell_repeated(options.overrides)
     sys.stdout.write(branch(origin, to, step=step, overrides=options.overrides, env=env))
     return ExitCode.DONE
 
@@ -119,7 +120,7 @@ def branch(
     )
     return (
         f"{to.root}: begins with step {commit.step} of {origin.root}, copied and verified\n"
-        f"{changes}python -m jaxres.train {to.root}\n"
+        f"{changes}{command_line('python -m jaxres.train', to.root)}\n"
     )
 
 
@@ -229,9 +230,10 @@ def _copy_step(
     )
     findings = verify_step(target.absolute(), copied)
     if findings.problems:
+        check = command_line("jaxres checkpoints verify", origin.root, "--step", commit.step)
         raise StorageUnavailable(
             f"{target}: the copy differs from {source} ({findings.evidence}). Is that step valid? "
-            f"Check it: jaxres checkpoints verify {origin.root} --step {commit.step}"
+            f"Check it: {check}"
         )
     return copied
 

@@ -40,7 +40,7 @@ from jaxres.supervisor import jax_settings
 from jaxres.supervisor.preemption import gce_metadata
 from jaxres.supervisor.preemption import notices as preemption
 from jaxres.supervisor.preemption.gce_metadata import Response
-from jaxres.supervisor.run_config import find_run_dir
+from jaxres.supervisor.run_config import find_run_dir, tell_repeated
 from jaxres.telemetry import alert_sender, routing_check
 from jaxres.telemetry.stdio import format_bytes
 from jaxres.train import resume_results
@@ -65,6 +65,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Prints the checks and the layout; returns 0, or 78 if a check fails."""
     try:
         options = _parse(arguments)
+        tell_repeated(options.overrides)
         loaded = configs.load(options.config, options.overrides)
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)

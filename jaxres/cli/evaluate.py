@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         data = files.read_whole(path)
         refuse_lfs_pointer(data, path)
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: can't be read ({error}).") from error
     for number, line in enumerate(text.split("\n"), start=1):

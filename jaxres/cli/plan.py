@@ -308,6 +308,7 @@ def _config(words: Sequence[str]) -> tuple[RunConfig | None, KeepSection]:
     """Returns the config, if one is given, and the retention policy."""
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
+    run_config.tell_repeated(overrides)
     if len(paths) > 1:
         raise UsageError(f"jaxres plan: more than one config: {', '.join(paths)}")
     if paths:

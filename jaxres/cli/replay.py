@@ -22,7 +22,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
-from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_config import resolve_run, tell_repeated
 
 USAGE = "jaxres replay RUN_DIR --step N [--explain] [section.field=value ...]"
 
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument("--step", type=int, required=True)
         parser.add_argument("--explain", action="store_true")
         options = parser.parse_intermixed_args(arguments)
+        tell_repeated(options.overrides)
         replay = StepReplay(RunDir(options.run_dir), step=options.step, overrides=options.overrides)
         for line in replay.lines(explain=options.explain):
             sys.stdout.write(f"{line}\n")

@@ -36,6 +36,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
 from jaxres.storage.path import RunPath
+from jaxres.supervisor.run_config import tell_repeated
 from jaxres.train import kept_results, resume_results
 from jaxres.train.resume_results import (
     BreakResult,
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs the check; returns 0 if all runs are equal bit for bit, 1 if not, 78 for bad input."""
     try:
         options = _parse(arguments)
+        tell_repeated(options.overrides)
         loaded = configs.load(options.config, options.overrides)
         with run_folder(options.to, keep=options.keep, prefix="jaxres-resume-check-") as folder:
             check = ResumeCheck(loaded, options, folder, env=env, clock=SystemClock())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxres.exit_codes import ExitCode, exit_name, exit_row, remedy
+from jaxres.faults import command_line
 from jaxres.runlog.events import EVENTS
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
@@ -131,9 +132,9 @@ class HealthFacts:
 def outlook(run: HealthFacts) -> RunHealth:
     """Returns the health of a run."""
     supervision, last_exit, stacks = run.supervision, run.last_exit, run.stacks
-    command = f"python -m jaxres.train {run.root}"
+    command = command_line("python -m jaxres.train", run.root)
     if run.is_slurm_job:
-        command = f"python -m jaxres.launch slurm {run.root} --nodes N"
+        command = command_line("python -m jaxres.launch slurm", run.root, "--nodes", "N")
     if run.changed_steps is not None:  # Else the config of the last attempt that trained counts.
         command += f" train.steps={run.changed_steps}"
     is_newest = supervision is not None and supervision.attempt >= run.attempt
@@ -178,4 +179,5 @@ def _alive(run: HealthFacts) -> RunHealth:
         return RunHealth("restarting", f"attempt {run.attempt + 1}, {after}", restarts)
     if not run.is_supervised:
         restarts = "manual, unless a job of `launch slurm`, `k8s`, `sky` or `gce` restarts it"
-    return RunHealth("running", f"to stop and save: touch {run.root}/stop", restarts)
+    stop = command_line("touch", f"{run.root}/stop")
+    return RunHealth("running", f"to stop and save: {stop}", restarts)

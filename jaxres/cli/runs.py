@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ from jaxres.supervisor import run_config
 
 DEPTH = 4
 """Levels of folders below the given one in which run directories are looked for."""
+MOST_SHOWN = 1e9
+"""A larger loss is drawn as this one: plotext computes with differences, and labels need room."""
 NUM_STEPS = 10
 """Steps at which losses are compared."""
 
@@ -303,7 +306,11 @@ def plot(runs: Sequence[Sequence[MetricsLine]], *, width: int = 76, height: int 
     plotext.theme("clear")
     plotext.plot_size(width, height)
     for number, lines in enumerate(runs, start=1):
-        points = [(line.step, line.loss) for line in lines if line.loss is not None]
+        points = [
+            (line.step, max(-MOST_SHOWN, min(loss, MOST_SHOWN)))
+            for line in lines
+            if (loss := line.loss) is not None and math.isfinite(loss)
+        ]
         if points:
             steps, losses = zip(*points, strict=True)
             marker = "braille" if number == 1 else str(number)[-1]

@@ -26,6 +26,7 @@ from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
 from jaxres.host import signals
 from jaxres.host.processes import start_command
+from jaxres.supervisor.run_config import tell_repeated
 
 POLL_SECONDS = 0.1
 MAX_NAME = 190
@@ -123,6 +124,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     if "://" in (to := options.to or f"runs/sweep-{options.config.stem}"):
         raise UsageError(f"--to {to}: a sweep runs on this machine; give a folder of a disk")
     folder = Path(to).expanduser().absolute()
+    tell_repeated(options.overrides)
     points = points_of(options.grid, options.overrides, folder)
     _check(options.config, points)
     try:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from jaxres.clock import Clock
 from jaxres.cluster.messages import VERSION, ProtocolError, parse_fields
-from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable, UsageError, command_line
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 
@@ -191,11 +191,12 @@ def _refuse_open_permissions(path: Path) -> None:
     with files.typed_errors(path):
         mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        close = command_line("chmod 600", path)
         raise ConfigError(
             f"{path}: the secret of this run has permissions {mode:04o}, so other users can access "
-            f"it. Run `chmod 600 {path}`; if other users may have read it, delete it instead, "
-            "while no host of this run is up. On a mount without permissions, set the same "
-            f"{VARIABLE} (32 characters or more) on all hosts."
+            f"it. Run `{close}`; if other users may have read it, delete it instead, while no host "
+            f"of this run is up. On a mount without permissions, set the same {VARIABLE} (32 "
+            "characters or more) on all hosts."
         )
 
 

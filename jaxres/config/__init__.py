@@ -6,7 +6,7 @@ Home of: bad_config
 from jaxres.config.cross_checks import check
 from jaxres.config.describe import describe, dump_yaml, file_mode
 from jaxres.config.errors import Problem
-from jaxres.config.load import Loaded, load, load_recorded
+from jaxres.config.load import Loaded, load, load_recorded, repeated
 from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.trajectory import (
     changed_secrets,
@@ -42,6 +42,7 @@ __all__ = [
     "load_recorded",
     "loss_scale",
     "moved_content",
+    "repeated",
     "run_dirs",
     "trajectory",
     "with_absolute_paths",

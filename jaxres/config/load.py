@@ -136,6 +136,30 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
     return layer, problems
 
 
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Returns a line for each key that is given again, with another value, by a later override."""
+    lines, given = list[str](), dict[str, Node]()
+    for argument in filter(_is_override, overrides):
+        leaves = _leaves(override_layer([argument])[0])
+        for key, node in leaves.items():
+            for other, before in given.items():
+                is_around = key.startswith(f"{other}.") or other.startswith(f"{key}.")
+                if is_around or (key == other and node.value != before.value):
+                    lines.append(f"{key}: given twice; {node.where} replaces {before.where}")
+        given |= leaves
+    return lines
+
+
+def _leaves(node: Node, path: tuple[str, ...] = ()) -> dict[str, Node]:
+    """Returns the values of a layer that are no sections, by their dotted keys."""
+    if not isinstance(node.value, dict):
+        return {".".join(path): node}
+    found: dict[str, Node] = {}
+    for key, child in node.value.items():
+        found |= _leaves(child, (*path, key))
+    return found
+
+
 def _is_hidden(path: tuple[str, ...], raw: str) -> bool:
     """Returns whether a value is not shown: a secret, also one that was put there by mistake."""
     node, _ = parse(raw, lambda _: "")
@@ -302,6 +326,8 @@ def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str)
         long, contradictions = written_out(layer)
         expanded.append(long)
         wrong = wrong + contradictions
+    for layer in expanded:
+        secret_values.hide(plain(layer))
     whole, of_folder = huggingface.resolve(functools.reduce(overlay, expanded))
     wrong = wrong + of_folder
     locations = origins(whole)

@@ -28,6 +28,8 @@ _FLOAT = re.compile(
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _NOT_WHOLE = "contains a character that is not allowed (NUL or an unpaired surrogate)"
+_HIDDEN_LINE_END = re.compile("[\x85\u2028\u2029]|\r(?!\n)")
+"""Characters that end a line, and so a comment, for libyaml, and that few editors show as one."""
 _YAML_1_1 = yaml.resolver.Resolver()
 
 
@@ -79,6 +81,10 @@ for _name, _pattern, _first in (
 
 def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
     """Reads one YAML document; returns None if it is empty or can't be read, and the problems."""
+    if end := _HIDDEN_LINE_END.search(text):
+        what = f"has U+{ord(end[0]):04X}, which ends a line in YAML and is not shown as one"
+        problem = f"{what}; delete it, or write it as an escape in double quotes"
+        return None, [Problem("", problem, where(text.count("\n", 0, end.start())))]
     loader = None
     try:
         loader = _Loader(text)

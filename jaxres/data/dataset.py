@@ -81,6 +81,8 @@ class Dataset:
     """None: it is not known."""
     validation: Mapping[str, Rows] = field(default_factory=dict)
     """Name -> rows to evaluate on; first the held-out part, of a mixture one for each source."""
+    heldout_fingerprint: str = ""
+    """Fingerprint of the data of the first of them; empty: there is none."""
     padding: float | None = None
     """Share of the positions of the training rows that have no token; None: the rows are full."""
 
@@ -195,6 +197,7 @@ def open_dataset(
     """
     dataset = _open(config, progress, bad_records)
     sets = dict(dataset.validation)
+    evaluated = [dataset.fingerprint] if sets or len(dataset.heldout) else []
     if len(dataset.heldout) and not dataset.mixture:
         sets[HELDOUT] = dataset.heldout
     for part in config.validation:
@@ -203,11 +206,12 @@ def open_dataset(
         opened = _open_part(alone, where, progress, bad_records)
         _check_validation(opened, dataset, where)
         sets[part.name] = _not_augmented(opened.train)
+        evaluated.append(opened.fingerprint)
         if opened.fingerprint == dataset.fingerprint:
             progress(f"WARNING: {where} is the training data itself")
         elif shared := shared_files(part.source, config.source):
             progress(f"WARNING: {where}: {shared:,} of its files are trained on")
-    return replace(dataset, validation=sets)
+    return replace(dataset, validation=sets, heldout_fingerprint="".join(evaluated[:1]))
 
 
 def _not_augmented(rows: Rows) -> Rows:

@@ -59,22 +59,28 @@ def parse(row: Mapping[str, Any], where: str) -> Question | str:
             f"{' or '.join(QUESTIONS)}, {' or '.join(CHOICES)} (a list) and {' or '.join(ANSWERS)}."
         )
     texts = tuple(str(choice) for choice in choices)
-    return Question(question, texts, _number(given, texts, where))
+    return Question(question, texts, _number(given, choices, where))
 
 
-def _number(given: Any, choices: Sequence[str], where: str) -> int:
-    number = given
+def _number(given: Any, choices: Sequence[Any], where: str) -> int:
+    """Returns the number of the right choice; raises ConfigError unless one reading names one."""
+    found = {number for number, choice in enumerate(choices) if choice == given}
     if isinstance(given, str):
-        if given in choices:
-            return choices.index(given)
-        number = LETTERS.find(given) if given in tuple(LETTERS) else _int(given)
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(choices):
+        found |= {number for number, choice in enumerate(choices) if str(choice) == given}
+        found |= {LETTERS.find(given)} if len(given) == 1 else set()
+        found |= {int(given)} if given.isdecimal() and len(given) < 10 else set()
+    elif isinstance(given, int):
+        found |= {given}
+    found &= set(range(len(choices)))
+    if isinstance(given, bool | float) or not found:
         raise ConfigError(f"{where}: {given!r} is none of the {len(choices)} choices.")
-    return number
-
-
-def _int(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
+    if len(found) > 1:
+        numbers = ", ".join(map(str, sorted(found)))
+        raise ConfigError(
+            f"{where}: {given!r} may mean each of the choices {numbers} (counted from 0), by its "
+            "number, letter or text. Give its number, as a number, and choices that differ."
+        )
+    return found.pop()
 
 
 Row = tuple[list[int], int]

@@ -74,6 +74,8 @@ class Progress:
     """Newest step with a held-out loss."""
     heldout_loss: float | None = None
     """Held-out loss at `evaluated_step`; None: not finite."""
+    heldout_data: str = ""
+    """Identity of the rows of that evaluation; in the commit record, not in the step's facts."""
     best_loss: float | None = None
     """Lowest held-out loss so far, at `best_step`."""
     best_step: int = 0
@@ -89,11 +91,27 @@ class Progress:
             tokens=self.tokens + tokens,
         )
 
-    def evaluated(self, loss: float) -> Progress:
-        """Returns the progress with the held-out loss of the current step."""
-        heldout_loss = loss if math.isfinite(loss) else None
-        progress = dataclasses.replace(self, evaluated_step=self.step, heldout_loss=heldout_loss)
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The facts that are saved with a step and are part of its digest."""
+        facts = dataclasses.asdict(self)
+        del facts["heldout_data"]
+        return facts
+
+    def evaluated(self, loss: float, *, data: str = "") -> Progress:
+        """Returns the progress with the held-out loss of the current step.
+
+        `data` identifies the rows; a best loss that is known to be of other rows is forgotten.
+        """
+        progress = dataclasses.replace(
+            self,
+            evaluated_step=self.step,
+            heldout_loss=loss if math.isfinite(loss) else None,
+            heldout_data=data,
+        )
+        if self.heldout_data not in ("", data):
+            progress = dataclasses.replace(progress, best_loss=None, best_step=0)
+        if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress = dataclasses.replace(progress, best_loss=loss, best_step=self.step)
         return progress
 

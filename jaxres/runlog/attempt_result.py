@@ -87,7 +87,7 @@ def fault_record(result: AttemptResult, slots: Sequence[int] | None) -> HostFaul
         slot = slots[culprit]
     return HostFault(
         host=host.name,
-        reason=result.reason,
+        reason=redact_text(result.reason),
         slot=slot,
         instance=host.instance,
         physical_host=host.physical_host,
@@ -96,7 +96,7 @@ def fault_record(result: AttemptResult, slots: Sequence[int] | None) -> HostFaul
 
 def leave_record(result: AttemptResult) -> SupervisorEnded:
     """Returns the run log record of a supervisor's end."""
-    return SupervisorEnded(exit=result.code, reason=result.reason)
+    return SupervisorEnded(exit=result.code, reason=redact_text(result.reason))
 
 
 def since_progress(

@@ -91,6 +91,8 @@ def is_seconds(value: Any) -> bool:
     >>> is_seconds(1.5), is_seconds(float("nan")), is_seconds(10**400), is_seconds("1")
     (True, False, False, False)
     """
+    if isinstance(value, bool):
+        return False
     return isinstance(value, int | float) and -LONGEST_SECONDS < value < LONGEST_SECONDS
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.runlog import run_log
+from jaxres.runlog.event_log import is_seconds
 from jaxres.runlog.history import in_force
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, HostFault, Record
@@ -216,7 +217,8 @@ def _decoded(folder: RunPath, *, number: int) -> Iterator[tuple[str, dict[str, A
             fields = decode_checksummed(data or b"", number=number)
         except (ValueError, KeyError, TypeError):
             continue
-        yield name, fields
+        if is_seconds(fields.get("time")):
+            yield name, fields
 
 
 def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: float) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxres.faults import ConfigError, Unrestorable
+from jaxres.faults import ConfigError, Unrestorable, command_line
+from jaxres.runlog.event_log import is_seconds
 from jaxres.storage import codec
 from jaxres.storage.checksummed_json import decode_checksummed, encode_checksummed
 from jaxres.storage.codec import OtherFormat, TaggedCodec
@@ -15,6 +16,9 @@ from jaxres.storage.path import RunPath, require_inside, require_one_name
 
 FORMAT = 2
 """Format number of every record."""
+MOST_THREADS = 4096
+"""No machine has as many cores; a worker could begin as many threads all the same."""
+MOST_HOSTS = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,8 @@ class Commit:
     """Loss of the newest evaluation before it; None: there was none, or it was not finite."""
     evaluated_step: int = 0
     """Step of that evaluation."""
+    heldout_data: str = ""
+    """Identity of the rows that it was computed on; empty: there was none, or it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +259,8 @@ class Record:
             fields["attempt"] = attempt
         body = RECORDS.decode(fields)
         _require_names(body)
+        if not is_seconds(time):
+            raise ValueError(f"its time is {time!r:.60}")
         return Record(seq=seq, attempt=attempt, time=time, body=body)
 
     @staticmethod
@@ -270,8 +278,9 @@ class Record:
             raise Unrestorable(
                 f"{path}: this record of the run's log is damaged ({error}). The log decides which "
                 "steps are committed, so nothing is restored, and the run does not start again "
-                "from step 0. Restore the file from a copy, or rebuild the log: jaxres checkpoints "
-                f"adopt {path.parent.parent}. Nothing was changed."
+                "from step 0. Restore the file from a copy, or rebuild the log: "
+                f"{command_line('jaxres checkpoints adopt', path.parent.parent)}. Nothing was "
+                "changed."
             ) from error
         try:
             record = Record.from_fields(fields)
@@ -292,10 +301,21 @@ def _require_names(body: Body) -> None:
             require_inside(path)
         case Claim(nonce=nonce):
             require_one_name(nonce)
+            _require_bounds(body)
         case _:
             pass
     if isinstance(body, Start | Branch) and (digest := (body.tokenizer or "").partition(":")[2]):
         require_one_name(digest)
+
+
+def _require_bounds(claim: Claim) -> None:
+    """Raises ValueError for a number of threads or hosts that later attempts can't begin with."""
+    for name, number, most in (
+        ("threads", claim.threads, MOST_THREADS),
+        ("num_hosts", claim.num_hosts, MOST_HOSTS),
+    ):
+        if not 1 <= number <= most:
+            raise ValueError(f"{name} is {number!r:.60}, not from 1 to {most:,}")
 
 
 def file_name(seq: int) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres.faults import Fenced, RunError, StorageUnavailable, Unrestorable
+from jaxres.faults import Fenced, RunError, StorageUnavailable, Unrestorable, command_line
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record, file_name, fold, last_seq, read_records
 from jaxres.runlog.step_dirs import MANIFEST
@@ -156,7 +156,7 @@ def finish_update(run_dir: RunDir) -> bool:
         raise Unrestorable(
             f"{path}: can't be read ({error}). It is the newest update of a replica. Delete it, "
             "then run `jaxres checkpoints replicate` again or, if the source is lost, "
-            f"`jaxres checkpoints adopt {run_dir.root}`. Nothing was changed."
+            f"`{command_line('jaxres checkpoints adopt', run_dir.root)}`. Nothing was changed."
         ) from error
     is_own = _write_update(run_dir, manifests, records)
     files.delete(path)
@@ -237,9 +237,9 @@ def prepare_start(run_dir: RunDir) -> None:
     finish_update(run_dir)
     records = read_records(run_dir.log)
     if not fold(records).commits and last_seq(records) <= marker.seq:
+        copy = command_line("jaxres checkpoints replicate", marker.source, run_dir.root)
         raise Unrestorable(
             f"{run_dir.root}: is a replica of {marker.source} without a committed step yet, so a "
-            "run here would begin at step 0. Finish the copy: jaxres checkpoints replicate "
-            f"{marker.source} {run_dir.root}. If the source is lost, give another run.dir for a "
-            "new run."
+            f"run here would begin at step 0. Finish the copy: {copy}. If the source is lost, give "
+            "another run.dir for a new run."
         )

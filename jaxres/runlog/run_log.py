@@ -13,7 +13,14 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from jaxres.clock import Clock
-from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, Unrestorable
+from jaxres.faults import (
+    ConfigError,
+    Fenced,
+    RunError,
+    StorageUnavailable,
+    Unrestorable,
+    command_line,
+)
 from jaxres.runlog.history import RunHistory, fold, in_force, recorded_tokenizer, start_of
 from jaxres.runlog.log_summary import EVERY, LogSummary, summarized
 from jaxres.runlog.paths import RunDir
@@ -112,7 +119,7 @@ def _refuse_gaps(folder: RunPath, names: Sequence[str], *, first: int) -> None:
             raise ConfigError(
                 f"{folder / name}: expected record {file_name(number)} here. A record is missing "
                 "or a file does not belong. Restore the folder from a copy, or rebuild the log: "
-                f"jaxres checkpoints adopt {folder.parent}. Nothing was changed."
+                f"{command_line('jaxres checkpoints adopt', folder.parent)}. Nothing was changed."
             )
 
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxres.faults import RunError, Unrestorable
+from jaxres.faults import RunError, Unrestorable, command_line
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Dropped, Record, file_name
 from jaxres.runlog.run_log import RunHistory
@@ -147,8 +147,9 @@ def require_complete_log(run_dir: RunDir, history: RunHistory) -> None:
         f"{run_dir.checkpoints}: complete steps that the run log does not record: {names}{more}. "
         f"{run_dir.log} {ends}, so it is lost or older than the checkpoints. The run does not "
         "start again, and nothing was changed. Restore the folder log/ from its newest copy, or "
-        f"rebuild it from the checkpoints: jaxres checkpoints adopt {run_dir.root}. For a new run, "
-        "give another run.dir."
+        "rebuild it from the checkpoints: "
+        f"{command_line('jaxres checkpoints adopt', run_dir.root)}. For a new run, give another "
+        "run.dir."
     )
 
 

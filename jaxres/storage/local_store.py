@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from jaxres import faults
 from jaxres.faults import ConfigError, RunError, StorageRefused, StorageUnavailable, UsageError
 from jaxres.storage.path import RunPath
 
@@ -203,7 +204,7 @@ def make_private_dir(folder: Path) -> None:
             f"{folder}: expected a folder of this account (uid {os.geteuid()}) with permissions "
             f"0700, because it holds machine code; found {stat.filemode(found.st_mode)} of uid "
             f"{found.st_uid}. Delete it if other accounts may have written to it, else run "
-            f"`chmod 700 {folder}`."
+            f"`{faults.command_line('chmod 700', folder)}`."
         )
 
 

@@ -6,12 +6,11 @@ after the run was given up. `launch gce` replaces a VM on such a machine instead
 
 from __future__ import annotations
 
-import shlex
 import socket
 from collections.abc import Mapping, Sequence
 
 from jaxres.cluster.host_identity import identify
-from jaxres.faults import UnhealthyHost
+from jaxres.faults import UnhealthyHost, command_line
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.paths import RunDir
@@ -72,6 +71,4 @@ def _refused(run_dir: RunDir, hosts: Sequence[FaultyHost], what: str) -> str:
 
 
 def _forget(run_dir: RunDir, host: FaultyHost) -> str:
-    return (
-        f"python -m jaxres hosts {shlex.quote(str(run_dir.root))} --forget {shlex.quote(host.name)}"
-    )
+    return command_line("python -m jaxres hosts", run_dir.root, "--forget", host.name)

@@ -18,11 +18,6 @@ from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 from jaxres.supervisor.process import worker_group
 from jaxres.telemetry import stdio
 
-OTHER_LOSSES = (
-    "data.validation or evaluation.batches: changed; held-out losses of earlier steps are of other "
-    "data, and checkpoint.keep.best and `--step best` still compare them with later ones"
-)
-
 
 def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, list[str]]:
     """Returns the config file or run directory among a command's arguments, and the overrides.
@@ -42,10 +37,17 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
         raise UsageError(
             f"expected one config file or run directory, got {given} (usage: `{command} --help`)"
         )
+    tell_repeated(overrides)
     try:
         return parse_path(os.path.expanduser(targets[0])), overrides
     except ValueError as error:
         raise UsageError(f"{redact_words(targets[0])}: {error}") from error
+
+
+def tell_repeated(overrides: Sequence[str]) -> None:
+    """Prints a warning for each key that a command line gives twice, with different values."""
+    for line in configs.repeated(overrides):
+        stdio.eprint(f"WARNING: {line}\n")
 
 
 def _is_override(argument: str) -> bool:
@@ -190,11 +192,6 @@ def _newest_config_path(run_dir: RunDir, starts: Sequence[run_log.Record]) -> Ru
     return _record(run_dir, starts[-1].attempt) if starts else run_dir.config
 
 
-def _measures(config: RunConfig) -> tuple[object, ...]:
-    """Returns the settings that held-out losses depend on, besides the trajectory."""
-    return config.data.validation, config.evaluation.batches
-
-
 def record(
     config: RunConfig,
     run_dir: RunDir,
@@ -221,8 +218,6 @@ def record(
                 before = configs.load_recorded(path).config
                 for key in configs.changed_secrets(before, config):
                     report(f"{key}: changed; it is a secret, which is no part of the trajectory")
-                if _measures(before) != _measures(config):
-                    report(OTHER_LOSSES)
     else:
         files.replace(run_dir.config, text.encode(), mode=mode)
     files.make_dir(run_dir.attempt(attempt))

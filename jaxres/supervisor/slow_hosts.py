@@ -6,13 +6,14 @@ ended for it: the next start leaves the host out (`host_exclusion.py`), and a la
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxres.cluster.host_identity import HOST_NAME, HostIdentity
 from jaxres.config.schema.training import ThroughputSection
+from jaxres.faults import command_line
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.faulty_hosts import host_name
@@ -111,11 +112,11 @@ def review(
     name = host_name(machine, slot)
     if any(host.name == name for host in faulty_hosts.read(run_dir)):
         return None
-    command = f"jaxres hosts {shlex.quote(str(run_dir.root))}"
+    command = partial(command_line, "jaxres hosts", run_dir.root)
     if section.exclude == "warn" or slot is not None:
-        return f"{lost}. To leave it out from the next start on: {command} --exclude {name}"
+        return f"{lost}. To leave it out from the next start on: {command('--exclude', name)}"
     faulty_hosts.exclude(run_dir, machine.name, slot=None, reason=lost, now=now)
     return (
         f"{lost}. {name} is left out from the next start on (guards.throughput.exclude). "
-        f"To use it again: {command} --forget {name}"
+        f"To use it again: {command('--forget', name)}"
     )

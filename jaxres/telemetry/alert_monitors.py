@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxres.clock import Awake, Clock
-from jaxres.faults import RunError
+from jaxres.faults import RunError, command_line
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
 from jaxres.runlog.paths import RunDir
@@ -123,7 +123,7 @@ class CommitMonitor:
                         attempt=max((record.attempt for record in records), default=0),
                         step=step,
                         reason=reason if kind == "commits_stalled" else "",
-                        next=f"jaxres status {self._run_dir.root}",
+                        next=command_line("jaxres status", self._run_dir.root),
                         seq=stall.num_stalls,
                     )
                 )

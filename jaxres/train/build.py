@@ -110,6 +110,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         evaluate=compiled.evaluate,
         text_bytes=text_bytes,
         dataset=_fingerprint(parts.dataset, context),
+        heldout_data=_heldout_data(parts),
         tokenizer=_keep_tokenizer(parts.dataset.tokenizer, context),
         devices=meshes.devices_by_host(parts.mesh),
         computation=computation,
@@ -135,6 +136,11 @@ def _fingerprint(dataset: Dataset, context: AttemptContext) -> str:
     """Returns the data set's fingerprint, by the definition that the run was started with."""
     earlier = dataset.earlier_fingerprint
     return earlier if earlier and earlier == context.log.history().dataset else dataset.fingerprint
+
+
+def _heldout_data(parts: Components) -> str:
+    batches = parts.config.evaluation.batches
+    return f"{parts.dataset.heldout_fingerprint}/{batches}" if parts.evaluates else ""
 
 
 def _data_loader(

@@ -275,6 +275,8 @@ class Trainer:
     """How long a host waits for the others to restore, before training."""
     emit: Emit
     clock: Clock
+    heldout_data: str = ""
+    """Identity of the rows whose loss decides which step is the best; empty: none is computed."""
     loss_scale: LossScaleSection | None = None
     """Loss scaling of the step; None: none."""
     devices: tuple[int, ...] | None = None

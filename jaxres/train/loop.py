@@ -382,7 +382,7 @@ def evaluate(run: Trainer, state: TrainState, progress: Progress) -> Progress:
         return progress
     losses = {name: own[LOSS] for name, own in means.items()}
     loss = next(iter(losses.values()))
-    progress = progress.evaluated(loss)
+    progress = progress.evaluated(loss, data=run.heldout_data)
     best = loss if progress.best_loss is None else progress.best_loss
     bits = {
         name: bits_per_byte(losses[name], run.text_bytes[name])

@@ -18,12 +18,27 @@ from jaxres.faults import (
     Unrestorable,
 )
 from jaxres.runlog import run_log
-from jaxres.runlog.events import BadRecordsSkipped, PhaseChanged, RolledBack, TrainingStarted
+from jaxres.runlog.events import (
+    BadRecordsSkipped,
+    Noted,
+    PhaseChanged,
+    RolledBack,
+    TrainingStarted,
+)
 from jaxres.runlog.guarantee import guarantee_level, is_at_least
 from jaxres.runlog.run_log import Record, RunHistory, Start, fold
 from jaxres.secret_values import redact_text
 from jaxres.train.components import InFlight, Trainer
 
+OTHER_LOSSES = (
+    "other validation data, or evaluation.batches, than at the last evaluation: once a step has a "
+    "loss on them, checkpoint.keep.best and `--step best` compare only steps with such a loss. To "
+    "keep an earlier one, pin it: jaxres checkpoints pin RUN_DIR --step N"
+)
+UNKNOWN_LOSSES = (
+    "the last evaluation was made by an earlier version, which has not recorded its data: "
+    "checkpoint.keep.best and `--step best` compare its loss as if it was of the same data"
+)
 POLL_SECONDS = 0.1
 RESTORE_SHARE = 0.9
 """Share of the restore deadline: hanging storage is reported before the watchdog's hang."""
@@ -146,6 +161,7 @@ def restore_or_start(
     begin = _newest_state(run, history, entry=entry)
     state, progress = begin.state, begin.progress
     run.hooks.begin(progress.step)
+    _note_other_losses(run, progress)
     start = Start(
         step=progress.step,
         path=begin.path,
@@ -178,6 +194,15 @@ def restore_or_start(
         has_equal_replay=has_equal_replay,
     )
     return state, progress, in_flight
+
+
+def _note_other_losses(run: Trainer, progress: Progress) -> None:
+    """Reports that held-out losses so far were computed on other, or on unknown, rows."""
+    if progress.heldout_loss is None or progress.heldout_data == run.heldout_data:
+        return
+    if not run.heldout_data or not run.peers.member.leads:
+        return
+    run.emit(Noted(OTHER_LOSSES if progress.heldout_data else UNKNOWN_LOSSES))
 
 
 @dataclass(frozen=True)

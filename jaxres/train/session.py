@@ -26,7 +26,7 @@ from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
 from jaxres.engine.state import evaluated_params
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, OutOfMemory, PeerLost, StorageUnavailable
+from jaxres.faults import ConfigError, OutOfMemory, PeerLost, StorageUnavailable, command_line
 from jaxres.models import Model, Params
 from jaxres.models.generate import Sampling, by_window
 from jaxres.runlog import metrics_columns
@@ -104,9 +104,9 @@ def next_steps_text(run_dir: RunDir, *, step: int) -> str:
             f"  {run_dir.checkpoints}/   checkpoints that stock Orbax reads",
             f"  {root}/attempts/*/metrics.jsonl   one line per step",
             "what to try next",
-            f"  python -m jaxres status {root}",
-            f"  python -m jaxres history {root}",
-            f"  python -m jaxres checkpoints digest {root}",
+            f"  {command_line('python -m jaxres status', root)}",
+            f"  {command_line('python -m jaxres history', root)}",
+            f"  {command_line('python -m jaxres checkpoints digest', root)}",
             "  the same training command with run.seed=1, killed with `kill -9` and rerun:",
             "  its digest equals that of an unbroken run",
         ]

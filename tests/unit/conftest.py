@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +11,18 @@ from tests.compiling import quickly_compiled
 
 if TYPE_CHECKING:
     from jaxres_emulators.gce import GceEmulator
+    from jaxres_emulators.gcs import GcsServer
     from tests.unit.emulators.gce_requests import Clients
+
+
+@pytest.fixture
+def own_requests(
+    gcs_server: GcsServer, gcs_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
+    """Returns the requests so far to this test's bucket; threads of other tests may use others."""
+    rows = list[str]()
+    monkeypatch.setattr(gcs_server, "log", rows)
+    return lambda: [row for row in rows if f"/{gcs_bucket}/" in row]
 
 
 @pytest.fixture

@@ -22,8 +22,9 @@ from jaxres import __main__ as jaxres_command
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.launch import __main__ as launch
+from jaxres.runlog import attempt_history
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import AttemptEnded, Commit, Record, RunLog, Start
+from jaxres.runlog.run_log import AttemptEnded, Commit, RunLog, Start
 from jaxres.train import __main__ as train
 from tests.unit.runlog.example_records import CLAIM
 
@@ -305,7 +306,7 @@ VALUES = [
     bad_value("train.global_batch_size=0", "must be greater than 0"),
     bad_value("train.microbatches=3", "is not divisible by train.microbatches=3"),
     bad_value("run.seed=-1", "must be at least 0"),
-    bad_value("run.seed=1" + "0" * 25, "at most 9,223,372,036,854,775,807"),
+    bad_value("run.seed=1" + "0" * 25, "at most 4,294,967,295"),
     bad_value("run.dir=", "is empty"),
     bad_value("run.dir=gs://B", "must be gs://BUCKET/FOLDER"),
     bad_value("run.dir=c.yaml/x", "Not a directory"),
@@ -542,11 +543,12 @@ def _remove(path: Path) -> None:
 def test_an_unexpected_error_is_one_line_and_its_traceback_is_printed_on_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A time stamp that no date can show stands for every error that no code expects."""
-    log = folder / "run" / "log"
-    _remove(log)
-    record = Record(1, 1, 1e300, CLAIM)
-    _write(folder, {"run/log/00000001.json": record.encode()})
+    """An overflow stands for every error that no code expects."""
+
+    def overflow(*_: object, **__: object) -> None:
+        raise OverflowError("as of a number that no code expects")
+
+    monkeypatch.setattr(attempt_history, "read", overflow)
     assert run_command("history --attempts run") == BUG
     out, err = capsys.readouterr()
     assert out == ""

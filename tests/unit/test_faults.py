@@ -1,4 +1,7 @@
+import ast
 import inspect
+import re
+from pathlib import Path
 
 from jaxres import faults
 from jaxres.exit_codes import ExitCode
@@ -65,3 +68,25 @@ def test_a_state_that_may_be_wrong_is_never_called_good():
         assert not faults.fault(name).state_is_good
     for name in ("preemption", "operators_stop"):
         assert faults.fault(name).state_is_good
+
+
+COMMAND = re.compile(
+    r"(?:jaxres (?:status|history|report|branch|replay|hosts|checkpoints [a-z]+)"
+    r"|jaxres\.(?:train|launch [a-z ]+)|touch|chmod [0-7]+|rm -rf?) $"
+)
+
+
+def test_no_message_advises_a_command_whose_path_is_not_quoted():
+    """A path may have spaces: `command_line` quotes it."""
+    unquoted: list[str] = []
+    for path in sorted(Path(inspect.getfile(faults)).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts = [part.value for part in node.values[:-1] if isinstance(part, ast.Constant)]
+                unquoted += [f"{path}:{node.lineno}: {t}" for t in texts if COMMAND.search(t)]
+    assert unquoted == []
+
+
+def test_a_command_that_is_advised_can_be_pasted_into_a_shell():
+    command = faults.command_line("jaxres hosts", Path("my runs/it's"), "--forget", "h0")
+    assert command == "jaxres hosts 'my runs/it'\"'\"'s' --forget h0"

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from jaxres import config as configs
+from jaxres import secret_values
 from jaxres.cli import runs
 from jaxres.cluster import compatibility
 from jaxres.config import RunConfig
@@ -310,3 +311,24 @@ def test_messages_alerts_and_records_show_no_secret(capsys: pytest.CaptureFixtur
             assert "OSError: 401" in text
             wrong += [(kind, text)] * (token in text or letters(9) in text)
     assert_no(wrong)
+
+
+WORD = "open-sesame\n'42"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "hooks=[{target: 'a:b', args: {password: %s}}]",
+        CUSTOM % "headers: [{name: API_KEY, value: %s}]",
+        CUSTOM % "url: 'https://host/x?sig=open-sesame'",
+    ],
+)
+def test_a_secret_of_the_config_in_an_exception_of_custom_code_is_hidden(override: str):
+    configs.load(TINY, [override % json.dumps(WORD) if "%s" in override else override])
+    word = WORD if "%s" in override else "open-sesame"
+    error = RuntimeError(f"no access: {word}", word)
+    for text in (str(error), repr(error), stop_record(AttemptResult(70, str(error))).reason):
+        assert "sesame" not in secret_values.redact_text(text)
+    assert "sesame" not in stop_record(AttemptResult(70, str(error))).reason
+    assert secret_values.redact_text("open sesame, reopen-sesames") == "open sesame, reopen-sesames"

@@ -282,7 +282,7 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree) -> Restored:
         what = f"the data read for {', '.join(wrong)} has other digests than were committed"
         raise manifests.damaged(step_dir, commit.step, what)
     try:
-        progress = Progress(**facts)
+        progress = Progress(**facts, heldout_data=commit.heldout_data)
     except TypeError as error:
         what = f"{manifests.PROGRESS} does not have the fields of this version ({error})"
         raise manifests.damaged(step_dir, commit.step, what) from error

@@ -39,6 +39,8 @@ class CommittedStep:
     heldout_loss: float | None = None
     evaluated_step: int = 0
     """Step of the evaluation that gave `heldout_loss`; at most this step."""
+    heldout_data: str = ""
+    """Identity of the rows of that evaluation; empty: unknown."""
 
 
 RetentionPolicy = Callable[[Sequence[CommittedStep]], Collection[int]]
@@ -78,12 +80,16 @@ def multiples(every_steps: int) -> RetentionPolicy:
 def best(count: int) -> RetentionPolicy:
     """Keeps the steps of lowest held-out loss; of each evaluation only the first step after it.
 
-    Losses that are not finite are ignored.
+    Losses that are not finite are ignored, and losses of other data than the newest evaluation had.
+    Steps of earlier versions, whose data is unknown, are compared with all.
     """
 
     def policy(steps: Sequence[CommittedStep]) -> Collection[int]:
+        newest_data = next((s.heldout_data for s in reversed(steps) if s.heldout_data), "")
         by_evaluation: dict[int, CommittedStep] = {}
         for step in steps:
+            if step.heldout_data not in ("", newest_data):
+                continue
             if step.heldout_loss is not None and math.isfinite(step.heldout_loss):
                 by_evaluation.setdefault(step.evaluated_step, step)
         ranked = sorted(by_evaluation.values(), key=lambda s: (s.heldout_loss, -s.step))
@@ -163,6 +169,7 @@ def steps_of(history: RunHistory) -> list[CommittedStep]:
             grows_good=verified is not None and commit.step > verified,
             heldout_loss=commit.heldout_loss,
             evaluated_step=commit.evaluated_step,
+            heldout_data=commit.heldout_data,
         )
         for record, commit in zip(history.commits, history.committed, strict=True)
     ]

@@ -17,7 +17,7 @@ from jaxres.checkpoint.read.manifest import CheckpointDamaged
 from jaxres.checkpoint.read.verify import verify_step
 from jaxres.clock import Clock
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, RunError, Unrestorable, UsageError
+from jaxres.faults import ConfigError, RunError, Unrestorable, UsageError, command_line
 from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import DROPPED, Record
@@ -147,7 +147,8 @@ def adopt(run_dir: RunDir, *, yes: bool, clock: Clock, env: Mapping[str, str]) -
             )
         _apply(run_dir, plan)
         _commit(run_dir, plan, lock=lock, env=env)
-    return f"{_summary(run_dir, plan)}Done. `python -m jaxres.train {run_dir.root}` resumes it.\n"
+    resume = command_line("python -m jaxres.train", run_dir.root)
+    return f"{_summary(run_dir, plan)}Done. `{resume}` resumes it.\n"
 
 
 def _longest_valid(run_dir: RunDir) -> tuple[Candidate, Commit]:

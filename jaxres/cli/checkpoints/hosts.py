@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from typing import Any
 
 from jaxres.clock import Clock
 from jaxres.cluster.host_identity import MAX_NAME
-from jaxres.faults import UsageError
+from jaxres.faults import UsageError, command_line
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.faulty_hosts import FaultyHost
@@ -107,8 +106,7 @@ def exclude(run_dir: RunDir, name: str, *, reason: str, clock: Clock) -> str:
     faulty_hosts.exclude(run_dir, host, slot=slot, reason=reason, now=clock.wall())
     return (
         f"{name} is left out from the next start on; a run that trains on it goes on until then. "
-        f"To use it again: jaxres hosts {shlex.quote(str(run_dir.root))} --forget "
-        f"{shlex.quote(name)}\n"
+        f"To use it again: {command_line('jaxres hosts', run_dir.root, '--forget', name)}\n"
     )
 
 
@@ -170,11 +168,12 @@ def _slow_row(host: SlowHost) -> dict[str, object]:
 
 
 def _slow_text(run_dir: RunDir, host: SlowHost) -> str:
-    root = shlex.quote(str(run_dir.root))
-    name = "HOST (its machine's name)" if host.name is None else shlex.quote(host.name)
+    name = () if host.name is None else (host.name,)
+    command = command_line("jaxres hosts", run_dir.root, "--exclude", *name)
+    missing = "" if name else " HOST (its machine's name)"
     return (
         f"slow in attempt {host.attempt}: step {host.step}: {host.reason}\n"
-        f"  to leave it out from the next start on: jaxres hosts {root} --exclude {name}\n"
+        f"  to leave it out from the next start on: {command}{missing}\n"
     )
 
 

@@ -16,14 +16,14 @@ from jaxres.checkpoint.retention import pruning, retention
 from jaxres.clock import Clock
 from jaxres.config.schema.operations import KeepSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import UsageError
+from jaxres.faults import UsageError, command_line
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.process.worker_group import WorkerGroup
-from jaxres.supervisor.run_config import resolve_run
+from jaxres.supervisor.run_config import resolve_run, tell_repeated
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry.stdio import format_bytes
 
@@ -52,6 +52,7 @@ def keep_policy(run_dir: RunDir, overrides: Sequence[str]) -> KeepSection:
     for override in overrides:
         if not override.startswith((f"{KEEP}.", f"{KEEP}=", f"{KEEP}_last=")):
             raise UsageError(f"{override}: only {KEEP}.* can be given here, as in {KEEP}.last=2")
+    tell_repeated(overrides)
     return resolve_run(run_dir.root, overrides)[0].config.checkpoint.keep
 
 
@@ -167,7 +168,7 @@ def pin(run_dir: RunDir, step: int) -> str:
     if step not in _steps(run_dir):
         pruning.unpin(run_dir, step)
         raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile and can't be pinned")
-    unpin = f"python -m jaxres checkpoints unpin {run_dir.root} --step {step}"
+    unpin = command_line("python -m jaxres checkpoints unpin", run_dir.root, "--step", step)
     return f"step {step} is pinned: it is kept until `{unpin}`\n"
 
 

@@ -36,7 +36,8 @@ PositiveInt = Annotated[int, Field(gt=0, le=MOST_COUNT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 PositiveFloat = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""A seed: JAX's PRNG key has only the lower 32 bits of a larger one."""
 Window = Annotated[int, Field(ge=2, le=1_000_000)]
 """Number of steps whose values are kept in memory."""
 Dimension = Annotated[int, Field(gt=0, le=2**24)]

@@ -374,7 +374,9 @@ class KeepSection(Section):
     every_steps: PositiveInt | None = free(None)
     """Keeps all steps that are a multiple of this, permanently; null: none."""
     best: NonNegativeInt = free(0)
-    """Number of steps with the lowest held-out loss that are kept; needs evaluations."""
+    """Number of steps with the lowest held-out loss that are kept; needs evaluations.
+
+    Only losses on the data of the newest evaluation are compared."""
 
 
 class ReplicaSection(Section):

@@ -75,6 +75,13 @@ CONTENTS = {
     b"%PDF": ("PDF", None),
 }
 """First bytes of a file -> its type, and the kind of source that reads it."""
+MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Byte order mark at the beginning of a text -> its encoding; longer marks first."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +182,24 @@ def _text(file: SourceFile, raw: BinaryIO, cuts: Cuts, *, is_binary: bool) -> It
         yield TextPiece(b"", ends_document=True)
         return
     _check_start(file, raw)
+    _check_encoding(file, raw.read(4))
+    raw.seek(0)
     yield from _cut(_utf8(file, raw), cuts, file.path)
 
 
+def _check_encoding(file: SourceFile, first: bytes) -> None:
+    """Raises ConfigError if the first bytes of a text are a byte order mark of another encoding."""
+    for mark, name in MARKS.items():
+        if first.startswith(mark):
+            remedy = f"Convert it (iconv -f {name} -t UTF-8)"
+            raise _wrong_kind(file, f"encoded in {name}, not UTF-8", None, remedy)
+
+
 def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
-    """Yields the text of a file; raises ConfigError at NUL bytes and invalid UTF-8."""
+    """Yields the text of a file without a byte order mark at its beginning.
+
+    Raises ConfigError at NUL bytes and invalid UTF-8.
+    """
     decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
         # Limited by the listed size, so that a file that keeps growing ends too.
@@ -197,7 +217,7 @@ def _utf8(file: SourceFile, raw: BinaryIO) -> Iterator[str]:
         if "\0" in text:
             remedy = "If its bytes are to be trained on, set data.source.encoding=binary"
             raise _wrong_kind(file, "binary (it has NUL bytes)", None, remedy)
-        yield text
+        yield text if at else text.removeprefix("\ufeff")
         if not chunk:
             return
         at += len(chunk)
@@ -246,6 +266,8 @@ def _jsonl(file: SourceFile, field: str, raw: BinaryIO) -> Iterator[str | TextPi
     while line := lines.readline(MAX_LINE_BYTES):
         number += 1
         where = f"data.source.path: {file.path}, line {number}"
+        if number == 1:
+            _check_encoding(file, line)
         if len(line) == MAX_LINE_BYTES:
             raise ConfigError(f"{where} is longer than {MAX_LINE_BYTES:,} bytes")
         is_whole = line.endswith(b"\n")

@@ -398,6 +398,7 @@ def parse_tokenizer(
         library = Library.from_buffer(data)
     except Exception as error:
         raise ConfigError(f"{where} is not a tokenizer.json: {error}") from error
+    _check_vocabulary(data, where)
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = special_tokens == "text"
@@ -443,6 +444,30 @@ def _other_ends(
         f"{where}: a document ends with {end!r}, the eos_token of {SETTINGS}; {'; '.join(others)}. "
         "If that is meant, set data.tokenizer.end_of_document"
     )
+
+
+def _check_vocabulary(data: bytes, where: str) -> None:
+    """Raises ConfigError if a tokenizer.json, which is valid, has a word or an id twice.
+
+    The library keeps one of them without a word, and not every reader the same one.
+    """
+    try:
+        fields = foreign_json.loads(data)
+        added = [(token["content"], token["id"]) for token in fields.get("added_tokens") or []]
+        words = fields["model"].get("vocab") or {}
+        # A Unigram model has a list of words with their scores, in the order of their ids.
+        own = words.items() if isinstance(words, dict) else ((w[0], i) for i, w in enumerate(words))
+        of_id, of_word = dict[int, str](), dict[str, int]()
+        for word, id_ in (*own, *added):
+            if of_id.setdefault(id_, word) != word:
+                raise ValueError(f"{of_id[id_]!r} and {word!r} have the id {id_}")
+            if of_word.setdefault(word, id_) != id_:
+                raise ValueError(f"{word!r} has the ids {of_word[word]} and {id_}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: which word has which id is ambiguous: {error}. Take the file that its model "
+            "was trained with, or save the tokenizer again."
+        ) from error
 
 
 def _end_of_model(library: Any, of_model: Mapping[str, Any], where: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from jaxres.faults import (
     RunError,
     StoppedError,
     StorageUnavailable,
+    command_line,
     format_exit_message,
 )
 from jaxres.host import signals
@@ -205,10 +206,10 @@ def _delete_vms(
         may_be_left = code != ExitCode.DONE and not has_ended(folder)
     finally:
         if may_be_left:
+            down = command_line("python -m jaxres.launch gce down", folder)
             print_line(
-                f"VMs of the check may be left: `python -m jaxres.launch gce down {folder}` "
-                f"deletes them. They power themselves off after {IDLE_MINUTES:g} minutes "
-                "without a launcher"
+                f"VMs of the check may be left: `{down}` deletes them. They power themselves off "
+                f"after {IDLE_MINUTES:g} minutes without a launcher"
             )
 
 

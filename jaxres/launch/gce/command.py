@@ -12,7 +12,7 @@ from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.schema import operations as schema_operations
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import PreemptedError, StoppedError, UsageError
+from jaxres.faults import PreemptedError, StoppedError, UsageError, command_line
 from jaxres.host import signals
 from jaxres.launch.gce import check_command as gce_check
 from jaxres.launch.gce import (
@@ -222,9 +222,11 @@ def _run_controller(
     try:
         end = job_start.lead(running, until=until)
     except (StoppedError, PreemptedError) as left:
+        up = command_line("python -m jaxres.launch gce up", run)
+        stop = command_line("python -m jaxres.launch gce stop", run)
         print_line(
             "this launcher exits; the VMs and the training continue and cost money. "
-            f"`python -m jaxres.launch gce up {run}` takes over, `... stop {run}` ends them"
+            f"`{up}` takes over, `{stop}` ends them"
         )
         return job_start.exit_of_signal(left)
     if end is None:

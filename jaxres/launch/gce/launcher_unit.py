@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxres.exit_codes import ROWS, RestartRule
-from jaxres.faults import ConfigError, Fenced, UsageError
+from jaxres.faults import ConfigError, Fenced, UsageError, command_line
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.storage.path import GcsPath
 
@@ -192,7 +192,7 @@ def start(
     if answer.returncode:
         raise ConfigError(
             f"{shlex.join(arguments)}: {answer.stderr.strip()}. The job is recorded, and no "
-            f"launcher leads it now: `python -m jaxres.launch gce up {run}` does."
+            f"launcher leads it now: `{command_line('python -m jaxres.launch gce up', run)}` does."
         )
 
 
@@ -200,20 +200,22 @@ def describe(
     unit: LauncherUnit, run: GcsPath, env: Mapping[str, str], secrets: Iterable[str]
 ) -> str:
     """Returns the message about the running unit and its commands. Pure."""
-    command = "python -m jaxres.launch gce"
-    where = shlex.quote(str(run))
+
+    def command(verb: str, *flags: str) -> str:
+        return command_line("python -m jaxres.launch gce", verb, run, *flags)
+
     names = ", ".join(passed_variables(env, secrets))
     return (
         f"{run}: the launcher runs as the unit {unit.name}. systemd starts it again if it dies; "
         "the unit ends with the job\n"
         f"  {_journal_command(unit)}    # its output\n"
-        f"  {command} status {where}\n"
-        f"  {command} logs {where} --follow\n"
-        f"  {command} stop {where}    # save, end, delete the VMs\n"
-        f"  {command} down {where}    # delete the VMs at once\n"
+        f"  {command('status')}\n"
+        f"  {command('logs', '--follow')}\n"
+        f"  {command('stop')}    # save, end, delete the VMs\n"
+        f"  {command('down')}    # delete the VMs at once\n"
         f"variables that it has: {names}\n"
         "a reboot of this machine ends the unit, not the job. Then: "
-        f"{command} up {where} --detach --resume-only\n"
+        f"{command('up', '--detach', '--resume-only')}\n"
     )
 
 

@@ -28,7 +28,7 @@ from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.config.schema.operations import RestartSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
-from jaxres.faults import Fenced, RunError, UsageError
+from jaxres.faults import Fenced, RunError, UsageError, command_line
 from jaxres.host import signals
 from jaxres.launch import argument_checks, local
 from jaxres.launch.slurm import client as slurm_commands
@@ -184,13 +184,11 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
     if options.is_dry_run:
         sys.stdout.write(text)
         return ExitCode.DONE
-    where = shlex.join(
-        [str(run_dir.root), *(("--folder", options.folder) if options.folder else ())]
-    )
+    folder = ("--folder", options.folder) if options.folder else ()
     for job, state in _unfinished(run_dir, journal).items():
         raise Fenced(
-            f"job {job} of this run is {state}. Wait for it, or end it: `{COMMAND} stop "
-            f"{where}`, or `scancel {job}`"
+            f"job {job} of this run is {state}. Wait for it, or end it: "
+            f"`{command_line(f'{COMMAND} stop', run_dir.root, *folder)}`, or `scancel {job}`"
         )
     faulty = faulty_hosts.read(run_dir)
     files.make_dir(journal.folder)
@@ -209,7 +207,8 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
         there = slurm_commands.nodes_of(options.job.partitions)
         if 0 < there < options.job.least:
             _say(f"the job waits until there are so many: {there} nodes are in the partition now")
-    _say(f"`{COMMAND} status {where}` shows where it is; `stop` instead of it ends it")
+    status = command_line(f"{COMMAND} status", run_dir.root, *folder)
+    _say(f"`{status}` shows where it is; `stop` instead of it ends it")
     return ExitCode.DONE
 
 
@@ -554,13 +553,15 @@ def _status(arguments: Sequence[str]) -> int:
         end = f"ended ({exit_name(finals[-1].exit)})" if isinstance(finals[-1], Final) else ""
         _say(f"job {job}: {end or f'not in the queue; `sacct --jobs={job}` may say why'}")
         if not end:  # The process of the job's script can't have decided: it was killed.
-            _say(f"nothing submits it again; `{COMMAND} {run_dir.root} --nodes N ...` goes on")
+            again = command_line(COMMAND, run_dir.root, "--nodes", "N", "...")
+            _say(f"nothing submits it again; `{again}` goes on")
     else:
         state, reason, nodes, left, partition = found.split("|")
         detail = f"on {nodes}, {left} left" if nodes else f"waits ({reason})"
         _say(f"job {job}: {state}, partition {partition}, {detail}")
     _say(f"attempt {history.attempt}, committed step {history.step}")
-    _say(f"output: {_output(journal, job)}; more: `python -m jaxres status {run_dir.root}`")
+    more = command_line("python -m jaxres status", run_dir.root)
+    _say(f"output: {_output(journal, job)}; more: `{more}`")
     return ExitCode.DONE
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
-from jaxres.faults import RunError
+from jaxres.faults import RunError, command_line
 from jaxres.host.processes import kill_session, start_session
 from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.event_log import read_events
@@ -175,7 +175,7 @@ def damage_events(
 
 def _remedy(check: StepCheck, intact: Sequence[int], copy: str | None, *, run_dir: RunDir) -> str:
     root = run_dir.root.absolute()
-    command = f"jaxres checkpoints verify {root} --step {check.step}"
+    command = command_line("jaxres checkpoints verify", root, "--step", check.step)
     if copy is not None:
         return (
             f"training continues; an intact copy is in the replica: copy the files of {copy} over "

@@ -72,6 +72,19 @@ def test_a_saved_step_is_restored_bit_for_bit(attempt):
     assert facts == progress(8)
 
 
+def test_the_data_of_the_held_out_loss_is_recorded_with_a_step_and_restored(attempt):
+    evaluated = progress(8).evaluated(2.5, data="easy")
+    with attempt.checkpoints() as checkpoints:
+        checkpoints.save(state(8), evaluated)
+        checkpoints.wait()
+    commit = attempt.log.history().newest
+    assert (commit.heldout_loss, commit.heldout_data) == (2.5, "easy")
+    _, facts = restore(attempt, commit, like(state(8)))
+    assert facts == evaluated
+    same, other = facts.evaluated(3.0, data="easy"), facts.evaluated(3.0, data="hard")
+    assert (same.best_loss, other.best_loss) == (2.5, 3.0)
+
+
 def test_the_record_is_written_only_after_everything_else_is_durable(attempt):
     seen = []
 
@@ -84,7 +97,7 @@ def test_the_record_is_written_only_after_everything_else_is_durable(attempt):
         assert commits(attempt) == []
 
     commit = attempt.save(8, before_commit=before_commit)
-    assert seen == [content_digest(host(state(8)), progress=dataclasses.asdict(progress(8)))]
+    assert seen == [content_digest(host(state(8)), progress=progress(8).facts)]
     assert commit.step == 8
 
 
@@ -464,7 +477,7 @@ def test_the_digest_of_a_step_is_that_of_the_state_and_needs_no_jax(attempt):
             capture_output=True,
             text=True,
         )
-        facts = dataclasses.asdict(progress(step))
+        facts = progress(step).facts
         assert found.stdout == content_digest(host(state(step)), progress=facts) + "\n"
 
 

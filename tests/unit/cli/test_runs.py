@@ -19,7 +19,7 @@ from tests.unit.checkpoint.llama_run import config, random_params, run_of
 RATES = {"a": 3e-4, "b": 1e-3}
 
 
-def line(step: int, loss: float) -> MetricsLine:
+def line(step: int, loss: float | None) -> MetricsLine:
     return MetricsLine(
         seq=2,
         step=step,
@@ -119,6 +119,12 @@ def test_what_differs_is_listed_and_losses_are_compared_at_equal_steps(
     assert "training loss over steps" in text
     same = printed(capsys, "compare", str(folder / "a"), str(folder / "a"))
     assert "configs are equal" in same
+
+
+@pytest.mark.parametrize("loss", [1.5e308, -1.5e308, float("inf"), float("nan"), None])
+def test_losses_of_any_size_are_drawn(loss: float | None) -> None:
+    lines = [line(step, value) for step, value in enumerate((2.0, loss, -1.5e308, 1.5), 1)]
+    assert "training loss over steps" in runs.plot([lines, lines[:1], []])
 
 
 @pytest.mark.parametrize(

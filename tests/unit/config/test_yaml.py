@@ -80,6 +80,10 @@ def test_scalars_are_those_of_yaml_1_2(text: str, value: Any):
         ("a: 1\n b: [", "x:2: not valid YAML: "),
         ("a: 1\n---\na: 2", "x:2: not valid YAML: but found another document"),
         ("\x01", "x:1: not valid YAML: "),
+        *(
+            (f"a: 1\nb: 2 # a note{end}a: 3\n", f"x:2: has U+{ord(end):04X}, which ends a line")
+            for end in "\x85\u2028\u2029\r"
+        ),
         ("[" * 900, "x:1: "),
     ],
 )

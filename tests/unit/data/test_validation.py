@@ -55,6 +55,24 @@ def test_each_set_has_its_own_rows_and_the_held_out_part_is_the_first(folder: Pa
     assert np.array_equal(rows.rows(ids)["tokens_BT"], expected.rows(ids)["tokens_BT"])
 
 
+def test_the_first_set_has_a_fingerprint_of_its_content(folder: Path) -> None:
+    def fingerprint(heldout: float = 0.0) -> str:
+        section = DataSection(
+            source=TextSource(path=str(folder / "train" / "a.txt")),
+            validation=(valid,),
+            heldout_fraction=heldout,
+            seq_len=8,
+            cache_dir=folder / "cache",
+        )
+        return open_dataset(section).heldout_fingerprint
+
+    path = folder / "valid" / "a.txt"
+    valid = ValidationSet(name="valid", source=TextSource(path=str(path)))
+    before, held_out = fingerprint(), fingerprint(0.2)
+    path.write_text(path.read_text() + "More.")
+    assert fingerprint(0.2) == held_out != before != fingerprint()
+
+
 def test_training_data_among_the_validation_sets_is_told(folder: Path) -> None:
     messages: list[str] = []
     same = TextSource(path=str(folder / "train" / "a.txt"))

@@ -12,7 +12,6 @@ import pytest
 from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
-from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog, Start
 from jaxres.supervisor import attempt_runner, run_config
@@ -61,6 +60,27 @@ def test_a_run_directory_of_any_name_can_be_given(
     assert resolve_run(Path(f"{folder}/../{name}"), ["run.dir=" + str(folder)])[1] == run_dir
     with pytest.raises(ConfigError, match="the run directory is given already"):
         resolve_run(folder, ["run.dir=elsewhere"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("train.steps=1 train.steps=2", "train.steps"),
+        ("train={steps: 1} train.steps=2", "train.steps"),
+        ("train.steps=1 run.seed=3 train={steps: 2}", "train.steps"),
+        ("guards.rollback.window_steps=9 guards.rollback=null", "guards.rollback"),
+        ("train.steps=1 run.seed=1 train.steps=1 train={microbatches: 2}", None),
+        ("alerts.targets=[{kind: slack, url: https://a/one}] alerts.targets=[]", "alerts.targets"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_told(
+    words: str, key: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = re.split(r" (?=[\w.]+=)", words)
+    assert parse_target(["a.yaml", *overrides], command="jaxres train")[1] == overrides
+    told = capsys.readouterr().err
+    assert told.startswith(f"WARNING: {key}: given twice; ") if key else told == ""
+    assert "https://a/one" not in told
 
 
 def test_a_run_directory_where_nothing_can_be_saved_is_refused(tmp_path: Path) -> None:
@@ -135,17 +155,6 @@ def test_an_edit_of_the_config_of_a_run_directory_has_no_effect_and_is_told(
     path.write_text(text + "# A note.\n")
     resolve_run(started.root, [])
     assert capsys.readouterr().err == ""
-
-
-def test_other_validation_data_are_told_at_a_restart(started: RunDir) -> None:
-    config = resolve_run(started.root, [])[0].config
-    starts = run_log.fold(run_log.read_records(started.log)).starts
-    told: list[str] = []
-    for batches in (config.evaluation.batches, 5):
-        evaluation = config.evaluation.model_copy(update={"batches": batches})
-        changed = config.model_copy(update={"evaluation": evaluation})
-        run_config.record(changed, started, 2, starts, told.append)
-    assert told == [run_config.OTHER_LOSSES]
 
 
 def test_without_proc_the_error_says_how_to_mount_it(

@@ -27,7 +27,13 @@ from jaxres.train.components import (
 )
 from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.loop import LAG, finalize, process_completed
-from jaxres.train.resume import _agreed_history, _check_rows
+from jaxres.train.resume import (
+    OTHER_LOSSES,
+    UNKNOWN_LOSSES,
+    _agreed_history,
+    _check_rows,
+    _note_other_losses,
+)
 from jaxres.train.stop_requests import StopRequests
 from tests.unit.runlog.example_records import CLAIM
 
@@ -471,3 +477,12 @@ def test_a_host_that_reads_other_rows_than_host_0_never_starts():
     run, _ = fake_run(peers=FollowerHost(), dataset="d")
     with pytest.raises(ConfigError, match=r"data\.source: .*other rows than host 0.*d here, 2 on"):
         _check_rows(run, fold(RECORDS), entry=0)
+
+
+def test_a_start_tells_that_the_last_held_out_loss_is_of_other_data():
+    told = []
+    run, _ = fake_run(heldout_data="hard", emit=told.append)
+    for data in ("hard", "easy", ""):
+        _note_other_losses(run, Progress(heldout_loss=1.0, heldout_data=data))
+    _note_other_losses(run, Progress())
+    assert [event.message for event in told] == [OTHER_LOSSES, UNKNOWN_LOSSES]

@@ -37,7 +37,7 @@ def bad_config(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
     run.mark_fault()
     config = configs.load(run.runner.config, run.runner.overrides).config
     before, unkept = _contents(run.disk), ""
-    wrong = (UNKNOWN_KEY, f"run.seed={config.run.seed + 1}")
+    wrong = (UNKNOWN_KEY, f"run.seed={config.run.seed ^ 1}")
     for override in wrong:
         run.start([override])
         code = run.runner.wait_exit()

@@ -73,6 +73,18 @@ def test_the_best_are_kept_one_for_each_evaluation():
     assert kept(steps, best=9) == [10, 20, 50, 60, 70]
 
 
+def test_only_losses_on_the_data_of_the_newest_evaluation_are_compared():
+    data = ("", "easy", "easy", "hard", "hard", "", "")
+    losses = (4.0, 1.0, 1.5, 3.0, 2.0, None, None)
+    steps = [
+        CommittedStep(10 * n, 0.0, heldout_loss=loss, evaluated_step=10 * n, heldout_data=name)
+        for n, (name, loss) in enumerate(zip(data, losses, strict=True), 1)
+    ]
+    assert kept(steps[:3], best=1) == [20, 30]
+    assert kept(steps, best=1) == [50, 60, 70]
+    assert kept(steps, best=3) == [10, 40, 50, 60, 70]  # Of step 10 the data is unknown.
+
+
 def test_pinned_steps_and_the_newest_known_good_are_always_kept():
     steps = [CommittedStep(step, 0.0, known_good=step <= 30) for step in range(10, 100, 10)]
     assert kept(steps) == [30, 80, 90]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import random
@@ -269,6 +270,8 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("nul.txt", b"abc\0def", "NUL bytes.*encoding=binary"),
     ("latin1.txt", b"caf\xe9 au lait", "not UTF-8 .byte 0xe9 near 3.*iconv"),
     ("cut.txt", "é".encode()[:1], "not UTF-8"),
+    ("windows.txt", "text".encode("utf-16"), "encoded in UTF-16.*iconv -f UTF-16 -t UTF-8"),
+    ("wide.txt", codecs.BOM_UTF32_BE + "text".encode("utf-32-be"), "encoded in UTF-32"),
 ]
 
 
@@ -286,6 +289,26 @@ def test_text_of_another_kind_is_refused_before_anything_is_trained_on(
     assert list((tmp_path / "cache" / "corpora").glob("*")) == []
     dataset = opened(TextSource(path=str(data), encoding="binary"), tmp_path / "cache")
     assert dataset.train.corpus.meta.num_tokens == len(content) + 1 + 5
+
+
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path) -> None:
+    marked, plain = tmp_path / "marked.txt", tmp_path / "plain.txt"
+    marked.write_text("\ufeffa \ufeffmark", encoding="utf-8")
+    plain.write_text("a \ufeffmark", encoding="utf-8")
+    fingerprints = {
+        opened(TextSource(path=str(path)), tmp_path / "cache").fingerprint
+        for path in (marked, plain)
+    }
+    assert len(fingerprints) == 1
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_json_lines_in_another_encoding_are_refused(tmp_path: Path, compressed: bool) -> None:
+    lines = (json.dumps({"text": "words"}) + "\n").encode("utf-16")
+    path = tmp_path / ("a.jsonl.gz" if compressed else "a.jsonl")
+    path.write_bytes(gzip.compress(lines) if compressed else lines)
+    with pytest.raises(ConfigError, match=r"a\.jsonl.*encoded in UTF-16.*iconv"):
+        opened(JsonlSource(path=str(path)), tmp_path / "cache")
 
 
 def cut_parquet(path: Path) -> None:

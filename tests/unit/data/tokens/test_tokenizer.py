@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +153,37 @@ def test_an_unusable_tokenizer_is_one_error_that_names_it(
     assert open_dataset(section(corpus, alone, end_of_document="<s>")).vocab_size == 400
     (alone.parent / "tokenizer_config.json").write_text("[1]")
     assert "is not a JSON object" in error(alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda f: f["model"]["vocab"].update({"twice": 300}), "'twice' have the id 300"),
+        (lambda f: f["added_tokens"][1].update(id=300), "have the id 300"),
+        (lambda f: f["added_tokens"][1].update(content="<pad>"), "'<pad>' have the id 1"),
+        (lambda f: f["added_tokens"].append({**f["added_tokens"][1], "id": 400}), "ids 1 and 400"),
+    ],
+)
+def test_a_word_or_an_id_that_a_tokenizer_has_twice_is_refused(
+    trained: Path, change: Callable[[Any], object], says: str
+) -> None:
+    fields = json.loads((trained / "tokenizer.json").read_bytes())
+    tokenizer._check_vocabulary(json.dumps(fields).encode(), "here")
+    change(fields)
+    with pytest.raises(ConfigError, match=f"here: which word has which id is ambiguous: .*{says}"):
+        tokenizer._check_vocabulary(json.dumps(fields).encode(), "here")
+
+
+def test_a_word_that_a_unigram_tokenizer_has_twice_is_refused(tmp_path: Path) -> None:
+    for words in ("ab", "aba"):
+        library = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
+        library.add_special_tokens([bpe.END])
+        library.save(str(tmp_path / "tokenizer.json"))
+        section = HuggingfaceTokenizer(path=tmp_path, end_of_document=bpe.END)
+        if words == "ab":
+            assert tokenizer.open_tokenizer(section).vocab_size == 3
+    with pytest.raises(ConfigError, match="'a' has the ids 0 and 2"):
+        tokenizer.open_tokenizer(section)
 
 
 HARMLESS = {
