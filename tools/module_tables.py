@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxres.cluster import detect
+from jaxres.launch.gce.decide import reconcile
 from jaxres.operate.chaos import coverage
 from jaxres.operate.plan.assumptions import ASSUMPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxres"
-PAGES = ("ARCHITECTURE.md", "many-hosts.md", "planning.md", "prove.md")
+PAGES = ("ARCHITECTURE.md", "gce-reference.md", "many-hosts.md", "planning.md", "prove.md")
 DOCSTRING = re.compile(r'r?"""(\S[^\n]*?)(?:\n|""")')
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
@@ -88,6 +89,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "assumptions": assumptions,
     "covered-faults": lambda: coverage.table().rstrip("\n"),
     "folders": folders,
+    "launch-stages": reconcile.table,
     "modules": modules,
     "places": lambda: detect.table().rstrip("\n"),
 }

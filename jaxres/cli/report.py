@@ -21,8 +21,9 @@ from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import CostlyInterruption, Summary
 from jaxres.launch.gce.checks import option_prices
 from jaxres.launch.gce.state import spending
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.operate.report import comparison, number_text
 from jaxres.operate.report.contents import Contents, Sources, collect
 from jaxres.operate.report.page import DOCTYPE, run_page

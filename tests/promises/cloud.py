@@ -15,9 +15,10 @@ from typing import Any
 
 from jaxres.faults import RunError
 from jaxres.launch.gce import command as gce
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.observed_state import AgentReport
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
@@ -171,7 +172,7 @@ class Cloud:
         """Returns the VM of a host of the current attempt."""
         desired = self.desired_state()
         assert desired is not None
-        return desired.hosts[host].name
+        return desired.attempt.hosts[host].name
 
     def describe(self) -> str:
         """Returns all outputs and the desired state, for failure messages."""

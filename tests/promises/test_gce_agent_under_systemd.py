@@ -17,9 +17,10 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, JobAttempt
 from jaxres.launch.gce.state.observed_state import AgentReport
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm import code_package, instance_spec
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
@@ -107,9 +108,8 @@ class Vm:
     def train(self) -> None:
         """Lets the agent start the first attempt, as the controller does."""
         hosts = (HostAddress(NAME, "127.0.0.1"),)
-        state = DesiredState(
-            "jx-run", "", self.config, phase="running", attempt=1, hosts=hosts, port=8476
-        )
+        attempt = JobAttempt(number=1, hosts=hosts, port=8476)
+        state = DesiredState("jx-run", "", self.config, phase="running", attempt=attempt)
         StateObject(self.paths.desired_state).write(state, epoch=1)
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:

@@ -15,8 +15,8 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce import check_command as gce_check
 from jaxres.launch.gce import command as gce
-from jaxres.launch.gce.state.desired_state import StateObject
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
@@ -76,7 +76,7 @@ def test_a_vm_with_too_few_devices_is_named_while_the_job_of_the_run_goes_on(clo
     assert list(cloud.gce.vms()) == [cloud.member(0)], "the check's VM is left"
     desired = cloud.desired_state()
     assert desired is not None
-    assert (desired.phase, desired.attempt) == ("running", 1), "the job was disturbed"
+    assert (desired.phase, desired.attempt.number) == ("running", 1), "the job was disturbed"
     cloud.wait_commit(run_history(cloud.run_dir).step + 10)
     assert cloud.run_here("down", config) == ExitCode.DONE, cloud.describe()
     assert job.wait_exit() == ExitCode.STOPPED, cloud.describe()

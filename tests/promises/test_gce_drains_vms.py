@@ -51,7 +51,7 @@ def assert_drained(cloud: Cloud, drained: str) -> None:
     first, last = desired.history
     assert (first.code, last.code) == (ExitCode.PREEMPTED, ExitCode.DONE), desired.history
     assert starts(cloud.run_dir)[1] == first.step_after > 30, "the steps since the last save"
-    assert desired.replacements.losses == (LossCount("excluded by hand", 1),)
+    assert desired.failures.replacements.losses == (LossCount("excluded by hand", 1),)
     deleted = [name for kind, name in cloud.gce.events(".*") if kind == "delete"]
     assert deleted[0] == drained, deleted
 

@@ -136,6 +136,6 @@ def test_a_detached_launcher_that_is_killed_comes_back_and_ends_with_its_job(
     assert after is not None
     assert (after.phase, after.end and after.end.exit) == ("ended", ExitCode.DONE)
     assert after.epoch > before.epoch, "the launcher that came back has led nothing"
-    assert after.placement == before.placement, "another job was started"
+    assert after.capacity.placement == before.capacity.placement, "another job was started"
     assert_bit_exact(cloud.run_dir, fault_free)
     cloud.assert_nothing_is_left()

@@ -40,7 +40,7 @@ def test_the_vm_requested_at_the_notice_trains_in_the_next_attempt(
     cloud.wait(lambda: requested.search(launcher.printed()), of="request at the notice")
     desired = cloud.desired_state()
     assert desired is not None
-    assert (desired.phase, desired.attempt) == ("running", 1), "the attempt has ended"
+    assert (desired.phase, desired.attempt.number) == ("running", 1), "the attempt has ended"
     (early,) = desired.early_vms
     status = cloud.launch(str(cloud.run), verb="status")
     assert status.wait_exit() == 0
@@ -52,7 +52,7 @@ def test_the_vm_requested_at_the_notice_trains_in_the_next_attempt(
     assert cloud.gce.calls().calls[CREATED] == 2, "another VM was requested"
     desired = cloud.desired_state()
     assert desired is not None
-    assert desired.replacements.times <= 1
+    assert desired.failures.replacements.times <= 1
     assert len(desired.history) == 2, (desired.history, cloud.describe())
     first, last = desired.history
     assert (first.code, last.code) == (ExitCode.PREEMPTED, ExitCode.DONE), desired.history

@@ -92,7 +92,7 @@ def test_a_launcher_that_is_killed_while_the_cheaper_vms_boot_is_followed_by_one
     first.wait_exit()
     desired = cloud.desired_state()
     assert desired is not None
-    assert (desired.phase, desired.attempt) == ("running", 1)
+    assert (desired.phase, desired.attempt.number) == ("running", 1)
     waiting = {vm.name for vm in desired.spares}
     assert len(waiting) == 2
     assert waiting.isdisjoint(cloud.reports()), "they have booted"

@@ -33,7 +33,13 @@ from jaxres.engine.state import Progress
 from jaxres.goodput import summary
 from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.launch.gce.state import desired_state, lease, observed_state, spending
+from jaxres.launch.gce.state import (
+    desired_state,
+    lease,
+    observed_state,
+    spending,
+    state_object,
+)
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.operate.chaos import results as chaos_results
 from jaxres.operate.chaos.schedule import PlannedRun
@@ -63,7 +69,7 @@ from tests.unit.launch import gce_config
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_names.json"
 ADVICE = (
     "this is a format change: bump the format's number (runlog/records.py, "
-    "checkpoint/read/manifest.py, cluster/messages.py, launch/gce/state/desired_state.py, "
+    "checkpoint/read/manifest.py, cluster/messages.py, launch/gce/state/state_object.py, "
     "launch/gce/state/lease.py), list the names in CHANGELOG, "
     "then write the file again: python -m tests.unit.test_format_names"
 )
@@ -255,7 +261,7 @@ def paths_of(folder: Any) -> list[str]:
 
 
 def desired_state_names() -> Any:
-    return written(desired_state.encode_state(example(desired_state.DesiredState)))
+    return written(state_object.encode_state(example(desired_state.DesiredState)))
 
 
 def resume_check_names() -> dict[str, Any]:
@@ -351,7 +357,7 @@ def names() -> dict[str, Any]:
             "manifest": [manifest.FORMAT, manifest.FROZEN_FORMAT],
             "messages between hosts": messages.VERSION,
             "lease": lease.FORMAT,
-            "desired state": desired_state.FORMAT,
+            "desired state": state_object.FORMAT,
         },
     }
     return {name: make() for name, make in producers.items()}

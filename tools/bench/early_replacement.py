@@ -30,9 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxres.exit_codes import ExitCode  # noqa: E402
-from jaxres.launch.gce.state.desired_state import DesiredState, decode_state  # noqa: E402
+from jaxres.launch.gce.state.desired_state import DesiredState  # noqa: E402
 from jaxres.launch.gce.state.observed_state import AgentReport  # noqa: E402
 from jaxres.launch.gce.state.paths import LaunchPaths  # noqa: E402
+from jaxres.launch.gce.state.state_object import decode_state  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
 from jaxres_emulators.gce import GceEmulator  # noqa: E402
 from jaxres_emulators.gcs import GcsServer  # noqa: E402
@@ -108,7 +109,7 @@ class Agents:
         """Returns the number of the running attempt; 0: none runs."""
         desired = self.desired()
         is_running = desired is not None and desired.phase == "running"
-        return desired.attempt if desired is not None and is_running else 0
+        return desired.attempt.number if desired is not None and is_running else 0
 
     def _run(self) -> None:
         while not self._is_closed.wait(0.5):
@@ -118,7 +119,7 @@ class Agents:
     def _report(self, desired: DesiredState, *, now: float) -> None:
         if not self.noticed:
             self._first |= desired.names
-            self.hosts |= {host.name for host in desired.hosts}
+            self.hosts |= {host.name for host in desired.attempt.hosts}
         for name, status in self.gce.vms().items():
             if status != "RUNNING":
                 continue
@@ -131,14 +132,15 @@ class Agents:
 
     def _of(self, name: str, desired: DesiredState, *, now: float) -> AgentReport:
         report = AgentReport("ready", "b")
-        is_host = any(host.name == name for host in desired.hosts)
+        is_host = any(host.name == name for host in desired.attempt.hosts)
         if is_host and desired.phase == "running":
-            report = replace(report, state="running", attempt=desired.attempt)
+            report = replace(report, state="running", attempt=desired.attempt.number)
         begun = min(self.noticed.values(), default=now)
         if name in self.hosts and self.noticed and now - begun >= self.save:
             report = replace(report, state="ended", attempt=1, exit=self.exit)
-            if is_host and desired.attempt > 1:
-                report = replace(report, state="running", attempt=desired.attempt, exit=None)
+            if is_host and desired.attempt.number > 1:
+                number = desired.attempt.number
+                report = replace(report, state="running", attempt=number, exit=None)
         at = self.noticed.get(name) if self.exit == ExitCode.PREEMPTED else None
         if at is not None:
             until = time.time() + at + 120.0 - now
@@ -181,7 +183,7 @@ def measure(way: Way, *, boot: float, save: float) -> float:
             _wait(lambda: len(_ready_spares(agents)) == way.spares)
             desired = agents.desired()
             assert desired is not None
-            start, taken = time.monotonic(), desired.hosts[1].name
+            start, taken = time.monotonic(), desired.attempt.hosts[1].name
             if not way.has_notice:
                 agents.exit = ExitCode.PEER_LOST
                 gce.preempt(taken, notice=False)

@@ -31,9 +31,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxres.launch.gce.state.desired_state import DesiredState, decode_state  # noqa: E402
+from jaxres.launch.gce.state.desired_state import DesiredState  # noqa: E402
 from jaxres.launch.gce.state.observed_state import AgentReport  # noqa: E402
 from jaxres.launch.gce.state.paths import LaunchPaths  # noqa: E402
+from jaxres.launch.gce.state.state_object import decode_state  # noqa: E402
 from jaxres.launch.gce.vm.agent import REPORT_SECONDS  # noqa: E402
 from jaxres.storage.path import GcsPath  # noqa: E402
 from jaxres_emulators.gce import GceEmulator  # noqa: E402
@@ -87,7 +88,8 @@ class Agents:
             if intent is None:
                 continue
             is_on = intent.phase == "running"
-            report = AgentReport("running" if is_on else "ready", "b", intent.attempt).metadata()
+            number = intent.attempt.number
+            report = AgentReport("running" if is_on else "ready", "b", number).metadata()
             running = {n for n, status in self.gce.vms().items() if status == "RUNNING"}
             for name in running - self.silent:
                 key = self.places.report(name).key
@@ -207,7 +209,7 @@ def _measure(
     print(f"share of a core: {(_cpu_seconds(leader.pid) - busy) / (60 * minutes):.2f}")
     intent = agents.intent()
     assert intent is not None
-    print(f"attempts: {intent.attempt}, VMs: {len(gce.vms())}")
+    print(f"attempts: {intent.attempt.number}, VMs: {len(gce.vms())}")
 
 
 def _lose(count: int, leader: subprocess.Popen[bytes], agents: Agents) -> None:
@@ -217,7 +219,7 @@ def _lose(count: int, leader: subprocess.Popen[bytes], agents: Agents) -> None:
         time.sleep(random.uniform(0, REPORT_SECONDS))
         intent = agents.intent()
         assert intent is not None
-        name, start = intent.hosts[-1].name, time.monotonic()
+        name, start = intent.attempt.hosts[-1].name, time.monotonic()
         agents.silent.add(name)
         _wait(lambda name=name: not agents.is_wanted(name), leader)
         found.append(time.monotonic() - start)

@@ -36,8 +36,9 @@ from jaxres.launch.gce.checks import hardware_report, preflight
 from jaxres.launch.gce.checks.hardware_report import HostTest
 from jaxres.launch.gce.controller import Controller
 from jaxres.launch.gce.job_start import gce_section, print_line
-from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm.agent import DEVICE_VARIABLES
 from jaxres.runlog import event_log, launch_events, run_log
 from jaxres.runlog.events import EVENTS, HardwareTested
@@ -186,7 +187,7 @@ def _lead(running: Controller, attempts: list[DesiredState]) -> JobEnd:
     """Leads the check to its end; `attempts` gets the newest state with a running attempt."""
 
     def note(desired: DesiredState) -> bool:
-        if desired.hosts:
+        if desired.attempt.hosts:
             attempts[:] = [desired]
         return False
 
@@ -285,7 +286,7 @@ def _show(running: Controller, attempts: Sequence[DesiredState], end: JobEnd) ->
     machine_type, tests = "", list[HostTest]()
     if attempts:
         machine_type = gce.capacity_options[attempts[0].vms[0].option].machine_type
-        tests = read_tests(folder, [host.name for host in attempts[0].hosts])
+        tests = read_tests(folder, [host.name for host in attempts[0].attempt.hosts])
     expected = hardware_report.expected_devices(machine_type, gce.env, DEVICE_VARIABLES)
     if MIN_DEVICES in gce.env:
         expected = f"{gce.env[MIN_DEVICES]} expected"

@@ -30,8 +30,9 @@ from jaxres.launch.gce.decide import draining, reconcile
 from jaxres.launch.gce.job_start import compute_for, controller_of, print_line, set_aside_damaged
 from jaxres.launch.gce.log_follower import LogFollower
 from jaxres.launch.gce.state import capacity_options, lease_wait
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm import commands as vm_commands
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
@@ -463,4 +464,4 @@ def _await_drain(
 def _drained_message(run: GcsPath, vm: str, desired: DesiredState) -> str:
     if desired.phase == "ended":
         return f"{run}: has ended; no VM is left\n"
-    return f"{vm}: is drained; attempt {desired.attempt} runs\n"
+    return f"{vm}: is drained; attempt {desired.attempt.number} runs\n"

@@ -31,10 +31,11 @@ from jaxres.launch.gce.job_alerts import JobAlerts
 from jaxres.launch.gce.service_answers import ServiceAnswers
 from jaxres.launch.gce.state import step_line, transition_events
 from jaxres.launch.gce.state.desired_state import (
+    CapacityState,
     DesiredState,
+    JobAttempt,
     JobEnd,
     PendingCreate,
-    StateObject,
     VmSpec,
 )
 from jaxres.launch.gce.state.lease import Lease
@@ -46,6 +47,7 @@ from jaxres.launch.gce.state.observed_state import (
     VmStatus,
 )
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog import launch_events
@@ -228,12 +230,13 @@ class Controller:
             if name in desired.names
         ]
         any_ended = any(
-            r is not None and (r.attempt, r.state) == (desired.attempt, "ended") for r in reports
+            r is not None and (r.attempt, r.state) == (desired.attempt.number, "ended")
+            for r in reports
         )
         since, self._observed_at, self._bucket.waited = now - self._observed_at, now, 0.0
         self._observer.update_progress(
             self._bucket.log,
-            desired.attempt,
+            desired.attempt.number,
             is_on=is_running,
             any_ended=any_ended,
             since=since,
@@ -242,7 +245,8 @@ class Controller:
         lacks_vms = job_conditions.lacks_vms(desired)
         self._observer.update_waits(self._bucket.log.step, lacks_vms=lacks_vms, since=since)
         creation, not_found = None, frozenset[str]()
-        is_ending = is_running and (any_ended or self._bucket.log.last_end_seq > desired.seq_before)
+        has_end_record = self._bucket.log.last_end_seq > desired.attempt.seq_before
+        is_ending = is_running and (any_ended or has_end_record)
         vms = (*desired.vms, *desired.early_vms, *desired.spares)
         boots = self._boots.observe(vms, listed, now=self._wall(), ready_seconds=ready_seconds)
         try:
@@ -496,9 +500,9 @@ class Controller:
 
     def _request_stop(self, desired: DesiredState) -> None:
         """Requests the supervisors to save and stop, once an attempt."""
-        if self._stopped_attempt != desired.attempt:
+        if self._stopped_attempt != desired.attempt.number:
             gcs_objects.write(self.paths.stop, b"", over=None)
-            self._stopped_attempt = desired.attempt
+            self._stopped_attempt = desired.attempt.number
 
     def _cleanup(self, desired: DesiredState) -> None:
         """Deletes the requests, which would end the next `up`, and the reports of deleted VMs."""
@@ -579,16 +583,14 @@ def new_state(
     return replace(
         new,
         id=after.id,
-        placement=after.placement,
         next_name=after.next_name,
-        attempt=after.attempt,
-        freed_at=after.freed_at,
-        spent_dollars=after.spent_dollars,
-        vm_seconds=after.vm_seconds,
-        saved_dollars=after.saved_dollars,
-        num_events=after.num_events,
-        events=after.events,
-        spending=after.spending,
-        conditions=tuple(c for c in after.conditions if c.kind == job_conditions.SPEND),
-        alert_starts=after.alert_starts,
+        attempt=JobAttempt(number=after.attempt.number),
+        capacity=CapacityState(
+            placement=after.capacity.placement, freed_at=after.capacity.freed_at
+        ),
+        costs=replace(after.costs, cheaper_by=0.0, prices=()),
+        events=replace(
+            after.events,
+            conditions=tuple(c for c in after.events.conditions if c.kind == job_conditions.SPEND),
+        ),
     )

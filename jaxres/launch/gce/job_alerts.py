@@ -115,22 +115,22 @@ class JobAlerts:
     def _read_events(self, desired: DesiredState) -> None:
         first = self._next_event
         if first is None:
-            first = min((start.event for start in desired.alert_starts), default=0)
-        if first >= desired.num_events:
+            first = min((start.event for start in desired.events.alert_starts), default=0)
+        if first >= desired.events.count:
             self._next_event = first
             return
         events = _events_from(first, desired, self._run_dir)
         for event, incident in incidents.of_launch_events(events, run=self._name):
-            names = {s.target for s in desired.alert_starts if s.event <= event.number}
+            names = {s.target for s in desired.events.alert_starts if s.event <= event.number}
             self._waiting.append((event.time, incident, frozenset(names)))
-        self._next_event = desired.num_events
+        self._next_event = desired.events.count
 
     def _read_recorded(self, desired: DesiredState) -> None:
         """Reads the incidents that supervisors of this and the previous attempt have recorded."""
         if (now := self._clock.monotonic()) < self._looked_at + LOOK_SECONDS:
             return
         self._looked_at = now
-        newest = desired.attempt
+        newest = desired.attempt.number
         attempts = [attempt for attempt in (newest - 1, newest) if attempt > 0]
         for time, incident in self._recorded.read_new(attempts):
             self._waiting.append((time, incident, None))
@@ -138,8 +138,8 @@ class JobAlerts:
 
 def _events_from(first: int, desired: DesiredState, run_dir: RunDir) -> list[LaunchEvent]:
     """Returns the events from a number on; the older ones are no longer in the desired state."""
-    events = [event for event in desired.events if event.number >= first]
-    missing = events[0].number if events else desired.num_events
+    events = [event for event in desired.events.newest if event.number >= first]
+    missing = events[0].number if events else desired.events.count
     if missing <= first:
         return events
     stored = launch_events.read_stored(run_dir, job=desired.id, first=first)
@@ -148,7 +148,7 @@ def _events_from(first: int, desired: DesiredState, run_dir: RunDir) -> list[Lau
 
 def has_unsent(targets: Sequence[ResolvedTarget], desired: DesiredState, run: GcsPath) -> bool:
     """Returns whether a target has not received all incidents of the launcher's events."""
-    run_dir, starts = RunDir(run), {s.target: s.event for s in desired.alert_starts}
+    run_dir, starts = RunDir(run), {s.target: s.event for s in desired.events.alert_starts}
     if not targets or not starts:
         return False
     events = _events_from(min(starts.values()), desired, run_dir)
@@ -156,7 +156,7 @@ def has_unsent(targets: Sequence[ResolvedTarget], desired: DesiredState, run: Gc
     lines = read_json_lines(run_dir.alerts)
     for target in targets:
         ledger = alert_delivery_log.fold(target.name, lines)
-        first = starts.get(target.name, desired.num_events)
+        first = starts.get(target.name, desired.events.count)
         keys = {
             incidents.key(incident, nonce=desired.id)
             for event, incident in found
@@ -202,10 +202,12 @@ def start_targets(desired: DesiredState, config: RunConfig) -> DesiredState:
 
     A new target receives no alerts about what was before. Pure.
     """
-    known = {start.target: start for start in desired.alert_starts}
+    known = {start.target: start for start in desired.events.alert_starts}
     names = [alert_sender.target_name(target) for target in config.alerts.targets]
-    starts = tuple(known.get(name, AlertStart(name, desired.num_events)) for name in names)
-    return desired if starts == desired.alert_starts else replace(desired, alert_starts=starts)
+    starts = tuple(known.get(name, AlertStart(name, desired.events.count)) for name in names)
+    if starts == desired.events.alert_starts:
+        return desired
+    return replace(desired, events=replace(desired.events, alert_starts=starts))
 
 
 def resolve_if_set(config: RunConfig, env: Mapping[str, str]) -> tuple[ResolvedTarget, ...]:

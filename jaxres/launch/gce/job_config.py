@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from jaxres import config as configs
 from jaxres.config import RunConfig
 from jaxres.faults import ConfigError, UsageError
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.launch.gce.vm.code_package import digest_of
 from jaxres.storage import gcs_objects

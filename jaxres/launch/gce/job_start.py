@@ -31,10 +31,11 @@ from jaxres.launch.gce.controller import Controller
 from jaxres.launch.gce.decide import elastic
 from jaxres.launch.gce.job_alerts import JobAlerts
 from jaxres.launch.gce.state import capacity_options, lease_wait
-from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup, JobEnd, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup, JobEnd
 from jaxres.launch.gce.state.lease import Lease
 from jaxres.launch.gce.state.observed_state import VmStatus
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm import code_package, instance_spec
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
@@ -174,7 +175,7 @@ def _check_before_lease(
 def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunConfig:
     """Returns the config of a running job, and prints that the job resumes."""
     config = job_config.adopt(config, desired, paths, print_line)
-    print_line(f"{paths.run}: resuming ({desired.phase}, attempt {desired.attempt})")
+    print_line(f"{paths.run}: resuming ({desired.phase}, attempt {desired.attempt.number})")
     if desired.image:
         print_line(f"VMs boot the image of the first ones, {desired.image}")
     return config
@@ -219,7 +220,8 @@ def _new_job(
     print_line(f"{paths.run}: {gce_section(config).most_hosts} VMs are requested")
     groups = _groups_left(gce, compute, paths)
     later = future_reservations.not_begun(gce, reader, now=clock.wall())
-    return replace(desired, image=image, groups=(*groups,), backoffs=later)
+    capacity = replace(desired.capacity, backoffs=later)
+    return replace(desired, image=image, groups=(*groups,), capacity=capacity)
 
 
 def resolve_boot_image(

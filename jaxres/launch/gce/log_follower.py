@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from jaxres.clock import Clock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError, format_exit_message
 from jaxres.host import signals
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.paths import OUTPUT_START, LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 
@@ -44,7 +45,7 @@ def find_slot(desired: DesiredState, vm: str | None) -> int:
     """
     if vm is None:
         return 0
-    names = [host.name for host in desired.hosts] or [spec.name for spec in desired.vms]
+    names = [host.name for host in desired.attempt.hosts] or [spec.name for spec in desired.vms]
     if vm not in names:
         raise UsageError(
             f"--vm {vm}: the job has no such VM now; it has {', '.join(names) or 'none'}"
@@ -54,9 +55,9 @@ def find_slot(desired: DesiredState, vm: str | None) -> int:
 
 def next_output(current: Output | None, desired: DesiredState, slot: int) -> Output | None:
     """Returns the output to follow now: the slot's, in the newest attempt that has the slot."""
-    if slot >= len(desired.hosts):  # No attempt runs, or one with fewer hosts.
+    if slot >= len(desired.attempt.hosts):  # No attempt runs, or one with fewer hosts.
         return current
-    return Output(desired.attempt, desired.hosts[slot].name)
+    return Output(desired.attempt.number, desired.attempt.hosts[slot].name)
 
 
 def describe_change(before: Output | None, after: Output) -> str:

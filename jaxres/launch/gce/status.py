@@ -21,10 +21,11 @@ from jaxres.launch.gce.decide import cheaper_option, reconcile, spares
 from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.boot_report import BootReport
 from jaxres.launch.gce.state.capacity_options import NEVER, Backoff
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject, VmSpec
+from jaxres.launch.gce.state.desired_state import DesiredState, VmSpec
 from jaxres.launch.gce.state.lease import TAKEOVER_TERMS, Lease, LeaseRecord
 from jaxres.launch.gce.state.observed_state import AgentReport, VmStatus
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.launch.gce.vm import commands as vm_commands
 from jaxres.runlog import faulty_hosts, launch_events, run_log
 from jaxres.runlog.launch_events import LaunchEvent
@@ -130,7 +131,7 @@ def _job_status(
     fields = {
         "run": str(paths.run),
         "phase": desired.phase,
-        "attempt": desired.attempt,
+        "attempt": desired.attempt.number,
         "step": step,
         "steps": config.train.steps,
         "leader": leader,
@@ -139,9 +140,9 @@ def _job_status(
         "early_vms": [dataclasses.asdict(vm) for vm in desired.early_vms],
         "spares": [dataclasses.asdict(vm) for vm in desired.spares],
         "reports": {n: r and dataclasses.asdict(r) for n, r in reports.items()},
-        "suspected": list(desired.suspected),
+        "suspected": list(desired.failures.suspected),
         "cordoned": {n: host.reason for n, host in cordoned.items()},
-        "draining": list(desired.draining),
+        "draining": list(desired.attempt.draining),
         "deleting": [vm.name for vm in desired.deleting],
         "dollars": spent if has_prices else None,
         "saved_dollars": cheaper_option.saved_dollars(desired, gce, now=now),
@@ -160,7 +161,7 @@ def _job_status(
     lines.append(f"  spent so far: {cost}, {hours:.2f} VM hours")
     lines += option_prices.cost_lines(desired, gce, now=now) + _recovery_lines(recovery)
     lines += _vm_lines(paths, desired, gce, reports) + vm_commands.excluded_lines(desired, cordoned)
-    lines += [_backoff_line(c, gce, now=now) for c in desired.backoffs if c.until > now]
+    lines += [_backoff_line(c, gce, now=now) for c in desired.capacity.backoffs if c.until > now]
     if desired.reason and desired.phase != "ended":
         lines.append(f"  last: {desired.reason}")
     return fields, lines
@@ -215,7 +216,7 @@ def _vm_lines(
     ]
     lines += [
         f"  {name}: may be lost: its agent is silent; the VM is kept until that is confirmed"
-        for name in desired.suspected
+        for name in desired.failures.suspected
     ]
     lines += [f"  {vm.name}: is being deleted" for vm in desired.deleting]
     return lines
@@ -268,10 +269,10 @@ def logs(
 ) -> int:
     """Prints the end of an attempt's output on a VM, or else the VM's serial port output."""
     paths = LaunchPaths(run)
-    number = desired.attempt if attempt is None else attempt
+    number = desired.attempt.number if attempt is None else attempt
     folder = paths.outputs / f"{number:04d}"
     names = [name.removesuffix(".txt") for name in files.list_names(folder)]
-    lead = desired.hosts[0].name if desired.hosts else None
+    lead = desired.attempt.hosts[0].name if desired.attempt.hosts else None
     name = vm or (lead if lead in names else next(iter(names), lead))
     booted = [name.removesuffix(".txt") for name in files.list_names(paths.serials)]
     if name is None and (desired.vms or booted):

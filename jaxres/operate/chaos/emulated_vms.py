@@ -20,8 +20,9 @@ from jaxres import config as configs
 from jaxres.config import RunConfig
 from jaxres.config.schema.base import Section
 from jaxres.config.schema.gce import GceSection, PythonRuntime, SpotOption, StandardOption
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.operate.chaos import emulated_bucket as buckets
 from jaxres.operate.chaos import emulators
 from jaxres.operate.chaos.short_runs import Runner
@@ -66,7 +67,8 @@ class EmulatedVms:
     def member(self, host: int) -> str:
         """Returns the VM of a host of the attempt that runs; empty: none runs."""
         desired = self.desired()
-        return "" if desired is None or not desired.hosts else desired.hosts[host].name
+        hosts = () if desired is None else desired.attempt.hosts
+        return hosts[host].name if hosts else ""
 
     def processes(self, name: str) -> list[int]:
         """Returns the processes of a VM; one that is deleted has none."""

@@ -119,7 +119,7 @@ class SimulatedLauncher:
     @property
     def hosts(self) -> tuple[HostAddress, ...]:
         """The hosts of the present attempt."""
-        return self._desired.hosts
+        return self._desired.attempt.hosts
 
     def end_attempt(self, code: int, gap: Gap, *, step: int, now: float) -> Restart | GiveUp:
         """Returns when the launcher starts the next attempt, or why it ends the job.
@@ -165,7 +165,7 @@ class SimulatedLauncher:
             known = exits if at >= ended else {}
             observed = self._observe(at, gap, step=step, exits=known, result=result)
             after = reconcile.decide(before, observed, self.vms.config).desired
-            self._desired = replace(after, events=())
+            self._desired = replace(after, events=replace(after.events, newest=()))
             if after.end is not None:
                 return GiveUp(after.end.exit, after.end.reason)
             if after.phase == "running" and at >= ended:
@@ -216,7 +216,7 @@ class SimulatedLauncher:
             vm.name: AgentReport(
                 "ended" if vm.name in exits else "running",
                 boot="",
-                attempt=desired.attempt,
+                attempt=desired.attempt.number,
                 exit=exits.get(vm.name),
                 notice="as in the run" if self._notices.get(vm.name, inf) <= seen else "",
             )
@@ -243,8 +243,8 @@ class SimulatedLauncher:
 
     def _waits(self) -> Iterator[float]:
         """Yields when the waits of the launcher's own are over."""
-        yield self._desired.not_before
-        yield from (one.until for one in self._desired.backoffs)
+        yield self._desired.attempt.not_before
+        yield from (one.until for one in self._desired.capacity.backoffs)
 
     def _times(self, gap: Gap) -> Iterator[float]:
         """Yields when something may be observed that changes a decision."""

@@ -13,8 +13,9 @@ from jaxres.__main__ import main
 from jaxres.cli import report
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.goodput import summary
-from jaxres.launch.gce.state.desired_state import DesiredState, Spending, encode_state
+from jaxres.launch.gce.state.desired_state import DesiredState, JobCosts, Spending
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import encode_state
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
@@ -101,7 +102,7 @@ def test_the_report_has_the_costs_of_vms_by_option_and_cause(
     text = configs.dump_yaml(config(capacity_options=[option]))
     gcs_objects.write(RunDir(run).config, text.encode(), over=None)
     parts = (Spending(0, "training", 7200.0, 4.0), Spending(0, "spare", 1800.0, 1.0))
-    state = DesiredState("jx", "code", "config", phase="ended", spending=parts)
+    state = DesiredState("jx", "code", "config", phase="ended", costs=JobCosts(spending=parts))
     path = LaunchPaths(run).desired_state
     gcs_objects.write(path, encode_state(state), over=None)
     assert checkpoints_cli.main(["report", str(run), "--json"], usage="usage: x") == 0

@@ -212,8 +212,8 @@ class RandomWorld:
             self.kill = self.draw.choice(["before the write", "before acting", "after acting"])
         elif kind == "crash":
             self._crash(self.draw.choice(EXITS))
-        elif kind == "hang" and self.desired is not None and self.desired.attempt:
-            self._hung_attempt = self.desired.attempt
+        elif kind == "hang" and self.desired is not None and self.desired.attempt.number:
+            self._hung_attempt = self.desired.attempt.number
             self.num_faults += 1
 
     def leave_without_preferred(self, seconds: float) -> None:
@@ -415,11 +415,13 @@ class RandomWorld:
     def write(self, desired: DesiredState) -> None:
         """Makes a state the desired one; the agents follow it a little later."""
         before, self.desired = self.desired, desired
-        if desired.draining and (before is None or before.draining != desired.draining):
-            for vm in (self.vms[name] for name in desired.draining if name in self.vms):
+        draining = desired.attempt.draining
+        if draining and (before is None or before.attempt.draining != draining):
+            for vm in (self.vms[name] for name in draining if name in self.vms):
                 save = self.draw_save.uniform(2, 20)
                 self.after(save, lambda vm=vm: self._finish(vm, ExitCode.PREEMPTED))
-        if before is None or (before.attempt, before.phase) != (desired.attempt, desired.phase):
+        now = (desired.attempt.number, desired.phase)
+        if before is None or (before.attempt.number, before.phase) != now:
             for vm in self.vms.values():
                 self.after(self.draw.uniform(1, 4), lambda vm=vm: self._follow(vm))
 
@@ -440,24 +442,24 @@ class RandomWorld:
         if self.is_away("bucket"):
             self.after(5.0, lambda: self._follow(vm))
             return
-        is_on = desired.phase == "running" and vm.name in {m.name for m in desired.hosts}
-        if vm.attempt and not (is_on and vm.attempt == desired.attempt):
+        is_on = desired.phase == "running" and vm.name in {m.name for m in desired.attempt.hosts}
+        if vm.attempt and not (is_on and vm.attempt == desired.attempt.number):
             vm.attempt = 0
             self._update(vm, state="ready", exit=None)
-        if is_on and not vm.attempt and vm.newest_attempt < desired.attempt:
-            vm.attempt = vm.newest_attempt = desired.attempt
-            self._update(vm, state="running", attempt=desired.attempt, exit=None, reason="")
+        if is_on and not vm.attempt and vm.newest_attempt < desired.attempt.number:
+            vm.attempt = vm.newest_attempt = desired.attempt.number
+            self._update(vm, state="running", attempt=desired.attempt.number, exit=None, reason="")
 
     # Training.
 
     def _members(self) -> list[ModelVm | None]:
         if self.desired is None or self.desired.phase != "running":
             return []
-        return [self.vms.get(host.name) for host in self.desired.hosts]
+        return [self.vms.get(host.name) for host in self.desired.attempt.hosts]
 
     def _training(self) -> list[ModelVm]:
         assert self.desired is not None
-        number = self.desired.attempt
+        number = self.desired.attempt.number
         return [v for v in self._members() if v is not None and v.is_alive and v.attempt == number]
 
     @property
@@ -489,7 +491,7 @@ class RandomWorld:
     def is_hung(self) -> bool:
         """Whether the attempt commits nothing, though its processes live."""
         assert self.desired is not None
-        return self.always == "hang" or self._hung_attempt == self.desired.attempt
+        return self.always == "hang" or self._hung_attempt == self.desired.attempt.number
 
     def _make_progress(self, training: list[ModelVm]) -> None:
         if self.always == "crash":
@@ -522,7 +524,7 @@ class RandomWorld:
 
     def log(self) -> RunLogSummary:
         seq, end = self.last_end or (0, None)
-        hosts = len(self.desired.hosts) if self.desired is not None else 0
+        hosts = len(self.desired.attempt.hosts) if self.desired is not None else 0
         self.speed = (
             RunSpeed(STEP_SECONDS * hosts, START_SECONDS) if hosts and self.step else self.speed
         )

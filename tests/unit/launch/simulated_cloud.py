@@ -20,16 +20,10 @@ from jaxres.faults import StorageUnavailable
 from jaxres.launch.gce.api.aggregated_lists import ListedVms
 from jaxres.launch.gce.api.compute import ApiUnavailable
 from jaxres.launch.gce.state.capacity_options import CreateErrorKind
-from jaxres.launch.gce.state.desired_state import (
-    DesiredState,
-    InstanceGroup,
-    PendingCreate,
-    StateDamaged,
-    VmSpec,
-    decode_state,
-)
+from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup, PendingCreate, VmSpec
 from jaxres.launch.gce.state.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateDamaged, decode_state
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, Start, file_name
@@ -513,8 +507,8 @@ class SimulatedCloud:
         if not machine.is_alive:
             return
         if not self.is_unavailable("bucket") and (desired := self.desired()) is not None:
-            number = desired.attempt
-            is_member = machine.name in {m.name for m in desired.hosts}
+            number = desired.attempt.number
+            is_member = machine.name in {m.name for m in desired.attempt.hosts}
             is_on = desired.phase == "running" and is_member
             if machine.attempt and not (is_on and machine.attempt == number):
                 machine.attempt = 0
@@ -553,8 +547,8 @@ class SimulatedCloud:
         desired = self.desired()
         if desired is None or desired.phase != "running" or self.is_unavailable("bucket"):
             return
-        members = [self.vms.get(m.name) for m in desired.hosts]
-        training = [m for m in members if m is not None and m.attempt == desired.attempt]
+        members = [self.vms.get(m.name) for m in desired.attempt.hosts]
+        training = [m for m in members if m is not None and m.attempt == desired.attempt.number]
         lost = [m for m in members if m is None or not m.is_alive]
         alive = [m for m in training if m.is_alive]
         if lost and alive:

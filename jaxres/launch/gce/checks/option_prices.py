@@ -45,7 +45,7 @@ def results(config: RunConfig, *, earlier: DesiredState | None = None) -> Iterat
         "alerts.spend_dollars": config.alerts.spend_dollars,
     }
     needed_by = [name for name, value in limits.items() if value is not None]
-    had_prices = earlier is not None and bool(earlier.prices)
+    had_prices = earlier is not None and bool(earlier.costs.prices)
     for number, option in enumerate(gce.capacity_options):
         if option.dollars_per_hour is not None:
             continue
@@ -88,11 +88,13 @@ def adopt(desired: DesiredState, config: RunConfig) -> DesiredState:
         replace(part, dollars=spending.charge(part.option, part.vm_seconds, gce))
         if not part.dollars
         else part
-        for part in desired.spending
+        for part in desired.costs.spending
     )
-    before, after = (sum(p.dollars for p in parts) for parts in (desired.spending, charged))
-    spent = desired.spent_dollars + after - before
-    return replace(desired, prices=(), spending=charged, spent_dollars=spent)
+    costs = desired.costs
+    before, after = (sum(p.dollars for p in parts) for parts in (costs.spending, charged))
+    spent = costs.spent_dollars + after - before
+    costs = replace(costs, prices=(), spending=charged, spent_dollars=spent)
+    return replace(desired, costs=costs)
 
 
 def cost_lines(desired: DesiredState, gce: GceSection, *, now: float) -> list[str]:

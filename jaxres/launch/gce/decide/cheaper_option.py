@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from jaxres.config import RunConfig
 from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
-from jaxres.launch.gce.decide import elastic, lost_vms, provisioning, replacement_budget, spares
+from jaxres.launch.gce.decide import beside_attempt, elastic, lost_vms, provisioning, spares
 from jaxres.launch.gce.state import capacity_options, spending
 from jaxres.launch.gce.state.capacity_options import ZoneChoice
 from jaxres.launch.gce.state.desired_state import DesiredState, Transition, VmSpec
-from jaxres.launch.gce.state.observed_state import ObservedState
+from jaxres.launch.gce.state.observed_state import CreateFailed, ObservedState
 
 MOVE_FACTOR, KEEP_FACTOR = 2.0, 1.0
 """VMs are requested, and the attempt is ended for them, if the move saves at least this many times
@@ -34,7 +34,7 @@ def find_site(desired: DesiredState, gce: GceSection, *, now: float) -> ZoneChoi
 
     `now`: seconds since the epoch.
     """
-    skipped = {(one.option, one.zone) for one in desired.backoffs if one.until > now}
+    skipped = {(one.option, one.zone) for one in desired.capacity.backoffs if one.until > now}
     options = gce.capacity_options
     if not desired.vms or desired.vms[0].option >= len(options):
         return None
@@ -76,7 +76,7 @@ def gain_dollars(
     price, hosts = _price(gce, desired.vms[0].option), len(desired.vms)
     each = observed.log.speed.host_seconds_per_step
     if each is None:
-        since = desired.attempt_since or observed.now
+        since = desired.attempt.since or observed.now
         left = hosts * (desired.vms[0].trained_seconds + max(0.0, observed.now - since))
     else:
         left = each * max(0, config.train.steps - observed.log.step)
@@ -132,19 +132,18 @@ def _pays(
 def saved_dollars(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the net savings of all moves so far: less the costs of VMs requested for them."""
     set_costs = sum(spending.cost(vm, gce, now=now) for vm in spares.of_other_option(desired))
-    return desired.saved_dollars + spending.saved_in_attempt(desired, now=now) - set_costs
+    return desired.costs.saved_dollars + spending.saved_in_attempt(desired, now=now) - set_costs
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision, extended by the requests and moves for VMs of a cheaper option."""
+    """Requests VMs of a cheaper option; ends the attempt for them after its next commit."""
     gce, desired = config.launch.gce, found.desired
     assert gce is not None, config
-    if desired.phase != "running" and desired.move_after is not None:
-        found = replace(found, desired=replace(desired, move_after=None))
     if desired.phase not in ("placing", "running") or desired.end is not None or not desired.vms:
         return found
     found = _without_lost(_settle_creation(found, observed, gce), observed, gce)
-    if found.desired.phase != "running" or must_restart(found.desired, observed):
+    planned, is_running = found.desired.beside.move_after, found.desired.phase == "running"
+    if not is_running or beside_attempt.must_restart(found.desired, planned, observed):
         return found
     found = _note_end_of_attempt(_without_gain(found, observed, config), observed, config)
     site = find_site(found.desired, gce, now=observed.now)
@@ -158,23 +157,23 @@ def _settle_creation(found: Transition, observed: ObservedState, gce: GceSection
     desired, creation = found.desired, found.desired.creation
     if creation is None or not spares.is_of_other_option(desired, creation):
         return found
-    answer = provisioning.settle_creation(found, observed, gce)
-    if isinstance(answer, Transition):
-        return answer
     first = next(vm for vm in desired.all_vms if vm.name in creation.names)
-    backoffs = capacity_options.with_backoff(
-        desired.backoffs,
-        ZoneChoice(first.option, first.zone),
-        answer.kind,
-        now=observed.now,
-        longest=60.0 * gce.max_backoff_minutes,
-        seed=desired.run,
-    )
-    new = replace(_without_set(desired, observed, gce), backoffs=backoffs, creation=None)
-    if answer.kind in ("preempted", "passing"):  # VMs of it may count against the quota.
-        new = replace(new, freed_at=observed.now)
-    line = f"no cheaper VMs in {first.zone}: {answer.kind}: {answer.message}; the attempt goes on"
-    return replace(found, desired=new, messages=(*found.messages, line))
+
+    def refused(answer: CreateFailed) -> tuple[DesiredState, str]:
+        backoffs = capacity_options.with_backoff(
+            desired.capacity.backoffs,
+            ZoneChoice(first.option, first.zone),
+            answer.kind,
+            now=observed.now,
+            longest=60.0 * gce.max_backoff_minutes,
+            seed=desired.run,
+        )
+        capacity = replace(desired.capacity, backoffs=backoffs)
+        text = f"no cheaper VMs in {first.zone}: {answer.kind}: {answer.message}"
+        new = replace(_without_set(desired, observed, gce), capacity=capacity)
+        return new, f"{text}; the attempt goes on"
+
+    return beside_attempt.settle(found, observed, gce, refused=refused)
 
 
 def _without_set(desired: DesiredState, observed: ObservedState, gce: GceSection) -> DesiredState:
@@ -182,13 +181,16 @@ def _without_set(desired: DesiredState, observed: ObservedState, gce: GceSection
     vms, now = spares.of_other_option(desired), observed.now
     costs = sum(spending.cost(vm, gce, now=now) for vm in vms)
     new = spares.dropped(desired, {vm.name for vm in vms}, now=now)
-    return _with_wait(replace(new, saved_dollars=new.saved_dollars - costs), now=now)
+    saved = replace(new.costs, saved_dollars=new.costs.saved_dollars - costs)
+    return _with_wait(replace(new, costs=saved), now=now)
 
 
 def _with_wait(desired: DesiredState, *, now: float) -> DesiredState:
     """Returns the state in which no VMs of a cheaper option are requested for a while."""
-    wait = FIRST_WAIT_SECONDS * 2.0 ** min(max(0, desired.cheaper_tries - 1), 10)
-    return replace(desired, cheaper_not_before=now + min(LONGEST_WAIT_SECONDS, wait))
+    before = desired.beside.cheaper_wait
+    seconds = FIRST_WAIT_SECONDS * 2.0 ** min(max(0, before.tries - 1), 10)
+    wait = replace(before, not_before=now + min(LONGEST_WAIT_SECONDS, seconds))
+    return replace(desired, beside=replace(desired.beside, cheaper_wait=wait))
 
 
 def _without_lost(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
@@ -200,12 +202,8 @@ def _without_lost(found: Transition, observed: ObservedState, gce: GceSection) -
         f"{name}: of the cheaper VMs: {loss.text}; all of them are deleted, the job goes on"
         for name, loss in lost.items()
     )
-    return replace(
-        found,
-        desired=_without_set(found.desired, observed, gce),
-        messages=(*found.messages, *lines),
-        unused={**found.unused, **lost_vms.kinds(lost)},
-    )
+    new = found.then(_without_set(found.desired, observed, gce), *lines)
+    return replace(new, unused={**found.unused, **lost_vms.kinds(lost)})
 
 
 def _without_gain(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
@@ -213,15 +211,14 @@ def _without_gain(found: Transition, observed: ObservedState, config: RunConfig)
     gce, desired = config.launch.gce, found.desired
     assert gce is not None, config
     vms = spares.of_other_option(desired)
-    if not vms or desired.move_after is not None:
+    if not vms or desired.beside.move_after is not None:
         return found
     factor, option = KEEP_FACTOR, vms[0].option
     if _pays(desired, observed, config, option=option, factor=factor, are_requested=True):
         return found
     names = ", ".join(vm.name for vm in vms)
     line = f"{names}: deleted; a restart on these cheaper VMs would not pay any more"
-    new = _without_set(desired, observed, gce)
-    return replace(found, desired=new, messages=(*found.messages, line))
+    return found.then(_without_set(desired, observed, gce), line)
 
 
 def _note_end_of_attempt(
@@ -242,33 +239,16 @@ def _note_end_of_attempt(
             are_requested=True,
         )
     )
-    if wants == (desired.move_after is not None):
-        return found
     line = "all cheaper VMs are ready; the attempt saves and ends after the next commit"
-    return replace(
-        found,
-        desired=replace(desired, move_after=observed.log.step if wants else None),
-        messages=(*found.messages, *((line,) if wants else ())),
-    )
-
-
-def must_restart(desired: DesiredState, observed: ObservedState) -> bool:
-    """Returns whether the running attempt has committed a step since cheaper VMs were ready."""
-    is_waiting = desired.phase == "running" and desired.move_after is not None
-    return is_waiting and observed.log.step > (desired.move_after or 0)
+    return beside_attempt.plan_restart(found, "move_after", line, wants=wants, observed=observed)
 
 
 def _is_ready(desired: DesiredState, observed: ObservedState, gce: GceSection) -> bool:
     """Returns whether the job may move to a complete set of cheaper VMs now."""
     vms = spares.of_other_option(desired)
     ready = spares.find_ready_of(vms, observed, gce)
-    return bool(vms) and len(ready) == gce.most_hosts and _has_budget(desired, observed, gce)
-
-
-def _has_budget(desired: DesiredState, observed: ObservedState, gce: GceSection) -> bool:
-    """Returns whether a move, which counts as a replacement of VMs, does not end the job."""
-    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
-    return count.times < gce.max_replacements_without_commit
+    is_complete = bool(vms) and len(ready) == gce.most_hosts
+    return is_complete and beside_attempt.has_budget(desired, observed, gce)
 
 
 def _may_request(
@@ -278,13 +258,10 @@ def _may_request(
     assert gce is not None, config
     if gce.return_to_cheaper == "off" or spares.of_other_option(desired):
         return False
-    not_before = desired.cheaper_not_before
-    if not spares.may_request(
-        desired, observed, config, not_before=not_before, longest_wait=LONGEST_WAIT_SECONDS
-    ):
-        return False
-    like = VmSpec("", site.zone, site.option, 0.0)
-    return provisioning.may_add(desired, like, observed, gce) and _pays(
+    like, wait = VmSpec("", site.zone, site.option, 0.0), desired.beside.cheaper_wait
+    return beside_attempt.may_request(
+        desired, like, observed, config, wait=wait, longest_wait=LONGEST_WAIT_SECONDS
+    ) and _pays(
         desired,
         observed,
         config,
@@ -299,23 +276,18 @@ def _request(
 ) -> Transition:
     """Requests a complete set of VMs, all or none."""
     desired, now = found.desired, observed.now
-    is_long_ago = now > desired.cheaper_not_before + LONGEST_WAIT_SECONDS
-    tries = 0 if is_long_ago else desired.cheaper_tries
-    new, names = provisioning.new_names(desired, gce.most_hosts)
-    vms = tuple(VmSpec(name, site.zone, site.option, now) for name in names)
-    new = replace(new, spares=(*desired.spares, *vms), cheaper_tries=tries + 1)
-    line = f"requesting {_describe(new, vms, gce)}, beside the attempt"
-    return replace(
-        found,
-        desired=provisioning.with_request(new, names, is_of_spares=True),
-        messages=(*found.messages, line),
-    )
+    before, like = desired.beside.cheaper_wait, VmSpec("", site.zone, site.option, now)
+    is_long_ago = now > before.not_before + LONGEST_WAIT_SECONDS
+    wait = replace(before, tries=1 if is_long_ago else before.tries + 1)
+    found = found.then(replace(desired, beside=replace(desired.beside, cheaper_wait=wait)))
+    line = f"requesting {_describe(desired, like, gce, count=gce.most_hosts)}, beside the attempt"
+    return beside_attempt.request(found, like, line, count=gce.most_hosts, now=now)
 
 
-def _describe(desired: DesiredState, vms: tuple[VmSpec, ...], gce: GceSection) -> str:
-    option, old = gce.capacity_options[vms[0].option], desired.vms[0].option
-    less = len(vms) * (_price(gce, old) - _price(gce, vms[0].option))
-    what = f"{len(vms)} x {option.machine_type} ({option.kind}) in {vms[0].zone}"
+def _describe(desired: DesiredState, like: VmSpec, gce: GceSection, *, count: int) -> str:
+    option = gce.capacity_options[like.option]
+    less = count * (_price(gce, desired.vms[0].option) - _price(gce, like.option))
+    what = f"{count} x {option.machine_type} ({option.kind}) in {like.zone}"
     return f"{what}, which cost ${less:.2f} an hour less"
 
 
@@ -330,14 +302,15 @@ def move(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
     )
     if not all(vm.created for vm in vms) or is_pending:
         return Transition(desired)
-    if not vms or not _has_budget(desired, observed, gce):
+    if not vms or not beside_attempt.has_budget(desired, observed, gce):
         return Transition(desired)
     if any(vm.created for vm in desired.vms) and not _is_ready(desired, observed, gce):
         return Transition(desired)
     now, names = observed.now, {vm.name for vm in vms}
     others = spares.end_spare_time((vm for vm in desired.spares if vm.name not in names), now=now)
     less = _price(gce, desired.vms[0].option) - _price(gce, vms[0].option)
-    line = f"moves to {_describe(desired, vms, gce)}"
+    line = f"moves to {_describe(desired, vms[0], gce, count=len(vms))}"
+    saved = desired.costs.saved_dollars - sum(spending.cost(vm, gce, now=now) for vm in vms)
     new = replace(
         desired,
         vms=spares.end_spare_time(vms, now=now),
@@ -346,9 +319,10 @@ def move(desired: DesiredState, observed: ObservedState, gce: GceSection) -> Tra
             *desired.deleting,
             *provisioning.to_delete((*desired.vms, *others), now=now),
         ),
-        refill_since=None,
-        cheaper_by=desired.cheaper_by + less,
-        saved_dollars=desired.saved_dollars - sum(spending.cost(vm, gce, now=now) for vm in vms),
+        capacity=replace(desired.capacity, refill_since=None),
+        costs=replace(
+            desired.costs, cheaper_by=desired.costs.cheaper_by + less, saved_dollars=saved
+        ),
         reason=line,
     )
     new = _with_wait(new, now=now)

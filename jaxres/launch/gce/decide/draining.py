@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.cluster.host_identity import HostIdentity
-from jaxres.launch.gce.decide import cheaper_option, elastic
+from jaxres.launch.gce.decide import beside_attempt
 from jaxres.launch.gce.state.desired_state import DesiredState, Transition
 from jaxres.launch.gce.state.observed_state import ObservedState
 from jaxres.runlog import faulty_hosts
@@ -21,7 +21,7 @@ def to_drain(desired: DesiredState, observed: ObservedState) -> dict[str, str]:
     if desired.phase != "running":
         return {}
     found: dict[str, str] = {}
-    for host in desired.hosts:
+    for host in desired.attempt.hosts:
         identity = HostIdentity(host.name, host.instance, host.physical_host)
         for excluded in faulty_hosts.matching(observed.log.faulty_hosts, identity):
             if excluded.is_drained:
@@ -34,21 +34,17 @@ def note(found: Transition, observed: ObservedState) -> Transition:
     desired = found.desired
     drained = to_drain(desired, observed)
     names = tuple(drained)
-    must_restart = elastic.must_restart(desired, observed)
-    if not drained and (must_restart or cheaper_option.must_restart(desired, observed)):
-        names = (desired.hosts[0].name,)
-    if names == desired.draining:
+    planned = (desired.beside.grow_after, desired.beside.move_after)
+    if not drained and any(beside_attempt.must_restart(desired, p, observed) for p in planned):
+        names = (desired.attempt.hosts[0].name,)
+    if names == desired.attempt.draining:
         return found
     lines = (
         f"{name}: is drained ({reason}); the attempt saves and ends, then the VM is replaced"
         for name, reason in drained.items()
-        if name not in desired.draining
+        if name not in desired.attempt.draining
     )
-    return replace(
-        found,
-        desired=replace(desired, draining=names),
-        messages=(*found.messages, *lines),
-    )
+    return found.then(replace(desired, attempt=replace(desired.attempt, draining=names)), *lines)
 
 
 def is_done(desired: DesiredState, vm: str) -> bool:

@@ -14,17 +14,17 @@ from dataclasses import replace
 from jaxres.config import RunConfig
 from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.gce.decide import lost_vms, provisioning, spares
+from jaxres.launch.gce.decide import beside_attempt, lost_vms, provisioning, spares
 from jaxres.launch.gce.decide.lost_vms import Loss
 from jaxres.launch.gce.state.desired_state import DesiredState, Transition, VmSpec
-from jaxres.launch.gce.state.observed_state import EVENTS, ObservedState
+from jaxres.launch.gce.state.observed_state import EVENTS, CreateFailed, ObservedState
 
 UNUSED = "requested at a notice that was withdrawn"
 """Kind of an early replacement that was not needed, in the count of replacements."""
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision, extended by early replacements while an attempt runs."""
+    """Requests a VM for each host with a notice; deletes it if the notice is withdrawn."""
     gce = config.launch.gce
     assert gce is not None, config
     if found.desired.phase != "running":
@@ -36,7 +36,7 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
     if creation is not None:
         return found
     num_ready = len(spares.find_ready(found.desired, observed, gce))  # They replace the first ones.
-    names = [name for name in leaving if name not in found.desired.early_for][num_ready:]
+    names = [name for name in leaving if name not in found.desired.beside.early_for][num_ready:]
     return _request(found, {name: leaving[name] for name in names}, observed, gce)
 
 
@@ -48,11 +48,11 @@ def find_leaving(
     Empty if no attempt will follow: the job is stopped, or its last step is committed.
     """
     is_stopping = desired.end is not None or observed.stop_requested or observed.down_requested
-    exits = [r.exit for r in observed.reports.values() if r.attempt == desired.attempt]
+    exits = [r.exit for r in observed.reports.values() if r.attempt == desired.attempt.number]
     is_finishing = observed.log.step >= config.train.steps or ExitCode.DONE in exits
     if is_stopping or is_finishing:
         return {}
-    causes = {host.name: _cause(host.name, observed) for host in desired.hosts}
+    causes = {host.name: _cause(host.name, observed) for host in desired.attempt.hosts}
     return {name: cause for name, cause in causes.items() if cause}
 
 
@@ -66,21 +66,16 @@ def _cause(name: str, observed: ObservedState) -> str:
 
 def _await_creation(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
     """Applies the result of an early request; a failure does not affect the attempt."""
-    answer = provisioning.settle_creation(found, observed, gce)
-    if isinstance(answer, Transition):
-        return answer
     desired, creation = found.desired, found.desired.creation
     assert creation is not None, desired
-    failed = [vm for vm in desired.early_vms if vm.name in creation.names]
-    line = (
-        f"{failed[0].zone}: {answer.kind}: {answer.message}; "
-        "requested again once the attempt has ended"
-    )
-    return replace(
-        found,
-        desired=replace(_without(desired, failed, observed), creation=None),
-        messages=(*found.messages, line),
-    )
+
+    def refused(answer: CreateFailed) -> tuple[DesiredState, str]:
+        failed = [vm for vm in desired.early_vms if vm.name in creation.names]
+        text = f"{failed[0].zone}: {answer.kind}: {answer.message}"
+        line = f"{text}; requested again once the attempt has ended"
+        return _without(desired, failed, observed), line
+
+    return beside_attempt.settle(found, observed, gce, refused=refused)
 
 
 def _without(desired: DesiredState, vms: list[VmSpec], observed: ObservedState) -> DesiredState:
@@ -112,12 +107,8 @@ def _delete_unneeded(
     lines = (
         f"{vm.name}: is deleted; {vm.replaces}, which it should replace, stays" for vm in unneeded
     )
-    return replace(
-        found,
-        desired=_without(desired, unneeded, observed),
-        messages=(*found.messages, *lines),
-        unused={vm.name: UNUSED for vm in unneeded},
-    )
+    unused = {vm.name: UNUSED for vm in unneeded}
+    return replace(found.then(_without(desired, unneeded, observed), *lines), unused=unused)
 
 
 def _request(
@@ -126,7 +117,7 @@ def _request(
     """Requests one replacement for each of these hosts, in their zone, by one creation."""
     desired, now = found.desired, observed.now
     old = [vm for vm in desired.vms if vm.name in leaving]
-    if not old or not provisioning.may_add(desired, old[0], observed, gce):
+    if not old or not beside_attempt.may_add(desired, old[0], observed, gce):
         return found
     new, names = provisioning.new_names(desired, len(old))
     early = tuple(
@@ -136,17 +127,15 @@ def _request(
     new = replace(
         new,
         early_vms=(*desired.early_vms, *early),
-        early_for=(*desired.early_for, *(vm.name for vm in old)),
+        beside=replace(
+            desired.beside, early_for=(*desired.beside.early_for, *(vm.name for vm in old))
+        ),
     )
     lines = (
         f"{vm.replaces}: {leaving[vm.replaces]}; requesting its replacement {vm.name} in {vm.zone}"
         for vm in early
     )
-    return replace(
-        found,
-        desired=provisioning.with_request(new, names),
-        messages=(*found.messages, *lines),
-    )
+    return found.then(provisioning.with_request(new, names), *lines)
 
 
 def settle(desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedState) -> Transition:
@@ -156,7 +145,8 @@ def settle(desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedSt
     """
     used = {vm.replaces: vm for vm in desired.early_vms if vm.replaces in lost}
     unneeded = [vm for vm in desired.early_vms if vm.replaces not in lost]
-    new = replace(_without(desired, unneeded, observed), early_vms=(), early_for=())
+    beside = replace(desired.beside, early_for=())
+    new = replace(_without(desired, unneeded, observed), early_vms=(), beside=beside)
     if not used:
         return Transition(new)
     lines = tuple(f"{name}: {lost[name].text}; {vm.name} replaces it" for name, vm in used.items())
@@ -165,7 +155,7 @@ def settle(desired: DesiredState, lost: Mapping[str, Loss], observed: ObservedSt
         new,
         vms=tuple(used.get(vm.name, vm) for vm in desired.vms),
         deleting=(*new.deleting, *provisioning.to_delete(gone, now=observed.now)),
-        refill_since=observed.now,
+        capacity=replace(new.capacity, refill_since=observed.now),
         reason=lines[0],
     )
     return Transition(new, lines, lost_vms.kinds({name: lost[name] for name in used}))

@@ -15,7 +15,7 @@ from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
 from jaxres.engine import mesh_plan
-from jaxres.launch.gce.decide import lost_vms, provisioning, spares
+from jaxres.launch.gce.decide import beside_attempt, lost_vms, provisioning, spares
 from jaxres.launch.gce.state import capacity_options
 from jaxres.launch.gce.state.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.gce.state.observed_state import ObservedState
@@ -132,15 +132,14 @@ def _is_refused(desired: DesiredState, observed: ObservedState, config: RunConfi
     """Returns whether there is no capacity for lost VMs, or it takes too long to replace them."""
     gce = config.launch.gce
     assert gce is not None, config
-    if desired.refill_since is None:
+    since = desired.capacity.refill_since
+    if since is None:
         return False
-    is_late = observed.now - desired.refill_since > 60 * gce.repair_minutes
+    is_late = observed.now - since > 60 * gce.repair_minutes
     site = next((vm.option, vm.zone) for vm in desired.vms if not vm.created)
     return is_late or any(
-        (c.option, c.zone) == site
-        and c.error in capacity_options.NO_CAPACITY
-        and c.until >= desired.refill_since
-        for c in desired.backoffs
+        (c.option, c.zone) == site and c.error in capacity_options.NO_CAPACITY and c.until >= since
+        for c in desired.capacity.backoffs
     )
 
 
@@ -164,7 +163,7 @@ def _shrink(desired: DesiredState, observed: ObservedState, config: RunConfig) -
         vms=tuple(vm for vm in desired.vms if vm.name in names),
         spares=(*desired.spares, *kept[count:]),
         deleting=(*desired.deleting, *provisioning.to_delete(missing, now=observed.now)),
-        refill_since=None,
+        capacity=replace(desired.capacity, refill_since=None),
     )
     line = (
         f"{len(missing)} VMs can't be replaced in {missing[0].zone} now: "
@@ -192,20 +191,12 @@ def _grow(
 
 
 def note(found: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Returns the decision, extended by a change of the number of hosts while an attempt runs.
-
-    The attempt saves and ends after the next committed step if enough VMs are ready by then, and
-    the restart pays.
-    """
-    desired = found.desired
-    if desired.phase != "running":
-        if desired.grow_after is None:
-            return found
-        return replace(found, desired=replace(desired, grow_after=None))
-    if must_restart(desired, observed):
-        return found
-    gce = config.launch.gce
+    """Ends the attempt after its next commit if more hosts are ready, and the restart pays."""
+    gce, desired = config.launch.gce, found.desired
     assert gce is not None, config
+    planned, is_running = desired.beside.grow_after, desired.phase == "running"
+    if not is_running or beside_attempt.must_restart(desired, planned, observed):
+        return found
     wants = False
     if len(desired.vms) < gce.most_hosts and desired.end is None and not observed.stop_requested:
         ready = spares.find_ready(desired, observed, gce)
@@ -213,17 +204,5 @@ def note(found: Transition, observed: ObservedState, config: RunConfig) -> Trans
         count = _largest(counts, len(desired.vms) + len(ready))
         saved = saved_seconds(desired, observed, config, hosts=max(count, len(desired.vms)))
         wants = count > len(desired.vms) and _pays(saved, observed, factor=GROW_FACTOR)
-    if wants == (desired.grow_after is not None):
-        return found
     line = "more hosts are ready; the attempt saves and ends after the next commit"
-    return replace(
-        found,
-        desired=replace(desired, grow_after=observed.log.step if wants else None),
-        messages=(*found.messages, *((line,) if wants else ())),
-    )
-
-
-def must_restart(desired: DesiredState, observed: ObservedState) -> bool:
-    """Returns whether the running attempt has committed a step since more hosts were ready."""
-    is_waiting = desired.phase == "running" and desired.grow_after is not None
-    return is_waiting and observed.log.step > (desired.grow_after or 0)
+    return beside_attempt.plan_restart(found, "grow_after", line, wants=wants, observed=observed)

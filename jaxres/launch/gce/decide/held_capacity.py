@@ -35,7 +35,7 @@ def kind_of(
       requested_at: when it was requested, in seconds since the epoch.
     """
     is_full = kind == "quota" or (kind == "stockout" and isinstance(option, ReservationOption))
-    is_freed_late = desired.freed_at > requested_at - FREE_SECONDS
+    is_freed_late = desired.capacity.freed_at > requested_at - FREE_SECONDS
     if is_full and (is_freed_late or _is_held(desired, observed)):
         return "not_freed"
     return kind

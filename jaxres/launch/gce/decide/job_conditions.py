@@ -33,7 +33,7 @@ def note(
     desired = found.desired
     if desired.phase not in ("placing", "running") or desired.end is not None:
         return found
-    known = {condition.kind: condition for condition in desired.conditions}
+    known = {condition.kind: condition for condition in desired.events.conditions}
     changes = [
         *_commits(known.get(STALLED), observed, config.alerts),
         *_capacity(known.get(CAPACITY), desired, observed, config.alerts),
@@ -45,7 +45,7 @@ def note(
         known.pop(kind, None)
         if begun is not None:
             known[kind] = begun
-    desired = replace(desired, conditions=tuple(known.values()))
+    desired = replace(desired, events=replace(desired.events, conditions=(*known.values(),)))
     events = [event for _, _, event in changes]
     return replace(found, desired=with_events(desired, events, observed))
 

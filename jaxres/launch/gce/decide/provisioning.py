@@ -13,13 +13,7 @@ from dataclasses import replace
 
 from jaxres.config.schema.gce import FlexStartOption, GceSection
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.gce.decide import (
-    held_capacity,
-    instance_groups,
-    lost_vms,
-    replacement_budget,
-    spares,
-)
+from jaxres.launch.gce.decide import held_capacity, instance_groups, lost_vms, spares
 from jaxres.launch.gce.decide.lost_vms import Loss
 from jaxres.launch.gce.state import boot_report, capacity_options
 from jaxres.launch.gce.state.capacity_options import NEVER, ZoneChoice
@@ -59,21 +53,21 @@ def provision(
     lost = lost_vms.find_faulty(desired.vms, observed)
     lost |= lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
     if lost:
-        gone, before = [vm for vm in desired.vms if vm.name in lost], desired.boot_failure
+        gone, before = [vm for vm in desired.vms if vm.name in lost], desired.failures.boot_failure
         is_next_round = before is None or any(vm.requested_at > before.at for vm in gone)
         own = [vm for vm in gone if vm.name not in observed.events]
         failure = boot_report.next_failure(before, own, observed.boots, now=observed.now)
         if (end := _repeated_failure(desired, failure, lost, now=observed.now)) is not None:
             return Transition(replace(desired, end=end))
-        desired = replace(desired, boot_failure=failure)
-        unready = desired.unready + is_next_round
+        unready = desired.failures.unready + is_next_round
+        failures = replace(desired.failures, boot_failure=failure)
         if unready >= most_unready:
             reason = f"VMs were lost {unready} times before they could train, the last: "
             reason += ", ".join(f"{name}: {loss.text}" for name, loss in lost.items())
-            return Transition(
-                replace(desired, end=JobEnd(ExitCode.NO_PROGRESS, reason, observed.now))
-            )
-        return replace_vms(replace(desired, unready=unready), lost, observed, gce)
+            end = JobEnd(ExitCode.NO_PROGRESS, reason, observed.now)
+            return Transition(replace(desired, failures=failures, end=end))
+        failures = replace(failures, unready=unready)
+        return replace_vms(replace(desired, failures=failures), lost, observed, gce)
     if (filled := spares.fill_slots(desired, observed, gce)).messages:
         return filled
     if missing := [vm for vm in desired.vms if not vm.created]:
@@ -101,19 +95,23 @@ def _choose_zone(desired: DesiredState, observed: ObservedState, gce: GceSection
     ):
         return Transition(desired)  # They may hold the quota that the new ones need.
     site = capacity_options.choose(
-        gce.capacity_options, desired.backoffs, now=observed.now, unreachable=observed.unreachable
+        gce.capacity_options,
+        desired.capacity.backoffs,
+        now=observed.now,
+        unreachable=observed.unreachable,
     )
     if not isinstance(site, ZoneChoice):
         if site < NEVER:
             return Transition(desired)
-        causes = "; ".join(f"{c.zone}: {c.error}" for c in desired.backoffs)
+        causes = "; ".join(f"{c.zone}: {c.error}" for c in desired.capacity.backoffs)
         reason = f"no option in launch.gce.capacity_options is available, now or later ({causes}). "
         reason += desired.reason
-        is_denied = any(c.error == "denied" for c in desired.backoffs)
+        is_denied = any(c.error == "denied" for c in desired.capacity.backoffs)
         code = ExitCode.NO_PROGRESS if is_denied else ExitCode.CONFIG
         return Transition(replace(desired, end=JobEnd(code, reason, observed.now)))
-    new = replace(desired, placement=desired.placement + 1, refill_since=None)
-    new, names = new_names(new, gce.most_hosts)
+    number = desired.capacity.placement + 1
+    capacity = replace(desired.capacity, placement=number, refill_since=None)
+    new, names = new_names(replace(desired, capacity=capacity), gce.most_hosts)
     vms = tuple(VmSpec(name, site.zone, site.option, observed.now) for name in names)
     new = instance_groups.add(with_request(replace(new, vms=vms), names), gce)
     option = gce.capacity_options[site.option]
@@ -158,12 +156,12 @@ def _await_creation(
     kind = "refused" if is_start and answer.kind == "denied" else answer.kind
     option = gce.capacity_options[first.option]
     kind = held_capacity.kind_of(kind, option, desired, observed, requested_at=first.requested_at)
-    kind = capacity_options.kind_at_begin(kind, answer.message, desired.backoffs, site)
+    kind = capacity_options.kind_at_begin(kind, answer.message, desired.capacity.backoffs, site)
     backoffs = capacity_options.with_backoff(
-        desired.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
+        desired.capacity.backoffs, site, kind, now=observed.now, longest=longest, seed=desired.run
     )
     if first.replaces:  # Requested while the VM that it replaces still had its place.
-        backoffs = desired.backoffs
+        backoffs = desired.capacity.backoffs
     message = answer.message
     if kind == "not_freed":
         message = f"VMs of this job that are being deleted still count ({message})"
@@ -171,11 +169,12 @@ def _await_creation(
     were_made = answer.kind == "preempted" or observed.creation is False
     kind_of_loss = "never created" if observed.creation is False else "preempted in their creation"
     lost_kinds = dict.fromkeys(creation.names, kind_of_loss) if were_made else {}
-    new = replace(desired, backoffs=backoffs, creation=None, reason=reason)
+    capacity = replace(desired.capacity, backoffs=backoffs)
     if were_made or kind == "passing":  # VMs of it may count against the quota for a while.
-        new = replace(new, freed_at=observed.now)
+        capacity = replace(capacity, freed_at=observed.now)
+    new = replace(desired, capacity=capacity, creation=None, reason=reason)
     is_refill = len(requested) < len(desired.vms) or bool(desired.spares)
-    since = desired.refill_since if desired.refill_since is not None else observed.now
+    since = _refill_since(desired, now=observed.now)
     is_elastic = gce.least_hosts < gce.most_hosts  # elastic.py decides what follows.
     if is_refill and (is_elastic or observed.now - since < 60 * gce.repair_minutes):
         return Transition(_renamed(new, requested, now=observed.now), (reason,), lost_kinds)
@@ -221,49 +220,6 @@ def _zone_is_silent(
     return CreateFailed("passing", message)
 
 
-def settle_creation(
-    found: Transition, observed: ObservedState, gce: GceSection
-) -> Transition | CreateFailed:
-    """Returns the decision with the VMs of a request that has succeeded, or why it has failed.
-
-    As it is while the result is unknown. Of requests that no attempt waits for. A lost request of
-    which no VM is wanted any more is dropped: nothing sends it again.
-    """
-    desired, creation = found.desired, found.desired.creation
-    assert creation is not None, desired
-    answer = creation_answer(desired, creation, observed, gce)
-    if answer is True:
-        made = created(desired, creation, now=observed.now)
-        return replace(found, desired=made.desired, messages=(*found.messages, *made.messages))
-    if isinstance(answer, CreateFailed):
-        return answer
-    is_unwanted = desired.names.isdisjoint(creation.names)
-    if is_unwanted and not may_still_create(desired, creation, observed, gce):
-        return replace(found, desired=replace(desired, creation=None))
-    return found
-
-
-def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: GceSection) -> bool:
-    """Returns whether a VM may be requested while the job trains on its VMs.
-
-    Not if the next replacement ends the job, if the zone is being skipped, or if the capacity
-    option has a queue: a VM may be in it for hours.
-
-    Args:
-      desired: the desired state.
-      like: the VM whose zone and option the new one has.
-      observed: the observed state.
-      gce: the config.
-    """
-    count = replacement_budget.since_commit(desired.replacements, step=observed.log.step)
-    site = (like.option, like.zone)
-    is_skipped = any(
-        (c.option, c.zone) == site and c.until > observed.now for c in desired.backoffs
-    )
-    is_queue = isinstance(gce.capacity_options[like.option], FlexStartOption)
-    return count.times < gce.max_replacements_without_commit and not is_skipped and not is_queue
-
-
 def created(desired: DesiredState, creation: PendingCreate, *, now: float) -> Transition:
     """Returns the state after a creation has succeeded, also of VMs that are being deleted."""
 
@@ -273,7 +229,7 @@ def created(desired: DesiredState, creation: PendingCreate, *, now: float) -> Tr
             for vm in vms
         )
 
-    backoffs = tuple(c for c in desired.backoffs if c.error != "denied")
+    backoffs = tuple(c for c in desired.capacity.backoffs if c.error != "denied")
     new = replace(
         desired,
         vms=marked(desired.vms),
@@ -281,7 +237,7 @@ def created(desired: DesiredState, creation: PendingCreate, *, now: float) -> Tr
         spares=marked(desired.spares),
         deleting=marked(desired.deleting),
         creation=None,
-        backoffs=backoffs,
+        capacity=replace(desired.capacity, backoffs=backoffs),
     )
     return Transition(new, (f"created: {', '.join(creation.names)}",))
 
@@ -324,9 +280,18 @@ def release_all(desired: DesiredState, *, now: float) -> DesiredState:
     """Returns the state with all VMs to be deleted."""
     waiting = spares.end_spare_time(desired.spares, now=now)
     released = to_delete((*desired.vms, *desired.early_vms, *waiting), now=now)
-    deleting = (*desired.deleting, *released)
-    new = replace(desired, vms=(), hosts=(), deleting=deleting, creation=None, refill_since=None)
-    return replace(new, early_vms=(), early_for=(), spares=(), cheaper_by=0.0)
+    return replace(
+        desired,
+        vms=(),
+        early_vms=(),
+        spares=(),
+        creation=None,
+        deleting=(*desired.deleting, *released),
+        attempt=replace(desired.attempt, hosts=()),
+        beside=replace(desired.beside, early_for=()),
+        capacity=replace(desired.capacity, refill_since=None),
+        costs=replace(desired.costs, cheaper_by=0.0),
+    )
 
 
 def to_delete(vms: Iterable[VmSpec], *, now: float) -> tuple[VmSpec, ...]:
@@ -357,37 +322,44 @@ def replace_vms(
     if len(lost) == len(desired.vms) and not desired.spares:
         released = release_all(replace(desired, reason=messages[0]), now=observed.now)
         return Transition(released, messages, kinds)
-    since = desired.refill_since if desired.refill_since is not None else observed.now
     gone, now = [vm for vm in desired.vms if vm.name in lost], observed.now
+    capacity = replace(desired.capacity, refill_since=_refill_since(desired, now=now))
     ready = spares.find_ready(desired, observed, gce)
     taken = {vm.name: spare for vm, spare in zip(gone, ready, strict=False)}
-    new = spares.exchange(replace(desired, refill_since=since, reason=messages[0]), taken, now=now)
+    new = replace(desired, capacity=capacity, reason=messages[0])
+    new = spares.exchange(new, taken, now=now)
     replaced = to_delete(gone[: len(taken)], now=now)
     new = replace(new, deleting=(*new.deleting, *replaced))
     lines = tuple(f"{spare.name}, a spare, replaces {name}" for name, spare in taken.items())
     return Transition(_renamed(new, gone[len(taken) :], now=now), (*messages, *lines), kinds)
 
 
+def _refill_since(desired: DesiredState, *, now: float) -> float:
+    """Returns since when lost VMs are being replaced; `now`, if they are from now on."""
+    since = desired.capacity.refill_since
+    return now if since is None else since
+
+
 def _refill(
     desired: DesiredState, missing: Sequence[VmSpec], observed: ObservedState, gce: GceSection
 ) -> Transition:
-    since = desired.refill_since if desired.refill_since is not None else observed.now
+    since = _refill_since(desired, now=observed.now)
+    desired = replace(desired, capacity=replace(desired.capacity, refill_since=since))
     if observed.now - since > 60 * gce.repair_minutes:
         reason = f"lost VMs could not be replaced in {missing[0].zone} within "
         reason += f"{gce.repair_minutes:g} minutes (launch.gce.repair_minutes)"
         return Transition(release_all(replace(desired, reason=reason), now=observed.now), (reason,))
     site = (missing[0].option, missing[0].zone)
-    until = [c.until for c in desired.backoffs if (c.option, c.zone) == site]
+    until = [c.until for c in desired.capacity.backoffs if (c.option, c.zone) == site]
     if desired.creation is not None:  # Of spares, one of which may fill the slot soon.
-        return Transition(replace(desired, refill_since=since))
+        return Transition(desired)
     if until and until[0] > observed.now:
-        return Transition(replace(desired, refill_since=since))
+        return Transition(desired)
     names = tuple(vm.name for vm in missing)
     vms = tuple(
         replace(vm, requested_at=observed.now) if vm in missing else vm for vm in desired.vms
     )
-    new = with_request(replace(desired, vms=vms, refill_since=since), names)
-    new = instance_groups.add(new, gce)
+    new = instance_groups.add(with_request(replace(desired, vms=vms), names), gce)
     kept = len(vms) - len(names)
     return Transition(new, (f"requesting {len(names)} more in {site[1]}; {kept} are kept",))
 
@@ -398,22 +370,24 @@ def _start(desired: DesiredState, observed: ObservedState, gce: GceSection) -> T
     ready = [vm for vm in desired.vms if vm.name in observed.reports and vm.name in vms]
     if lost_vms.find_suspected(desired, observed, gce):
         return Transition(desired)  # The attempt would start on a VM that may be lost.
-    if len(ready) < len(desired.vms) or observed.now < desired.not_before:
+    if len(ready) < len(desired.vms) or observed.now < desired.attempt.not_before:
         return Transition(desired)
-    number = desired.attempt + 1
+    number = desired.attempt.number + 1
     new = replace(
         desired,
         phase="running",
-        attempt=number,
-        hosts=tuple(_address(vms[vm.name]) for vm in desired.vms),
-        port=gce.port + number % 1000,
-        step_before=observed.log.step,
-        seq_before=observed.log.seq,
-        refill_since=None,
-        unready=0,
-        boot_failure=None,
+        attempt=replace(
+            desired.attempt,
+            number=number,
+            hosts=tuple(_address(vms[vm.name]) for vm in desired.vms),
+            port=gce.port + number % 1000,
+            step_before=observed.log.step,
+            seq_before=observed.log.seq,
+        ),
+        capacity=replace(desired.capacity, refill_since=None),
+        failures=replace(desired.failures, unready=0, boot_failure=None),
     )
-    return Transition(new, (f"attempt {number} on {', '.join(m.name for m in new.hosts)}",))
+    return Transition(new, (f"attempt {number} on {', '.join(vm.name for vm in desired.vms)}",))
 
 
 def _address(vm: VmStatus) -> HostAddress:

@@ -6,7 +6,7 @@ The caller writes each decision before it acts on it. Every action may be repeat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jaxres.config import RunConfig
 from jaxres.config.schema.gce import GceSection
@@ -56,7 +56,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     assert gce is not None, config
     decided = Transition(_prepared(desired, observed, config))
     for stage in STAGES[_phase(decided.desired, observed, config)]:
-        decided = stage(decided, observed, config)
+        decided = stage.decide(decided, observed, config)
     decided = _count_replacements(desired, decided, observed, gce)
     decided = _note_suspicions(decided, observed, gce)
     decided = transition_events.record(desired, decided, observed)
@@ -72,8 +72,9 @@ def _prepared(desired: DesiredState, observed: ObservedState, config: RunConfig)
     assert gce is not None, config
     desired = instance_groups.without_gone(_without_gone(desired, observed, gce), observed)
     longest = restart_policy.longest_delay(config.restart)
-    if desired.not_before > observed.now + longest:  # The last launcher's clock was ahead.
-        desired = replace(desired, not_before=observed.now + longest)
+    if desired.attempt.not_before > observed.now + longest:  # The last launcher's clock was ahead.
+        attempt = replace(desired.attempt, not_before=observed.now + longest)
+        desired = replace(desired, attempt=attempt)
     if desired.phase not in ("placing", "running"):
         return desired
     return replace(desired, end=desired.end or _requested_end(desired, observed, config))
@@ -88,7 +89,7 @@ def _phase(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
 
 
 def place(decided: Transition, observed: ObservedState, config: RunConfig) -> Transition:
-    """Moves to a cheaper option, else changes the number of hosts, else requests VMs."""
+    """Moves to a cheaper option, else changes the number of hosts, else requests VMs or starts."""
     desired, gce = decided.desired, config.launch.gce
     assert gce is not None, config
     most = config.restart.max_preemptions_without_commit
@@ -121,7 +122,7 @@ def _count_replacements(
     if not replaced or after.phase not in ("placing", "running") or after.end is not None:
         return found
     count = replacement_budget.add(
-        before.replacements,
+        before.failures.replacements,
         replaced,
         step=observed.log.step,
         now=observed.now,
@@ -136,21 +137,20 @@ def _count_replacements(
         now=observed.now,
     )
     end = None if is_only_spares else end  # A lost spare ends no job.
-    return replace(found, desired=replace(after, replacements=count, end=end))
+    failures = replace(after.failures, replacements=count)
+    return found.then(replace(after, failures=failures, end=end))
 
 
 def _note_suspicions(found: Transition, observed: ObservedState, gce: GceSection) -> Transition:
     """Records which VMs may be lost, and adds a line for each change."""
     desired = found.desired
     suspected = tuple(sorted(lost_vms.find_suspected(desired, observed, gce)))
-    if suspected == desired.suspected:
+    known = desired.failures.suspected
+    if suspected == known:
         return found
-    lines = lost_vms.suspicion_messages(desired.suspected, suspected, observed, desired.names)
-    return replace(
-        found,
-        desired=replace(desired, suspected=suspected),
-        messages=(*found.messages, *lines),
-    )
+    lines = lost_vms.suspicion_messages(known, suspected, observed, desired.names)
+    failures = replace(desired.failures, suspected=suspected)
+    return found.then(replace(desired, failures=failures), *lines)
 
 
 def request_to_send(desired: DesiredState) -> PendingCreate | None:
@@ -192,7 +192,7 @@ def describe_costs(desired: DesiredState, gce: GceSection, *, now: float) -> str
 def vm_hours(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the hours of all VMs so far."""
     running_seconds = sum(lifetime_seconds(vm, gce, now=now) for vm in desired.all_vms)
-    return (desired.vm_seconds + running_seconds) / 3600
+    return (desired.costs.vm_seconds + running_seconds) / 3600
 
 
 def _requested_end(
@@ -243,17 +243,19 @@ def _without_gone(desired: DesiredState, observed: ObservedState, gce: GceSectio
     if not gone:
         return desired
     if any(vm.created for vm in gone):
-        backoffs = capacity_options.without_quota(desired.backoffs)
-        desired = replace(desired, freed_at=observed.now, backoffs=backoffs)
-    return replace(
-        desired,
-        deleting=tuple(vm for vm in desired.deleting if vm not in gone),
-        spent_dollars=desired.spent_dollars
+        backoffs = capacity_options.without_quota(desired.capacity.backoffs)
+        capacity = replace(desired.capacity, freed_at=observed.now, backoffs=backoffs)
+        desired = replace(desired, capacity=capacity)
+    costs = replace(
+        desired.costs,
+        spent_dollars=desired.costs.spent_dollars
         + sum(spending.cost(vm, gce, now=observed.now) for vm in gone),
-        vm_seconds=desired.vm_seconds
+        vm_seconds=desired.costs.vm_seconds
         + sum(lifetime_seconds(vm, gce, now=observed.now) for vm in gone),
         spending=spending.add(desired, gone, gce, now=observed.now),
     )
+    left = tuple(vm for vm in desired.deleting if vm not in gone)
+    return replace(desired, deleting=left, costs=costs)
 
 
 def end(decided: Transition, observed: ObservedState, config: RunConfig) -> Transition:
@@ -290,19 +292,19 @@ def follow_attempt(decided: Transition, observed: ObservedState, config: RunConf
     """Decides what follows from lost VMs, from exits of hosts, and from an attempt that stalls."""
     desired, gce = decided.desired, config.launch.gce
     assert gce is not None, config
-    names = {m.name for m in desired.hosts}
+    names = {m.name for m in desired.attempt.hosts}
     hosts = (vm for vm in desired.vms if vm.name in names)
     lost = lost_vms.find_lost(hosts, observed, gce, is_training=True)
     ended = {
         name: report
         for name in names
         if (report := observed.reports.get(name)) is not None
-        and (report.attempt, report.state) == (desired.attempt, "ended")
+        and (report.attempt, report.state) == (desired.attempt.number, "ended")
     }
     codes = {name: ExitCode.BUG if r.exit is None else r.exit for name, r in ended.items()}
     if not lost and not codes:
         return _check_stall(desired, observed, config)
-    is_settled = bool(lost) or len(codes) == len(desired.hosts)
+    is_settled = bool(lost) or len(codes) == len(desired.attempt.hosts)
     may_be_lost = lost_vms.find_suspected(desired, observed, gce) & names - codes.keys()
     is_early = (observed.ended_seconds or 0.0) < _settle_seconds(codes, config)
     if not is_settled and (is_early or may_be_lost):
@@ -332,12 +334,13 @@ def _attempt_outcome(
         gone, loss = next(iter(lost.items()))
         return _outcome(desired, ExitCode.PREEMPTED, f"{gone}: {loss.text}", observed)
     assert name is not None, lost
-    reason = f"{name}: {ended[name].reason}" if len(desired.hosts) > 1 else ended[name].reason
+    num_hosts = len(desired.attempt.hosts)
+    reason = f"{name}: {ended[name].reason}" if num_hosts > 1 else ended[name].reason
     recorded = observed.log.last_end
     if (
         recorded is not None
         and recorded.exit == code
-        and observed.log.last_end_seq > desired.seq_before
+        and observed.log.last_end_seq > desired.attempt.seq_before
     ):
         reason = recorded.reason  # The supervisors' own result, which names the host.
     if code == ExitCode.DONE and observed.log.step < config.train.steps:
@@ -351,7 +354,7 @@ def _attempt_outcome(
             ExitCode.PEER_LOST,
             f"{reason} (a VM that was judged lost still held the run lock)",
         )
-    is_one_of_many = len(desired.hosts) > 1 and [*codes.values()].count(codes[name]) == 1
+    is_one_of_many = num_hosts > 1 and [*codes.values()].count(codes[name]) == 1
     culprit = name if is_one_of_many or code == ExitCode.UNHEALTHY else None
     return _outcome(desired, code, reason, observed, culprit=culprit)
 
@@ -364,8 +367,8 @@ def _outcome(
     *,
     culprit: str | None = None,
 ) -> AttemptOutcome[str]:
-    before, after = desired.step_before, observed.log.step
-    return AttemptOutcome(code, reason, before, after, culprit, desired.attempt)
+    before, after = desired.attempt.step_before, observed.log.step
+    return AttemptOutcome(code, reason, before, after, culprit, desired.attempt.number)
 
 
 def _severity_key(code: int) -> tuple[int, int]:
@@ -378,8 +381,8 @@ def _check_stall(desired: DesiredState, observed: ObservedState, config: RunConf
     """Ends an attempt without commits for too long: its processes are restarted, within budgets."""
     gce = config.launch.gce
     assert gce is not None, config
-    reports = {m.name: observed.reports.get(m.name) for m in desired.hosts}
-    late = [n for n, r in reports.items() if r is None or r.attempt != desired.attempt]
+    reports = {m.name: observed.reports.get(m.name) for m in desired.attempt.hosts}
+    late = [n for n, r in reports.items() if r is None or r.attempt != desired.attempt.number]
     stall = gce.stall_minutes
     if stall is None and observed.log.longest_wait is not None:
         stall = max(LEAST_STALL_MINUTES, STALL_WAITS * observed.log.longest_wait / 60)
@@ -389,7 +392,7 @@ def _check_stall(desired: DesiredState, observed: ObservedState, config: RunConf
         reason = f"no new committed step for {stall:g} minutes (launch.gce.stall_minutes)"
     else:
         return Transition(desired)
-    culprit = late[0] if len(late) == 1 < len(desired.hosts) else None
+    culprit = late[0] if len(late) == 1 < len(desired.attempt.hosts) else None
     outcome = _outcome(desired, ExitCode.HUNG, reason, observed, culprit=culprit)
     return _after_attempt(desired, outcome, observed, config, unhealthy=())
 
@@ -409,13 +412,17 @@ def _after_attempt(
     gce = config.launch.gce
     assert gce is not None, config
     desired = replace(
-        desired.with_outcome(outcome), phase="placing", hosts=(), reason=outcome.reason
+        desired.with_outcome(outcome),
+        phase="placing",
+        attempt=replace(desired.attempt, hosts=()),
+        beside=replace(desired.beside, grow_after=None, move_after=None),
+        reason=outcome.reason,
     )
     message = f"attempt {outcome.attempt} ended ({outcome.code}): {outcome.reason}"
     if desired.end is not None and outcome.code != ExitCode.DONE:
         reason = f"{desired.end.reason}; newest committed step {observed.log.step}"
         return Transition(replace(desired, end=replace(desired.end, reason=reason)), (message,))
-    decision = _restart(desired.history, config, seed=desired.attempt)
+    decision = _restart(desired.history, config, seed=desired.attempt.number)
     if not isinstance(decision, Restart):
         reason = decision.reason
         if decision.exit == ExitCode.DONE:
@@ -423,7 +430,8 @@ def _after_attempt(
         return Transition(
             replace(desired, end=JobEnd(decision.exit, reason, observed.now)), (message,)
         )
-    desired = replace(desired, not_before=observed.now + decision.after_seconds)
+    attempt = replace(desired.attempt, not_before=observed.now + decision.after_seconds)
+    desired = replace(desired, attempt=attempt)
     lost = lost_vms.find_lost(desired.vms, observed, gce, is_training=False)
     for name in {*unhealthy, _to_replace(desired.history)}:
         if name in desired.names:
@@ -451,17 +459,48 @@ def _to_replace(history: Sequence[AttemptOutcome[str]]) -> str | None:
     return history[-1].culprit if is_named_twice(history) else None
 
 
-Stage = Callable[[Transition, ObservedState, RunConfig], Transition]
+@dataclass(frozen=True)
+class Stage:
+    """A part of the decision of a phase."""
+
+    decide: Callable[[Transition, ObservedState, RunConfig], Transition]
+    leads_to: tuple[Phase, ...] = ()
+    """Phases to which it may lead the job."""
+
+    @property
+    def name(self) -> str:
+        """Module and function."""
+        return f"{self.decide.__module__.rpartition('.')[2]}.{self.decide.__name__}"
+
+
 STAGES: Mapping[Phase, tuple[Stage, ...]] = {
-    "placing": (place, spare_requests.note, cheaper_option.note),
-    "running": (
-        follow_attempt,
-        early_replacement.note,
-        spare_requests.note,
-        elastic.note,
-        cheaper_option.note,
+    "placing": (
+        Stage(place, leads_to=("running",)),
+        Stage(spare_requests.note),
+        Stage(cheaper_option.note),
     ),
-    "ending": (end,),
+    "running": (
+        Stage(follow_attempt, leads_to=("placing",)),
+        Stage(early_replacement.note),
+        Stage(spare_requests.note),
+        Stage(elastic.note),
+        Stage(cheaper_option.note),
+    ),
+    "ending": (Stage(end, leads_to=("ending", "ended")),),
     "ended": (),
 }
 """What decides in each phase, in this order; each stage gets what the ones before have decided."""
+
+
+def table() -> str:
+    """Returns the phases with their stages as a Markdown table."""
+    rows = ["| phase | stages, in this order | may lead to |", "|---|---|---|"]
+    for phase, stages in STAGES.items():
+        for number, stage in enumerate(stages):
+            text = (stage.decide.__doc__ or "").partition("\n")[0]
+            named = "" if number else f"`{phase}`"
+            leads_to = ", ".join(f"`{after}`" for after in stage.leads_to)
+            rows.append(f"| {named} | `{stage.name}`: {text} | {leads_to} |")
+        if not stages:
+            rows.append(f"| `{phase}` |  |  |")
+    return "\n".join(rows)

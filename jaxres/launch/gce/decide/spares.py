@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from jaxres.config import RunConfig
 from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.decide import lost_vms
 from jaxres.launch.gce.decide.lost_vms import Loss
@@ -29,30 +28,6 @@ def of_other_option(desired: DesiredState) -> tuple[VmSpec, ...]:
     """Returns the spares of another capacity option, which replace all VMs of the job or none."""
     options = {vm.option for vm in desired.vms[:1]}
     return tuple(vm for vm in desired.spares if options and vm.option not in options)
-
-
-def may_request(
-    desired: DesiredState,
-    observed: ObservedState,
-    config: RunConfig,
-    *,
-    not_before: float,
-    longest_wait: float,
-) -> bool:
-    """Returns whether VMs may be requested beside the attempt: after a wait, unless the job ends.
-
-    Args:
-      desired: the desired state.
-      observed: the observed state.
-      config: the config of the job.
-      not_before: end of the wait, in seconds since the epoch.
-      longest_wait: its longest duration in seconds; if more is left, the last launcher's clock was
-        ahead.
-    """
-    is_ending = observed.stop_requested or observed.down_requested
-    if desired.creation is not None or is_ending or observed.log.step >= config.train.steps:
-        return False
-    return not 0.0 < not_before - observed.now <= longest_wait
 
 
 def is_of_other_option(desired: DesiredState, creation: PendingCreate) -> bool:

@@ -8,22 +8,16 @@ The agents on the VMs read the object too: it has the current attempt and its ho
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxres.faults import ConfigError, Fenced, StorageUnavailable
 from jaxres.launch.gce.state.capacity_options import Backoff
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.launch_events import LaunchEvent
-from jaxres.storage import codec, gcs_objects
-from jaxres.storage.path import GcsPath
 
 SpendingCause = Literal["training", "boot", "waiting", "spare"]
 Phase = Literal["placing", "running", "ending", "ended"]
-FORMAT = 2
-WRITES = 3
 MAX_HISTORY = 200
 """Number of attempts whose outcomes are kept."""
 
@@ -174,6 +168,115 @@ class AlertStart:
 
 
 @dataclass(frozen=True)
+class JobAttempt:
+    """The newest attempt of a job, and when the next one may start."""
+
+    number: int = 0
+    """Number of the attempt; 0: none has started yet."""
+    hosts: tuple[HostAddress, ...] = ()
+    """Its hosts; empty: it has ended."""
+    draining: tuple[str, ...] = ()
+    """Its hosts whose agents request a save and the end of the attempt."""
+    port: int = 0
+    """Port of its rendezvous."""
+    step_before: int = 0
+    """Newest committed step when it started."""
+    since: float = 0.0
+    """When it started, in seconds since the epoch; 0: it has ended."""
+    seq_before: int = 0
+    """Number of the newest record in the run log when it started."""
+    not_before: float = 0.0
+    """Earliest start of the next attempt, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class RequestWait:
+    """The wait before the next request for VMs of one kind beside the attempt."""
+
+    tries: int = 0
+    """Of spares: how often one was lost or refused since all of them were ready. Of VMs of a
+    cheaper option: how often they were requested lately."""
+    not_before: float = 0.0
+    """Earliest next request, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class BesideAttempt:
+    """VMs that are requested while an attempt runs, and why the attempt ends for them."""
+
+    early_for: tuple[str, ...] = ()
+    """Hosts of the attempt that had a replacement requested: once each, with any result."""
+    spare_wait: RequestWait = RequestWait()
+    """See spare_requests.py."""
+    cheaper_wait: RequestWait = RequestWait()
+    """See cheaper_option.py."""
+    grow_after: int | None = None
+    """Step after whose commit the attempt ends, because more hosts are ready; see elastic.py."""
+    move_after: int | None = None
+    """Step after whose commit the attempt ends, because all VMs of a cheaper option are ready."""
+
+
+@dataclass(frozen=True)
+class CapacityState:
+    """The search for capacity: where VMs were refused, and since when they are lacking."""
+
+    placement: int = 0
+    """Number of placements tried so far."""
+    backoffs: tuple[Backoff, ...] = ()
+    """Zones that are skipped for a while."""
+    freed_at: float = 0.0
+    """When a VM of the job was last found deleted, in seconds since the epoch; 0: never yet."""
+    refill_since: float | None = None
+    """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class VmFailures:
+    """VMs that were lost or did not come up, as far as they use up a budget."""
+
+    unready: int = 0
+    """Number of times that VMs were lost since the last attempt started."""
+    replacements: Replacements = Replacements()
+    suspected: tuple[str, ...] = ()
+    """VMs that may be lost: their agents are silent, and nothing confirms a loss yet."""
+    boot_failure: BootFailure | None = None
+    """Newest known cause for which VMs did not come up since the last attempt started."""
+
+
+@dataclass(frozen=True)
+class JobCosts:
+    """Costs of the VMs that are deleted, and what moves to cheaper options have saved."""
+
+    spent_dollars: float = 0.0
+    """Costs of the VMs that are deleted."""
+    vm_seconds: float = 0.0
+    """Lifetime of the VMs that are deleted."""
+    spending: tuple[Spending, ...] = ()
+    """The same two by capacity option and cause."""
+    cheaper_by: float = 0.0
+    """Dollars by which a VM costs less in an hour since the job has moved to cheaper options."""
+    saved_dollars: float = 0.0
+    """Dollars that moves have saved until the end of the newest ended attempt, less the costs until
+    then of VMs that were requested for a move."""
+    prices: tuple[dict[str, Any], ...] = ()
+    """Records of an earlier version, which asked Google for prices: option_prices.py."""
+
+
+@dataclass(frozen=True)
+class JobEvents:
+    """Events of the launcher, the conditions that have caused some, and who is alerted."""
+
+    count: int = 0
+    """Number of events so far; see jaxres/runlog/launch_events.py."""
+    newest: tuple[LaunchEvent, ...] = ()
+    """The newest events, until they are in `launch/events`."""
+    conditions: tuple[Condition, ...] = ()
+    """Conditions in force; see job_conditions.py."""
+    alert_starts: tuple[AlertStart, ...] = ()
+    """For every target of alerts: its first event."""
+
+
+@dataclass(frozen=True)
 class DesiredState:
     """Everything that the launcher remembers of a job."""
 
@@ -187,6 +290,8 @@ class DesiredState:
     """Random id of the run, part of the names of its VMs; empty: written before there were ids."""
     image: str = ""
     """Boot image of all VMs, to which the image family led at the start; empty: as configured."""
+    started_at: float = 0.0
+    """When the job was requested, or requested again after an end, in seconds since the epoch."""
     epoch: int = 0
     """Epoch of the lease under which this was written."""
     serial: int = 0
@@ -194,88 +299,30 @@ class DesiredState:
     phase: Phase = "placing"
     reason: str = ""
     """Why the job is in this phase, for the operator."""
-    placement: int = 0
-    """Number of placements tried so far."""
+    end: JobEnd | None = None
     next_name: int = 0
     """Number of VM names used so far."""
     vms: tuple[VmSpec, ...] = ()
     """VMs of the job, by slot; empty: no zone is chosen yet."""
     early_vms: tuple[VmSpec, ...] = ()
     """Replacements of hosts with a notice, until the attempt ends; see early_replacement.py."""
-    early_for: tuple[str, ...] = ()
-    """Hosts of the attempt that had a replacement requested: once each, with any result."""
     spares: tuple[VmSpec, ...] = ()
     """VMs without a slot that wait to replace lost ones; no attempt runs on them; see spares.py.
 
     Those of another capacity option than `vms` wait to replace all of them: cheaper_option.py."""
-    spare_failures: int = 0
-    """How often a spare was lost or refused since all of them were ready."""
-    spares_not_before: float = 0.0
-    """Earliest next request for spares, in seconds since the epoch."""
-    grow_after: int | None = None
-    """Step after whose commit the attempt ends, because more hosts are ready; see elastic.py."""
-    cheaper_tries: int = 0
-    """How often VMs of a cheaper option were requested lately; see cheaper_option.py."""
-    cheaper_not_before: float = 0.0
-    """Earliest next request for VMs of a cheaper option, in seconds since the epoch."""
-    move_after: int | None = None
-    """Step after whose commit the attempt ends, because all VMs of a cheaper option are ready."""
-    cheaper_by: float = 0.0
-    """Dollars by which a VM costs less in an hour since the job has moved to cheaper options."""
-    saved_dollars: float = 0.0
-    """Dollars that moves have saved until the end of the newest ended attempt, less the costs until
-    then of VMs that were requested for a move."""
     creation: PendingCreate | None = None
     groups: tuple[InstanceGroup, ...] = ()
     """Groups that may exist, until they are known to be deleted; see instance_groups.py."""
     deleting: tuple[VmSpec, ...] = ()
     """VMs to delete, until they are known to be deleted."""
-    backoffs: tuple[Backoff, ...] = ()
-    freed_at: float = 0.0
-    """When a VM of the job was last found deleted, in seconds since the epoch; 0: never yet."""
-    refill_since: float | None = None
-    """Since when lost VMs are being replaced in the others' zone, in seconds since the epoch."""
-    unready: int = 0
-    """Number of times that VMs were lost since the last attempt started."""
-    replacements: Replacements = Replacements()
-    suspected: tuple[str, ...] = ()
-    """VMs that may be lost: their agents are silent, and nothing confirms a loss yet."""
-    boot_failure: BootFailure | None = None
-    """Newest known cause for which VMs did not come up since the last attempt started."""
-    attempt: int = 0
-    hosts: tuple[HostAddress, ...] = ()
-    """Hosts of the current attempt; empty: no attempt is running."""
-    draining: tuple[str, ...] = ()
-    """Hosts of the current attempt whose agents request a save and the end of the attempt."""
-    port: int = 0
-    step_before: int = 0
-    """Newest committed step when the attempt started."""
-    attempt_since: float = 0.0
-    """When the current attempt started, in seconds since the epoch; 0: none is running."""
-    seq_before: int = 0
-    """Number of the newest record in the run log when the attempt started."""
-    not_before: float = 0.0
-    """Earliest start of the next attempt, in seconds since the epoch."""
+    attempt: JobAttempt = JobAttempt()
     history: tuple[AttemptOutcome[str], ...] = ()
-    started_at: float = 0.0
-    """When the job was requested, or requested again after an end, in seconds since the epoch."""
-    spent_dollars: float = 0.0
-    """Costs of the VMs that are deleted."""
-    vm_seconds: float = 0.0
-    """Lifetime of the VMs that are deleted."""
-    spending: tuple[Spending, ...] = ()
-    """The same two by capacity option and cause."""
-    prices: tuple[dict[str, Any], ...] = ()
-    """Records of an earlier version, which asked Google for prices: option_prices.py."""
-    end: JobEnd | None = None
-    num_events: int = 0
-    """Number of events so far; see jaxres/runlog/launch_events.py."""
-    events: tuple[LaunchEvent, ...] = ()
-    """The newest events, until they are in `launch/events`."""
-    conditions: tuple[Condition, ...] = ()
-    """Conditions in force; see job_conditions.py."""
-    alert_starts: tuple[AlertStart, ...] = ()
-    """For every target of alerts: its first event."""
+    """Outcomes of the attempts that have ended."""
+    beside: BesideAttempt = BesideAttempt()
+    capacity: CapacityState = CapacityState()
+    failures: VmFailures = VmFailures()
+    costs: JobCosts = JobCosts()
+    events: JobEvents = JobEvents()
 
     def with_outcome(self, outcome: AttemptOutcome[str]) -> DesiredState:
         """Returns the state with one more outcome in the history."""
@@ -309,124 +356,6 @@ class Transition:
     """Why early replacements and spares are deleted that no attempt has used, by name; and VMs
     that the job leaves for cheaper ones."""
 
-
-class StateDamaged(StorageUnavailable):
-    """The object is not a desired state."""
-
-
-@dataclass
-class StateObject:
-    """The desired state in the bucket, and its generation when it was read or written last."""
-
-    path: GcsPath
-    desired: DesiredState | None = None
-    generation: int = field(default=0)
-    damage: str = ""
-    """Why the object can't be used, at the last `read_valid`; empty: it can, or there is none."""
-
-    def read(self) -> DesiredState | None:
-        """Reads the object; None: there is none yet.
-
-        Raises:
-          StateDamaged: it is not a desired state.
-        """
-        found = gcs_objects.read_at(self.path)
-        self.desired, self.generation = None, 0 if found is None else found[1]
-        if found is not None:
-            self.desired = decode_state(found[0], self.path)
-        return self.desired
-
-    def read_valid(self) -> DesiredState | None:
-        """Reads the object; None: there is none, or it is damaged, see `damage`."""
-        try:
-            self.damage = ""
-            return self.read()
-        except StateDamaged as error:
-            self.damage = str(error)
-            return None
-
-    def set_aside(self) -> GcsPath | None:
-        """Moves a damaged object to another name; only the holder of the lease may call this."""
-        found = gcs_objects.read_at(self.path)
-        if found is None or found[1] != self.generation:
-            return None
-        aside = gcs_objects.set_aside(self.path, found[0], generation=found[1])
-        gcs_objects.delete(self.path)
-        self.desired, self.generation, self.damage = None, 0, ""
-        return aside
-
-    def write(
-        self, desired: DesiredState, *, epoch: int, held: Callable[[], bool] = lambda: True
-    ) -> DesiredState:
-        """Writes the object unless another launcher has written since the read; the serial grows.
-
-        An object that was deleted, damaged or replaced by an older copy since is written again,
-        provided that `held` returns that the lease is held: the first try may have been suspended.
-
-        Raises:
-          Fenced: another launcher has written in the meantime.
-          StorageUnavailable: the object is lost, and it is unknown whether the lease is held.
-        """
-        known = max(desired.serial, 0 if self.desired is None else self.desired.serial)
-        for _ in range(WRITES):
-            if self.desired is not None and self.desired.epoch > epoch:
-                break  # It was read after another launcher had taken over.
-            new = dataclasses.replace(desired, epoch=epoch, serial=known + 1)
-            generation = gcs_objects.write(self.path, encode_state(new), over=self.generation)
-            if generation is not None:
-                self.desired, self.generation = new, generation
-                return new
-            current = self._newer_than(known, run_id=desired.id)
-            if current is None:
-                if not held():
-                    raise StorageUnavailable(
-                        f"{self.path}: is lost; the lease is renewed before it is written again"
-                    )
-                continue
-            self.desired, known = current, current.serial
-            if current.epoch != epoch:
-                break  # Else the response to an earlier write of this launcher was lost.
-        raise Fenced(
-            f"{self.path.parent.parent}: another launcher holds the lease of this run now; "
-            "this one stops acting, the training continues."
-        )
-
-    def _newer_than(self, serial: int, *, run_id: str) -> DesiredState | None:
-        """Reads a state that was written since; None: deleted, damaged or an older copy."""
-        found = gcs_objects.read_at(self.path)
-        self.generation = 0 if found is None else found[1]
-        if found is None:
-            return None
-        try:
-            current = decode_state(found[0], self.path)
-        except StateDamaged:
-            gcs_objects.set_aside(self.path, found[0], generation=found[1])
-            return None
-        is_copy = current.id == run_id and current.serial <= serial
-        return None if is_copy else current
-
-
-def encode_state(desired: DesiredState) -> bytes:
-    """Returns the desired state as JSON."""
-    return json.dumps({codec.FORMAT: FORMAT} | codec.encode(desired), sort_keys=True).encode()
-
-
-def decode_state(data: bytes, path: GcsPath) -> DesiredState:
-    """Parses the output of `encode_state`; skips unknown fields.
-
-    Raises:
-      ConfigError: it was written in another format.
-      StateDamaged: it is not a desired state.
-    """
-    try:
-        fields: dict[str, Any] = json.loads(data)
-        codec.require_format(fields, number=FORMAT)
-        return codec.decode(DesiredState, fields, ignore_unknown=True)
-    except codec.OtherFormat as error:
-        raise ConfigError(f"{path}: {error}.") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise StateDamaged(
-            f"{path}: is not readable as a desired state ({error}). `launch gce down CONFIG.yaml` "
-            "finds the job's VMs by their label and deletes them; `launch gce up CONFIG.yaml` "
-            "starts it again. Both move the object aside"
-        ) from error
+    def then(self, desired: DesiredState, *messages: str) -> Transition:
+        """Returns the decision with a later state, and with more lines."""
+        return dataclasses.replace(self, desired=desired, messages=(*self.messages, *messages))

@@ -44,7 +44,7 @@ def cost(vm: VmSpec, gce: GceSection, *, now: float) -> float:
 
 def total(desired: DesiredState, gce: GceSection, *, now: float) -> float:
     """Returns the dollars of all VMs of the job so far, without VMs that have no price."""
-    return desired.spent_dollars + sum(cost(vm, gce, now=now) for vm in desired.all_vms)
+    return desired.costs.spent_dollars + sum(cost(vm, gce, now=now) for vm in desired.all_vms)
 
 
 def charge(option: int, seconds: float, gce: GceSection) -> float:
@@ -65,8 +65,9 @@ def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Tran
         return found
     if is_running:
         vms = tuple(replace(vm, trained_from=vm.trained_from or now) for vm in after.vms)
-        return replace(found, desired=replace(after, vms=vms, attempt_since=now))
-    names, seconds = {host.name for host in before.hosts}, _attempt_seconds(before, now=now)
+        attempt = replace(after.attempt, since=now)
+        return found.then(replace(after, vms=vms, attempt=attempt))
+    names, seconds = {host.name for host in before.attempt.hosts}, _attempt_seconds(before, now=now)
 
     def trained(vms: Iterable[VmSpec]) -> tuple[VmSpec, ...]:
         return tuple(
@@ -74,10 +75,15 @@ def note_attempt(before: DesiredState, found: Transition, *, now: float) -> Tran
             for vm in vms
         )
 
-    vms, deleting = trained(after.vms), trained(after.deleting)
-    saved = after.saved_dollars + saved_in_attempt(before, now=now)
-    after = replace(after, vms=vms, deleting=deleting, attempt_since=0.0, saved_dollars=saved)
-    return replace(found, desired=after)
+    saved = after.costs.saved_dollars + saved_in_attempt(before, now=now)
+    after = replace(
+        after,
+        vms=trained(after.vms),
+        deleting=trained(after.deleting),
+        attempt=replace(after.attempt, since=0.0),
+        costs=replace(after.costs, saved_dollars=saved),
+    )
+    return found.then(after)
 
 
 def saved_in_attempt(desired: DesiredState, *, now: float) -> float:
@@ -85,12 +91,12 @@ def saved_in_attempt(desired: DesiredState, *, now: float) -> float:
     if desired.phase != "running":
         return 0.0
     hours = _attempt_seconds(desired, now=now) / 3600
-    return desired.cheaper_by * len(desired.hosts) * hours
+    return desired.costs.cheaper_by * len(desired.attempt.hosts) * hours
 
 
 def _attempt_seconds(desired: DesiredState, *, now: float) -> float:
     """Returns the duration of the running attempt; 0 if its start is unknown."""
-    return max(0.0, now - desired.attempt_since) if desired.attempt_since else 0.0
+    return max(0.0, now - desired.attempt.since) if desired.attempt.since else 0.0
 
 
 def _seconds_by_cause(
@@ -99,7 +105,7 @@ def _seconds_by_cause(
     """Returns the seconds of a VM's life by cause; their sum is its lifetime."""
     life = lifetime_seconds(vm, gce, now=now)
     training = vm.trained_seconds
-    if desired.phase == "running" and any(host.name == vm.name for host in desired.hosts):
+    if desired.phase == "running" and any(host.name == vm.name for host in desired.attempt.hosts):
         training += _attempt_seconds(desired, now=now)
     training = min(life, training)
     is_spare = any(spare.name == vm.name for spare in desired.spares)
@@ -114,7 +120,7 @@ def add(
     desired: DesiredState, vms: Iterable[VmSpec], gce: GceSection, *, now: float
 ) -> tuple[Spending, ...]:
     """Returns the spending of the deleted VMs and of further VMs, by option and cause."""
-    found = {(one.option, one.cause): one for one in desired.spending}
+    found = {(one.option, one.cause): one for one in desired.costs.spending}
     for vm in vms:
         for cause, seconds in _seconds_by_cause(vm, desired, gce, now=now).items():
             if seconds:

@@ -50,8 +50,8 @@ def next_line(
     """
     if desired.phase != "running" or since_seconds < every_seconds:
         return None
-    report = observed.reports.get(desired.hosts[0].name)
-    if report is None or report.attempt != desired.attempt:
+    report = observed.reports.get(desired.attempt.hosts[0].name)
+    if report is None or report.attempt != desired.attempt.number:
         return None
     if not report.progress or report.progress == printed:
         return None

@@ -38,12 +38,15 @@ def with_events(
     """Returns the state with new events, each a kind with the fields that differ."""
     if not new:
         return desired
-    common = {"attempt": desired.attempt, "time": observed.now, "step": observed.log.step}
-    first = desired.num_events
+    common = {"attempt": desired.attempt.number, "time": observed.now, "step": observed.log.step}
+    first = desired.events.count
     events = tuple(
         LaunchEvent(first + n, kind, **{**common, **fields}) for n, (kind, fields) in enumerate(new)
     )
-    return replace(desired, events=(*desired.events, *events), num_events=first + len(events))
+    known = replace(
+        desired.events, newest=(*desired.events.newest, *events), count=first + len(events)
+    )
+    return replace(desired, events=known)
 
 
 def to_store(desired: DesiredState) -> tuple[LaunchEvent, ...]:
@@ -52,14 +55,16 @@ def to_store(desired: DesiredState) -> tuple[LaunchEvent, ...]:
     Every launcher returns the same ones for the same first event, so it does not matter which one
     writes the object.
     """
-    events = desired.events
+    events = desired.events.newest
     return events[:STORED_TOGETHER] if len(events) >= STORED_TOGETHER else ()
 
 
 def without_stored(desired: DesiredState, *, before: int) -> DesiredState:
     """Returns the state without the events whose numbers are below `before`."""
-    kept = tuple(event for event in desired.events if event.number >= before)
-    return desired if len(kept) == len(desired.events) else replace(desired, events=kept)
+    kept = tuple(event for event in desired.events.newest if event.number >= before)
+    if len(kept) == len(desired.events.newest):
+        return desired
+    return replace(desired, events=replace(desired.events, newest=kept))
 
 
 def _ends(before: DesiredState, found: Transition, observed: ObservedState) -> Iterator[Fields]:
@@ -103,7 +108,7 @@ def _requests(
         else:
             answer = observed.creation
             failure = answer if isinstance(answer, CreateFailed) else None
-            new = [c for c in after.backoffs if c not in before.backoffs]
+            new = [c for c in after.capacity.backoffs if c not in before.capacity.backoffs]
             known = next((c for c in new if c.zone == fields["zone"]), None)
             cause = "" if known is None else known.error
             reason = "" if failure is None else failure.message[:MAX_REASON]
@@ -134,4 +139,4 @@ def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) 
         if not vm.trained_from:
             at = min(observed.now, observed.first_reports.get(vm.name, observed.now))
             yield "agent_reported", {"vms": (vm.name,), "time": at, "zone": vm.zone}
-    yield "attempt_started", {"vms": tuple(host.name for host in after.hosts)}
+    yield "attempt_started", {"vms": tuple(host.name for host in after.attempt.hosts)}

@@ -30,9 +30,10 @@ from jaxres.config.schema.operations import PreemptionSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.host.processes import kill_me_with_parent
-from jaxres.launch.gce.state.desired_state import DesiredState, decode_state
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.observed_state import AgentReport, AgentState
 from jaxres.launch.gce.state.paths import OUTPUT_START, LaunchPaths
+from jaxres.launch.gce.state.state_object import decode_state
 from jaxres.launch.gce.state.step_line import TAIL_BYTES, newest_progress
 from jaxres.launch.gce.vm.code_package import digest_of
 from jaxres.launch.gce.vm.idle_time import IdleTime, next_idle
@@ -234,43 +235,43 @@ class Agent:
 
     def _follow(self, desired: DesiredState, env: Mapping[str, str]) -> None:
         """Starts or ends this host's training process according to the desired state."""
-        names = [host.name for host in desired.hosts]
+        names = [host.name for host in desired.attempt.hosts]
         is_member = desired.phase == "running" and self._name in names
         local = self._local
-        if local is not None and not (is_member and local.attempt == desired.attempt):
+        if local is not None and not (is_member and local.attempt == desired.attempt.number):
             self._end(local, f"attempt {local.attempt} is over")
-        elif local is not None and self._name in desired.draining:
+        elif local is not None and self._name in desired.attempt.draining:
             self._request_save(local)
         if not is_member or self._is_leaving or self._local is not None:
             return
-        if self._newest_attempt() < desired.attempt:
+        if self._newest_attempt() < desired.attempt.number:
             self._start(desired, names.index(self._name), env)
-        elif self._publisher.report.attempt < desired.attempt:
+        elif self._publisher.report.attempt < desired.attempt.number:
             reason = "the agent was restarted; its training process ended with the previous agent"
-            self._publish("ended", desired.attempt, exit=128 + signal.SIGKILL, reason=reason)
+            self._publish("ended", desired.attempt.number, exit=128 + signal.SIGKILL, reason=reason)
 
     def _start(self, desired: DesiredState, host: int, env: Mapping[str, str]) -> None:
         try:
             config = self._config(desired)
         except ConfigError as error:
-            self._attempt_file.write_text(f"{desired.attempt}\n")
-            self._publish("ended", desired.attempt, exit=ExitCode.CONFIG, reason=str(error))
+            self._attempt_file.write_text(f"{desired.attempt.number}\n")
+            self._publish("ended", desired.attempt.number, exit=ExitCode.CONFIG, reason=str(error))
             return
         if config is None:
             return  # The bucket is unavailable; the next poll tries again.
         arguments = self._arguments(desired, host, config)
-        output = self._folder / f"output-{desired.attempt:04d}.txt"
-        self._attempt_file.write_text(f"{desired.attempt}\n")
+        output = self._folder / f"output-{desired.attempt.number:04d}.txt"
+        self._attempt_file.write_text(f"{desired.attempt.number}\n")
         env = self._training_env(env, config, desired)
         env[RESTART_VARIABLE] = "1" if desired.history else "0"
         key = desired.code, desired.config
         process = self._standby.take(arguments, env=env, key=key, output=output)
         if process is None:
             process = _start_supervisor(arguments, env=env, output=output)
-        self._set_local(local := LocalAttempt(desired.attempt, process, output))
+        self._set_local(local := LocalAttempt(desired.attempt.number, process, output))
         if self._is_leaving:  # SIGTERM was received while the process was started.
             self._request_save(local)
-        self._publish("running", desired.attempt)
+        self._publish("running", desired.attempt.number)
 
     def _set_local(self, local: LocalAttempt | None) -> None:
         self._local = local
@@ -279,7 +280,7 @@ class Agent:
     def _keep_standby(self, desired: DesiredState, env: Mapping[str, str]) -> None:
         """Starts a supervisor that waits for the next attempt, once per attempt or wait for one."""
         used = {vm.name for vm in (*desired.vms, *desired.early_vms, *desired.spares)}
-        is_used = self._name in used.difference(desired.draining) and not self._is_leaving
+        is_used = self._name in used.difference(desired.attempt.draining) and not self._is_leaving
         if desired.phase == "ended" or not is_used:
             self._standby.stop()
             return
@@ -301,12 +302,12 @@ class Agent:
         arguments = [str(self._folder / f"{desired.config}.yaml"), f"run.dir={self._paths.run}"]
         if (notice := self._preemption(config).notice_seconds) != config.preemption.notice_seconds:
             arguments += [f"preemption.notice_seconds={notice:g}"]
-        if desired.seq_before:  # The run has begun: never again at step 0.
+        if desired.attempt.seq_before:  # The run has begun: never again at step 0.
             arguments += ["run.must_exist=true"]
-        if len(desired.hosts) > 1:
-            coordinator = f"{desired.hosts[0].ip}:{desired.port}"
+        if len(desired.attempt.hosts) > 1:
+            coordinator = f"{desired.attempt.hosts[0].ip}:{desired.attempt.port}"
             arguments += ["--coordinator", coordinator]
-            arguments += ["--num-hosts", str(len(desired.hosts)), "--host-id", str(host)]
+            arguments += ["--num-hosts", str(len(desired.attempt.hosts)), "--host-id", str(host)]
         return arguments
 
     def _training_env(
@@ -318,7 +319,7 @@ class Agent:
         the VM is a host.
         """
         env = dict(env)
-        for host in desired.hosts:
+        for host in desired.attempt.hosts:
             if host.name == self._name:
                 env |= {HOST_NAME: host.name, INSTANCE: host.instance}
                 env |= {PHYSICAL_HOST: host.physical_host}

@@ -24,8 +24,8 @@ def find_vm(desired: DesiredState, name: str | None) -> VmSpec:
     Raises:
       UsageError: the job has no such VM now.
     """
-    if name is None and desired.hosts:
-        name = desired.hosts[0].name
+    if name is None and desired.attempt.hosts:
+        name = desired.attempt.hosts[0].name
     vms = (*desired.vms, *desired.spares)
     for vm in vms:
         if name in (None, vm.name):
@@ -58,7 +58,7 @@ def excluded(desired: DesiredState, hosts: Sequence[FaultyHost]) -> dict[str, Fa
 def excluded_lines(desired: DesiredState, hosts: Mapping[str, FaultyHost]) -> list[str]:
     """Returns the lines of `status` about cordoned VMs; `hosts`: the result of `excluded`."""
     return [
-        describe_excluded(host, is_draining=name in desired.draining)
+        describe_excluded(host, is_draining=name in desired.attempt.draining)
         for name, host in hosts.items()
     ]
 
@@ -116,5 +116,5 @@ def uncordon(run_dir: RunDir, desired: DesiredState, name: str) -> str:
         raise UsageError(f"--vm {vm.name}: is not cordoned")
     for host in hosts:
         faulty_hosts.forget(run_dir, host)
-    more = "; the attempt that was told to save ends" if vm.name in desired.draining else ""
+    more = "; the attempt that was told to save ends" if vm.name in desired.attempt.draining else ""
     return f"{vm.name} is used for the next attempt again{more}"

@@ -110,8 +110,9 @@ def kill_launcher(run: HeldRun, number: int, fault: ScheduledFault) -> Injection
     now, unkept = vms.desired(), ""
     if not is_adopted or not has_looked or now is None:
         unkept = "the second launcher does not lead"
-    elif (now.phase, now.attempt) != (before.phase, before.attempt):
-        unkept = f"attempt {before.attempt} does not run on: {now.phase}, attempt {now.attempt}"
+    elif (now.phase, now.attempt.number) != (before.phase, before.attempt.number):
+        state = f"{now.phase}, attempt {now.attempt.number}"
+        unkept = f"attempt {before.attempt.number} does not run on: {state}"
     elif new := [name for name in vms.made() if name not in made]:
         unkept = f"created: {', '.join(new)}"
     evidence = f"SIGKILL to the launcher; epoch {before.epoch} became {now and now.epoch}"

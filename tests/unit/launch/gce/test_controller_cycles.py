@@ -102,7 +102,7 @@ class WatchedCloud(SimulatedCloud):
         change = None if before is None else (before.phase, after.phase)
         if change == ("placing", "running"):
             self.note("start")
-            if after.attempt == 1:
+            if after.attempt.number == 1:
                 self.after(30.0, lambda: self.lose(after.vms[-1].name))
         elif change == ("running", "placing"):
             self.note("end")
@@ -118,7 +118,7 @@ def run_with_a_loss(
     lead(cloud, job(hosts=hosts), lambda line: None)
     desired = cloud.desired()
     assert desired is not None
-    assert (desired.phase, desired.attempt, cloud.step) == ("ended", 2, STEPS), desired
+    assert (desired.phase, desired.attempt.number, cloud.step) == ("ended", 2, STEPS), desired
     assert desired.history[0].code == ExitCode.PREEMPTED, desired.history
     assert cloud.notes.count("request") == 1, cloud.notes
     return cloud
@@ -143,7 +143,7 @@ def test_a_service_that_accepts_no_creation_for_long_costs_no_healthy_vm(
     lead(cloud, job(hosts=2), lambda line: None)
     desired = cloud.desired()
     assert desired is not None
-    assert (desired.phase, desired.attempt, cloud.step) == ("ended", 2, STEPS), desired
+    assert (desired.phase, desired.attempt.number, cloud.step) == ("ended", 2, STEPS), desired
     assert desired.next_name == 3, "healthy VMs were replaced, too"
 
 

@@ -15,8 +15,9 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.launch.gce import check_command as gce_check
 from jaxres.launch.gce import command as gce
-from jaxres.launch.gce.state.desired_state import DesiredState, Phase, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState, Phase
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunLog, Start
 from jaxres.storage import gcs_objects

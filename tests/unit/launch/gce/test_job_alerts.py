@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.telemetry import alert_sender
 from jaxres.telemetry.incidents import Incident
 from jaxres.telemetry.recorded_incidents import IncidentRecorder
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import NOW, RUNNING
 from tests.unit.launch.gce_config import config
 from tests.unit.telemetry.webhook_server import Hook, served
@@ -45,7 +45,7 @@ def ended(number: int, **fields: Any) -> LaunchEvent:
 def with_ends(*events: LaunchEvent, first: int = 0) -> DesiredState:
     starts = (AlertStart("generic:HOOK", first),)
     total = events[-1].number + 1 if events else 0
-    return replace(
+    return changed(
         RUNNING, id="ab12", events=events, num_events=total, alert_starts=starts, attempt=total
     )
 
@@ -123,12 +123,12 @@ def test_what_a_vms_supervisor_has_recorded_is_sent_once(tmp_path: Path) -> None
 
 def test_a_target_begins_with_the_events_after_it_was_given() -> None:
     named = config().model_copy(update={"alerts": SECTION})
-    old = replace(RUNNING, num_events=7)
+    old = changed(RUNNING, num_events=7)
     begun = job_alerts.start_targets(old, named)
-    assert begun.alert_starts == (AlertStart("generic:HOOK", 7),)
-    later = replace(begun, num_events=9)
+    assert begun.events.alert_starts == (AlertStart("generic:HOOK", 7),)
+    later = changed(begun, num_events=9)
     assert job_alerts.start_targets(later, named) is later
-    assert job_alerts.start_targets(later, config()).alert_starts == ()
+    assert job_alerts.start_targets(later, config()).events.alert_starts == ()
 
 
 def test_a_complete_run_has_unsent_alerts_until_they_are_on_record(tmp_path: Path) -> None:

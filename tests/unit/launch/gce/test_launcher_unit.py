@@ -17,12 +17,14 @@ from jaxres.faults import ConfigError, Fenced, UsageError
 from jaxres.launch.gce import command as verbs
 from jaxres.launch.gce import launcher_unit
 from jaxres.launch.gce.launcher_unit import LauncherUnit
-from jaxres.launch.gce.state.desired_state import JobEnd, StateObject
+from jaxres.launch.gce.state.desired_state import JobEnd
 from jaxres.launch.gce.state.lease import Lease
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.storage.path import GcsPath
 from jaxres_emulators.gce import GceEmulator
 from tests.tiers import slow_but
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import config
 
 RUN = GcsPath("bkt", "runs/it's $HOME")
@@ -225,7 +227,7 @@ def record(shell: Shell, **changes: object) -> StateObject:
     state = StateObject(shell.paths.desired_state)
     desired = state.read()
     assert desired is not None
-    state.write(replace(desired, **changes), epoch=desired.epoch)
+    state.write(changed(desired, **changes), epoch=desired.epoch)
     (shell.folder / "calls").unlink()
     return state
 

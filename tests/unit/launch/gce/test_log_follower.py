@@ -18,23 +18,19 @@ from jaxres.launch.gce.log_follower import (
     next_output,
     part_after,
 )
-from jaxres.launch.gce.state.desired_state import (
-    DesiredState,
-    HostAddress,
-    JobEnd,
-    StateObject,
-    VmSpec,
-)
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, JobEnd, VmSpec
 from jaxres.launch.gce.state.paths import OUTPUT_START, LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.changed_state import changed
 
 START = DesiredState("jx", "code", "config")
 END = JobEnd(ExitCode.DONE, "the last step, 9, is committed", 0.0)
 
 
 def attempt(number: int, *names: str) -> DesiredState:
-    return replace(
+    return changed(
         START,
         phase="running",
         attempt=number,
@@ -86,12 +82,12 @@ def test_lines_are_printed_once_over_a_replaced_vm_and_a_new_attempt(gcs_bucket:
         lambda: job.upload(1, "a", "one\ntw"),
         lambda: job.upload(1, "a", "one\ntwo\nthree"),
         lambda: job.upload(1, "b", "of another host\n"),
-        lambda: job.write(replace(attempt(1, "a", "b"), phase="placing", hosts=())),
+        lambda: job.write(changed(attempt(1, "a", "b"), phase="placing", hosts=())),
         lambda: (job.upload(1, "a", "one\ntwo\nthree\nsaved\n"), job.write(attempt(2, "c", "b"))),
         lambda: job.upload(2, "c", "four\n"),
         lambda: (
             job.upload(2, "c", "four\nfive\n"),
-            job.write(replace(attempt(2, "c", "b"), phase="ended", hosts=(), end=END)),
+            job.write(changed(attempt(2, "c", "b"), phase="ended", hosts=(), end=END)),
         ),
     )
     assert code == ExitCode.DONE
@@ -191,7 +187,7 @@ def test_the_new_part_of_an_output_begins_where_the_printed_one_ends(
 
 
 def test_between_two_attempts_the_last_output_is_followed() -> None:
-    idle = replace(attempt(1, "a"), hosts=(), phase="placing")
+    idle = changed(attempt(1, "a"), hosts=(), phase="placing")
     assert next_output(Output(1, "a"), idle, 0) == Output(1, "a")
     assert next_output(None, idle, 0) is None
     assert find_slot(idle, "a") == find_slot(idle, None) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,17 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.launch.gce import command as verbs
 from jaxres.launch.gce.controller import machine_for, new_state
-from jaxres.launch.gce.state.desired_state import (
-    DesiredState,
-    JobEnd,
-    PendingCreate,
-    StateObject,
-    VmSpec,
-    encode_state,
-)
+from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd, PendingCreate, VmSpec
 from jaxres.launch.gce.state.lease import Lease
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject, encode_state
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres_emulators.gce import GceEmulator
 from tests.tiers import slow_but
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import config
 
 SPEED = 200
@@ -72,7 +66,7 @@ class Job:
     def lead(self, **changes: object) -> None:
         """Writes the desired state and the lease of a launcher that was killed."""
         fields = {"phase": "running", "attempt": 3, "vms": (self.vm,), "epoch": 7, "serial": 9}
-        self.desired = replace(self.desired, **(fields | changes))
+        self.desired = changed(self.desired, **(fields | changes))
         gcs_objects.write(self.paths.desired_state, encode_state(self.desired), over=None)
         assert Lease(self.paths.lease, holder="killed", seconds=0.05).acquire(after_epoch=6)
 

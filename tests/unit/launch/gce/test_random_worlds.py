@@ -25,6 +25,7 @@ from jaxres.launch.gce.state import transition_events
 from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate
 from jaxres.launch.gce.state.observed_state import CreateFailed, ObservedState, StateObserver
 from tests.tiers import campaign_but
+from tests.unit.launch.changed_state import value_of
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.random_world import (
     FAULTS,
@@ -114,12 +115,12 @@ class ModelLauncher:
         self._observer.update_reports(reports, now=now)
         is_on, log = desired.phase == "running", world.log()
         any_ended = any(
-            metadata["state"] == "ended" and metadata["attempt"] == str(desired.attempt)
+            metadata["state"] == "ended" and metadata["attempt"] == str(desired.attempt.number)
             for name, (_, metadata) in reports.items()
             if name in desired.names
         )
         self._observer.update_progress(
-            *(log, desired.attempt),
+            *(log, desired.attempt.number),
             is_on=is_on,
             any_ended=any_ended,
             since=now - self._observed_at,
@@ -176,10 +177,13 @@ def check_change(
         return
     if (after.reason, after.phase) != (before.reason, before.phase):
         world.note(f"{after.phase} {sorted(after.names)} {after.reason}")
+    stages = (*reconcile.STAGES[before.phase], *(reconcile.STAGES["ending"] if after.end else ()))
+    may_follow = {before.phase, *(phase for stage in stages for phase in stage.leads_to)}
+    assert after.phase in may_follow, f"{before.phase} leads to {after.phase}"
     spent = [reconcile.dollars(state, world.gce, now=observed.now) for state in (before, after)]
     assert spent[1] >= spent[0] - 1e-9, f"costs decrease: {spent}"
     for count in ("attempt", "placement", "next_name", "vm_seconds", "spent_dollars"):
-        assert getattr(after, count) >= getattr(before, count), f"{count} decreases"
+        assert value_of(after, count) >= value_of(before, count), f"{count} decreases"
     check_spares(world, before, after, observed)
     check_cheaper_set(world, before, after, observed)
     gone = before.names - after.names
@@ -188,7 +192,7 @@ def check_change(
     assert is_first or world.was_refused, "a costlier option is used, without a stockout"
     if after.phase not in ("placing", "running") or after.end is not None:
         return
-    since = before.refill_since if not after.vms else None
+    since = before.capacity.refill_since if not after.vms else None
     if since is not None and observed.now - since >= 60 * world.gce.repair_minutes:
         return  # The zone has no capacity for the others.
     unused = {vm.name: vm.replaces for vm in before.early_vms}
@@ -226,8 +230,9 @@ def check_spares(
     lacking = world.gce.most_hosts - len(after.vms) if after.vms else 0
     assert len(names) <= world.gce.spares + lacking, "too many spares"
     allowed = elastic.allowed_counts(world.config, option=0)
-    assert len(after.hosts) in (0, world.gce.most_hosts, *allowed), "another number of hosts"
-    assert names.isdisjoint(host.name for host in after.hosts), "a spare is a host"
+    hosts = {host.name for host in after.attempt.hosts}
+    assert len(hosts) in (0, world.gce.most_hosts, *allowed), "another number of hosts"
+    assert names.isdisjoint(hosts), "a spare is a host"
     assert names.isdisjoint(vm.name for vm in after.vms), "a spare has a slot"
     creations = (before.creation, after.creation)
     if after.phase != "placing" or after.end is not None or creations != (None, None):
@@ -248,7 +253,8 @@ def check_cheaper_set(
     prices = [option.dollars_per_hour or 0.0 for option in world.gce.capacity_options]
     assert len({(vm.option, vm.zone) for vm in after.vms}) <= 1, "hosts of two zones"
     assert len(are) in (0, world.gce.most_hosts), "a part of a set of cheaper VMs"
-    assert {vm.name for vm in are}.isdisjoint(host.name for host in after.hosts), "they are hosts"
+    hosts = {host.name for host in after.attempt.hosts}
+    assert hosts.isdisjoint(vm.name for vm in are), "they are hosts"
     assert all(prices[vm.option] < prices[after.vms[0].option] for vm in are), "not cheaper"
     if are and not were:
         assert after.phase == "running", "no attempt runs"
@@ -285,7 +291,7 @@ def pause(world: RandomWorld) -> float:
         silent = any(vm.stopped_until > world.now for vm in world.vms.values())
         silent |= world.has_near_notice
         return world.draw.uniform(1, 2) if silent or world.is_hung else world.draw.uniform(4, 20)
-    waits = [c.until - world.wall() for c in desired.backoffs if c.until > world.wall()]
+    waits = [c.until - world.wall() for c in desired.capacity.backoffs if c.until > world.wall()]
     if not desired.vms and not desired.deleting and waits:
         return min(waits) + 1.0
     return world.draw.uniform(1, 2) if desired.phase == "running" else world.draw.uniform(1, 5)
@@ -321,11 +327,12 @@ def run(world: RandomWorld) -> None:
 def check_events(world: RandomWorld) -> None:
     """Checks that each event is there once, whichever launchers were killed."""
     assert world.desired is not None
-    found = world.events_stored | {event.number: event for event in world.desired.events}
-    assert sorted(found) == list(range(world.desired.num_events)), "an event is lost"
+    found = world.events_stored | {event.number: event for event in world.desired.events.newest}
+    assert sorted(found) == list(range(world.desired.events.count)), "an event is lost"
     kinds = world.kinds = Counter(event.kind for event in found.values())
-    assert kinds["attempt_started"] == world.desired.attempt, "a start is lost or counted twice"
-    assert kinds["attempt_ended"] in (world.desired.attempt - 1, world.desired.attempt), kinds
+    number = world.desired.attempt.number
+    assert kinds["attempt_started"] == number, "a start is lost or counted twice"
+    assert kinds["attempt_ended"] in (number - 1, number), kinds
     assert kinds["job_ended"] == 1, kinds
     results = kinds["vms_created"] + kinds["request_failed"]
     assert results in (kinds["vms_requested"] - 1, kinds["vms_requested"]), kinds

@@ -15,14 +15,16 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.launch.gce.controller import Controller, new_state
 from jaxres.launch.gce.decide import reconcile
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject, Transition, VmSpec
+from jaxres.launch.gce.state.desired_state import DesiredState, Transition, VmSpec
 from jaxres.launch.gce.state.lease import Lease
 from jaxres.launch.gce.state.observed_state import ObservedState
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.runlog import launch_events
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
 from tests.tiers import campaign, slow_but
+from tests.unit.launch.changed_state import value_of
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.simulated_cloud import FaultRates, Killed, SimulatedCloud, SimulatedCompute
 
@@ -87,7 +89,7 @@ class Checker:
         if before is None:
             return
         for count in ("serial", "epoch", "attempt", "placement", "next_name", "vm_seconds"):
-            assert getattr(after, count) >= getattr(before, count), (
+            assert value_of(after, count) >= value_of(before, count), (
                 f"{count} decreases\n{self.history()}"
             )
         deleting = {vm.name for vm in after.deleting}
@@ -115,9 +117,10 @@ class Checker:
     ) -> None:
         assert self.gce is not None
         healthy = {vm.name for vm in gone if vm.created} - self.cloud.excused
-        if not after.vms and before.refill_since is not None:
+        since = before.capacity.refill_since
+        if not after.vms and since is not None:
             limit = 60 * self.gce.repair_minutes
-            assert not healthy or now - before.refill_since >= limit, f"{healthy}\n{self.history()}"
+            assert not healthy or now - since >= limit, f"{healthy}\n{self.history()}"
         else:
             assert not healthy, f"{healthy} were healthy\n{self.history()}"
 
@@ -218,9 +221,9 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     cloud.other = None  # What follows is no leader, which could be killed.
     events = launch_events.read(RunDir(cloud.paths.run))
     numbers = sorted(event.number for event in events)
-    assert numbers == list(range(desired.num_events)), f"events are lost\n{checker.history()}"
+    assert numbers == list(range(desired.events.count)), f"events are lost\n{checker.history()}"
     starts = [event for event in events if event.kind == "attempt_started"]
-    assert len(starts) == desired.attempt, f"starts are lost or doubled\n{checker.history()}"
+    assert len(starts) == desired.attempt.number, f"starts are lost or doubled\n{checker.history()}"
     return ExitCode(desired.end.exit)
 
 

@@ -80,7 +80,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Cloud:
 
 
 def runs(desired: DesiredState, *, attempt: int) -> bool:
-    return (desired.phase, desired.attempt) == ("running", attempt)
+    return (desired.phase, desired.attempt.number) == ("running", attempt)
 
 
 def lines_about(cloud: Cloud, zone: str) -> list[str]:

@@ -13,6 +13,7 @@ from jaxres.launch.gce.checks import future_reservations
 from jaxres.launch.gce.state.capacity_options import NEVER, Backoff
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres_emulators.gce import GceEmulator
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import NOW, START, ZONE, next_state, observed
 from tests.unit.launch.gce_config import OPTION, config
 
@@ -44,7 +45,7 @@ def test_an_option_is_left_out_until_its_reservation_begins(gce: GceEmulator) ->
     assert found == (Backoff(0, ZONE, BEGINS, 0, "not_begun"),)
     assert left_out(gce, now=BEGINS) == (), "it has begun"
     settings = config(capacity_options=[RESERVED, STANDARD])
-    job = replace(START, backoffs=found)
+    job = changed(START, backoffs=found)
     before = next_state(job, observed(vms={}, now=BEGINS - 60), settings)
     assert {vm.option for vm in before.vms} == {1}, "the next option is not taken until then"
     after = next_state(job, observed(vms={}, now=BEGINS), settings)
@@ -57,19 +58,19 @@ def test_an_option_is_left_out_until_its_reservation_begins(gce: GceEmulator) ->
 def test_a_reservation_that_is_late_is_waited_for() -> None:
     """Google may take a day from its begin until it exists."""
     settings = config(capacity_options=[RESERVED])
-    job = replace(START, backoffs=(Backoff(0, ZONE, NOW - 1, 0, "not_begun"),))
+    job = changed(START, backoffs=(Backoff(0, ZONE, NOW - 1, 0, "not_begun"),))
     absent = CreateFailed("refused", "INVALID: Specified reservation mine does not exist.")
     for times in (1, 2):
         asked = next_state(job, observed(vms={}), settings)
         assert asked.creation is not None, "it is not requested"
         job = next_state(asked, observed(vms={}, creation=absent), settings)
-        (backoff,) = job.backoffs
+        (backoff,) = job.capacity.backoffs
         assert (backoff.error, backoff.failures) == ("not_begun", times)
         assert backoff.until == NOW + 300.0
-        job = replace(job, backoffs=(replace(backoff, until=NOW - 1),), deleting=())
+        job = changed(job, backoffs=(replace(backoff, until=NOW - 1),), deleting=())
     other = CreateFailed("refused", "INVALID: Labels are refused.")
     asked = next_state(job, observed(vms={}), settings)
-    (backoff,) = next_state(asked, observed(vms={}, creation=other), settings).backoffs
+    (backoff,) = next_state(asked, observed(vms={}, creation=other), settings).capacity.backoffs
     assert backoff.until >= NEVER
 
 

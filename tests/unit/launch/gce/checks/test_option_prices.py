@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch.gce import command
 from jaxres.launch.gce.checks import option_prices
-from jaxres.launch.gce.state.desired_state import DesiredState, Spending, decode_state, encode_state
+from jaxres.launch.gce.state.desired_state import DesiredState, Spending
+from jaxres.launch.gce.state.state_object import decode_state, encode_state
 from jaxres.storage.path import GcsPath
 from jaxres_emulators.gce import GceEmulator
 from tests.promises.trainer import TINY
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import OPTION, config
 
 UNPRICED = {name: value for name, value in OPTION.items() if name != "dollars_per_hour"}
@@ -92,7 +93,7 @@ def test_a_saved_state_with_prices_of_the_catalog_is_refused_unless_the_config_h
     with pytest.raises(ConfigError, match="`prices` of the saved state of the launch"):
         check(job(), earlier=read)
     assert check(job(OPTION), earlier=read) == []
-    assert option_prices.adopt(read, job(OPTION)).prices == ()
+    assert option_prices.adopt(read, job(OPTION)).costs.prices == ()
     del old["prices"]
     assert decode_state(json.dumps(old).encode(), PATH) == STATE
     assert len(check(job(), earlier=STATE)) == 1
@@ -100,10 +101,10 @@ def test_a_saved_state_with_prices_of_the_catalog_is_refused_unless_the_config_h
 
 def test_vms_that_were_deleted_before_there_was_a_price_are_charged_once() -> None:
     parts = (Spending(0, "boot", 1800.0), Spending(0, "training", 3600.0, 7.0))
-    before = replace(STATE, spending=parts, spent_dollars=7.0)
+    before = changed(STATE, spending=parts, spent_dollars=7.0)
     after = option_prices.adopt(before, job(OPTION | {"dollars_per_hour": 2.0}))
-    assert [part.dollars for part in after.spending] == [1.0, 7.0]
-    assert after.spent_dollars == 8.0, "VMs of the time without a price are free of charge"
+    assert [part.dollars for part in after.costs.spending] == [1.0, 7.0]
+    assert after.costs.spent_dollars == 8.0, "VMs of the time without a price are free of charge"
     assert option_prices.adopt(after, job(OPTION)) == after, "charged twice"
 
 

@@ -24,6 +24,7 @@ from jaxres.launch.gce.state.observed_state import (
     VmStatus,
 )
 from jaxres.launch.gce.state.run_speed import RunSpeed
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import NOW, next_state, observed
 from tests.unit.launch.gce_config import OPTION, config
 
@@ -47,9 +48,9 @@ def hosts_of(*names: str, option: int = 1, zone: str = HERE) -> tuple[VmSpec, ..
 
 
 def state(**fields: Any) -> DesiredState:
-    base = DesiredState("jx", "code", "config", started_at=NOW - 2000, next_name=9, placement=2)
-    given = {"vms": hosts_of(*HOSTS), "attempt": 3, **fields}
-    return replace(base, **given)
+    base = DesiredState("jx", "code", "config", started_at=NOW - 2000, next_name=9)
+    given = {"vms": hosts_of(*HOSTS), "attempt": 3, "placement": 2, **fields}
+    return changed(base, **given)
 
 
 def training(**fields: Any) -> DesiredState:
@@ -59,7 +60,7 @@ def training(**fields: Any) -> DesiredState:
 
 TRAINING = training()
 CHEAP = hosts_of(*NEW, option=0, zone=A)
-BESIDE = replace(TRAINING, spares=CHEAP, next_name=11, cheaper_tries=1, cheaper_not_before=NOW + 9)
+BESIDE = changed(TRAINING, spares=CHEAP, next_name=11, cheaper_tries=1, cheaper_not_before=NOW + 9)
 
 
 def log(gain: float, *, step: int = 20) -> RunLogSummary:
@@ -93,13 +94,14 @@ def names(vms: tuple[VmSpec, ...]) -> list[str]:
 
 def test_a_complete_set_of_the_cheaper_option_is_requested_beside_the_attempt() -> None:
     asked = next_state(TRAINING, seen(), CONFIG)
-    assert (asked.phase, asked.vms, asked.hosts) == ("running", TRAINING.vms, TRAINING.hosts)
+    assert (asked.phase, asked.vms) == ("running", TRAINING.vms)
+    assert asked.attempt.hosts == TRAINING.attempt.hosts
     assert [(vm.name, vm.zone, vm.option) for vm in asked.spares] == [(n, A, 0) for n in NEW]
     assert asked.creation is not None
     assert (asked.creation.names, asked.creation.is_of_spares) == (NEW, True)
     made = next_state(asked, seen(creation=True), CONFIG)
     assert all(vm.created for vm in made.spares)
-    assert (made.creation, made.vms, made.move_after) == (None, TRAINING.vms, None)
+    assert (made.creation, made.vms, made.beside.move_after) == (None, TRAINING.vms, None)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_the_move_is_begun_only_if_it_saves_twice_its_costs(
 def test_an_unknown_rest_is_as_long_as_the_vms_have_trained() -> None:
     needed = 2 * (2 * 1.5 * (15 * 60 + elastic.LEAVE_SECONDS) + 2 * 4.0 * elastic.LEAVE_SECONDS)
     seconds = needed / (2 * 2.5)
-    late, early = (replace(TRAINING, attempt_since=NOW - s) for s in (seconds + 1, seconds - 1))
+    late, early = (changed(TRAINING, attempt_since=NOW - s) for s in (seconds + 1, seconds - 1))
     assert next_state(late, seen(gain=None), CONFIG).spares
     assert next_state(early, seen(gain=None), CONFIG).spares == ()
     before = tuple(replace(vm, trained_seconds=10.0) for vm in TRAINING.vms)
@@ -177,10 +179,10 @@ def test_the_key_switches_it_off() -> None:
 
 def test_a_zone_that_is_left_out_is_not_asked_and_the_next_one_is() -> None:
     stockout = (Backoff(0, A, NOW + 300, 1, "stockout"),)
-    after = next_state(replace(TRAINING, backoffs=stockout), seen(), CONFIG)
+    after = next_state(changed(TRAINING, backoffs=stockout), seen(), CONFIG)
     assert {vm.zone for vm in after.spares} == {B}
     both = (*stockout, Backoff(0, B, NOW + 300, 1, "stockout"))
-    assert next_state(replace(TRAINING, backoffs=both), seen(), CONFIG).spares == ()
+    assert next_state(changed(TRAINING, backoffs=both), seen(), CONFIG).spares == ()
 
 
 @pytest.mark.parametrize("kind", ["stockout", "quota", "passing", "preempted", "denied", "refused"])
@@ -191,67 +193,69 @@ def test_a_refused_set_costs_the_job_nothing_but_a_wait(kind: CreateErrorKind) -
     assert (refused.spares, refused.creation) == ((), None), "requested again at once"
     assert names(refused.deleting) == list(NEW), "what it may have created is not deleted"
     assert refused.end is None
-    assert refused.replacements == Replacements()
-    assert [(one.option, one.zone, one.error) for one in refused.backoffs] == [(0, A, kind)]
-    soon = replace(refused, deleting=(), backoffs=())
+    assert refused.failures.replacements == Replacements()
+    backoffs = refused.capacity.backoffs
+    assert [(one.option, one.zone, one.error) for one in backoffs] == [(0, A, kind)]
+    soon = changed(refused, deleting=(), backoffs=())
     early = seen(now=NOW + FIRST_WAIT_SECONDS - 1)
     assert next_state(soon, early, CONFIG).creation is None, "requested again at once"
     later = NOW + FIRST_WAIT_SECONDS
     again = next_state(soon, seen(now=later), CONFIG)
     failed = next_state(again, seen(now=later, creation=CreateFailed(kind, "no")), CONFIG)
-    assert failed.cheaper_not_before == later + 2 * FIRST_WAIT_SECONDS, "the wait is not doubled"
+    until = later + 2 * FIRST_WAIT_SECONDS
+    assert failed.beside.cheaper_wait.not_before == until, "the wait is not doubled"
 
 
 def test_the_wait_is_bounded_and_short_again_after_a_long_time_without_a_request() -> None:
-    often = replace(TRAINING, cheaper_tries=40, cheaper_not_before=NOW)
+    often = changed(TRAINING, cheaper_tries=40, cheaper_not_before=NOW)
     asked = next_state(often, seen(), CONFIG)
     full = next_state(asked, seen(creation=CreateFailed("stockout", "no")), CONFIG)
-    assert full.cheaper_not_before == NOW + LONGEST_WAIT_SECONDS
-    ahead = replace(often, cheaper_not_before=NOW + 2 * LONGEST_WAIT_SECONDS)
+    assert full.beside.cheaper_wait.not_before == NOW + LONGEST_WAIT_SECONDS
+    ahead = changed(often, cheaper_not_before=NOW + 2 * LONGEST_WAIT_SECONDS)
     assert next_state(ahead, seen(), CONFIG).spares, "the last launcher's clock was ahead"
-    long_ago = replace(often, cheaper_not_before=NOW - LONGEST_WAIT_SECONDS - 1)
-    assert next_state(long_ago, seen(), CONFIG).cheaper_tries == 1
+    long_ago = changed(often, cheaper_not_before=NOW - LONGEST_WAIT_SECONDS - 1)
+    assert next_state(long_ago, seen(), CONFIG).beside.cheaper_wait.tries == 1
 
 
 def test_the_attempt_ends_after_the_next_commit_once_all_are_ready() -> None:
     one = next_state(BESIDE, seen(NEW[0]), CONFIG)
-    assert one.move_after is None, "one of two is ready"
+    assert one.beside.move_after is None, "one of two is ready"
     waits = next_state(BESIDE, seen(*NEW), CONFIG)
-    assert (waits.move_after, waits.draining) == (20, ())
+    assert (waits.beside.move_after, waits.attempt.draining) == (20, ())
     assert next_state(waits, seen(*NEW), CONFIG) == waits
     leaves = next_state(waits, seen(*NEW, step=21), CONFIG)
-    assert leaves.draining == HOSTS[:1]
+    assert leaves.attempt.draining == HOSTS[:1]
     saved = {name: AgentReport("ended", "b", 3, 75, "saved") for name in HOSTS}
     found = seen(*NEW, step=21)
     ended = replace(found, reports={**found.reports, **saved})
     free = next_state(leaves, ended, CONFIG)
-    assert (free.phase, free.move_after, free.draining) == ("placing", None, ())
+    assert (free.phase, free.beside.move_after, free.attempt.draining) == ("placing", None, ())
     moved = next_state(free, between(*NEW, step=21), CONFIG)
     assert (names(moved.vms), moved.spares) == (list(NEW), ())
     assert names(moved.deleting) == list(HOSTS), "the costly VMs are left"
-    assert [event.kind for event in moved.events][-1] == "moved"
-    assert moved.cheaper_by == 2.5
-    assert moved.replacements.times == 1
+    assert [event.kind for event in moved.events.newest][-1] == "moved"
+    assert moved.costs.cheaper_by == 2.5
+    assert moved.failures.replacements.times == 1
     started = next_state(moved, between(*NEW, step=21), CONFIG)
-    assert [host.name for host in started.hosts] == list(NEW)
+    assert [host.name for host in started.attempt.hosts] == list(NEW)
 
 
 @pytest.mark.parametrize("ready", [NEW, NEW[:1]])
 def test_an_attempt_that_ends_for_another_cause_is_followed_by_one_on_a_ready_set_only(
     ready: tuple[str, ...],
 ) -> None:
-    free = replace(BESIDE, phase="placing", hosts=())
+    free = changed(BESIDE, phase="placing", hosts=())
     after = next_state(free, between(*ready), CONFIG)
     if ready == NEW:
         assert names(after.vms) == list(NEW)
     else:
-        assert [host.name for host in after.hosts] == list(HOSTS), "no attempt waits for it"
+        assert [host.name for host in after.attempt.hosts] == list(HOSTS), "no attempt waits for it"
         assert names(after.spares) == list(NEW)
 
 
 def test_a_job_that_has_lost_all_its_vms_goes_on_with_those_that_boot() -> None:
     lost = tuple(replace(vm, created=False, requested_at=0.0) for vm in TRAINING.vms)
-    free = replace(BESIDE, phase="placing", hosts=(), vms=lost, refill_since=NOW - 5)
+    free = changed(BESIDE, phase="placing", hosts=(), vms=lost, refill_since=NOW - 5)
     moved = next_state(free, between(), CONFIG)
     assert names(moved.vms) == list(NEW)
     assert moved.creation is None
@@ -267,12 +271,13 @@ def test_no_vm_of_the_set_takes_the_slot_of_a_lost_one() -> None:
 
 def test_a_set_that_loses_a_vm_is_deleted_and_the_attempt_goes_on() -> None:
     preempted = seen(*NEW, events={NEW[0]: "compute.instances.preempted"})
-    waiting = replace(BESIDE, move_after=20)
+    waiting = changed(BESIDE, move_after=20)
     after = next_state(waiting, preempted, CONFIG)
-    assert (after.phase, after.vms, after.hosts) == ("running", TRAINING.vms, TRAINING.hosts)
+    assert (after.phase, after.vms) == ("running", TRAINING.vms)
+    assert after.attempt.hosts == TRAINING.attempt.hosts
     assert (after.spares, names(after.deleting)) == ((), list(NEW))
-    assert (after.move_after, after.draining) == (None, ())
-    assert after.replacements.times == 1
+    assert (after.beside.move_after, after.attempt.draining) == (None, ())
+    assert after.failures.replacements.times == 1
     assert after.end is None
 
 
@@ -284,7 +289,8 @@ def test_a_set_that_does_not_become_ready_is_deleted() -> None:
 
 def test_near_the_end_of_the_job_the_set_is_kept_and_then_deleted() -> None:
     kept = next_state(BESIDE, seen(*NEW, gain=1.5 * RESTART_COST), CONFIG)
-    assert (names(kept.spares), kept.move_after) == (list(NEW), None), "it moves without a gain"
+    assert names(kept.spares) == list(NEW)
+    assert kept.beside.move_after is None, "it moves without a gain"
     after = next_state(BESIDE, seen(*NEW, gain=0.9 * RESTART_COST), CONFIG)
     assert (after.spares, names(after.deleting)) == ((), list(NEW))
 
@@ -312,8 +318,8 @@ def test_a_request_that_is_lost_after_its_vms_are_no_longer_wanted_is_not_awaite
 def test_a_job_that_ends_moves_no_more_and_leaves_no_vm(wish: str) -> None:
     assert next_state(TRAINING, seen(**{wish: True}), CONFIG).spares == ()
     after = next_state(BESIDE, seen(*NEW, **{wish: True}), CONFIG)
-    assert after.move_after is None
-    free = replace(BESIDE, phase="placing", hosts=())
+    assert after.beside.move_after is None
+    free = changed(BESIDE, phase="placing", hosts=())
     ended = next_state(free, between(*NEW, **{wish: True}), CONFIG)
     assert ended.phase == "ending"
     assert {*names(ended.deleting)} == {*HOSTS, *NEW}, "a VM is left"
@@ -321,17 +327,17 @@ def test_a_job_that_ends_moves_no_more_and_leaves_no_vm(wish: str) -> None:
 
 def test_a_move_that_would_end_the_job_by_the_budget_of_replacements_is_not_made() -> None:
     strict = config(capacity_options=OPTIONS, max_replacements_without_commit=1)
-    used = replace(BESIDE, replacements=Replacements(step=20, at=NOW - 300, times=1))
+    used = changed(BESIDE, replacements=Replacements(step=20, at=NOW - 300, times=1))
     assert next_state(replace(used, spares=()), seen(), strict).spares == ()
-    assert next_state(used, seen(*NEW), strict).move_after is None
-    free = replace(used, phase="placing", hosts=())
+    assert next_state(used, seen(*NEW), strict).beside.move_after is None
+    free = changed(used, phase="placing", hosts=())
     assert names(next_state(free, between(*NEW), strict).vms) == list(HOSTS)
 
 
 def test_the_spares_of_the_job_itself_are_deleted_with_the_costly_vms() -> None:
     spare = hosts_of("jx-0002")
     both = config(capacity_options=OPTIONS, spares=1)
-    free = replace(BESIDE, phase="placing", hosts=(), spares=(*spare, *CHEAP))
+    free = changed(BESIDE, phase="placing", hosts=(), spares=(*spare, *CHEAP))
     moved = next_state(free, between("jx-0002", *NEW), both)
     assert (names(moved.vms), moved.spares) == (list(NEW), ())
     assert names(moved.deleting) == [*HOSTS, "jx-0002"]
@@ -340,17 +346,17 @@ def test_the_spares_of_the_job_itself_are_deleted_with_the_costly_vms() -> None:
 def test_what_a_move_has_saved_is_counted_less_what_it_has_cost() -> None:
     gce = CONFIG.launch.gce
     assert gce is not None
-    free = replace(BESIDE, phase="placing", hosts=())
+    free = changed(BESIDE, phase="placing", hosts=())
     moved = next_state(free, between(*NEW), CONFIG)
     cost = 2 * 1.5 * 100 / 3600
-    assert moved.saved_dollars == pytest.approx(-cost)
+    assert moved.costs.saved_dollars == pytest.approx(-cost)
     started = next_state(moved, between(*NEW), CONFIG)
     later = NOW + 3600
     saved = cheaper_option.saved_dollars(started, gce, now=later)
     assert saved == pytest.approx(2 * 2.5 - cost)
     reports = {name: AgentReport("ended", "b", 4, 1, "crash") for name in NEW}
     ended = next_state(started, replace(between(*NEW), now=later, reports=reports), CONFIG)
-    assert ended.saved_dollars == pytest.approx(saved)
+    assert ended.costs.saved_dollars == pytest.approx(saved)
     parts = spending.so_far(moved, gce, now=NOW)
     spare = next(part for part in parts if (part.option, part.cause) == (0, "spare"))
     assert spare.dollars == pytest.approx(cost)

@@ -23,6 +23,7 @@ from jaxres.runlog import faulty_hosts
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.paths import RunDir
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import CONFIG, NAMES, NOW, RUNNING, observed
 
 KEPT, DRAINED = NAMES
@@ -43,7 +44,7 @@ def decide(desired: DesiredState, observed: ObservedState) -> reconcile.Transiti
 def test_a_drained_host_is_told_to_leave_once_and_the_attempt_goes_on_until_it_has() -> None:
     world = seen(excluded(DRAINED, is_drained=True))
     found = decide(RUNNING, world)
-    assert found.desired == replace(RUNNING, draining=(DRAINED,)), "an attempt ended without a save"
+    assert found.desired == changed(RUNNING, draining=(DRAINED,)), "an attempt ended without a save"
     assert [DRAINED in line and "noise" in line for line in found.messages] == [True]
     again = decide(found.desired, world)
     assert (again.desired, again.messages) == (found.desired, ())
@@ -52,27 +53,28 @@ def test_a_drained_host_is_told_to_leave_once_and_the_attempt_goes_on_until_it_h
 def test_a_cordoned_vm_trains_on_and_is_replaced_before_the_next_attempt() -> None:
     world = seen(excluded(DRAINED, is_drained=False))
     assert decide(RUNNING, world).desired == RUNNING
-    idle = replace(RUNNING, phase="placing", hosts=())
+    idle = changed(RUNNING, phase="placing", hosts=())
     found = decide(idle, world).desired
     assert (KEPT in found.names, DRAINED in found.names) == (True, False)
-    assert found.replacements.times == 1, "it used no budget"
+    assert found.failures.replacements.times == 1, "it used no budget"
 
 
 def test_after_the_save_the_drained_vm_is_replaced_and_the_others_are_kept() -> None:
     world = seen(excluded(DRAINED, is_drained=True))
     leaving = decide(RUNNING, world).desired
-    ended = {n: AgentReport("ended", "b", leaving.attempt, 75, "SIGTERM: saved") for n in NAMES}
+    number = leaving.attempt.number
+    ended = {n: AgentReport("ended", "b", number, 75, "SIGTERM: saved") for n in NAMES}
     first = decide(leaving, replace(world, reports=ended)).desired
-    assert (first.phase, first.draining) == ("placing", ())
+    assert (first.phase, first.attempt.draining) == ("placing", ())
     assert first.history[-1].code == ExitCode.PREEMPTED, "it would use a restart budget"
     second = decide(first, replace(world, reports=ended)).desired
     assert (KEPT in second.names, DRAINED in second.names) == (True, False)
-    assert [count.kind for count in second.replacements.losses] == ["excluded by hand"]
+    assert [count.kind for count in second.failures.replacements.losses] == ["excluded by hand"]
 
 
 def test_a_host_that_is_taken_back_is_not_told_to_leave() -> None:
-    leaving = replace(RUNNING, draining=(DRAINED,))
-    assert decide(leaving, seen()).desired.draining == ()
+    leaving = changed(RUNNING, draining=(DRAINED,))
+    assert decide(leaving, seen()).desired.attempt.draining == ()
 
 
 def test_a_drain_is_done_once_the_vm_is_deleted_and_the_next_attempt_runs() -> None:
@@ -98,12 +100,12 @@ def test_the_agent_of_a_drained_vm_requests_one_save(tmp_path: Path) -> None:
     process: Any = Recorder()
     paths = LaunchPaths(GcsPath("bkt", "run"))
     agent = Agent(paths, name=DRAINED, folder=tmp_path, clock=SystemClock())
-    agent._local = LocalAttempt(RUNNING.attempt, process, tmp_path / "output")
-    for state in (RUNNING, replace(RUNNING, draining=(KEPT,))):
+    agent._local = LocalAttempt(RUNNING.attempt.number, process, tmp_path / "output")
+    for state in (RUNNING, changed(RUNNING, draining=(KEPT,))):
         agent._follow(state, {})
         assert process.received == [], "another VM is drained"
     for _ in range(3):
-        agent._follow(replace(RUNNING, draining=(DRAINED,)), {})
+        agent._follow(changed(RUNNING, draining=(DRAINED,)), {})
     assert process.received == [signal.SIGHUP], "the save is requested once"
 
 
@@ -142,7 +144,7 @@ def test_a_cordoned_vm_may_be_drained_later_and_one_command_takes_it_back(tmp_pa
 
 def test_the_status_shows_cordoned_and_drained_vms() -> None:
     hosts = [excluded(KEPT, is_drained=False), excluded(DRAINED, is_drained=True)]
-    leaving = replace(RUNNING, draining=(DRAINED,))
+    leaving = changed(RUNNING, draining=(DRAINED,))
     lines = vm_commands.excluded_lines(leaving, vm_commands.excluded(RUNNING, hosts))
     assert lines == [
         f"  {KEPT}: is cordoned (noise): replaced before the next attempt",

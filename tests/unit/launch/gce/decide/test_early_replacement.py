@@ -14,13 +14,7 @@ from jaxres.launch.gce.decide.early_replacement import UNUSED
 from jaxres.launch.gce.decide.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.capacity_options import Backoff
-from jaxres.launch.gce.state.desired_state import (
-    DesiredState,
-    JobEnd,
-    Replacements,
-    decode_state,
-    encode_state,
-)
+from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd, Replacements
 from jaxres.launch.gce.state.observed_state import (
     AgentReport,
     CreateFailed,
@@ -28,7 +22,9 @@ from jaxres.launch.gce.state.observed_state import (
     RunLogSummary,
 )
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import decode_state, encode_state
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import (
     CONFIG,
     NAMES,
@@ -84,7 +80,7 @@ def test_the_replacement_is_requested_at_the_notice_and_the_attempt_goes_on() ->
     assert early(found.desired) == {EARLY: LEAVING}
     assert reconcile.request_to_send(found.desired) == found.desired.creation
     assert found.messages == (f"{LEAVING}: {NOTICE}; requesting its replacement {EARLY} in {ZONE}",)
-    assert [event.kind for event in found.desired.events] == ["vms_requested"]
+    assert [event.kind for event in found.desired.events.newest] == ["vms_requested"]
     again = next_state(found.desired, training(LEAVING))
     assert again == found.desired, "a second notice, or a second look, requests another one"
     assert early(CREATED) == {EARLY: LEAVING}
@@ -103,16 +99,17 @@ def test_a_maintenance_far_ahead_requests_nothing() -> None:
 def test_the_next_attempt_uses_the_replacement_and_no_other_is_requested() -> None:
     found = next_state(CREATED, ended(LEAVING))
     assert [vm.name for vm in found.vms] == [KEPT, EARLY], "another one is requested"
-    assert (found.early_vms, found.early_for) == ((), ())
+    assert (found.early_vms, found.beside.early_for) == ((), ())
     assert deleting(found) == {LEAVING}
-    assert (found.replacements.times, found.replacements.losses[0].vms) == (1, 1), "no budget used"
+    count = found.failures.replacements
+    assert (count.times, count.losses[0].vms) == (1, 1), "no budget used"
     assert found.reason == f"{LEAVING}: {NOTICE}; {EARLY} replaces it"
     names = (KEPT, EARLY)
     ready = {name: AgentReport("ready", "b") for name in names}
     seen = observed(reports=ready, vms=listed(*names), silent={}, now=NOW + 60)
     started = next_state(found, seen)
-    assert [host.name for host in started.hosts] == [KEPT, EARLY]
-    lost = next(event for event in started.events if event.kind == "vm_lost")
+    assert [host.name for host in started.attempt.hosts] == [KEPT, EARLY]
+    lost = next(event for event in started.events.newest if event.kind == "vm_lost")
     assert (lost.vms, lost.replaced_by) == ((LEAVING,), EARLY)
 
 
@@ -126,19 +123,19 @@ def test_a_request_that_is_pending_when_the_attempt_ends_is_used(creation: Any) 
 
 
 def test_the_only_vm_of_a_job_is_replaced_too() -> None:
-    alone = replace(RUNNING, vms=RUNNING.vms[1:], hosts=RUNNING.hosts[1:])
+    alone = changed(RUNNING, vms=RUNNING.vms[1:], hosts=RUNNING.attempt.hosts[1:])
     asked = next_state(alone, training(LEAVING))
     found = next_state(asked, ended(LEAVING))
     assert (found.names, found.creation) == ({EARLY}, asked.creation), "its zone is released"
     free = next_state(found, ended(LEAVING, creation=FULL))
-    assert (free.vms, free.backoffs) == ((), ())
+    assert (free.vms, free.capacity.backoffs) == ((), ())
 
 
 def test_a_replacement_whose_notice_is_withdrawn_is_deleted_and_counted() -> None:
     found = reconcile.decide(CREATED, training(), CONFIG)
     assert (found.desired.phase, found.desired.vms) == ("running", RUNNING.vms)
     assert (early(found.desired), deleting(found.desired)) == ({}, {EARLY}), "it is left behind"
-    count = found.desired.replacements
+    count = found.desired.failures.replacements
     assert (count.times, count.losses[0].kind, found.desired.end) == (1, UNUSED, None)
     again = next_state(found.desired, training(LEAVING))
     assert again == found.desired, "a notice that comes and goes makes VMs for ever"
@@ -164,8 +161,8 @@ def test_no_answer_withdraws_no_notice(fields: dict[str, Any]) -> None:
 def test_a_refused_early_request_costs_nothing_and_the_slot_is_requested_again(kind: Any) -> None:
     refused = training(LEAVING, creation=CreateFailed(kind, "words"))
     found = next_state(ASKED, refused)
-    assert found.backoffs == (), "the capacity option is skipped for a while"
-    assert found.replacements == Replacements()
+    assert found.capacity.backoffs == (), "the capacity option is skipped for a while"
+    assert found.failures.replacements == Replacements()
     assert (found.phase, early(found), deleting(found)) == ("running", {}, {EARLY})
     assert next_state(found, training(LEAVING)).creation is None, "it is requested every second"
     after = next_state(found, ended(LEAVING))
@@ -178,12 +175,13 @@ def test_a_refusal_after_the_end_of_the_attempt_is_no_stockout_either() -> None:
     """The request was made while the old VM still had its place."""
     waiting = next_state(ASKED, ended(LEAVING))
     found = next_state(waiting, ended(LEAVING, creation=FULL))
-    assert found.backoffs == (), "the others wait for minutes"
+    assert found.capacity.backoffs == (), "the others wait for minutes"
     again = next_state(found, ended(LEAVING))
     assert again.creation is not None
     assert again.creation.names == ("jx-0003",)
     refused = next_state(again, ended(LEAVING, creation=FULL))
-    assert [backoff.error for backoff in refused.backoffs] == ["stockout"], "this one counts"
+    errors = [backoff.error for backoff in refused.capacity.backoffs]
+    assert errors == ["stockout"], "this one counts"
 
 
 def test_two_vms_noticed_at_once_are_one_request_and_one_replacement() -> None:
@@ -192,7 +190,7 @@ def test_two_vms_noticed_at_once_are_one_request_and_one_replacement() -> None:
     assert early(asked) == {EARLY: KEPT, "jx-0003": LEAVING}
     found = next_state(asked, ended(*NAMES))
     assert [vm.name for vm in found.vms] == [EARLY, "jx-0003"]
-    assert found.replacements.times == 1
+    assert found.failures.replacements.times == 1
 
 
 def test_a_second_vm_noticed_later_is_requested_after_the_first_request() -> None:
@@ -223,7 +221,7 @@ def test_a_request_that_no_slot_needs_ends_before_the_next_attempt(creation: Any
     following = next_state(found, later)
     is_over = creation is True or isinstance(creation, CreateFailed)
     assert (following.creation is None) is is_over
-    assert (following.phase, following.backoffs) == ("placing", ())
+    assert (following.phase, following.capacity.backoffs) == ("placing", ())
     late = replace(later, since_create_seconds=LOST_REQUEST_SECONDS + 1)
     assert (next_state(found, late).creation is None) is (creation is not False)
 
@@ -255,7 +253,7 @@ def test_the_end_of_a_job_deletes_the_replacement(before: DesiredState) -> None:
 
 
 def test_no_replacement_is_requested_that_would_end_the_job() -> None:
-    used = replace(RUNNING, replacements=Replacements(step=20, at=NOW - 10, times=3))
+    used = changed(RUNNING, replacements=Replacements(step=20, at=NOW - 10, times=3))
     assert next_state(used, training(LEAVING), NO_BUDGET) == used
     assert early(next_state(used, training(LEAVING, log=RunLogSummary(step=21)), NO_BUDGET))
 
@@ -264,9 +262,9 @@ def test_early_replacements_that_are_preempted_again_use_the_budget_up() -> None
     """Each of them was requested before the one that it replaces was counted."""
     desired, names = RUNNING, list(NAMES)
     for times in range(1, 5):
-        hosts = tuple(replace(RUNNING.hosts[0], name=name) for name in names)
+        hosts = tuple(replace(RUNNING.attempt.hosts[0], name=name) for name in names)
         now = NOW + 100.0 * times
-        desired = replace(desired, phase="running", hosts=hosts, attempt=times + 2)
+        desired = changed(desired, phase="running", hosts=hosts, attempt=times + 2)
         reports = {n: AgentReport("running", "b", times + 2) for n in names}
         reports[names[1]] = replace(reports[names[1]], notice=NOTICE, notice_until=now)
         seen = observed(reports=reports, vms=listed(*names), silent={}, now=now)
@@ -274,14 +272,14 @@ def test_early_replacements_that_are_preempted_again_use_the_budget_up() -> None
         desired = next_state(desired, replace(seen, creation=True), NO_BUDGET)
         exits = {n: replace(r, state="ended", exit=75, reason="r") for n, r in reports.items()}
         desired = next_state(desired, replace(seen, reports=exits, now=now + 5), NO_BUDGET)
-        assert desired.replacements.times == times, "a replacement is free of charge"
+        assert desired.failures.replacements.times == times, "a replacement is free of charge"
         assert (desired.end is not None) is (times > 3)
         names = [vm.name for vm in desired.vms]
 
 
 def test_a_vm_in_a_queue_or_in_a_zone_that_is_skipped_is_not_requested_early() -> None:
     assert next_state(RUNNING, training(LEAVING), FLEX) == RUNNING
-    skipped = replace(RUNNING, backoffs=(Backoff(0, ZONE, NOW + 60, 1, "stockout"),))
+    skipped = changed(RUNNING, backoffs=(Backoff(0, ZONE, NOW + 60, 1, "stockout"),))
     assert next_state(skipped, training(LEAVING)) == skipped
     assert early(next_state(skipped, training(LEAVING, now=NOW + 61)))
 

@@ -21,6 +21,7 @@ from jaxres.launch.gce.state.observed_state import (
 )
 from jaxres.launch.gce.state.run_speed import RunSpeed
 from jaxres.runlog.run_log import Commit, Record, Start
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import NOW, ZONE, listed, next_state, observed, vm
 from tests.unit.launch.gce_config import config
 from tests.unit.runlog.example_records import CLAIM
@@ -36,14 +37,14 @@ def state(*kept: str, missing: tuple[str, ...] = (), **fields: Any) -> DesiredSt
     """Returns a job between two attempts, some of whose VMs are to be created."""
     new = tuple(VmSpec(name, ZONE, 0, 0.0) for name in missing)
     vms = (*map(vm, kept), *new)
-    base = DesiredState("jx", "code", "config", started_at=NOW - 200, next_name=9, placement=1)
-    return replace(base, vms=vms, attempt=3, refill_since=NOW - 20, **fields)
+    base = DesiredState("jx", "code", "config", started_at=NOW - 200, next_name=9)
+    return changed(base, vms=vms, placement=1, attempt=3, refill_since=NOW - 20, **fields)
 
 
 def training(*names: str, **fields: Any) -> DesiredState:
     hosts = tuple(HostAddress(name, "10.0.0.1") for name in names)
     given = {"phase": "running", "hosts": hosts, "attempt_since": NOW - 500, **fields}
-    return replace(state(*names), refill_since=None, **given)
+    return changed(state(*names), refill_since=None, **given)
 
 
 def seen(*names: str, log: RunLogSummary | None = None, **fields: Any) -> ObservedState:
@@ -84,9 +85,9 @@ def test_the_survivors_of_a_stockout_go_on_with_what_the_mesh_allows() -> None:
     shrunk = next_state(lost, seen(*NAMES[:2]), CONFIG)
     assert slots(shrunk) == list(NAMES[:2]), "the survivors are idle in a stockout"
     assert {one.name for one in shrunk.deleting} == {*LACKING}
-    assert [event.kind for event in shrunk.events] == ["shrunk"]
+    assert [event.kind for event in shrunk.events.newest] == ["shrunk"]
     started = next_state(shrunk, seen(*NAMES[:2]), CONFIG)
-    assert (started.phase, [h.name for h in started.hosts]) == ("running", list(NAMES[:2]))
+    assert (started.phase, [h.name for h in started.attempt.hosts]) == ("running", list(NAMES[:2]))
     assert slots(next_state(lost, seen(*NAMES[:2]), config(num_hosts=4))) == slots(lost)
 
 
@@ -101,7 +102,7 @@ def test_a_job_never_has_fewer_hosts_than_its_range_has() -> None:
 def test_the_survivors_wait_where_capacity_is_not_what_is_lacking(error: str) -> None:
     lost = state(*NAMES[:2], missing=LACKING, **backoff(error))
     assert slots(next_state(lost, seen(*NAMES[:2]), CONFIG)) == slots(lost)
-    late = replace(lost, refill_since=NOW - 200)
+    late = changed(lost, refill_since=NOW - 200)
     assert slots(next_state(late, seen(*NAMES[:2]), CONFIG)) == list(NAMES[:2]), "they wait on"
 
 
@@ -140,7 +141,7 @@ def test_the_lacking_vms_are_requested_beside_the_attempt_while_they_would_pay()
     assert asked.creation.is_of_spares
     assert next_state(SHRUNK, running(*NAMES[:2], log=speed(ENOUGH - 1, hosts=2)), CONFIG) == SHRUNK
     assert len(spares(next_state(SHRUNK, running(*NAMES[:2]), CONFIG))) == 2, "of unknown speed"
-    skipped = replace(SHRUNK, **backoff("stockout"))
+    skipped = changed(SHRUNK, **backoff("stockout"))
     assert next_state(skipped, worth, CONFIG).spares == (), "the zone is being skipped"
 
 
@@ -148,28 +149,30 @@ def test_a_job_grows_after_the_next_commit_if_that_pays_for_the_restart() -> Non
     names = NAMES[:2]
     at_20 = running(*names, waiting=NAMES[2:], log=speed(9 * ENOUGH, hosts=2))
     waits = next_state(WAITING, at_20, CONFIG)
-    assert (waits.grow_after, waits.draining) == (20, ()), "the attempt ends between two saves"
+    assert waits.beside.grow_after == 20
+    assert waits.attempt.draining == (), "the attempt ends between two saves"
     assert next_state(waits, at_20, CONFIG) == waits
     at_21 = replace(at_20, log=speed(9 * ENOUGH, hosts=2, step=21))
     leaves = next_state(waits, at_21, CONFIG)
-    assert leaves.draining == names[:1]
+    assert leaves.attempt.draining == names[:1]
     saved = {name: AgentReport("ended", "b", 3, 75, "saved") for name in names}
     ended = replace(at_21, reports={**at_21.reports, **saved})
     between = next_state(leaves, ended, CONFIG)
-    assert (between.phase, between.grow_after, between.draining) == ("placing", None, ())
+    assert (between.phase, between.beside.grow_after) == ("placing", None)
+    assert between.attempt.draining == ()
     ready = replace(seen(*NAMES, log=at_21.log), now=NOW + 100)
     grown = next_state(between, ready, CONFIG)
     assert (slots(grown), spares(grown)) == (list(NAMES), [])
-    assert grown.events[-1].kind == "grown"
+    assert grown.events.newest[-1].kind == "grown"
     started = next_state(grown, ready, CONFIG)
-    assert [host.name for host in started.hosts] == list(NAMES)
+    assert [host.name for host in started.attempt.hosts] == list(NAMES)
 
 
 @pytest.mark.parametrize("left", [ENOUGH - 1, None])
 def test_no_attempt_ends_for_hosts_that_do_not_pay(left: float | None) -> None:
     log = RunLogSummary(20, 9) if left is None else speed(left, hosts=2)
     after = next_state(WAITING, running(*NAMES[:2], waiting=NAMES[2:], log=log), CONFIG)
-    assert after.grow_after is None, "it grows without a gain"
+    assert after.beside.grow_after is None, "it grows without a gain"
     assert spares(after) == list(NAMES[2:]), "within the hysteresis, they are kept"
 
 
@@ -183,7 +186,7 @@ def test_hosts_that_can_no_longer_pay_are_deleted() -> None:
 
 
 def test_an_attempt_that_ends_anyway_is_followed_by_a_larger_one() -> None:
-    between = replace(WAITING, phase="placing", hosts=())
+    between = changed(WAITING, phase="placing", hosts=())
     log = speed(1.0, hosts=2)
     grown = next_state(between, seen(*NAMES, log=log), CONFIG)
     assert slots(grown) == list(NAMES)
@@ -204,7 +207,7 @@ def test_a_range_whose_largest_number_can_not_train_is_refused() -> None:
 def test_a_stopped_job_does_not_grow() -> None:
     log = speed(9 * ENOUGH, hosts=2)
     stopping = running(*NAMES[:2], waiting=NAMES[2:], log=log, stop_requested=True)
-    assert next_state(WAITING, stopping, CONFIG).grow_after is None
+    assert next_state(WAITING, stopping, CONFIG).beside.grow_after is None
 
 
 def test_the_speed_of_a_run_is_that_of_its_newest_attempt_with_two_commits() -> None:
@@ -230,11 +233,11 @@ def test_the_speed_of_a_run_is_that_of_its_newest_attempt_with_two_commits() -> 
 
 
 def test_the_end_of_an_attempt_for_more_hosts_uses_no_restart_budget() -> None:
-    due = replace(WAITING, grow_after=19, draining=NAMES[:1])
+    due = changed(WAITING, grow_after=19, draining=NAMES[:1])
     saved = {name: AgentReport("ended", "b", 3, 75, "saved") for name in NAMES[:2]}
     log = speed(9 * ENOUGH, hosts=2)
     ended = replace(running(*NAMES[:2], waiting=NAMES[2:], log=log), reports=saved)
     after = reconcile.decide(due, ended, CONFIG).desired
     assert after.end is None
     assert after.history[-1].code == ExitCode.PREEMPTED
-    assert after.replacements == due.replacements
+    assert after.failures.replacements == due.failures.replacements

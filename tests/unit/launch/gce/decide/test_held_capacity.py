@@ -11,6 +11,7 @@ from jaxres.launch.gce.controller import new_state
 from jaxres.launch.gce.decide.held_capacity import FREE_SECONDS, MAX_HOLD_SECONDS
 from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate
 from jaxres.launch.gce.state.observed_state import CreateFailed
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import (
     NAMES,
     NOW,
@@ -28,7 +29,7 @@ QUOTA = config(capacity_options=[OPTION, STANDARD])
 RESERVATION = config(capacity_options=[RESERVED, STANDARD])
 KINDS = [(QUOTA, "quota"), (RESERVATION, "stockout")]
 DYING = vm(NAMES[1], deleting_since=NOW - 5)
-REFILL = replace(
+REFILL = changed(
     READY,
     vms=(vm(NAMES[0]), vm("jx-0002", created=False, requested_at=NOW - 2)),
     deleting=(DYING,),
@@ -50,7 +51,7 @@ def test_a_refill_refused_for_an_own_vm_being_deleted_is_retried_soon(
     settings: Any, kind: Any
 ) -> None:
     found = refused(REFILL, kind, settings)
-    (backoff,) = found.backoffs
+    (backoff,) = found.capacity.backoffs
     assert backoff.error == "not_freed"
     assert backoff.until - NOW < 20.0, "the kept VMs wait for an hour"
     assert found.names >= {NAMES[0]}, "the other VM was not kept"
@@ -60,7 +61,7 @@ def test_a_refill_refused_for_an_own_vm_being_deleted_is_retried_soon(
     gone = observed(vms=listed(NAMES[0]), not_found=frozenset({NAMES[1]}), now=NOW + 2)
     again = next_state(waiting, gone, settings)
     assert again.creation is not None, "the freed place is not requested at once"
-    assert (again.backoffs, again.freed_at) == ((), NOW + 2)
+    assert (again.capacity.backoffs, again.capacity.freed_at) == ((), NOW + 2)
 
 
 @pytest.mark.parametrize(("settings", "kind"), KINDS, ids=["quota", "reservation"])
@@ -79,47 +80,47 @@ def test_a_refill_refused_for_an_own_vm_being_deleted_is_retried_soon(
 def test_only_vms_that_exist_or_have_just_been_deleted_count(
     settings: Any, kind: Any, deleting: Any, freed_at: float, is_held: bool
 ) -> None:
-    desired = replace(REFILL, deleting=deleting, freed_at=freed_at)
+    desired = changed(REFILL, deleting=deleting, freed_at=freed_at)
     names = {vm.name for vm in deleting} & set(NAMES)
     found = refused(desired, kind, settings, vms=listed(NAMES[0], *names))
-    assert [c.error for c in found.backoffs] == ["not_freed" if is_held else kind]
+    assert [c.error for c in found.capacity.backoffs] == ["not_freed" if is_held else kind]
 
 
 @pytest.mark.parametrize("kind", ["preempted", "passing"])
 def test_vms_of_a_creation_that_was_rolled_back_count_for_a_while(kind: str) -> None:
     desired = replace(REFILL, deleting=())
     failed = refused(desired, kind, QUOTA, vms=listed(NAMES[0]))
-    assert failed.freed_at == NOW
+    assert failed.capacity.freed_at == NOW
     missing = {vm.name for vm in failed.vms if not vm.created}
     asked = next_state(failed, observed(vms=listed(NAMES[0]), now=NOW + 30), QUOTA)
     assert asked.creation is not None
     assert set(asked.creation.names) == missing
     found = refused(asked, "quota", QUOTA, vms=listed(NAMES[0]), now=NOW + 32)
-    assert found.backoffs[-1].error == "not_freed", "the others wait for an hour"
+    assert found.capacity.backoffs[-1].error == "not_freed", "the others wait for an hour"
 
 
 def test_an_up_right_after_a_down_counts_the_vms_that_were_deleted() -> None:
-    ended = replace(READY, phase="ended", vms=(), deleting=(), freed_at=NOW - 5)
+    ended = changed(READY, phase="ended", vms=(), deleting=(), freed_at=NOW - 5)
     new = new_state("jx", "code", "config", now=NOW, after=ended)
     asked = next_state(new, observed(vms={}, reports={}), QUOTA)
     found = refused(asked, "quota", QUOTA, vms={}, reports={})
-    assert [c.error for c in found.backoffs] == ["not_freed"]
+    assert [c.error for c in found.capacity.backoffs] == ["not_freed"]
 
 
 def test_a_vm_outside_the_desired_state_counts() -> None:
     found = refused(replace(REFILL, deleting=()), "quota", QUOTA, vms=listed(NAMES[0], "jx-0005"))
-    assert found.backoffs[0].error == "not_freed"
+    assert found.capacity.backoffs[0].error == "not_freed"
 
 
 @pytest.mark.parametrize("kind", ["stockout", "refused", "passing", "preempted"])
 def test_other_refusals_keep_their_kind(kind: Any) -> None:
-    assert refused(REFILL, kind, QUOTA).backoffs[0].error == kind
+    assert refused(REFILL, kind, QUOTA).capacity.backoffs[0].error == kind
 
 
 def test_a_job_without_vms_waits_for_its_own_quota_rather_than_pay_more() -> None:
     desired = replace(REFILL, vms=REFILL.vms[1:], deleting=(DYING,))
     found = refused(desired, "quota", QUOTA, vms=listed(NAMES[1]))
-    assert (found.vms, found.backoffs[0].error) == ((), "not_freed")
+    assert (found.vms, found.capacity.backoffs[0].error) == ((), "not_freed")
     waiting = next_state(found, observed(vms={}, reports={}, now=NOW + 10), QUOTA)
     assert waiting.creation is None, "another zone of the region has the same quota"
     again = next_state(waiting, observed(vms={}, reports={}, now=NOW + 60), QUOTA)
@@ -128,7 +129,7 @@ def test_a_job_without_vms_waits_for_its_own_quota_rather_than_pay_more() -> Non
 
 def test_a_deleted_vm_ends_the_backoff_of_its_quota() -> None:
     desired = refused(replace(REFILL, deleting=()), "quota", QUOTA, vms=listed(NAMES[0]))
-    assert desired.backoffs[0].error == "quota"
+    assert desired.capacity.backoffs[0].error == "quota"
     desired = replace(desired, deleting=(*desired.deleting, DYING))
     gone = observed(vms=listed(NAMES[0]), not_found=frozenset({NAMES[1]}), now=NOW + 2)
-    assert next_state(desired, gone, QUOTA).backoffs == ()
+    assert next_state(desired, gone, QUOTA).capacity.backoffs == ()

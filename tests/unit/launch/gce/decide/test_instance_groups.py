@@ -62,7 +62,7 @@ def test_a_queue_is_left_after_its_wait_minutes(waited: float, is_late: bool) ->
     requested = tuple(vm(name, created=False, requested_at=NOW - waited) for name in NAMES)
     waiting = replace(WAITING, vms=requested)
     found = next_state(waiting, observed(vms={}, creation=False), FLEX)
-    errors = [backoff.error for backoff in found.backoffs]
+    errors = [backoff.error for backoff in found.capacity.backoffs]
     assert errors == ["stockout"] * is_late, "the queue is left at another time"
     assert (found.creation is None) is is_late
     part = observed(vms=listed(NAMES[0]), creation=False)

@@ -37,7 +37,7 @@ def noted(
 
 
 def kinds(desired: DesiredState) -> list[str]:
-    return [event.kind for event in desired.events]
+    return [event.kind for event in desired.events.newest]
 
 
 def at_step(step: int, **fields: Any) -> ObservedState:
@@ -49,14 +49,14 @@ def test_stalled_commits_are_one_event_and_the_next_commit_is_one_also_for_a_new
     assert before is RUNNING
     stalled = noted(before, at_step(20, since_commit_seconds=2 * HOUR))
     assert kinds(stalled) == ["commits_stalled"]
-    assert stalled.events[0].step == 20
+    assert stalled.events.newest[0].step == 20
     assert noted(stalled, at_step(20, since_commit_seconds=0.0)) is stalled, "by a new launcher"
     assert noted(stalled, at_step(20, since_commit_seconds=9 * HOUR)) is stalled
     again = noted(stalled, at_step(30, since_commit_seconds=0.0))
     assert kinds(again) == ["commits_stalled", "commits_resumed"]
-    assert again.conditions == ()
+    assert again.events.conditions == ()
     twice = noted(again, at_step(30, since_commit_seconds=2 * HOUR))
-    assert [event.number for event in twice.events] == [0, 1, 2], "each has an id of its own"
+    assert [event.number for event in twice.events.newest] == [0, 1, 2], "each has an id of its own"
 
 
 def test_vms_that_are_lacking_for_too_long_are_one_event_with_the_refusal() -> None:
@@ -64,8 +64,8 @@ def test_vms_that_are_lacking_for_too_long_are_one_event_with_the_refusal() -> N
     assert noted(refused, observed(lacking_seconds=HOUR - 1)) is refused
     lacking = noted(refused, observed(lacking_seconds=HOUR))
     assert kinds(lacking) == ["no_capacity"]
-    assert "stockout: no VMs" in lacking.events[0].reason
-    creating = replace(CREATING, conditions=lacking.conditions, events=lacking.events, num_events=1)
+    assert "stockout: no VMs" in lacking.events.newest[0].reason
+    creating = replace(CREATING, events=lacking.events)
     assert noted(creating, observed(lacking_seconds=2 * HOUR)) is creating
     found = noted(replace(creating, vms=READY.vms), observed(lacking_seconds=0.0))
     assert kinds(found) == ["no_capacity", "capacity_found"]
@@ -74,7 +74,7 @@ def test_vms_that_are_lacking_for_too_long_are_one_event_with_the_refusal() -> N
 def test_spending_is_one_event_for_each_bound() -> None:
     over = noted(RUNNING, observed(), dollars=10.5)
     assert kinds(over) == ["spend_exceeded"]
-    assert "$10.50 spent" in over.events[0].reason
+    assert "$10.50 spent" in over.events.newest[0].reason
     assert noted(over, observed(), dollars=11.0) is over
     higher = limits(spend_dollars=20.0)
     assert noted(over, observed(), dollars=11.0, of=higher) is over

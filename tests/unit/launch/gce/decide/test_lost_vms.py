@@ -17,6 +17,7 @@ from jaxres.launch.gce.decide.lost_vms import (
     is_notice_due,
 )
 from jaxres.launch.gce.state.observed_state import HALTED, AgentReport
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import (
     CONFIG,
     NAMES,
@@ -117,10 +118,12 @@ def test_a_silent_vm_is_kept_and_suspected_until_its_loss_is_confirmed(
     fields: dict[str, Any],
 ) -> None:
     found = next_state(RUNNING, observed(**fields))
-    kept = (found.phase, found.vms, found.hosts, found.deleting)
-    assert kept == ("running", RUNNING.vms, RUNNING.hosts, ()), "silence alone has cost a VM"
-    assert found.suspected == (NAMES[1],)
-    assert next_state(found, observed(reports=TRAINING)).suspected == (), "the suspicion stays"
+    kept = (found.phase, found.vms, found.deleting)
+    assert kept == ("running", RUNNING.vms, ()), "silence alone has cost a VM"
+    assert found.attempt.hosts == RUNNING.attempt.hosts
+    assert found.failures.suspected == (NAMES[1],)
+    after = next_state(found, observed(reports=TRAINING))
+    assert after.failures.suspected == (), "the suspicion stays"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_a_suspected_vm_is_lost_once_the_service_or_a_long_silence_confirms_it(
 ) -> None:
     found = next_state(RUNNING, observed(**fields))
     assert [vm.name for vm in found.deleting] == [NAMES[1]]
-    assert found.suspected == ()
+    assert found.failures.suspected == ()
     assert f"{NAMES[1]}: its agent has been silent for" in found.reason
 
 
@@ -166,7 +169,7 @@ def test_a_vm_that_is_only_missing_from_a_list_is_kept(
 ) -> None:
     found = next_state(RUNNING, observed(**fields))
     assert (found.phase, found.vms, found.deleting) == ("running", RUNNING.vms, ())
-    assert found.suspected == ((NAMES[1],) if is_suspected else ())
+    assert found.failures.suspected == ((NAMES[1],) if is_suspected else ())
 
 
 def ended_by_the_service(**fields: Any) -> dict[str, Any]:
@@ -213,7 +216,8 @@ def test_a_status_of_a_vm_whose_agent_reports_is_no_loss() -> None:
 def test_no_attempt_starts_on_a_vm_that_may_be_lost() -> None:
     silent = {NAMES[0]: 1.0, NAMES[1]: LOST}
     waiting = next_state(READY, observed(silent=silent, run_quiet_seconds=0.0))
-    assert (waiting.phase, waiting.suspected, waiting.vms) == ("placing", (NAMES[1],), READY.vms)
+    assert (waiting.phase, waiting.vms) == ("placing", READY.vms)
+    assert waiting.failures.suspected == (NAMES[1],)
     assert next_state(waiting, observed()).phase == "running"
     running = {NAMES[1]: "RUNNING"}
     long = observed(silent={NAMES[1]: CONFIRM}, looked_up=running, run_quiet_seconds=0.0)
@@ -228,7 +232,7 @@ def test_an_attempt_whose_other_hosts_have_left_ends_once_the_suspicion_does() -
     looked_up = {NAMES[1]: "RUNNING"}
     fields = {"ended_seconds": 1e3, "looked_up": looked_up}
     waiting = next_state(RUNNING, observed(**silence(LOST, **fields) | {"reports": reports}))
-    assert waiting == replace(RUNNING, suspected=(NAMES[1],))
+    assert waiting == changed(RUNNING, suspected=(NAMES[1],))
     found = next_state(waiting, observed(**silence(CONFIRM, **fields) | {"reports": reports}))
     assert found.history[-1].code == ExitCode.PREEMPTED
     assert [vm.name for vm in found.deleting] == [NAMES[1]]

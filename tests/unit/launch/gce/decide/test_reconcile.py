@@ -35,6 +35,7 @@ from jaxres.launch.gce.state.run_speed import longest_wait
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import Commit, Record
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import config
 
 NOW = 1.7e9
@@ -52,14 +53,16 @@ def vm(name: str, **fields: Any) -> VmSpec:
     return VmSpec(name, ZONE, 0, **{"requested_at": NOW - 100, "created": True, **fields})
 
 
-START = DesiredState("jx", "code", "config", started_at=NOW - 200, next_name=2, placement=1)
+START = changed(
+    DesiredState("jx", "code", "config", started_at=NOW - 200, next_name=2), placement=1
+)
 READY = replace(START, vms=tuple(map(vm, NAMES)))
 CREATING = replace(
     START,
     vms=tuple(vm(name, created=False) for name in NAMES),
     creation=PendingCreate(NAMES, "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
 )
-RUNNING = replace(
+RUNNING = changed(
     READY,
     phase="running",
     attempt=3,
@@ -114,7 +117,7 @@ def test_a_job_on_a_costlier_option_is_back_on_the_first_once_all_vms_are_create
     settings = config(capacity_options=[spot, spot | {"kind": "standard", "zones": [costly]}])
     there = replace(READY, vms=tuple(replace(vm(name), option=1) for name in NAMES))
     refused_until = NOW + 60
-    there = replace(there, backoffs=(Backoff(0, cheap, refused_until, 1, "stockout"),))
+    there = changed(there, backoffs=(Backoff(0, cheap, refused_until, 1, "stockout"),))
     later = observed(now=refused_until + 1)
     assert {v.option for v in next_state(there, later, settings).vms} == {1}, "healthy VMs left"
     gone = dict.fromkeys(NAMES, PREEMPTED)
@@ -212,7 +215,7 @@ def test_the_reason_of_a_loss_has_the_cause_that_the_service_knows(case: str) ->
 
 
 def test_a_refused_refill_is_retried_for_a_limited_time_and_then_all_vms_move() -> None:
-    half = replace(
+    half = changed(
         READY,
         vms=(vm(NAMES[0]), vm(NAMES[1], created=False)),
         creation=PendingCreate(NAMES[1:], "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
@@ -233,7 +236,7 @@ def test_a_refused_creation_deletes_its_names_and_backs_off_from_the_zone(kind: 
     found = next_state(CREATING, observed(vms={}, reports={}, creation=CreateFailed(kind, "words")))
     assert (found.vms, found.creation) == ((), None)
     assert {vm.name for vm in found.deleting} == set(NAMES), "they might exist nevertheless"
-    assert [(c.zone, c.error) for c in found.backoffs] == [(ZONE, kind)]
+    assert [(c.zone, c.error) for c in found.capacity.backoffs] == [(ZONE, kind)]
     following = next_state(found, observed(vms={}, reports={}))
     assert {vm.zone for vm in following.vms} == {"us-central1-b"}
 
@@ -244,7 +247,7 @@ def denied_until_the_end(desired: DesiredState) -> tuple[int, float, JobEnd]:
     while desired.end is None:
         assert times < 1000, "it is requested without a limit"
         if desired.creation is None:
-            now = max([now, *(c.until for c in desired.backoffs if c.until < NEVER)])
+            now = max([now, *(c.until for c in desired.capacity.backoffs if c.until < NEVER)])
             desired = next_state(desired, observed(vms={}, reports={}, now=now))
         else:
             times += 1
@@ -267,8 +270,8 @@ def test_a_denied_creation_ends_a_job_at_its_start_and_later_uses_a_budget() -> 
 
 def test_a_created_vm_ends_a_series_of_denials() -> None:
     backoffs = tuple(Backoff(0, ZONE, NOW, 5, kind) for kind in ("denied", "stockout"))
-    found = next_state(replace(CREATING, backoffs=backoffs), observed(creation=True))
-    assert [backoff.error for backoff in found.backoffs] == ["stockout"]
+    found = next_state(changed(CREATING, backoffs=backoffs), observed(creation=True))
+    assert [backoff.error for backoff in found.capacity.backoffs] == ["stockout"]
 
 
 def test_a_creation_in_progress_is_waited_for() -> None:
@@ -287,13 +290,13 @@ def test_an_operation_that_never_ends_is_judged_by_the_vms_that_exist() -> None:
     late = observed(vms={}, reports={}, **long)
     found = next_state(CREATING, late)
     assert (found.vms, found.creation) == ((), None), "it is waited for forever"
-    assert found.backoffs[0].error == "passing"
+    assert found.capacity.backoffs[0].error == "passing"
     assert next_state(ENDING, late).creation is None, "the end waits forever"
 
 
 def test_a_creation_that_was_accepted_late_has_its_whole_time() -> None:
     """The service may answer nothing for longer than a creation takes; then it has just begun."""
-    half = replace(
+    half = changed(
         READY,
         vms=(vm(NAMES[0]), vm(NAMES[1], created=False)),
         creation=PendingCreate(NAMES[1:], "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
@@ -368,7 +371,7 @@ def test_a_crash_restarts_the_processes_on_the_same_vms() -> None:
     assert found.history[-1].code == 1
     assert found.history[-1].culprit == NAMES[1]
     again = next_state(found, observed(reports=reports, now=NOW + 3600))
-    assert (again.phase, again.attempt) == ("running", 4)
+    assert (again.phase, again.attempt.number) == ("running", 4)
 
 
 def test_exits_of_a_previous_attempt_are_ignored() -> None:
@@ -434,7 +437,7 @@ def test_an_attempt_without_commits_for_too_long_restarts_on_the_same_vms(
 
 def stalled(desired: DesiredState, *, late: str | None = None) -> DesiredState:
     """Returns the state after an attempt stalls; `late`: a host that has not begun to train."""
-    number = desired.attempt
+    number = desired.attempt.number
     reports = {name: AgentReport("running", "b", number - (name == late)) for name in NAMES}
     seen = observed(reports=reports, no_commit_seconds=301.0)
     return next_state(desired, seen, config(stall_minutes=5.0))
@@ -443,7 +446,8 @@ def stalled(desired: DesiredState, *, late: str | None = None) -> DesiredState:
 def test_attempts_that_stall_without_a_commit_use_the_restart_budget_up() -> None:
     desired, most = RUNNING, CONFIG.restart.max_attempts_without_commit
     for number in range(1, most + 1):
-        desired = stalled(replace(desired, phase="running", hosts=RUNNING.hosts, step_before=20))
+        hosts = RUNNING.attempt.hosts
+        desired = stalled(changed(desired, phase="running", hosts=hosts, step_before=20))
         assert (desired.end is not None) is (number == most), f"stall {number} of {most}"
     assert desired.end is not None
     assert desired.end.exit == ExitCode.NO_PROGRESS
@@ -451,18 +455,19 @@ def test_attempts_that_stall_without_a_commit_use_the_restart_budget_up() -> Non
 
 
 def test_a_host_that_twice_does_not_begin_to_train_is_replaced() -> None:
-    first = stalled(replace(RUNNING, step_before=20), late=NAMES[1])
+    first = stalled(changed(RUNNING, step_before=20), late=NAMES[1])
     assert first.names == set(NAMES)
-    assert first.not_before > NOW, "restarted without a backoff"
-    second = stalled(replace(first, phase="running", hosts=RUNNING.hosts), late=NAMES[1])
+    assert first.attempt.not_before > NOW, "restarted without a backoff"
+    second = stalled(changed(first, phase="running", hosts=RUNNING.attempt.hosts), late=NAMES[1])
     assert (second.names & set(NAMES), second.end) == ({NAMES[0]}, None)
 
 
 def test_a_launcher_whose_clock_is_behind_waits_no_longer_than_the_longest_delay() -> None:
-    before = replace(READY, not_before=NOW + 3600, attempt=3)
+    before = changed(READY, not_before=NOW + 3600, attempt=3)
     found = next_state(before, observed())
     longest = CONFIG.restart.max_storage_backoff_seconds * (1 + CONFIG.restart.jitter)
-    assert (found.phase, found.not_before) == ("placing", NOW + longest), "waits for the old clock"
+    assert found.phase == "placing"
+    assert found.attempt.not_before == NOW + longest, "waits for the old clock"
     assert next_state(found, observed(now=NOW + longest - 1.0)).phase == "placing"
     assert next_state(found, observed(now=NOW + longest)).phase == "running"
 
@@ -520,7 +525,7 @@ def test_a_vm_whose_hardware_has_failed_before_gets_no_attempt(
     assert found.phase == ("placing" if replaced else "running")
     assert [vm.name for vm in found.deleting] == ["jx-0001"] * replaced
     if not replaced:
-        assert found.hosts[1] == HostAddress("jx-0001", "10.0.0.1", "7", "/a/b/c")
+        assert found.attempt.hosts[1] == HostAddress("jx-0001", "10.0.0.1", "7", "/a/b/c")
 
 
 def test_a_zone_that_offers_only_faulty_physical_hosts_ends_the_job_with_the_reason() -> None:
@@ -528,7 +533,7 @@ def test_a_zone_that_offers_only_faulty_physical_hosts_ends_the_job_with_the_rea
     vms = {name: replace(vm, physical_host="/a/b/c") for name, vm in listed(*NAMES).items()}
     seen = observed(vms=vms, log=RunLogSummary(faulty_hosts=(known,)))
     most = CONFIG.restart.max_preemptions_without_commit
-    found = next_state(replace(READY, unready=most - 1), seen)
+    found = next_state(changed(READY, unready=most - 1), seen)
     assert found.end is not None
     assert found.end.exit == ExitCode.NO_PROGRESS
     assert "(physical host /a/b/c) has failed before, as jx-0009 (failed once" in found.end.reason
@@ -537,7 +542,8 @@ def test_a_zone_that_offers_only_faulty_physical_hosts_ends_the_job_with_the_rea
 @pytest.mark.parametrize("codes", [(82,), (82, 79), (82, 82), (79, 82)])
 def test_every_vm_whose_host_is_unhealthy_is_replaced_at_once(codes: tuple[int, ...]) -> None:
     names = NAMES[: len(codes)]
-    desired = replace(RUNNING, vms=RUNNING.vms[: len(codes)], hosts=RUNNING.hosts[: len(codes)])
+    hosts = RUNNING.attempt.hosts[: len(codes)]
+    desired = changed(RUNNING, vms=RUNNING.vms[: len(codes)], hosts=hosts)
     reports = {
         name: AgentReport("ended", "b", 3, exit, "7 of 8")
         for name, exit in zip(names, codes, strict=True)
@@ -546,7 +552,7 @@ def test_every_vm_whose_host_is_unhealthy_is_replaced_at_once(codes: tuple[int, 
     unhealthy = {name for name, code in zip(names, codes, strict=True) if code == 82}
     assert {vm.name for vm in found.deleting} == unhealthy
     assert found.names.isdisjoint(unhealthy)
-    assert (found.phase, found.end, found.not_before) == ("placing", None, NOW)
+    assert (found.phase, found.end, found.attempt.not_before) == ("placing", None, NOW)
 
 
 def test_the_cost_limit_holds_while_vms_boot() -> None:

@@ -20,6 +20,7 @@ from jaxres.launch.gce.state.observed_state import (
     ObservedState,
     RunLogSummary,
 )
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import (
     NAMES,
     NOW,
@@ -46,7 +47,7 @@ SETTINGS = config(max_replacements_without_commit=MOST, ready_minutes=1.0)
 def at(desired: DesiredState, now: float, **fields: Any) -> ObservedState:
     """Returns an observation in which all created VMs are healthy, with changed fields."""
     names = [vm.name for vm in desired.vms if vm.created]
-    attempt = desired.attempt
+    attempt = desired.attempt.number
     reports = {
         name: AgentReport("running" if desired.phase == "running" else "ready", "b", attempt)
         for name in names
@@ -63,7 +64,8 @@ def silent(desired: DesiredState, now: float) -> ObservedState:
 
 
 def exited(desired: DesiredState, now: float, code: int) -> ObservedState:
-    reports = {vm.name: AgentReport("ended", "b", desired.attempt, code, "r") for vm in desired.vms}
+    number = desired.attempt.number
+    reports = {vm.name: AgentReport("ended", "b", number, code, "r") for vm in desired.vms}
     return at(desired, now, reports=reports)
 
 
@@ -135,7 +137,7 @@ def test_every_cause_of_a_replacement_uses_the_budget_and_ends_the_job(kind: str
 def test_a_new_committed_step_starts_the_count_again() -> None:
     desired, rounds = end_of("silent", commits=True)
     assert (desired.end, rounds) == (None, FREQUENT)
-    assert desired.replacements.times == 1
+    assert desired.failures.replacements.times == 1
 
 
 def spec(name: str, requested_at: float) -> tuple[VmSpec, str]:
@@ -166,7 +168,7 @@ def test_steps_that_were_rolled_back_are_no_progress() -> None:
 
 def test_the_causes_are_counted_and_an_unknown_price_is_named() -> None:
     spent = Replacements(0, NOW - 50, MOST, (LossCount("silent", 5), LossCount("gone", 1)), 3600, 2)
-    desired = replace(READY, replacements=spent, next_name=9)
+    desired = changed(READY, replacements=spent, next_name=9)
     desired = replace(desired, vms=tuple(vm(name, requested_at=NOW - 36) for name in NAMES))
     halted = observed(vms=listed(*NAMES, status="TERMINATED"), log=RunLogSummary())
     found = next_state(desired, halted, SETTINGS)
@@ -183,11 +185,11 @@ def test_the_causes_are_counted_and_an_unknown_price_is_named() -> None:
 
 
 def test_healthy_vms_that_a_move_deletes_are_counted_too() -> None:
-    half = replace(
+    half = changed(
         READY, vms=(vm(NAMES[0]), vm(NAMES[1], created=False, requested_at=0.0)), refill_since=0.0
     )
     found = next_state(half, observed(), SETTINGS)
-    assert found.replacements.losses == (
+    assert found.failures.replacements.losses == (
         LossCount("healthy, in a zone without capacity for the others", 1),
     )
 
@@ -197,10 +199,10 @@ def test_a_refused_creation_uses_no_budget() -> None:
     creating = next_state(START, observed(vms={}, reports={}))
     for error in ERRORS:
         failed = observed(vms={}, reports={}, creation=CreateFailed(error, "no"))
-        assert next_state(creating, failed, SETTINGS).replacements == Replacements()
+        assert next_state(creating, failed, SETTINGS).failures.replacements == Replacements()
 
 
 def test_the_loss_of_a_training_vm_uses_the_budget() -> None:
     lost = observed(vms=listed(*NAMES, status="TERMINATED"), log=RunLogSummary(step=20))
     found = next_state(RUNNING, lost, SETTINGS)
-    assert (found.replacements.times, found.replacements.step) == (1, 20)
+    assert (found.failures.replacements.times, found.failures.replacements.step) == (1, 20)

@@ -14,13 +14,7 @@ from jaxres.launch.gce.decide import reconcile
 from jaxres.launch.gce.decide.spare_requests import FIRST_WAIT_SECONDS
 from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.capacity_options import Backoff
-from jaxres.launch.gce.state.desired_state import (
-    DesiredState,
-    JobEnd,
-    Replacements,
-    decode_state,
-    encode_state,
-)
+from jaxres.launch.gce.state.desired_state import DesiredState, JobEnd, Replacements
 from jaxres.launch.gce.state.observed_state import (
     AgentReport,
     CreateFailed,
@@ -28,8 +22,10 @@ from jaxres.launch.gce.state.observed_state import (
     RunLogSummary,
 )
 from jaxres.launch.gce.state.paths import LaunchPaths
+from jaxres.launch.gce.state.state_object import decode_state, encode_state
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import (
     NAMES,
     NOW,
@@ -86,18 +82,19 @@ def test_a_spare_is_requested_once_an_attempt_runs_and_is_no_host() -> None:
     assert ASKED.creation is not None
     assert reconcile.request_to_send(ASKED) == ASKED.creation
     assert decided(ASKED, training()) == ASKED, "it is requested again"
-    assert (ASKED.phase, ASKED.hosts, ASKED.events) == ("running", RUNNING.hosts, ())
+    assert (ASKED.phase, ASKED.attempt.hosts) == ("running", RUNNING.attempt.hosts)
+    assert ASKED.events.newest == ()
     again = decided(BOOTING, training(SPARE))
     assert (spares(again), again.creation, slots(again)) == ([SPARE], None, list(NAMES))
 
 
 def test_the_next_attempt_leaves_a_spare_out() -> None:
     """A spare counted as a member would train, or be waited for."""
-    idle = replace(BOOTING, phase="placing", hosts=())
+    idle = changed(BOOTING, phase="placing", hosts=())
     reports = {name: AgentReport("ready", "b") for name in (*NAMES, SPARE)}
     for seen in (training(reports=reports), training(SPARE, reports=reports)):
         started = decided(idle, seen)
-        assert [host.name for host in started.hosts] == [*NAMES], "the spare is a host"
+        assert [host.name for host in started.attempt.hosts] == [*NAMES], "the spare is a host"
         assert spares(started) == [SPARE]
 
 
@@ -107,18 +104,18 @@ def test_a_lost_vm_is_exchanged_for_the_spare_at_once_and_a_new_spare_is_request
     assert slots(state) == [KEPT, SPARE], "another VM is requested"
     assert (state.creation, spares(state), deleting(state)) == (None, [], {LOST})
     assert f"{SPARE}, a spare, replaces {LOST}" in found.messages
-    assert state.replacements.times == 1, "no budget is used"
-    (lost,) = (event for event in state.events if event.kind == "vm_lost")
+    assert state.failures.replacements.times == 1, "no budget is used"
+    (lost,) = (event for event in state.events.newest if event.kind == "vm_lost")
     assert lost.replaced_by == SPARE
     ready = {name: AgentReport("ready", "b") for name in (KEPT, SPARE)}
     started = decided(state, training(SPARE, reports=ready, lost=(LOST,)))
-    assert [host.name for host in started.hosts] == [KEPT, SPARE], "it waits for something"
+    assert [host.name for host in started.attempt.hosts] == [KEPT, SPARE], "it waits for something"
     following = decided(started, training(SPARE, lost=(LOST,)))
     assert spares(following) == [SECOND]
 
 
 def test_the_only_vm_of_a_job_is_exchanged_too() -> None:
-    alone = replace(BOOTING, vms=BOOTING.vms[1:], hosts=BOOTING.hosts[1:])
+    alone = changed(BOOTING, vms=BOOTING.vms[1:], hosts=BOOTING.attempt.hosts[1:])
     assert slots(decided(alone, training(SPARE, lost=(LOST,)))) == [SPARE]
     waits = decided(alone, training(lost=(LOST,)))
     assert spares(waits) == [SPARE], "a spare that boots is deleted with the zone"
@@ -129,14 +126,14 @@ def test_the_only_vm_of_a_job_is_exchanged_too() -> None:
 def test_more_lost_vms_than_spares_are_one_loss_and_the_rest_is_requested() -> None:
     found = decided(BOOTING, training(SPARE, lost=NAMES))
     assert slots(found) == [SPARE, SECOND]
-    assert (found.replacements.times, deleting(found)) == (1, set(NAMES))
+    assert (found.failures.replacements.times, deleting(found)) == (1, set(NAMES))
     asked = decided(found, training(SPARE, lost=NAMES))
     assert asked.creation is not None
     assert asked.creation.names == (SECOND,)
 
 
 def test_a_spare_that_becomes_ready_takes_the_slot_of_a_vm_that_boots() -> None:
-    idle = replace(TWO, phase="placing", hosts=(), vms=(*RUNNING.vms[:1], vm("jx-0009")))
+    idle = changed(TWO, phase="placing", hosts=(), vms=(*RUNNING.vms[:1], vm("jx-0009")))
     reports = {name: AgentReport("ready", "b") for name in (KEPT, SECOND)}
     seen = training(SPARE, SECOND, "jx-0009", reports=reports)
     found = decided(idle, seen, config(spares=2))
@@ -147,7 +144,7 @@ def test_a_spare_that_becomes_ready_takes_the_slot_of_a_vm_that_boots() -> None:
 
 def test_an_attempt_does_not_wait_for_a_spare_that_is_being_created() -> None:
     reports = {name: AgentReport("ready", "b") for name in NAMES}
-    idle = replace(ASKED, phase="placing", hosts=())
+    idle = changed(ASKED, phase="placing", hosts=())
     started = decided(idle, training(reports=reports, creation=False))
     assert started.phase == "running", "it waits for the spare"
     assert started.creation == ASKED.creation
@@ -177,10 +174,11 @@ def test_a_lost_spare_is_replaced_later_and_the_attempt_goes_on(fields: dict[str
     if "reports" in fields:
         fields = {"reports": {**fields["reports"], **quiet}}
     found = decided(BOOTING, training(SPARE, **fields))
-    assert (found.phase, slots(found), found.hosts) == ("running", [*NAMES], BOOTING.hosts)
+    assert (found.phase, slots(found)) == ("running", [*NAMES])
+    assert found.attempt.hosts == BOOTING.attempt.hosts
     assert spares(found) == [], "spares are made and deleted every second"
     assert deleting(found) == {SPARE}
-    assert (found.replacements.times, found.end) == (1, None), "it uses no budget"
+    assert (found.failures.replacements.times, found.end) == (1, None), "it uses no budget"
     soon = decided(found, training(now=NOW + FIRST_WAIT_SECONDS - 1))
     assert spares(soon) == [], "the wait is too short"
     later = decided(found, training(now=NOW + FIRST_WAIT_SECONDS + 1))
@@ -196,30 +194,31 @@ def test_a_spare_that_may_be_lost_takes_no_slot() -> None:
 @pytest.mark.parametrize("kind", ["stockout", "quota", "refused", "denied", "passing", "preempted"])
 def test_a_refused_spare_costs_nothing_and_is_requested_again_later(kind: Any) -> None:
     found = decided(ASKED, training(creation=CreateFailed(kind, "words")))
-    assert (found.phase, found.backoffs, found.replacements) == ("running", (), Replacements())
+    assert (found.phase, found.capacity.backoffs) == ("running", ())
+    assert found.failures.replacements == Replacements()
     assert (found.creation, spares(found), deleting(found)) == (None, [], {SPARE})
     waits = list[float]()
     desired, now = found, NOW
     for _ in range(8):
-        waits.append(desired.spares_not_before - now)
-        now = desired.spares_not_before + 1
+        waits.append(desired.beside.spare_wait.not_before - now)
+        now = desired.beside.spare_wait.not_before + 1
         desired = decided(desired, training(now=now))
         desired = decided(desired, training(now=now, creation=CreateFailed(kind, "words")))
     assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
-    ahead = replace(found, spares_not_before=NOW + 1e6)
+    ahead = changed(found, spares_not_before=NOW + 1e6)
     assert spares(decided(ahead, training())), "a clock that was ahead defers it for ever"
 
 
 def test_the_wait_begins_anew_once_all_spares_are_ready() -> None:
-    failed = replace(BOOTING, spare_failures=5)
-    assert decided(failed, training()).spare_failures == 5
-    assert decided(failed, training(SPARE)).spare_failures == 0
+    failed = changed(BOOTING, spare_failures=5)
+    assert decided(failed, training()).beside.spare_wait.tries == 5
+    assert decided(failed, training(SPARE)).beside.spare_wait.tries == 0
 
 
 LAST = RunLogSummary(step=CONFIG.train.steps)
 STOPPING = replace(RUNNING, end=JobEnd(ExitCode.NO_PROGRESS, "max_hours", NOW))
-USED = replace(RUNNING, replacements=Replacements(step=20, at=NOW - 10, times=3))
-SKIPPED = replace(RUNNING, backoffs=(Backoff(0, ZONE, NOW + 60, 1, "stockout"),))
+USED = changed(RUNNING, replacements=Replacements(step=20, at=NOW - 10, times=3))
+SKIPPED = changed(RUNNING, backoffs=(Backoff(0, ZONE, NOW + 60, 1, "stockout"),))
 QUEUE = config(spares=1, capacity_options=[{**OPTION, "kind": "flex_start"}])
 FEW = config(spares=1, max_replacements_without_commit=3)
 
@@ -234,7 +233,7 @@ FEW = config(spares=1, max_replacements_without_commit=3)
         (SKIPPED, {}, CONFIG),
         (RUNNING, {}, QUEUE),
         (RUNNING, {}, config()),
-        (replace(RUNNING, phase="placing", hosts=(), not_before=NOW + 9), {}, CONFIG),
+        (changed(RUNNING, phase="placing", hosts=(), not_before=NOW + 9), {}, CONFIG),
     ],
     ids=["ends", "stop", "finished", "budget", "skipped", "queue", "none", "no attempt"],
 )
@@ -246,9 +245,9 @@ def test_no_spare_is_requested_where_none_is_of_use(
 
 
 def test_lost_spares_alone_end_no_job() -> None:
-    used = replace(BOOTING, replacements=USED.replacements)
+    used = changed(BOOTING, replacements=USED.failures.replacements)
     found = decided(used, training(lost=(SPARE,)), FEW)
-    assert (found.replacements.times, found.end) == (4, None)
+    assert (found.failures.replacements.times, found.end) == (4, None)
 
 
 def test_a_ready_spare_is_used_before_a_replacement_is_requested_at_the_notice() -> None:
@@ -278,7 +277,7 @@ def test_the_end_of_a_job_deletes_the_spare(before: DesiredState) -> None:
 
 
 def test_a_move_to_another_zone_deletes_the_spares() -> None:
-    idle = replace(TWO, phase="placing", hosts=(), refill_since=NOW - 3600, spares=TWO.spares[:1])
+    idle = changed(TWO, phase="placing", hosts=(), refill_since=NOW - 3600, spares=TWO.spares[:1])
     idle = replace(idle, vms=(RUNNING.vms[0], vm("jx-0009", created=False, requested_at=0.0)))
     found = decided(idle, training())
     assert (found.vms, found.spares) == ((), ())

@@ -19,6 +19,7 @@ from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import config
 
 ZONE = "us-central1-a"
@@ -107,13 +108,13 @@ def test_a_failed_boot_is_a_lost_vm_at_once_and_ends_the_job_the_second_time() -
     assert [vm.name for vm in first.desired.deleting] == ["jx-0000"]
     assert first.messages == (f"jx-0000: {IMAGE.describe()}",)
     assert first.desired.end is None
-    assert first.desired.unready == 1
+    assert first.desired.failures.unready == 1
     same_round = replace(first.desired, vms=vms("jx-0001", at=100.0))
     second = after_boots(same_round, {"jx-0001": IMAGE}, now=131.0).desired
-    assert (second.end, second.unready) == (None, 1), "one round counts once"
+    assert (second.end, second.failures.unready) == (None, 1), "one round counts once"
     again = replace(second, vms=vms("jx-0002", "jx-0003", at=140.0))
     other = after_boots(again, {"jx-0002": PACKAGES}, now=170.0).desired
-    assert (other.end, other.unready) == (None, 2), "another cause is another failure"
+    assert (other.end, other.failures.unready) == (None, 2), "another cause is another failure"
     ended = after_boots(again, {"jx-0002": IMAGE}, now=170.0).desired.end
     assert ended is not None
     assert ended.exit == ExitCode.NO_PROGRESS
@@ -125,7 +126,7 @@ def test_a_job_that_has_trained_outlasts_more_failed_boots() -> None:
     desired, ended = DesiredState("jx", "c", "d", history=history), []
     for number in range(5):
         at = 100.0 * (number + 1)
-        new = replace(desired, vms=vms(f"jx-{number}", "kept", at=at), unready=0)
+        new = changed(desired, vms=vms(f"jx-{number}", "kept", at=at), unready=0)
         desired = after_boots(new, {f"jx-{number}": IMAGE}, now=at + 30.0).desired
         ended.append(desired.end is not None)
     assert ended == [False, False, False, False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,28 +14,44 @@ from jaxres.launch.gce.controller import new_state
 from jaxres.launch.gce.state.capacity_options import NEVER, Backoff
 from jaxres.launch.gce.state.desired_state import (
     MAX_HISTORY,
+    AlertStart,
+    BesideAttempt,
+    BootFailure,
+    CapacityState,
+    Condition,
     DesiredState,
     HostAddress,
+    InstanceGroup,
+    JobAttempt,
+    JobCosts,
     JobEnd,
+    JobEvents,
+    LossCount,
     PendingCreate,
+    Replacements,
+    RequestWait,
+    Spending,
+    VmFailures,
     VmSpec,
-    decode_state,
-    encode_state,
 )
 from jaxres.launch.gce.state.observed_state import MAX_REASON, AgentReport
+from jaxres.launch.gce.state.state_object import KEYS, decode_state, encode_state
 from jaxres.runlog.attempt_result import AttemptOutcome
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.changed_state import changed, value_of
 
 PATH = GcsPath("bkt", "run/launch/desired_state.json")
 FULL = DesiredState(
     run="jx-run",
     code=64 * "0",
     config=64 * "1",
+    started_at=1.6e9,
     epoch=3,
     serial=17,
     phase="running",
     reason='a "reason" — ü\n',
-    placement=2,
+    end=JobEnd(84, "spent", 1.7e9),
     next_name=5,
     vms=(
         VmSpec("jx-run-0003", "us-central1-a", 1, 1.7e9, True),
@@ -42,22 +59,24 @@ FULL = DesiredState(
     ),
     creation=PendingCreate(("jx-run-0004",), "5a3c9c1e-7a51-4f0b-9d7e-6a617872e573"),
     deleting=(VmSpec("jx-run-0002", "us-central1-a", 1, 1.0, True, 1.7e9),),
-    backoffs=(Backoff(0, "us-central1-a", NEVER, 2, "refused"),),
-    refill_since=1.7e9,
-    attempt=4,
-    hosts=(HostAddress("jx-run-0003", "10.0.0.3"), HostAddress("jx-run-0004", "")),
-    port=8474,
-    step_before=20,
-    seq_before=9,
-    not_before=1.7e9 + 0.1,
+    attempt=JobAttempt(
+        number=4,
+        hosts=(HostAddress("jx-run-0003", "10.0.0.3"), HostAddress("jx-run-0004", "")),
+        port=8474,
+        step_before=20,
+        seq_before=9,
+        not_before=1.7e9 + 0.1,
+    ),
     history=(
         AttemptOutcome(76, "killed", 10, 20, "jx-run-0002", 3),
         AttemptOutcome(0, "", 20, 20, attempt=4),
     ),
-    started_at=1.6e9,
-    spent_dollars=0.1 + 0.2,
-    vm_seconds=1e-9,
-    end=JobEnd(84, "spent", 1.7e9),
+    capacity=CapacityState(
+        placement=2,
+        backoffs=(Backoff(0, "us-central1-a", NEVER, 2, "refused"),),
+        refill_since=1.7e9,
+    ),
+    costs=JobCosts(spent_dollars=0.1 + 0.2, vm_seconds=1e-9),
 )
 
 
@@ -65,6 +84,91 @@ FULL = DesiredState(
 def test_a_desired_state_is_read_back_as_it_was_written(desired: DesiredState) -> None:
     assert decode_state(encode_state(desired), PATH) == desired
     assert encode_state(decode_state(encode_state(desired), PATH)) == encode_state(desired)
+
+
+FLAT = Path(__file__).parents[4] / "golden" / "desired_state.json"
+"""Written by the encoder of the version that had no records in `DesiredState`."""
+AS_RECORDS = DesiredState(
+    run="jx",
+    code="c0de",
+    config="c0f1",
+    id="1a",
+    image="projects/p/global/images/i-1",
+    started_at=50.5,
+    epoch=3,
+    serial=17,
+    phase="running",
+    reason="why",
+    end=JobEnd(84, "spent", 156.5),
+    next_name=9,
+    vms=(VmSpec("jx-1a-0003", "z-a", 1, 100.5, True, 0.0, 130.5, 20.25, "jx-1a-0001", 7.5, 110.5),),
+    early_vms=(VmSpec("jx-1a-0005", "z-a", 1, 140.5, replaces="jx-1a-0003"),),
+    spares=(VmSpec("jx-1a-0006", "z-b", 0, 141.5),),
+    creation=PendingCreate(("jx-1a-0006",), "r-1", True),
+    groups=(InstanceGroup("jx-1a-0003", "z-a", ("jx-1a-0003",)),),
+    deleting=(VmSpec("jx-1a-0002", "z-c", 2, 90.5, True, 150.5),),
+    attempt=JobAttempt(
+        number=11,
+        hosts=(HostAddress("jx-1a-0003", "10.0.0.3", "33", "/b/h"),),
+        draining=("jx-1a-0007",),
+        port=8476,
+        step_before=18,
+        since=155.5,
+        seq_before=12,
+        not_before=204.5,
+    ),
+    history=(AttemptOutcome(76, "killed", 10, 18, "jx-1a-0001", 10),),
+    beside=BesideAttempt(
+        early_for=("jx-1a-0003",),
+        spare_wait=RequestWait(4, 201.5),
+        cheaper_wait=RequestWait(5, 202.5),
+        grow_after=20,
+        move_after=21,
+    ),
+    capacity=CapacityState(
+        placement=2,
+        backoffs=(Backoff(0, "z-b", 203.5, 2, "stockout"),),
+        freed_at=151.5,
+        refill_since=152.5,
+    ),
+    failures=VmFailures(
+        unready=6,
+        replacements=Replacements(19, 153.5, 7, (LossCount("gone", 8),), 9.5, 3.5),
+        suspected=("jx-1a-0004",),
+        boot_failure=BootFailure("no image", 154.5, 10),
+    ),
+    costs=JobCosts(
+        spent_dollars=4.5,
+        vm_seconds=5.5,
+        spending=(Spending(1, "boot", 6.5, 7.5),),
+        cheaper_by=1.25,
+        saved_dollars=2.5,
+        prices=({"option": 1},),
+    ),
+    events=JobEvents(
+        count=13,
+        newest=(LaunchEvent(12, "vm_lost", 157.5),),
+        conditions=(Condition("no_capacity", 8.5),),
+        alert_starts=(AlertStart("generic:HOOK", 14),),
+    ),
+)
+
+
+def test_a_state_of_an_earlier_version_is_read_and_written_again_exactly() -> None:
+    data = FLAT.read_bytes()
+    assert decode_state(data, PATH) == AS_RECORDS
+    assert encode_state(AS_RECORDS) == data, "agents with the code of the job's start can't read it"
+    keys, new = json.loads(data), json.loads(encode_state(DesiredState("", "", "")))
+    same = [key for key in keys if keys[key] == new[key]]
+    assert same == ["format"], "a key with its default proves nothing"
+
+
+@pytest.mark.parametrize("key", sorted(KEYS.values()))
+def test_a_key_that_is_missing_is_the_default_and_no_other_one_changes(key: str) -> None:
+    keys = json.loads(FLAT.read_bytes())
+    del keys[key]
+    default = value_of(DesiredState("jx", "c", "d"), key)
+    assert decode_state(json.dumps(keys).encode(), PATH) == changed(AS_RECORDS, **{key: default})
 
 
 def test_fields_of_a_newer_version_are_skipped() -> None:
@@ -123,10 +227,10 @@ def test_the_history_of_a_desired_state_is_bounded() -> None:
 
 def test_a_job_that_is_started_again_reuses_no_name_and_no_attempt() -> None:
     again = new_state("jx-run", "code", "config", now=5.0, after=replace(FULL, phase="ended"))
-    counted = (again.next_name, again.attempt, again.placement)
-    assert counted == (FULL.next_name, FULL.attempt, FULL.placement)
-    assert (again.spent_dollars, again.vm_seconds) == (FULL.spent_dollars, FULL.vm_seconds)
-    assert (again.phase, again.end, again.vms, again.backoffs) == ("placing", None, (), ())
+    counted = (again.next_name, again.attempt.number, again.capacity.placement)
+    assert counted == (FULL.next_name, FULL.attempt.number, FULL.capacity.placement)
+    assert again.costs == FULL.costs
+    assert (again.phase, again.end, again.vms, again.capacity.backoffs) == ("placing", None, (), ())
 
 
 def test_reports_are_read_back_as_they_were_written() -> None:

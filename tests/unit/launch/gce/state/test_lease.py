@@ -11,12 +11,14 @@ from dataclasses import replace
 import pytest
 
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable
-from jaxres.launch.gce.state.desired_state import DesiredState, StateObject
+from jaxres.launch.gce.state.desired_state import DesiredState, JobAttempt
 from jaxres.launch.gce.state.lease import TAKEOVER_TERMS, Lease
+from jaxres.launch.gce.state.state_object import StateObject
 from jaxres.storage import gcs_client, gcs_objects
 from jaxres.storage.path import GcsPath
 from jaxres_emulators.gcs import GcsServer
 from tests.manual_clock import ManualClock
+from tests.unit.launch.changed_state import changed
 
 RACERS = 3
 TERM = 60.0
@@ -401,13 +403,13 @@ def test_a_state_that_was_deleted_damaged_or_replaced_by_an_older_copy_is_writte
     record.write(DesiredState("jx-run", "c", "d"), epoch=1)
     older = gcs_objects.read(record.path)
     assert older is not None
-    known = record.write(DesiredState("jx-run", "c", "d", attempt=1), epoch=2)
+    known = record.write(DesiredState("jx-run", "c", "d", attempt=JobAttempt(1)), epoch=2)
     for number, data in enumerate([None, b"{", older], start=2):
         if data is None:
             gcs_objects.delete(record.path)
         else:
             gcs_objects.write(record.path, data, over=None)
-        known = record.write(replace(known, attempt=number), epoch=2)
+        known = record.write(changed(known, attempt=number), epoch=2)
         assert known.serial == number + 1, "the serial does not grow"
         assert StateObject(record.path).read() == known
     damaged = [n for n in gcs_objects.list_names(path.parent) if "damaged" in n]

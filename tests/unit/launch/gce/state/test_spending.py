@@ -13,6 +13,7 @@ from jaxres.launch.gce.decide import reconcile
 from jaxres.launch.gce.state import spending
 from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate, Spending
 from jaxres.launch.gce.state.observed_state import AgentReport
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import NAMES, NOW, START, listed, observed, vm
 from tests.unit.launch.gce_config import OPTION, config
 
@@ -47,7 +48,7 @@ def test_boot_training_and_waiting_are_told_apart_over_an_attempt_and_a_lost_vm(
     assert running.phase == "running"
     found = parts(running, NOW + 1.1 * HOUR)
     assert found == {"training": pytest.approx((2.0, 72.0)), "boot": pytest.approx((0.2, 7.2))}
-    ended = {n: AgentReport("ended", "b", running.attempt, 75, "saved") for n in NAMES}
+    ended = {n: AgentReport("ended", "b", running.attempt.number, 75, "saved") for n in NAMES}
     idle = decided(running, NOW + 1.1 * HOUR, reports=ended)
     assert idle.phase == "placing"
     gone = decided(
@@ -94,7 +95,7 @@ def test_a_vm_that_replaces_another_one_boots_anew() -> None:
 
 def test_the_spending_of_a_job_is_kept_when_it_is_started_again() -> None:
     part = Spending(1, "boot", 3600.0, 36.0)
-    before = replace(START, phase="ended", spending=(part,), spent_dollars=36.0, vm_seconds=3600.0)
+    before = changed(START, phase="ended", spending=(part,), spent_dollars=36.0, vm_seconds=3600.0)
     again = new_state("jx", "code", "config", now=NOW, after=before)
     assert parts(again, NOW) == {"boot": (1.0, 36.0)}
 

@@ -11,9 +11,10 @@ from jaxres.clock import SystemClock
 from jaxres.launch.gce.state.observed_state import AgentReport
 from jaxres.launch.gce.state.step_line import newest_progress, next_line
 from jaxres.telemetry.console import Console
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import NAMES, RUNNING, observed
 
-REPORT = AgentReport("running", "boot", RUNNING.attempt, progress="step 2/9, loss 1.5000")
+REPORT = AgentReport("running", "boot", RUNNING.attempt.number, progress="step 2/9, loss 1.5000")
 SEEN = replace(observed(), reports={NAMES[0]: REPORT})
 
 
@@ -29,12 +30,12 @@ def test_the_newest_step_is_printed_with_the_costs() -> None:
 def test_nothing_is_printed_too_soon_twice_of_another_attempt_or_without_progress() -> None:
     assert line(since=9.0) is None
     assert line(printed=REPORT.progress) is None
-    older = replace(REPORT, attempt=RUNNING.attempt - 1)
+    older = replace(REPORT, attempt=RUNNING.attempt.number - 1)
     none = replace(REPORT, progress="")
     for report in (older, none):
         assert line(replace(SEEN, reports={NAMES[0]: report})) is None
     assert line(replace(SEEN, reports={NAMES[1]: REPORT})) is None, "only host 0 prints steps"
-    idle = replace(RUNNING, phase="placing", hosts=())
+    idle = changed(RUNNING, phase="placing", hosts=())
     found = next_line(idle, SEEN, spent="$1", printed="", since_seconds=60.0, every_seconds=10.0)
     assert found is None
 

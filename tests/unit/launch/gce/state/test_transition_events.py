@@ -12,11 +12,13 @@ import pytest
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce import status as gce_status
 from jaxres.launch.gce.state import transition_events
-from jaxres.launch.gce.state.desired_state import DesiredState, encode_state
+from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.observed_state import AgentReport, CreateFailed
+from jaxres.launch.gce.state.state_object import encode_state
 from jaxres.runlog import launch_events
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce.decide.test_reconcile import (
     CREATING,
     NAMES,
@@ -32,17 +34,17 @@ from tests.unit.launch.gce.decide.test_reconcile import (
 
 
 def kinds(desired: DesiredState) -> list[str]:
-    return [event.kind for event in desired.events]
+    return [event.kind for event in desired.events.newest]
 
 
 def test_a_request_and_its_result_are_recorded_with_the_decision() -> None:
     asked = next_state(START, observed(vms={}, reports={}))
-    (event,) = asked.events
+    (event,) = asked.events.newest
     assert (event.kind, event.zone, event.time) == ("vms_requested", ZONE, NOW)
     assert event.vms == tuple(vm.name for vm in asked.vms)
     assert kinds(next_state(CREATING, observed(creation=True))) == ["vms_created"]
     full = observed(vms={}, reports={}, creation=CreateFailed("stockout", "no VMs"))
-    (event,) = next_state(CREATING, full).events
+    (event,) = next_state(CREATING, full).events.newest
     assert (event.kind, event.cause, event.reason) == ("request_failed", "stockout", "no VMs")
 
 
@@ -51,14 +53,14 @@ def test_a_start_has_the_first_reports_of_new_vms_only() -> None:
     mixed = replace(READY, vms=(replace(old, trained_from=NOW - 90.0), new))
     found = next_state(mixed, observed(first_reports={new.name: NOW - 30.0}))
     assert kinds(found) == ["agent_reported", "attempt_started"]
-    assert (found.events[0].vms, found.events[0].time) == ((new.name,), NOW - 30.0)
+    assert (found.events.newest[0].vms, found.events.newest[0].time) == ((new.name,), NOW - 30.0)
     assert all(vm.trained_from for vm in found.vms)
 
 
 def test_a_loss_has_its_cause_and_the_last_sign_of_life() -> None:
     gone = {"silent": {NAMES[0]: 1.0, NAMES[1]: 46.0}, "looked_up": {NAMES[1]: None}}
     found = next_state(RUNNING, observed(**gone))
-    ended, lost = found.events[:2]
+    ended, lost = found.events.newest[:2]
     assert (ended.kind, ended.cause) == ("attempt_ended", str(int(ExitCode.PREEMPTED)))
     assert (lost.kind, lost.vms, lost.cause) == ("vm_lost", NAMES[1:], "silent")
     assert (ended.since, lost.since) == (NOW - 46.0, NOW - 46.0)
@@ -71,7 +73,7 @@ def test_a_decision_that_changes_nothing_has_no_event() -> None:
 
 def grown(number: int) -> DesiredState:
     events = tuple(LaunchEvent(n, "vms_requested", NOW + n) for n in range(number))
-    return replace(READY, id="ab12", num_events=number, events=events)
+    return changed(READY, id="ab12", num_events=number, events=events)
 
 
 def test_an_event_that_a_killed_launcher_has_stored_is_read_once(tmp_path: Path) -> None:
@@ -88,9 +90,9 @@ def test_an_event_that_a_killed_launcher_has_stored_is_read_once(tmp_path: Path)
     (folder / f"{desired.id}-{stored[0].number:08d}.jsonl").write_bytes(
         launch_events.encode(stored) + b'{"kind": "cut'
     )
-    assert launch_events.read(run_dir) == before == list(desired.events)
+    assert launch_events.read(run_dir) == before == list(desired.events.newest)
     kept = transition_events.without_stored(desired, before=stored[-1].number + 1)
-    assert (len(kept.events), kept.num_events) == (3, desired.num_events)
+    assert (len(kept.events.newest), kept.events.count) == (3, desired.events.count)
     state.write_bytes(encode_state(kept))
     assert launch_events.read(run_dir) == before
     state.write_text("{")
@@ -100,8 +102,8 @@ def test_an_event_that_a_killed_launcher_has_stored_is_read_once(tmp_path: Path)
 def test_numbers_continue_after_a_move() -> None:
     kept = transition_events.without_stored(grown(20), before=16)
     found = next_state(kept, observed(vms=listed(*NAMES)))
-    assert [event.number for event in found.events[4:]] == [20, 21, 22]
-    assert found.num_events == 23
+    assert [event.number for event in found.events.newest[4:]] == [20, 21, 22]
+    assert found.events.count == 23
 
 
 def test_an_event_of_an_unknown_kind_is_kept_and_a_line_without_a_time_is_not(
@@ -129,6 +131,6 @@ def test_an_event_of_the_launcher_with_a_damaged_time_is_left_out(
 
 def test_status_has_the_seconds_of_the_newest_recovery() -> None:
     asked = next_state(RUNNING, observed(events={NAMES[1]: "compute.instances.hostError"}))
-    found = gce_status.newest_recovery(asked.events, now=NOW + 20.0)
+    found = gce_status.newest_recovery(asked.events.newest, now=NOW + 20.0)
     assert found == {"detection": 1.0, "capacity_wait": 20.0}
     assert gce_status.newest_recovery((), now=NOW) == {}

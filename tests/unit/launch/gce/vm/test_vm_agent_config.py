@@ -9,7 +9,7 @@ import pytest
 from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
-from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, JobAttempt
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.vm import agent as vm_agent
 from jaxres.launch.gce.vm import instance_spec
@@ -25,8 +25,8 @@ def running(run: GcsPath) -> DesiredState:
     """Returns the state of a running attempt, whose config is uploaded."""
     text = configs.dump_yaml(config()).encode()
     digest = instance_spec.upload(text, LaunchPaths(run).configs, ".yaml")
-    hosts = (HostAddress(NAME, "10.0.0.1"),)
-    return DesiredState("jx", "0", digest, phase="running", attempt=3, hosts=hosts)
+    attempt = JobAttempt(number=3, hosts=(HostAddress(NAME, "10.0.0.1"),))
+    return DesiredState("jx", "0", digest, phase="running", attempt=attempt)
 
 
 def agent(run: GcsPath, folder: Path) -> Agent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, VmSpec
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, JobAttempt, VmSpec
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.launch.gce.vm.agent import Agent
@@ -20,6 +19,7 @@ from jaxres.launch.gce.vm.instance_spec import NOTICE, NUM_GPUS, Machine
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres_emulators.metadata import NO_UPCOMING, UPCOMING, MetadataServer
+from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import OPTION, config
 from tests.waiting import SURE_SECONDS, wait_until
 
@@ -118,8 +118,8 @@ def test_an_agent_reports_the_deadline_of_a_notice_until_it_is_called_off(tmp_pa
 
 def test_an_agent_never_starts_a_run_with_records_at_step_0(tmp_path: Path) -> None:
     agent = Agent(LaunchPaths(RUN), name="jx-0", folder=tmp_path, clock=SystemClock())
-    first = DesiredState(run="jx", code="", config="c", attempt=1)
-    again = replace(first, attempt=2, seq_before=3)
+    first = DesiredState(run="jx", code="", config="c", attempt=JobAttempt(1))
+    again = changed(first, attempt=2, seq_before=3)
     assert "run.must_exist=true" not in agent._arguments(first, 0, config())
     assert "run.must_exist=true" in agent._arguments(again, 0, config())
 
@@ -142,7 +142,7 @@ def test_a_training_expects_the_gpus_of_the_machine_type_of_its_vm(
     desired = DesiredState("jx", "code", "config", started_at=0.0)
     vms = (VmSpec("jx-1", "us-central1-a", 0, 0.0), VmSpec("jx-0", "us-central1-a", 1, 0.0))
     host = HostAddress("jx-0", "10.0.0.1", "17", "/block/sub/host")
-    desired = replace(desired, vms=vms, hosts=(HostAddress("jx-1", "10.0.0.2"), host))
+    desired = changed(desired, vms=vms, hosts=(HostAddress("jx-1", "10.0.0.2"), host))
     options = [OPTION, OPTION | {"machine_type": machine_type}]
     found = agent._training_env(env, config(capacity_options=options), desired)
     identity = {

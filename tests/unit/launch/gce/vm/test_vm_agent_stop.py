@@ -13,7 +13,7 @@ import pytest
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced
-from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress
+from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, JobAttempt
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.vm.agent import Agent, LocalAttempt, agent_lock
 from jaxres.storage.path import GcsPath
@@ -75,8 +75,8 @@ def test_a_sigterm_while_the_training_is_started_requests_its_save(
 
     monkeypatch.setattr(agent, "_config", lambda _: config())
     monkeypatch.setattr(subprocess, "Popen", popen)
-    hosts = (HostAddress("jx-0000", "10.0.0.1"),)
-    agent._start(DesiredState("jx", "0", "0", phase="running", attempt=1, hosts=hosts), 0, {})
+    attempt = JobAttempt(number=1, hosts=(HostAddress("jx-0000", "10.0.0.1"),))
+    agent._start(DesiredState("jx", "0", "0", phase="running", attempt=attempt), 0, {})
     assert received(process) == [signal.SIGHUP]
 
 
