@@ -157,21 +157,16 @@ def spreads_replicas() -> bool:
     return jax.process_count() > 1
 
 
-def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
-    """Returns box -> items of the pieces of an array that this process writes.
-
-    Over all processes each item occurs once.
-    """
-    return shape_and_pieces(array)[1]
-
-
 def local_shape(array: jax.Array) -> tuple[int, ...]:
     """Returns the shape of every piece of an array, on all processes."""
     return _cut(array)[0]
 
 
 def shape_and_pieces(array: jax.Array) -> tuple[tuple[int, ...], dict[Box, np.ndarray]]:
-    """Returns `local_shape` and `pieces` of an array at once."""
+    """Returns `local_shape`, and box -> items of the pieces that this process writes.
+
+    Over all processes each item occurs once.
+    """
     shape, dim = _cut(array)
     shards = array.addressable_shards
     boxes = [box_of(shard.index, array.shape) for shard in shards]

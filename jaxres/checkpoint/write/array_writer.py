@@ -72,7 +72,9 @@ class ArrayWriter:
     """One host's save of the arrays of a step."""
 
     is_collective = False
+    """Whether all hosts begin and end the save together, so that none can leave it out."""
     markers: Mapping[str, bytes] = MappingProxyType({})
+    """Name -> content of files that must follow all others of the arrays."""
 
     def __init__(
         self,

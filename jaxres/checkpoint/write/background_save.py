@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import jax
 
-from jaxres.checkpoint.bit_sums import BitSums, sums_of
+from jaxres.checkpoint.bit_sums import sums_of
 from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read.readback import HostReport
@@ -36,43 +36,26 @@ first."""
 
 
 class Writer(Protocol):
-    """One host's save of the arrays of a step."""
+    """One host's save of the arrays of a step, with the members that `ArrayWriter` documents."""
 
     @property
-    def step_dir(self) -> RunPath:
-        """Directory of the step."""
-        ...
+    def step_dir(self) -> RunPath: ...
 
     @property
-    def is_collective(self) -> bool:
-        """Whether all hosts begin and end the save together, so that none can leave it out."""
-        ...
+    def is_collective(self) -> bool: ...
 
     @property
-    def report(self) -> HostReport:
-        """Report on this host's part of the step, once `result` has returned."""
-        ...
+    def report(self) -> HostReport: ...
 
     @property
-    def written(self) -> WrittenParts | None:
-        """Parts that later saves can link; None: none."""
-        ...
+    def written(self) -> WrittenParts | None: ...
 
     @property
-    def markers(self) -> Mapping[str, bytes]:
-        """Files that must follow all others of the arrays, once `complete` was called."""
-        ...
+    def markers(self) -> Mapping[str, bytes]: ...
 
-    def result(self) -> None:
-        """Writes this host's part and reads it back; lets go of the arrays."""
-        ...
+    def result(self) -> None: ...
 
-    def complete(self, reports: Sequence[HostReport]) -> HostReport:
-        """On host 0, once all hosts have reported their parts: makes them one checkpoint.
-
-        Returns a report on the files that were written and read back for that.
-        """
-        ...
+    def complete(self, reports: Sequence[HostReport]) -> HostReport: ...
 
 
 class BackgroundSave:
@@ -100,7 +83,7 @@ class BackgroundSave:
         self._over.set()
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
-        """Completes the checkpoint as `Writer.complete` does.
+        """Completes the checkpoint on host 0, once all hosts have reported their parts.
 
         Raises:
           StorageUnavailable: storage has failed.
@@ -171,53 +154,38 @@ def start_save(
     named = [named_arrays(part) for part in parts.values()]
     sums = sums_of({path: each for part in named for path, each in part.items()}, settings.check)
     copied = [_with_arrays(*pair) for pair in zip(named, copies, strict=True)]
-    copy = _Copy(
-        trees=dict(zip(parts, copies, strict=True)),
-        named=dict(zip(parts, copied, strict=True)),
-        is_own=is_own,
-        sums=sums,
-    )
+    trees = dict(zip(parts, copies, strict=True))
     with files.typed_errors(step_dir):
         try:
-            writer = _writer(step_dir, copy, settings, earlier)
+            arrays = HostArrays(
+                dict(zip(parts, copied, strict=True)),
+                dict if settings.writer == "orbax" else partial(orbax_files.describe, trees),
+                is_own=is_own,
+                pace=settings.pace,
+                sums=sums,
+            )
+            writer = _writer(step_dir, arrays, trees, settings, earlier)
         except Exception as error:  # noqa: BLE001 - raised again, typed or as it is.
             _raise_typed(error, step_dir)
-    done = functools.partial(memory.give_back, copies) if is_own else lambda: None
+    done = partial(memory.give_back, copies) if is_own else lambda: None
     return BackgroundSave(writer, on_success=done)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Copy:
-    """What a save writes."""
-
-    trees: Mapping[str, Tree]
-    """Folder of the step -> nested dict of jax.Array."""
-    named: Mapping[str, Mapping[str, tuple[ArrayInfo, Any]]]
-    """Folder of the step -> path -> info and jax.Array."""
-    is_own: bool
-    """Whether the arrays are a copy that is never donated."""
-    sums: BitSums
-
-
 def _writer(
-    step_dir: RunPath, copy: _Copy, settings: SaveSettings, earlier: WrittenParts | None
+    step_dir: RunPath,
+    arrays: HostArrays,
+    trees: Mapping[str, Tree],
+    settings: SaveSettings,
+    earlier: WrittenParts | None,
 ) -> Writer:
     process, num_hosts, pace = jax.process_index(), jax.process_count(), settings.pace
     if settings.writer == "orbax":
         from jaxres.checkpoint.write.orbax_writer import OrbaxWriter  # It imports Orbax.
 
+        seconds, downloads = settings.timeout_seconds, settings.downloads
         return OrbaxWriter(
-            step_dir,
-            copy.trees,
-            copy.named,
-            is_own=copy.is_own,
-            pace=pace,
-            sums=copy.sums,
-            timeout_seconds=settings.timeout_seconds,
-            downloads=settings.downloads,
+            step_dir, arrays, trees, pace=pace, timeout_seconds=seconds, downloads=downloads
         )
-    describe = functools.partial(orbax_files.describe, copy.trees)
-    arrays = HostArrays(copy.named, describe, is_own=copy.is_own, pace=pace, sums=copy.sums)
     if is_remote(step_dir):
         return BucketWriter(step_dir, arrays, process=process, num_hosts=num_hosts, pace=pace)
     return ArrayWriter(step_dir, arrays, process=process, pace=pace, earlier=earlier)

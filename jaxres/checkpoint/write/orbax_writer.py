@@ -14,34 +14,26 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, require_equal
-from jaxres.checkpoint.digests.block_digests import (
-    ArrayInfo,
-    Box,
-    Digests,
-    digests_of,
-    encode,
-    encode_failure,
-)
+from jaxres.checkpoint.bit_sums import Corrupted
+from jaxres.checkpoint.digests.block_digests import encode, encode_failure
 from jaxres.checkpoint.read.readback import HostReport, verify_own_files
 from jaxres.checkpoint.read.step_download import StepDownload
 from jaxres.checkpoint.read.tensorstore_reader import FROZEN
-from jaxres.checkpoint.snapshot import MIN_SLICE_BYTES, digests_name, pieces, spreads_replicas
+from jaxres.checkpoint.snapshot import MIN_SLICE_BYTES, digests_name, spreads_replicas
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write.array_writer import DIGESTS_OF
+from jaxres.checkpoint.write.host_arrays import HostArrays
 from jaxres.engine import device_use
 from jaxres.faults import RunError
 from jaxres.storage import files
@@ -66,12 +58,10 @@ class OrbaxWriter:
     def __init__(
         self,
         step_dir: RunPath,
+        arrays: HostArrays,
         trees: Mapping[str, Any],
-        named: Mapping[str, Mapping[str, tuple[ArrayInfo, Any]]],
         *,
-        is_own: bool,
         pace: Throttle,
-        sums: BitSums,
         timeout_seconds: float,
         downloads: Path | None,
     ) -> None:
@@ -79,11 +69,9 @@ class OrbaxWriter:
 
         Args:
           step_dir: directory of the step, which does not exist yet.
-          trees: folder of the step -> nested dict of jax.Array.
-          named: folder of the step -> path -> info and jax.Array, of the same arrays.
-          is_own: whether the arrays are a copy that is never donated.
-          pace: throttle of the digests and the read-back.
-          sums: sums of the bits of the state itself, with which what is digested is compared.
+          arrays: what is written.
+          trees: folder of the step -> nested dict of jax.Array, of the same arrays.
+          pace: throttle of the read-back.
           timeout_seconds: limit of Orbax's waits for other processes.
           downloads: local folder for this host's data files while a bucket gives them back.
         """
@@ -91,20 +79,16 @@ class OrbaxWriter:
         """Directory of the step."""
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
-        self._process, self._pace = jax.process_index(), pace
-        self._infos = {path: info for part in named.values() for path, (info, _) in part.items()}
-        self._frozen = tuple(named.get(FROZEN, ()))
+        self._arrays, self._pace = arrays, pace
+        self._infos = {p: info for name in trees for p, (info, _) in arrays.of(name).items()}
+        self._frozen = tuple(arrays.of(FROZEN)) if FROZEN in trees else ()
+        process = self._process = jax.process_index()
         self._download: StepDownload | None = None
         if is_remote(step_dir) and downloads is not None:
-            self._download = StepDownload(step_dir, self._process, downloads / step_dir.name, pace)
-        snapshots = {
-            DIGESTS_OF[folder]: Snapshot(
-                arrays, process=self._process, is_own=is_own, pace=pace, sums=sums
-            )
-            for folder, arrays in named.items()
-        }
-        self._snapshots = list(snapshots.values())
-        contents = {**trees, **snapshots}
+            self._download = StepDownload(step_dir, process, downloads / step_dir.name, pace)
+        self._digests = [DigestsCheckpointable(arrays, name, process) for name in trees]
+        contents = dict(trees)
+        contents |= zip((DIGESTS_OF[name] for name in trees), self._digests, strict=True)
         context = save_context(timeout_seconds=timeout_seconds, is_remote=is_remote(step_dir))
 
         def begin() -> Any:
@@ -112,7 +96,8 @@ class OrbaxWriter:
                 return ocp.save_checkpointables_async(str(step_dir), contents)
 
         self._begin: Callable[[], Any] = begin
-        if not is_own or jax.process_count() > 1:  # On several hosts it begins with a computation.
+        # On several hosts Orbax begins with a computation.
+        if not arrays.is_own or jax.process_count() > 1:
             with _storage_errors(step_dir):
                 response = begin()
             self._begin = lambda: response
@@ -129,6 +114,7 @@ class OrbaxWriter:
                     self._begin().result()
             finally:
                 del self._begin  # It holds a copy of the state.
+                self._arrays.release()
             self.report = self._read_back()
 
     def complete(self, reports: Sequence[HostReport]) -> HostReport:
@@ -136,7 +122,7 @@ class OrbaxWriter:
         return HostReport({})
 
     def _read_back(self) -> HostReport:
-        if failures := [snapshot.failure for snapshot in self._snapshots if snapshot.failure]:
+        if failures := [each.failure for each in self._digests if each.failure]:
             return HostReport({}, "; ".join(failures))
         return verify_own_files(
             self.step_dir,
@@ -174,95 +160,56 @@ def _reads_metadata(error: Exception) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class BackgroundWrite:
-    """Runs once it is awaited; Orbax leaves it alone if the save fails before."""
+class DigestsCheckpointable:
+    """The block digests of a folder of arrays, as an Orbax checkpointable.
 
-    write: Callable[[], Coroutine[Any, Any, None]]
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        """Runs the write."""
-        return self.write().__await__()
-
-
-class Snapshot:
-    """The pieces of a state that a process writes; stays valid when the state is donated.
-
-    It is an Orbax checkpointable that writes the block digests of the pieces. Orbax calls `save` on
-    every process. An error there must not be raised: the other processes would fail only minutes
-    later, with a timeout of a barrier. It is written to the digest file, and host 0 refuses the
-    step.
+    Orbax calls `save` on every process. An error there must not be raised: the other processes
+    would fail only minutes later, with a timeout of a barrier. It is written to the digest file,
+    and host 0 refuses the step.
     """
 
-    def __init__(
-        self,
-        arrays: Mapping[str, tuple[ArrayInfo, Any]],
-        *,
-        process: int,
-        is_own: bool,
-        pace: Throttle,
-        sums: BitSums = NO_SUMS,
-    ) -> None:
-        """Keeps references to the arrays; fetches them to the host unless they are a copy.
-
-        Args:
-          arrays: path -> info and jax.Array.
-          process: number of this process, for the name of its digest file.
-          is_own: whether the arrays are a copy that is never donated and can be fetched later.
-          pace: throttle of the hashing.
-          sums: sums of the bits of the state itself, with which what is digested is compared.
-        """
-        self._sums = sums
-        self._process = process
-        self._pace = pace
+    def __init__(self, arrays: HostArrays, folder: str, process: int) -> None:
+        """Computes nothing yet."""
+        self._arrays, self._folder, self._process = arrays, folder, process
+        self._directory: Any = None
         self.failure = ""
         """Reason why this process's digest file could not be written; empty if it was."""
-        self._arrays = arrays
-        self._pieces = {} if is_own else _all_pieces(arrays)
-        for _, array in arrays.values():  # Before Orbax's threads and ours get there together.
+        for _, array in arrays.of(folder).values():  # Before Orbax's threads and ours get there.
             _ = array.addressable_shards
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Returns the background task, which hashes the pieces and writes the digest file."""
-        return BackgroundWrite(lambda: self._write(directory))
+        """Returns the background task, which Orbax leaves alone if the save fails before."""
+        self._directory = directory
+        return self
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Hashes the pieces and writes the digest file."""
+        return self._write().__await__()
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Not supported: jaxres/checkpoint/read/manifest.py reads the files without Orbax."""
         raise NotImplementedError(directory)
 
-    async def _write(self, directory: Any) -> None:
+    async def _write(self) -> None:
         data = await asyncio.to_thread(self._encoded)
-        folder = parse_path(os.fspath(await directory.await_creation()))
+        folder = parse_path(os.fspath(await self._directory.await_creation()))
         try:
             await asyncio.to_thread(files.replace, folder / digests_name(self._process), data)
         except (RunError, OSError) as error:
             self.failure = str(error)
 
     def _encoded(self) -> bytes:
+        arrays, folder = self._arrays, self._folder
         try:
-            all_pieces = self._pieces or _all_pieces(self._arrays)
+            arrays.begin()
+            paths = list(arrays.of(folder))
             with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
-                found = list(pool.map(self._digests, all_pieces.values()))
-            expected = self._sums.read()
-            for path, (_, own) in all_pieces.items():
-                require_equal(expected, path, own)
-            return encode(dict(zip(all_pieces, found, strict=True)))
+                found = pool.map(lambda path: arrays.digest(path, arrays.take(folder, path)), paths)
+                return encode(dict(zip(paths, found, strict=True)))
         except Corrupted as error:
             return encode_failure(str(error))
         except Exception as error:  # noqa: BLE001  Host 0 reads it and refuses the step.
             return encode_failure(f"{type(error).__name__}: {error}")
-        finally:
-            self._arrays, self._pieces = {}, {}
-
-    def _digests(self, array: tuple[ArrayInfo, dict[Box, np.ndarray]]) -> Digests:
-        with self._pace.piece():
-            return digests_of(*array)
-
-
-def _all_pieces(
-    arrays: Mapping[str, tuple[ArrayInfo, Any]],
-) -> dict[str, tuple[ArrayInfo, dict[Box, np.ndarray]]]:
-    return {path: (info, pieces(array)) for path, (info, array) in arrays.items()}
 
 
 def save_context(*, timeout_seconds: float, is_remote: bool = False) -> ocp.Context:

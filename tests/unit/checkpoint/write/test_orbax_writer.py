@@ -20,8 +20,10 @@ from jaxres.checkpoint import snapshot
 from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.restore.restore import restore
-from jaxres.checkpoint.throttle import Throttle
+from jaxres.checkpoint.throttle import UNTHROTTLED
 from jaxres.checkpoint.write import orbax_files, orbax_writer
+from jaxres.checkpoint.write.host_arrays import HostArrays
+from jaxres.checkpoint.write.orbax_writer import DigestsCheckpointable
 from jaxres.runlog.paths import RunDir
 from tests.promises.trainer import ROOT
 from tests.unit.checkpoint.conftest import claimed, like, progress
@@ -120,6 +122,10 @@ def test_a_worker_without_the_writer_orbax_never_imports_it():
     assert found.returncode == 0
 
 
+def held(named):
+    return HostArrays({"state": named}, dict, is_own=True, pace=UNTHROTTLED)
+
+
 @pytest.mark.slow
 def test_orbax_and_we_may_read_the_arrays_of_a_copy_at_the_same_time():
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
@@ -131,12 +137,12 @@ def test_orbax_and_we_may_read_the_arrays_of_a_copy_at_the_same_time():
         for _ in range(ROUNDS):
             arrays = make()
             named = {str(n): (ArrayInfo("int32", (8,)), x) for n, x in enumerate(arrays)}
-            orbax_writer.Snapshot(named, process=0, is_own=True, pace=Throttle())
+            DigestsCheckpointable(held(named), "state", 0)
             begin = threading.Barrier(2)
 
             def read(arrays=arrays, begin=begin):
                 begin.wait()
-                return [snapshot.pieces(array) for array in arrays]
+                return [snapshot.shape_and_pieces(array)[1] for array in arrays]
 
             with ThreadPoolExecutor(2) as pool:
                 both = [pool.submit(read) for _ in range(2)]
@@ -150,5 +156,5 @@ def test_orbax_and_we_may_read_the_arrays_of_a_copy_at_the_same_time():
 
 def test_a_write_of_digests_that_orbax_never_begins_is_no_coroutine():
     """Such a coroutine would warn, at any later time, that it was never awaited."""
-    empty = orbax_writer.Snapshot({}, process=0, is_own=True, pace=Throttle())
+    empty = DigestsCheckpointable(held({}), "state", 0)
     assert not inspect.iscoroutine(asyncio.run(empty.save(None)))
