@@ -58,8 +58,7 @@ BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abando
 LINKING = " linking "
 """Messages of host 0 about a save; any other message is the reason why the save failed."""
 SPARE_BYTES = 4 * 2**20
-"""Free bytes that a save leaves for logs, besides a 20th of its size for the files that describe the
-arrays."""
+"""Free bytes that a save leaves for logs, besides a 20th of its size for descriptions of arrays."""
 
 
 class Checkpointer:

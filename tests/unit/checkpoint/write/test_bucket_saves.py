@@ -224,9 +224,7 @@ def saved(step_dir: GcsPath) -> None:
 
 
 @pytest.fixture
-def download(
-    step_dir: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> StepDownload:
+def download(step_dir: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDownload:
     """Downloads that begin when their copies are asked for."""
     monkeypatch.setattr(step_download, "POLL_SECONDS", SURE_SECONDS)
     return StepDownload(step_dir, 0, tmp_path / "read-back", UNTHROTTLED)

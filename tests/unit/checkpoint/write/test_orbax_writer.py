@@ -118,7 +118,9 @@ def test_a_worker_without_the_writer_orbax_never_imports_it():
         "import_writer('tensorstore'); assert 'orbax' not in sys.modules; "
         "import_writer('orbax'); assert 'orbax' in sys.modules"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=SURE_SECONDS, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, timeout=SURE_SECONDS, check=False
+    )
     assert found.returncode == 0
 
 
