@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxres.checkpoint.snapshot import local_shape
 
@@ -91,7 +92,7 @@ def _described(sharding: jax.sharding.Sharding) -> str | None:
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
     mesh = sharding.mesh
-    devices = jax.tree.map(lambda device: {"id": device.id}, mesh.devices.tolist())
+    devices = jax.tree.map(lambda device: {"id": device.id}, np.asarray(mesh.devices).tolist())
     described = {
         "sharding_type": "NamedSharding",
         "shape": list(mesh.shape.values()),

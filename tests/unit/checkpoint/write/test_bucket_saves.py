@@ -8,6 +8,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -243,20 +244,39 @@ def report(step_dir: GcsPath, copies: LocalCopies | None = None) -> HostReport:
 
 
 def test_the_bytes_of_a_save_cross_the_network_once(
-    step_dir: GcsPath, tmp_path: Path, gcs_server: GcsServer
+    step_dir: GcsPath, download: StepDownload, gcs_server: GcsServer
 ) -> None:
-    reads = gcs_server.fail(
-        "stall", method="GET", path="process_0%2Fd%2F.*alt=media", times=None, late_seconds=0
-    )
+    with download:
+        saved(step_dir)
+        reads = gcs_server.fail(
+            "stall", method="GET", path="process_0%2Fd%2F.*alt=media", times=None, late_seconds=0
+        )
+        copies = download.copies()
+        found = report(step_dir, copies)
+        assert copies is not None
+        assert copies.folders == {DATA_FOLDER}
+        assert reads.hits == len(copies.files) > 0
+        assert not found.failure
+    assert not copies.root.exists()
+    assert found == report(step_dir)
+    assert reads.hits > len(copies.files), "the rule does not see reads"
+
+
+def test_a_save_is_read_back_from_its_own_downloads(
+    step_dir: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[LocalCopies | None] = []
+
+    def verify(*arguments: Any, copies: LocalCopies | None, **settings: Any) -> HostReport:
+        given.append(copies)
+        return verify_own_files(*arguments, copies=copies, **settings)
+
+    monkeypatch.setattr(orbax_writer, "verify_own_files", verify)
     writing = begin(step_dir, downloads=tmp_path)
     background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
-    found = writing.writer.report
-    names = [name for name in found.files if name.startswith(DATA_FOLDER)]
-    assert reads.hits == len(names) > 0
-    assert not found.failure
+    assert [copies and copies.folders for copies in given] == [{DATA_FOLDER}]
     assert files.sizes(tmp_path) == {}
-    assert found == report(step_dir)
-    assert reads.hits > len(names), "the rule does not see reads"
+    assert writing.writer.report == report(step_dir)
 
 
 def test_data_files_are_downloaded_while_others_are_written(
