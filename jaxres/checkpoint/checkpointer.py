@@ -1,7 +1,8 @@
 """The checkpointer: saves in the background, commits through the run log, restores steps.
 
 Order of a commit:
-1. TensorStore or Orbax writes the arrays in the background into a directory of this attempt.
+1. What `checkpoint.writer` names writes the arrays in the background into a directory of this
+   attempt.
 2. The saver waits for the result of that write.
 3. Files of frozen parameters that an earlier step has are linked (frozen_arrays.py).
 4. progress.json and MANIFEST.json are written, and everything is fsynced (finalize.py).
@@ -16,7 +17,6 @@ an event. Training continues, and the next save tries again, at most
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,13 +26,11 @@ import jax
 from jaxres.checkpoint.commit_tracker import CommitTracker, FrozenPart, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import WrittenArrays, finalize
 from jaxres.checkpoint.read import manifest as manifests
-from jaxres.checkpoint.read.readback import HostReport, gather_reports, verify_own_files
-from jaxres.checkpoint.read.step_download import StepDownload
+from jaxres.checkpoint.read.readback import HostReport, gather_reports
 from jaxres.checkpoint.read.verify import verify_step
-from jaxres.checkpoint.restore import orbax_io
-from jaxres.checkpoint.restore.orbax_io import Tree, array_infos
 from jaxres.checkpoint.restore.restore import NewestValid, Restored, all_damaged_error, restore
 from jaxres.checkpoint.snapshot import SnapshotMemory
+from jaxres.checkpoint.state_arrays import Tree, array_infos
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write import background_save, frozen_arrays
 from jaxres.checkpoint.write.background_save import BackgroundSave, SaveSettings
@@ -54,11 +52,13 @@ from jaxres.runlog.events import (
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, Commit, Quarantine, RunHistory, RunLog
 from jaxres.storage import files
-from jaxres.storage.path import RunPath, is_remote
+from jaxres.storage.path import RunPath
 
 BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
 LINKING = " linking "
 """Messages of host 0 about a save; any other message is the reason why the save failed."""
+SPARE_BYTES = 4 * 2**20
+"""Free bytes that a save leaves for logs, besides a 20th of its size for descriptions of arrays."""
 
 
 class Checkpointer:
@@ -123,12 +123,17 @@ class Checkpointer:
         """Number of restores by this attempt; the same on every host."""
         self._pace = Throttle(section.background_share, self._clock)
         self._memory = SnapshotMemory()
-        self._context = orbax_io.save_context(
-            timeout_seconds=section.timeout_seconds, is_remote=run_dir.is_remote
+        self._settings = SaveSettings(
+            snapshot=section.snapshot,
+            writer=section.writer,
+            check=section.check_snapshot,
+            pace=self._pace,
+            timeout_seconds=section.timeout_seconds,
+            downloads=run_dir.read_back(peers.member.host),
         )
 
     def __enter__(self) -> Checkpointer:
-        orbax_io.use_lockfiles_if_needed(self._run_dir.root)
+        background_save.import_writer(self._section.writer)
         if self._peers.member.leads:
             files.make_dir(self._run_dir.checkpoints)
         if self._run_dir.is_remote:  # A killed attempt has left its downloads.
@@ -230,7 +235,7 @@ class Checkpointer:
             source = self._linkable()
             written, _ = split_state(state, self._trainable) if source else (state, {})
             size_bytes = sum(x.nbytes for x in jax.tree.leaves(written))
-            orbax_io.require_free_space(self._run_dir.checkpoints.absolute(), size_bytes)
+            _require_free_space(self._run_dir.checkpoints.absolute(), size_bytes)
         except StorageUnavailable as refusal:
             return str(refusal)
         return f"{BEGIN}{name}{LINKING}{source}" if source else f"{BEGIN}{name}"
@@ -297,13 +302,7 @@ class Checkpointer:
         writing = background_save.start_save(
             changing,
             step_dir,
-            self._context,
-            SaveSettings(
-                snapshot=self._section.snapshot,
-                writer=self._section.writer,
-                check=self._section.check_snapshot,
-                pace=self._pace,
-            ),
+            self._settings,
             frozen={} if frozen.source else still,
             memory=self._memory,
             earlier=self._parts[0] if len(self._parts) == frozen_arrays.COPIES else None,
@@ -311,17 +310,8 @@ class Checkpointer:
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
-        flying = PendingSave(
-            writing, step_dir, progress, infos, started, topic, frozen, self._download(step_dir)
-        )
+        flying = PendingSave(writing, step_dir, progress, infos, started, topic, frozen)
         self._flight.begin(self._saver.submit(finish, flying))
-
-    def _download(self, step_dir: RunPath) -> StepDownload | None:
-        if not is_remote(step_dir) or self._section.writer != "orbax":
-            return None
-        host = self._peers.member.host
-        folder = self._run_dir.read_back(host) / step_dir.name
-        return StepDownload(step_dir, host, folder, self._pace)
 
     def _frozen_part(self, still: Tree, source: str) -> FrozenPart:
         """Returns the frozen part of a save; `source`: the earlier step that host 0 can link."""
@@ -344,8 +334,7 @@ class Checkpointer:
         """Makes one step durable, then commits it. Runs in the saver thread."""
         step = save.progress.step
         try:
-            with save.download or contextlib.nullcontext():
-                commit, linked_bytes = self._write(save)
+            commit, linked_bytes = self._write(save)
             if self._leaving:
                 return
             if self._refused_from is None or step < self._refused_from:
@@ -363,18 +352,17 @@ class Checkpointer:
 
     def _follow(self, save: PendingSave) -> None:
         """Writes this host's shards and receives the outcome. Runs in the saver thread."""
-        step, is_by_orbax = save.progress.step, save.writing.report is None
-        if not is_by_orbax:  # No host can leave out a save by Orbax: it begins with a computation.
+        step, is_collective = save.progress.step, save.writing.writer.is_collective
+        if not is_collective:
             self._writer = save.writing
         try:
-            with save.download or contextlib.nullcontext():
-                background_save.wait_save(
-                    save.writing, save.step_dir, timeout=self._section.timeout_seconds
-                )
-                self._writer = None
-                self._reports(save)
+            background_save.wait_save(
+                save.writing, save.step_dir, timeout=self._section.timeout_seconds
+            )
+            self._writer = None
+            self._reports(save)
         except StorageUnavailable as refusal:
-            if is_by_orbax:  # It fails on host 0, too, without the reason.
+            if is_collective:  # It fails on host 0, too, without the reason.
                 self._peers.publish(save.topic, str(refusal))
             else:  # Host 0 may have written its part, and waits for this host's report.
                 self._gather(save.step_dir, save.topic, HostReport({}, str(refusal)))
@@ -402,7 +390,7 @@ class Checkpointer:
 
         After a save that has failed the next ones write all parts: a file may be damaged.
         """
-        written = save.writing.written
+        written = save.writing.writer.written
         parts = [*self._parts, written] if is_committed and written else []
         self._parts = parts[-frozen_arrays.COPIES :]
         if save.frozen.paths and is_committed:
@@ -430,7 +418,7 @@ class Checkpointer:
         commit = finalize(
             save.step_dir,
             save.progress,
-            WrittenArrays(save.infos, save.frozen.paths, linked, save.writing.markers),
+            WrittenArrays(save.infos, save.frozen.paths, linked, save.writing.writer.markers),
             reports,
             root=root,
             claim=self._claim,
@@ -480,21 +468,11 @@ class Checkpointer:
     def _reports(self, save: PendingSave) -> list[HostReport]:
         """Returns, on host 0, every host's report on its part of the step."""
         frozen = save.frozen
-        own = HostReport({}, save.writing.failure)
+        own = save.writing.writer.report
         if frozen.source is not None and not frozen_arrays.are_equal(
             frozen.source.sums, frozen.sums
         ):
             own = HostReport({}, frozen_arrays.CHANGED)
-        if not own.failure:
-            left_out = frozen.paths if frozen.source else ()
-            own = save.writing.report or verify_own_files(
-                save.step_dir,
-                {path: info for path, info in save.infos.items() if path not in left_out},
-                self._peers.member.host,
-                self._pace,
-                frozen=() if frozen.source else frozen.paths,
-                copies=save.download and save.download.copies(),
-            )
         return self._gather(save.step_dir, save.topic, own)
 
     def _gather(self, step_dir: RunPath, topic: str, own: HostReport) -> list[HostReport]:
@@ -590,3 +568,13 @@ class Checkpointer:
         for quarantine in damaged:
             self._log.append(quarantine)
         return str(len(damaged))
+
+
+def _require_free_space(folder: RunPath, state_bytes: int) -> None:
+    """Raises StorageUnavailable if a save would leave too little space for logs."""
+    needed, free = state_bytes + state_bytes // 20 + SPARE_BYTES, files.free_bytes(folder)
+    if free < needed:
+        raise StorageUnavailable(
+            f"{folder}: no space left: a save needs {needed / 2**20:,.1f} MiB, "
+            f"{free / 2**20:,.1f} MiB are free. Nothing committed is lost. Free some space there."
+        )

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jaxres.checkpoint.digests.block_digests import ArrayInfo
-from jaxres.checkpoint.read.step_download import StepDownload
 from jaxres.checkpoint.retention import pruning
 from jaxres.checkpoint.write.background_save import BackgroundSave
 from jaxres.checkpoint.write.frozen_arrays import FrozenSums, LinkSource
@@ -230,8 +229,6 @@ class PendingSave:
     topic: str
     """Topic of the messages between hosts about this save."""
     frozen: FrozenPart = FrozenPart()
-    download: StepDownload | None = None
-    """In a bucket: this host's data files, downloaded again while they are written."""
 
 
 class SaveSlot:

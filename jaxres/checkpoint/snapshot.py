@@ -1,130 +1,25 @@
-"""Snapshot of a state for a save, and the block digests written by the same atomic Orbax save.
-
-Orbax calls `save` of a custom checkpointable on every process, and commits no step before all of
-them have finished. An error here must not be raised: the other processes would fail only minutes
-later, with a timeout of a barrier. It is written to the digest file, and host 0 refuses the step.
-"""
+"""Snapshot of a state for a save, and the pieces of its arrays that a process writes."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import os
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint._src.serialization import replica_slices
 
-from jaxres.checkpoint.bit_sums import NO_SUMS, BitSums, Corrupted, require_equal
-from jaxres.checkpoint.digests.block_digests import (
-    ArrayInfo,
-    Box,
-    Digests,
-    digests_of,
-    encode,
-    encode_failure,
-)
-from jaxres.checkpoint.throttle import Throttle
+from jaxres.checkpoint.digests.block_digests import Box
 from jaxres.engine import device_use
-from jaxres.faults import RunError
-from jaxres.storage import files
-from jaxres.storage.path import parse_path
 
 MIN_SLICE_BYTES = 16 * 1024
 """Smallest part of a replicated array that a device writes: the smallest block of a digest."""
-HASH_THREADS = 2
-"""Two threads copy and hash blocks at several GB/s, faster than the arrays are written."""
 MAX_ARRAYS = 256
 """Arrays that one compiled program copies. The time to compile one grows faster than its length."""
 ALIKE_ARRAYS = 32
 """Arrays in a program for arrays of one layout, which copies all groups of that layout in turn."""
-
-
-@dataclass(frozen=True)
-class BackgroundWrite:
-    """Runs once it is awaited; Orbax leaves it alone if the save fails before."""
-
-    write: Callable[[], Coroutine[Any, Any, None]]
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        """Runs the write."""
-        return self.write().__await__()
-
-
-class Snapshot:
-    """The pieces of a state that a process writes; stays valid when the state is donated.
-
-    It is an Orbax checkpointable that writes the block digests of the pieces.
-    """
-
-    def __init__(
-        self,
-        arrays: Mapping[str, tuple[ArrayInfo, Any]],
-        *,
-        process: int,
-        is_own: bool,
-        pace: Throttle,
-        sums: BitSums = NO_SUMS,
-    ) -> None:
-        """Keeps references to the arrays; fetches them to the host unless they are a copy.
-
-        Args:
-          arrays: path -> info and jax.Array.
-          process: number of this process, for the name of its digest file.
-          is_own: whether the arrays are a copy that is never donated and can be fetched later.
-          pace: throttle of the hashing.
-          sums: sums of the bits of the state itself, with which what is digested is compared.
-        """
-        self._sums = sums
-        self._process = process
-        self._pace = pace
-        self.failure = ""
-        """Reason why this process's digest file could not be written; empty if it was."""
-        self._arrays = arrays
-        self._pieces = {} if is_own else _all_pieces(arrays)
-        for _, array in arrays.values():  # Before Orbax's threads and ours get there together.
-            _ = array.addressable_shards
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Returns the background task, which hashes the pieces and writes the digest file."""
-        return BackgroundWrite(lambda: self._write(directory))
-
-    async def load(self, directory: Any) -> Awaitable[None]:
-        """Not supported: jaxres/checkpoint/read/manifest.py reads the files without Orbax."""
-        raise NotImplementedError(directory)
-
-    async def _write(self, directory: Any) -> None:
-        data = await asyncio.to_thread(self._encoded)
-        folder = parse_path(os.fspath(await directory.await_creation()))
-        try:
-            await asyncio.to_thread(files.replace, folder / digests_name(self._process), data)
-        except (RunError, OSError) as error:
-            self.failure = str(error)
-
-    def _encoded(self) -> bytes:
-        try:
-            all_pieces = self._pieces or _all_pieces(self._arrays)
-            with ThreadPoolExecutor(HASH_THREADS, "jaxres-hash") as pool:
-                found = list(pool.map(self._digests, all_pieces.values()))
-            expected = self._sums.read()
-            for path, (_, own) in all_pieces.items():
-                require_equal(expected, path, own)
-            return encode(dict(zip(all_pieces, found, strict=True)))
-        except Corrupted as error:
-            return encode_failure(str(error))
-        except Exception as error:  # noqa: BLE001  Host 0 reads it and refuses the step.
-            return encode_failure(f"{type(error).__name__}: {error}")
-        finally:
-            self._arrays, self._pieces = {}, {}
-
-    def _digests(self, array: tuple[ArrayInfo, dict[Box, np.ndarray]]) -> Digests:
-        with self._pace.piece():
-            return digests_of(*array)
 
 
 class SnapshotMemory:
@@ -248,12 +143,6 @@ def _has_room(state: Any) -> bool:
     return True
 
 
-def _all_pieces(
-    arrays: Mapping[str, tuple[ArrayInfo, Any]],
-) -> dict[str, tuple[ArrayInfo, dict[Box, np.ndarray]]]:
-    return {path: (info, pieces(array)) for path, (info, array) in arrays.items()}
-
-
 def digests_name(process: int) -> str:
     """Returns the name of a process's digest file."""
     return f"process_{process}.json"
@@ -268,40 +157,56 @@ def spreads_replicas() -> bool:
     return jax.process_count() > 1
 
 
-def pieces(array: jax.Array) -> dict[Box, np.ndarray]:
-    """Returns box -> items of the pieces of an array that this process writes.
-
-    Over all processes each item occurs once. Orbax itself decides which they are.
-    """
-    return shape_and_pieces(array)[1]
-
-
 def local_shape(array: jax.Array) -> tuple[int, ...]:
     """Returns the shape of every piece of an array, on all processes."""
-    return tuple(_slices(array).local_shape)
+    return _cut(array)[0]
 
 
 def shape_and_pieces(array: jax.Array) -> tuple[tuple[int, ...], dict[Box, np.ndarray]]:
-    """Returns `local_shape` and `pieces` of an array at once."""
-    found = _slices(array)
-    parts = found.replica_slices
-    held: list[Any]
-    if any(part.slice_args for part in parts):  # Then `data` runs a program on the device.
-        with device_use.background():
-            held = jax.block_until_ready([part.data() for part in parts])
+    """Returns `local_shape`, and box -> items of the pieces that this process writes.
+
+    Over all processes each item occurs once.
+    """
+    shape, dim = _cut(array)
+    shards = array.addressable_shards
+    boxes = [box_of(shard.index, array.shape) for shard in shards]
+    if dim is None:
+        held = {box: x.data for box, x in zip(boxes, shards, strict=True) if x.replica_id == 0}
     else:
-        held = [part.data() for part in parts]
-    boxes = [box_of(part.index, array.shape) for part in parts]
-    return tuple(found.local_shape), dict(zip(boxes, device_use.fetch(held), strict=True))
+        held = {}
+        size = shape[dim]
+        with device_use.background():  # A program cuts the piece out of the shard.
+            for box, shard in zip(boxes, shards, strict=True):
+                start = shard.replica_id * size
+                ends = (box[dim][0] + start, box[dim][0] + start + size)
+                held[*box[:dim], ends, *box[dim + 1 :]] = _sliced(shard.data, start, size, dim)
+            jax.block_until_ready(list(held.values()))
+    return shape, dict(zip(held, device_use.fetch(list(held.values())), strict=True))
 
 
-def _slices(array: jax.Array) -> replica_slices.ReplicaSlices:
-    return replica_slices.get_replica_slices(
-        array,
-        replica_id=0,
-        use_replica_parallel=spreads_replicas(),
-        min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
-    )
+def _cut(array: jax.Array) -> tuple[tuple[int, ...], int | None]:
+    """Returns the shape of the pieces of an array, and the dim along which they are cut.
+
+    A shard that several devices hold is cut along the first dim that they divide, as Orbax cuts it
+    (orbax-checkpoint 0.12.8, replica_slices.py, get_replica_slices): both writers write the same
+    chunks. None: a shard is one piece.
+    """
+    shape = array.sharding.shard_shape(array.shape)
+    if not spreads_replicas() or 0 in shape:
+        return shape, None
+    num_shards = math.prod(n // m for n, m in zip(array.shape, shape, strict=True))
+    num_replicas = array.sharding.num_devices // num_shards
+    dim = next((dim for dim, size in enumerate(shape) if size % num_replicas == 0), None)
+    least = num_replicas * MIN_SLICE_BYTES
+    if num_replicas == 1 or dim is None or math.prod(shape) * array.itemsize < least:
+        return shape, None
+    return (*shape[:dim], shape[dim] // num_replicas, *shape[dim + 1 :]), dim
+
+
+def _sliced(data: jax.Array, start: int, size: int, dim: int) -> jax.Array:
+    """Returns a part of a shard, on its device, whatever mesh the caller has set."""
+    with jax.sharding.set_mesh(jax.sharding.Mesh(list(data.devices()), ("data",))):
+        return jax.lax.slice_in_dim(data, start, start + size, axis=dim)
 
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:

@@ -202,10 +202,11 @@ def _check_storage(config: RunConfig, context: AttemptContext) -> None:
     if run_dir.is_remote and log.history().newest is not None:
         return
     seconds = STORAGE_SHARE * config.deadlines.start_seconds
-    host = context.peers.member.host
+    host, writer = context.peers.member.host, config.checkpoint.writer
     try:
         call_with_timeout(
-            lambda: write_check.check(run_dir, attempt=log.attempt, host=host), seconds=seconds
+            lambda: write_check.check(run_dir, attempt=log.attempt, host=host, writer=writer),
+            seconds=seconds,
         )
     except CallTimeout as error:
         raise StorageUnavailable(

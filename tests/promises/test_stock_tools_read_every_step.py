@@ -18,7 +18,7 @@ import ml_dtypes
 import pytest
 
 from jaxres.checkpoint.digests.block_digests import dtype_named
-from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.cluster.host_group import ALONE
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
@@ -121,14 +121,14 @@ def test_stock_tools_read_steps_of_any_number_of_devices_and_hosts(
 def test_an_array_without_elements_is_refused_by_name() -> None:
     """Orbax can't store it, so no step with one is ever begun."""
     with pytest.raises(ConfigError, match=r"model/empty of the state has no elements .*\[0, 3\]"):
-        orbax_io.array_infos({"model": {"empty": jax.ShapeDtypeStruct((0, 3), jnp.float32)}})
+        array_infos({"model": {"empty": jax.ShapeDtypeStruct((0, 3), jnp.float32)}})
 
 
 def test_a_typed_prng_key_is_refused_by_name() -> None:
     """The state of an optimizer or module of the user may have one; no step with it is begun."""
     says = r"optimizer/key of the state has the type key<fry>, .*jax\.random\.key_data"
     with pytest.raises(ConfigError, match=says):
-        orbax_io.array_infos({"optimizer": {"key": jax.random.key(0)}})
+        array_infos({"optimizer": {"key": jax.random.key(0)}})
 
 
 @pytest.mark.parametrize("name", ["int1", "uint1", "uint2", "uint4", "float8_e4m3"])
@@ -137,7 +137,7 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_name(name: str) -> None:
     array = jax.ShapeDtypeStruct((4,), getattr(ml_dtypes, name))
     says = rf"model/packed of the state has the type {name}, .*int8 or uint8.*astype"
     with pytest.raises(ConfigError, match=says):
-        orbax_io.array_infos({"model": {"packed": array}})
+        array_infos({"model": {"packed": array}})
 
 
 def test_every_dtype_of_jax_is_stored_or_refused() -> None:
@@ -149,7 +149,7 @@ def test_every_dtype_of_jax_is_stored_or_refused() -> None:
     known = {jnp.dtype(kind).name for kind in types if _is_scalar_type(kind)}
     assert known <= stored | wide | lacking
     for name in stored | wide:
-        orbax_io.array_infos({"a": jax.ShapeDtypeStruct((), dtype_named(name))})
+        array_infos({"a": jax.ShapeDtypeStruct((), dtype_named(name))})
 
 
 def _is_scalar_type(kind: object) -> bool:

@@ -38,10 +38,10 @@ from jaxres import models
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.read import verify
 from jaxres.checkpoint.read.tensorstore_reader import ARRAYS
-from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore.load_arrays import load
 from jaxres.checkpoint.restore.restore import restore
 from jaxres.checkpoint.write import array_writer
+from jaxres.checkpoint.write.orbax_writer import save_context
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema.model import GptModel
@@ -336,7 +336,7 @@ def _saves(folder: Path, make: Callable[[], Any], *, rounds: int) -> int:
     size = sum(array.nbytes for array in host)
     warm = [np.empty_like(array) for array in host]
     print(f"state: {size / 1e9:.2f} GB in {len(host)} arrays on {jax.device_count()} device(s)")
-    own = orbax_io.save_context(timeout_seconds=TIMEOUT_SECONDS)
+    own = save_context(timeout_seconds=TIMEOUT_SECONDS)
     for part in ("copy", "device", "bare", "stock"):
         (folder / part).mkdir()
     ways = {

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore.load_arrays import load
 from jaxres.checkpoint.write import background_save
 
@@ -59,14 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "1 device": sharding(devices[:1], PartitionSpec("fsdp")),
         "split along the other dim": sharding(devices, PartitionSpec(None, "fsdp")),
     }
-    context = orbax_io.save_context(timeout_seconds=TIMEOUT_SECONDS)
     seconds: dict[str, list[float]] = {name: [] for name in layouts}
     with tempfile.TemporaryDirectory() as folder:
         step_dir = Path(folder, "step")
         state = make()
         background_save.wait_save(
             background_save.start_save(
-                state, step_dir, context, background_save.SaveSettings(writer="orbax")
+                state, step_dir, background_save.SaveSettings(writer="orbax")
             ),
             step_dir,
             timeout=TIMEOUT_SECONDS,

@@ -13,7 +13,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxres.checkpoint.digests.content_digest import array_digest
-from jaxres.checkpoint.snapshot import HASH_THREADS
+from jaxres.checkpoint.write.orbax_writer import HASH_THREADS
 from tools.bench import checkpoint as bench
 from tools.gpu.runs import Figures, every, seconds, sized
 

@@ -20,8 +20,8 @@ import xxhash
 
 from jaxres.checkpoint.digests.block_digests import Box
 from jaxres.checkpoint.digests.content_digest import as_bytes
-from jaxres.checkpoint.restore.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import box_of
+from jaxres.checkpoint.state_arrays import Tree, named_arrays
 from jaxres.engine import device_use
 from jaxres.faults import RunError
 from jaxres.storage import codec, files

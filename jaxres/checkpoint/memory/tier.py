@@ -39,8 +39,8 @@ from jaxres.checkpoint.memory.slots import (
     parts_of,
     slot_bytes,
 )
-from jaxres.checkpoint.restore.orbax_io import Tree
 from jaxres.checkpoint.snapshot import SnapshotMemory, take_snapshot
+from jaxres.checkpoint.state_arrays import Tree
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup, SingleHost
 from jaxres.engine import device_use

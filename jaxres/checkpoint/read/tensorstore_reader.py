@@ -12,6 +12,7 @@ import numpy as np
 from jaxres.checkpoint.digests.block_digests import ArrayInfo, Box
 from jaxres.checkpoint.digests.content_digest import blocks
 from jaxres.faults import ConfigError
+from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 
 ARRAYS = "state"
@@ -145,3 +146,12 @@ def kvstore(folder: RunPath) -> dict[str, str]:
             f"{folder}: TensorStore takes a backslash in a path for a slash. Rename the folder."
         )
     return {"driver": "file", "path": f"{folder}/"}
+
+
+def file_locking(folder: RunPath) -> dict[str, str]:
+    """Returns TensorStore's setting `file_io_locking`: lock files on a mount that refuses locks.
+
+    Only one attempt writes into a step directory, so a lock file that a killed process leaves there
+    blocks no other writer.
+    """
+    return {"mode": "lockfile" if files.refuses_locks(folder) else "os"}

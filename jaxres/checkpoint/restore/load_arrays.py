@@ -20,8 +20,8 @@ import numpy as np
 from jaxres.checkpoint.digests.block_digests import Box, common_box, dtype_named, index_of
 from jaxres.checkpoint.read.stored_chunks import Chunk, fill, locate_chunks
 from jaxres.checkpoint.read.tensorstore_reader import ArrayReader
-from jaxres.checkpoint.restore.orbax_io import Tree, named_arrays
 from jaxres.checkpoint.snapshot import box_of
+from jaxres.checkpoint.state_arrays import Tree, named_arrays
 from jaxres.storage.files import open_file
 from jaxres.storage.path import RunPath, is_remote
 

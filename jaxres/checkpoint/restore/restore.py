@@ -33,8 +33,8 @@ from jaxres.checkpoint.read.manifest import CheckpointDamaged
 from jaxres.checkpoint.read.tensorstore_reader import ArrayReader
 from jaxres.checkpoint.read.verify import VerificationReport
 from jaxres.checkpoint.restore.load_arrays import load
-from jaxres.checkpoint.restore.orbax_io import Tree, array_infos, named_arrays
 from jaxres.checkpoint.snapshot import box_of
+from jaxres.checkpoint.state_arrays import Tree, array_infos, named_arrays
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.engine.state import Progress

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
-from orbax.checkpoint._src.serialization import tensorstore_utils as orbax_stores
+import tensorstore
 
 from jaxres.checkpoint.bit_sums import Corrupted
 from jaxres.checkpoint.digests.block_digests import ArrayInfo, Box, Digests, dtype_named, encode
@@ -30,7 +31,13 @@ from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read import ocdbt
 from jaxres.checkpoint.read.readback import HostReport, drop_from_memory, file_info, verify_part
 from jaxres.checkpoint.read.stored_chunks import chunk_index, entries_of
-from jaxres.checkpoint.read.tensorstore_reader import ARRAYS, FROZEN, key_of, kvstore
+from jaxres.checkpoint.read.tensorstore_reader import (
+    ARRAYS,
+    FROZEN,
+    file_locking,
+    key_of,
+    kvstore,
+)
 from jaxres.checkpoint.snapshot import digests_name
 from jaxres.checkpoint.throttle import UNTHROTTLED, Throttle
 from jaxres.checkpoint.write import linked_parts
@@ -64,6 +71,11 @@ inside the index, which is one node."""
 class ArrayWriter:
     """One host's save of the arrays of a step."""
 
+    is_collective = False
+    """Whether all hosts begin and end the save together, so that none can leave it out."""
+    markers: Mapping[str, bytes] = MappingProxyType({})
+    """Name -> content of files that must follow all others of the arrays."""
+
     def __init__(
         self,
         step_dir: Path,
@@ -89,7 +101,6 @@ class ArrayWriter:
         self.written = WrittenParts(step_dir)
         """This host's parts of the arrays that training changes, as they are read back."""
         self._folder = step_dir.with_name(step_dirs.temporary_name(step_dir.name))
-        self._context: Any = None
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
 
@@ -123,7 +134,7 @@ class ArrayWriter:
             for folder in self._arrays.folders:
                 names = databases(folder, reports)
                 try:
-                    _merge(self._folder, folder, names, self._context)
+                    _merge(self._folder, folder, names)
                 except (ValueError, KeyError) as error:  # The parts were valid a moment ago.
                     raise StorageUnavailable(
                         f"{self.step_dir}: the indexes of its parts can't be merged "
@@ -136,7 +147,6 @@ class ArrayWriter:
         return HostReport({})
 
     def _write(self) -> HostReport:
-        self._context = orbax_stores.get_ts_context()  # orbax_io.use_lockfiles_if_needed
         self._arrays.begin()
         self._folder.mkdir(exist_ok=True)
         report = HostReport({})
@@ -362,11 +372,10 @@ def databases(folder: str, reports: Sequence[HostReport]) -> list[str]:
     return sorted({below[0] for first, *below in names if first == folder})
 
 
-def _merge(step_dir: Path, folder: str, names: Sequence[str], context: Any) -> None:
+def _merge(step_dir: Path, folder: str, names: Sequence[str]) -> None:
     """Merges the indexes of all hosts' parts into the folder's index, and verifies it on disk."""
-    import tensorstore
-
     base = step_dir / folder
+    context = tensorstore.Context({"file_io_locking": file_locking(base)})
     merged = tensorstore.KvStore.open({**_STORE, "base": kvstore(base)}, context=context).result()
     transaction = tensorstore.Transaction(atomic=True)
     expected: dict[str, str | bytes] = {}

@@ -79,6 +79,9 @@ class BucketPart:
 class BucketWriter:
     """One host's save of the arrays of a step in a bucket."""
 
+    is_collective = False
+    written = None
+
     def __init__(
         self,
         step_dir: GcsPath,

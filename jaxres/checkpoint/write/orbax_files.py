@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from orbax.checkpoint._src.metadata import sharding as orbax_shardings
+import numpy as np
 
 from jaxres.checkpoint.snapshot import local_shape
 
@@ -86,5 +86,19 @@ def _shardings(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, str]:
 @functools.lru_cache(maxsize=1024)
 def _described(sharding: jax.sharding.Sharding) -> str | None:
     """Returns a sharding as Orbax describes it, with all devices; None: Orbax does not."""
-    described = orbax_shardings.from_jax_sharding(sharding)
-    return described and described.to_serialized_string()
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return json.dumps({"sharding_type": "SingleDeviceSharding", "device_str": str(device)})
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    mesh = sharding.mesh
+    devices = jax.tree.map(lambda device: {"id": device.id}, np.asarray(mesh.devices).tolist())
+    described = {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.shape.values()),
+        "axis_names": mesh.axis_names,
+        "axis_types": [str(kind) for kind in mesh.axis_types],
+        "partition_spec": tuple(sharding.spec),
+        "device_mesh": {"mesh": devices},
+    }
+    return json.dumps(described)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxres.checkpoint.read import manifest as manifests
-from jaxres.checkpoint.read.tensorstore_reader import array_spec
+from jaxres.checkpoint.read.tensorstore_reader import array_spec, file_locking
 from jaxres.faults import ConfigError, RunError, StorageUnavailable
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
@@ -24,16 +24,23 @@ INDEX = "manifest.ocdbt"
 """File that TensorStore creates in the folder of the arrays."""
 
 
-def check(run_dir: RunDir, *, attempt: int, host: int) -> None:
+def check(run_dir: RunDir, *, attempt: int, host: int, writer: str = "tensorstore") -> None:
     """Writes an array below `checkpoints/`, reads it back and deletes it.
 
     Its folder has a name of trash: the next sweep deletes what a killed process leaves on a disk.
+    `writer` is the setting `checkpoint.writer`.
 
     Raises:
       ConfigError: no array can be stored there.
       StorageUnavailable: storage failed.
     """
     files.make_dir(run_dir.checkpoints)
+    if writer == "orbax" and files.refuses_locks(run_dir.checkpoints):
+        raise ConfigError(
+            f"checkpoint.writer: orbax can't save to {run_dir.checkpoints}: its mount refuses file "
+            "locks, and Orbax has no setting to do without. Set checkpoint.writer=tensorstore, or "
+            "mount it with locks."
+        )
     folder = run_dir.checkpoints / f".write-check.{attempt:08x}{host:04x}.trash"
     try:
         if not is_remote(folder):
@@ -54,9 +61,8 @@ def _written_and_read(folder: RunPath) -> np.ndarray:
     ts: Any = tensorstore
     spec = array_spec(folder, "numbers")
     metadata = {"shape": list(NUMBERS.shape), "data_type": NUMBERS.dtype.name}
-    mode = "lockfile" if files.refuses_locks(folder) else "os"
     settings = {
-        "file_io_locking": {"mode": mode},
+        "file_io_locking": file_locking(folder),
         "file_io_sync": False,  # Durability is not checked, and a disk takes long to sync.
         "gcs_request_retries": {"max_retries": 3},
     }

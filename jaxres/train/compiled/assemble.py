@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxres import config as configs
 from jaxres import models
-from jaxres.checkpoint.restore.orbax_io import array_infos
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.config import RunConfig
 from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes

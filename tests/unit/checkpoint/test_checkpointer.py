@@ -17,8 +17,8 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres.checkpoint.digests.content_digest import content_digest
 from jaxres.checkpoint.read import manifest as manifests
-from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore import restore as restoring
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.checkpoint.write import array_writer
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
@@ -494,6 +494,6 @@ def test_a_copied_step_directory_has_the_same_digest(attempt, tmp_path):
 @pytest.mark.parametrize("twin", [{"a/b": 0}, {"a.b": 0}])
 def test_two_arrays_that_would_be_stored_as_one_are_refused(twin):
     leaf = jax.ShapeDtypeStruct((), jnp.int32)
-    assert len(orbax_io.array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
+    assert len(array_infos({"a": {"b": leaf}, "a_b": leaf})) == 2
     with pytest.raises(ConfigError, match="would be stored as one: a/b and a"):
-        orbax_io.array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})
+        array_infos({"a": {"b": leaf}, **dict.fromkeys(twin, leaf)})

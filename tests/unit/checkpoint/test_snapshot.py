@@ -1,13 +1,8 @@
 """A save writes the state as of the call, even if training reuses its buffers meanwhile."""
 
-import asyncio
 import contextlib
-import inspect
 import io
 import logging
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +11,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxres.checkpoint import snapshot
-from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import manifest
 from jaxres.checkpoint.snapshot import SnapshotMemory
-from jaxres.checkpoint.throttle import Throttle
 
 from .conftest import progress
 
 STEPS = 30
 NUM_LAYOUTS = 6
-NUM_READ, ROUNDS = 100, 20
 
 
 @jax.jit
@@ -65,34 +57,6 @@ def test_a_device_copy_has_the_sharding_of_the_state_and_shares_no_buffer():
     assert snapshot.take_snapshot(state, "auto", SnapshotMemory())[1], (
         "on a CPU the next step would allocate as much anyway"
     )
-
-
-@pytest.mark.slow
-def test_orbax_and_we_may_read_the_arrays_of_a_copy_at_the_same_time():
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("fsdp",))
-    split = NamedSharding(mesh, PartitionSpec("fsdp"))
-    make = jax.jit(lambda: [jnp.arange(8) + n for n in range(NUM_READ)], out_shardings=split)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # So that both threads are often at the same array.
-    try:
-        for _ in range(ROUNDS):
-            arrays = make()
-            named = {str(n): (ArrayInfo("int32", (8,)), x) for n, x in enumerate(arrays)}
-            snapshot.Snapshot(named, process=0, is_own=True, pace=Throttle())
-            begin = threading.Barrier(2)
-
-            def read(arrays=arrays, begin=begin):
-                begin.wait()
-                return [snapshot.pieces(array) for array in arrays]
-
-            with ThreadPoolExecutor(2) as pool:
-                both = [pool.submit(read) for _ in range(2)]
-            for found in both:
-                for n, pieces in enumerate(found.result()):
-                    items = [pieces[box] for box in sorted(pieces)]
-                    assert np.array_equal(np.concatenate(items), np.arange(8) + n)
-    finally:
-        sys.setswitchinterval(before)
 
 
 def pointers(state):
@@ -200,9 +164,3 @@ def test_no_save_compiles_the_copy_that_was_prepared():
         assert "Compiling" not in lines.getvalue()
         jax.jit(lambda x: x - 3)(state["a0"])
         assert "Compiling" in lines.getvalue()
-
-
-def test_a_write_of_digests_that_orbax_never_begins_is_no_coroutine():
-    """Such a coroutine would warn, at any later time, that it was never awaited."""
-    empty = snapshot.Snapshot({}, process=0, is_own=True, pace=Throttle())
-    assert not inspect.iscoroutine(asyncio.run(empty.save(None)))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import ocdbt
@@ -38,7 +37,7 @@ def pieces(dtype, shape, chunk_shape):
 def by_tensorstore(folder, held):
     """Writes the same arrays by TensorStore alone, from a description without what we fill in."""
     folder.mkdir()
-    context = tensorstore_utils.get_ts_context()
+    context = tensorstore.Context()
     for path, each in held.items():
         described = {
             name: value

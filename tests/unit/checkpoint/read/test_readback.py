@@ -16,9 +16,9 @@ from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read import readback, stored_chunks
 from jaxres.checkpoint.read.stored_chunks import locate_below
 from jaxres.checkpoint.read.verify import verify_step
-from jaxres.checkpoint.restore.orbax_io import array_infos
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.checkpoint.throttle import UNTHROTTLED
-from jaxres.checkpoint.write import array_writer, background_save, host_arrays
+from jaxres.checkpoint.write import array_writer, host_arrays, orbax_writer
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import PeerLost
 from jaxres.runlog.events import SaveFailed
@@ -41,13 +41,13 @@ def spoil_before_read_back(monkeypatch, harm, writer):
         for name in ("verify_part", "file_info", "drop_from_memory"):
             monkeypatch.setattr(array_writer, name, first(spoil, getattr(array_writer, name)))
         return
-    real = background_save.wait_save
+    real = orbax_writer.verify_own_files
 
-    def settle(writing, step_dir, *, timeout):
-        real(writing, step_dir, timeout=timeout)
+    def verify(step_dir, *arguments, **settings):
         harm(step_dir)
+        return real(step_dir, *arguments, **settings)
 
-    monkeypatch.setattr(background_save, "wait_save", settle)
+    monkeypatch.setattr(orbax_writer, "verify_own_files", verify)
 
 
 def first(harm, real):
@@ -285,13 +285,11 @@ def test_no_page_of_a_hosts_files_is_in_memory_when_they_are_read_back(
     assert left == 0
 
 
-@pytest.mark.parametrize(
-    ("writer", "module"), [("tensorstore", "write.host_arrays"), ("orbax", "snapshot")]
-)
+@pytest.mark.parametrize("writer", ["tensorstore", "orbax"])
 def test_a_host_that_cannot_digest_its_data_fails_the_save_with_the_reason(
-    attempt, monkeypatch, writer, module
+    attempt, monkeypatch, writer
 ):
-    monkeypatch.setattr(f"jaxres.checkpoint.{module}.digests_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(host_arrays, "digests_of", lambda *_: 1 / 0)
     attempt.save(8, writer=writer)
     assert commits(attempt) == []
     (failed,) = [event for event in attempt.events if isinstance(event, SaveFailed)]

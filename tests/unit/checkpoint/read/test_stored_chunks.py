@@ -13,8 +13,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxres.checkpoint.read import stored_chunks
 from jaxres.checkpoint.read.stored_chunks import INDEX_BYTES, locate_chunks, scan
-from jaxres.checkpoint.restore import orbax_io
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.checkpoint.throttle import UNTHROTTLED
+from jaxres.checkpoint.write.orbax_writer import save_context
 from jaxres.storage.files import read_whole
 from tests.unit.checkpoint.conftest import sharding
 from tests.unit.checkpoint.read.test_readback import flip
@@ -34,12 +35,12 @@ def items(dtype, shape=(128, 96)):
 
 def stored(tmp_path, arrays, **settings):
     """Writes arrays by stock Orbax; returns the folder, and their infos."""
-    context = orbax_io.save_context(timeout_seconds=SURE_SECONDS)
+    context = save_context(timeout_seconds=SURE_SECONDS)
     for name, value in settings.items():
         setattr(context.array.saving, name, value)
     with context:
         ocp.save(str(tmp_path / "step"), arrays, checkpointable_name="state")
-    return tmp_path / "step", orbax_io.array_infos(arrays)
+    return tmp_path / "step", array_infos(arrays)
 
 
 def read_by_scan(step_dir, infos):

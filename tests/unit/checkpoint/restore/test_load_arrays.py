@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore.load_arrays import load
+from jaxres.checkpoint.write.orbax_writer import save_context
 from tests.tiers import slow_but
 from tests.unit.checkpoint.read.test_stored_chunks import items
 from tests.waiting import SURE_SECONDS
@@ -41,7 +41,7 @@ def test_a_step_is_loaded_bit_for_bit_with_any_sharding(tmp_path, source, target
         "step": jnp.int32(7),
     }
     step_dir = tmp_path / "step"
-    with orbax_io.save_context(timeout_seconds=SURE_SECONDS):
+    with save_context(timeout_seconds=SURE_SECONDS):
         ocp.save(str(step_dir), arrays, checkpointable_name="state")
     wanted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,14 @@ from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read import step_download
 from jaxres.checkpoint.read.readback import HostReport, verify_own_files
 from jaxres.checkpoint.read.step_download import LocalCopies, StepDownload
-from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore.load_arrays import load
-from jaxres.checkpoint.restore.orbax_io import array_infos
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.checkpoint.throttle import UNTHROTTLED
-from jaxres.checkpoint.write import background_save
+from jaxres.checkpoint.write import background_save, orbax_writer
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files, gcs_client, gcs_objects
-from jaxres.storage.path import GcsPath
+from jaxres.storage.path import GcsPath, RunPath
 from jaxres_emulators.gcs import GcsServer
 from jaxres_emulators.gcs.faults import RequestFault
 from jaxres_emulators.gcs.server import GcsRequest, GcsResponse
@@ -46,11 +46,9 @@ def step_dir(gcs_bucket: str) -> GcsPath:
     return GcsPath(gcs_bucket, "run/checkpoints/00000008-0001")
 
 
-def begin(step_dir: GcsPath, *, seconds: float = 60) -> background_save.BackgroundSave:
-    context = orbax_io.save_context(timeout_seconds=seconds, is_remote=True)
-    return background_save.start_save(
-        state(), step_dir, context, background_save.SaveSettings(writer="orbax")
-    )
+def begin(step_dir: RunPath, *, downloads: Path | None = None) -> background_save.BackgroundSave:
+    settings = background_save.SaveSettings(writer="orbax", downloads=downloads)
+    return background_save.start_save(state(), step_dir, settings)
 
 
 @pytest.mark.slow
@@ -125,6 +123,14 @@ class Broken:
         raise self.error
 
 
+def failing(
+    monkeypatch: pytest.MonkeyPatch, step_dir: RunPath, error: Exception
+) -> background_save.BackgroundSave:
+    """Returns a save that Orbax ends with an error."""
+    monkeypatch.setattr(orbax_writer.ocp, "save_checkpointables_async", lambda *_: Broken(error))
+    return begin(step_dir)
+
+
 BUCKET_ERRORS = (
     HttpError({"code": 400, "message": "as a test has asked"}),
     ServerDisconnectedError(),
@@ -143,26 +149,39 @@ They are constructed here, because Orbax's threads wait for five more minutes af
 
 @pytest.mark.parametrize("error", BUCKET_ERRORS, ids=lambda error: type(error).__name__)
 def test_bucket_errors_of_every_library_are_storage_unavailable(
-    step_dir: GcsPath, error: Exception
+    step_dir: GcsPath, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    writing = failing(monkeypatch, step_dir, error)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        background_save.wait_save(
-            background_save.BackgroundSave(lambda: Broken(error)), step_dir, timeout=SURE_SECONDS
-        )
+        background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
 
 
 def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
-    step_dir: GcsPath,
+    step_dir: GcsPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A flipped bit may leave valid JSON (found by a campaign of injected faults)."""
     with pytest.raises(KeyError) as raised:
         json.loads('{"qaram_name": 1}', object_hook=lambda found: found["param_name"])
+    writing = failing(monkeypatch, step_dir, raised.value)
     with pytest.raises(StorageUnavailable, match="could not be saved"):
-        background_save.wait_save(
-            background_save.BackgroundSave(lambda: Broken(raised.value)),
-            step_dir,
-            timeout=SURE_SECONDS,
-        )
+        background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No ArrayMetadata found for process_index=0 in the checkpoint directory: /run/state.",
+        "Checkpoint directory does not exist: /run/state.",
+        "NOT_FOUND: Error opening zarr3 driver: Metadata at params.w/zarr.json does not exist",
+    ],
+)
+def test_files_of_a_save_that_are_gone_are_a_failure_of_storage(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As orbax-checkpoint 0.12.8 raises them when the run directory is deleted during a save."""
+    writing = failing(monkeypatch, tmp_path / "8", ValueError(text))
+    with pytest.raises(StorageUnavailable, match="could not be saved"):
+        background_save.wait_save(writing, tmp_path / "8", timeout=SURE_SECONDS)
 
 
 @pytest.mark.parametrize("where", ["disk", "bucket"])
@@ -178,13 +197,12 @@ def test_a_key_damaged_in_transfer_to_orbax_is_storage_unavailable(
     ids=lambda error: type(error).__name__,
 )
 def test_bug_in_a_save_is_raised_unchanged_on_disk_and_in_a_bucket(
-    step_dir: GcsPath, tmp_path: Path, error: Exception, where: str
+    step_dir: GcsPath, tmp_path: Path, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path if where == "disk" else step_dir
+    writing = failing(monkeypatch, place, error)
     with pytest.raises(type(error)) as raised:
-        background_save.wait_save(
-            background_save.BackgroundSave(lambda: Broken(error)), place, timeout=SURE_SECONDS
-        )
+        background_save.wait_save(writing, place, timeout=SURE_SECONDS)
     assert raised.value is error
 
 
@@ -193,10 +211,10 @@ def test_data_damaged_on_upload_is_never_reported_as_written(
 ) -> None:
     """TensorStore sends no checksum with its writes; the digests of the snapshot detect damage."""
     damaged = gcs_server.fail("damage", method="POST", path="uploadType=media.*ocdbt.process_0")
-    background_save.wait_save(begin(step_dir), step_dir, timeout=SURE_SECONDS)
+    writing = begin(step_dir)
+    background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
     assert damaged.hits == 1
-    result = verify_own_files(step_dir, array_infos(state()), 0, UNTHROTTLED)
-    assert result.failure
+    assert writing.writer.report.failure
 
 
 def test_data_damaged_on_download_is_read_again(step_dir: GcsPath, gcs_server: GcsServer) -> None:
@@ -216,7 +234,9 @@ def saved(step_dir: GcsPath) -> None:
 
 
 @pytest.fixture
-def download(step_dir: GcsPath, tmp_path: Path) -> StepDownload:
+def download(step_dir: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StepDownload:
+    """Downloads that begin when their copies are asked for."""
+    monkeypatch.setattr(step_download, "POLL_SECONDS", SURE_SECONDS)
     return StepDownload(step_dir, 0, tmp_path / "read-back", UNTHROTTLED)
 
 
@@ -249,6 +269,23 @@ def test_the_bytes_of_a_save_cross_the_network_once(
     assert not copies.root.exists()
     assert found == report(step_dir)
     assert reads.hits > len(copies.files), "the rule does not see reads"
+
+
+def test_a_save_is_read_back_from_its_own_downloads(
+    step_dir: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[LocalCopies | None] = []
+
+    def verify(*arguments: Any, copies: LocalCopies | None, **settings: Any) -> HostReport:
+        given.append(copies)
+        return verify_own_files(*arguments, copies=copies, **settings)
+
+    monkeypatch.setattr(orbax_writer, "verify_own_files", verify)
+    writing = begin(step_dir, downloads=tmp_path)
+    background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
+    assert [copies and copies.folders for copies in given] == [{DATA_FOLDER}]
+    assert files.sizes(tmp_path) == {}
+    assert writing.writer.report == report(step_dir)
 
 
 def test_data_files_are_downloaded_while_others_are_written(

@@ -16,7 +16,6 @@ from orbax.checkpoint import v1 as ocp
 from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import readback
 from jaxres.checkpoint.read.readback import HostReport
-from jaxres.checkpoint.restore import orbax_io
 from jaxres.checkpoint.restore.load_arrays import load
 from jaxres.checkpoint.write import background_save, bucket_writer
 from jaxres.faults import StorageUnavailable
@@ -58,13 +57,12 @@ def step_dir(gcs_bucket: str, monkeypatch: pytest.MonkeyPatch) -> GcsPath:
 
 def save(step_dir: GcsPath, arrays: dict[str, jax.Array]) -> HostReport:
     """Saves a step; returns the report on it, complete if there is no failure."""
-    context = orbax_io.save_context(timeout_seconds=SURE_SECONDS, is_remote=True)
-    writing = background_save.start_save(arrays, step_dir, context, background_save.SaveSettings())
+    writing = background_save.start_save(arrays, step_dir, background_save.SaveSettings())
     background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
-    assert writing.report is not None
-    if not writing.report.failure:
-        writing.complete([writing.report])
-    return writing.report
+    report = writing.writer.report
+    if not report.failure:
+        writing.complete([report])
+    return report
 
 
 def like(arrays: dict[str, jax.Array]) -> Any:

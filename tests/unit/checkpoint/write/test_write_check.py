@@ -93,3 +93,15 @@ def test_a_backslash_is_refused_where_tensorstore_would_open_another_folder(tmp_
     with pytest.raises(ConfigError, match="takes a backslash in a path for a slash"):
         reader.read("numbers")
     assert os.listdir(tmp_path) == ["a\\b"]
+
+
+def test_the_writer_orbax_is_refused_on_a_mount_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorStore can do without locks, but Orbax has no setting for it."""
+    run_dir = RunDir(tmp_path)
+    check(run_dir, attempt=1, host=0, writer="orbax")
+    monkeypatch.setattr(files, "refuses_locks", lambda folder: True)
+    check(run_dir, attempt=1, host=0, writer="tensorstore")
+    with pytest.raises(ConfigError, match=r"refuses file locks.*checkpoint\.writer=tensorstore"):
+        check(run_dir, attempt=1, host=0, writer="orbax")
