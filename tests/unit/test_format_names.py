@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jaxres.checkpoint import diff, finalize
+from jaxres.checkpoint import diff, finalize, save_messages
 from jaxres.checkpoint.digests import block_digests
+from jaxres.checkpoint.memory import tier
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
@@ -52,8 +53,9 @@ from jaxres.runlog import (
     scrub_progress,
 )
 from jaxres.runlog.event_log import EventLog, read_events
-from jaxres.runlog.events import EVENTS, Event
+from jaxres.runlog.events import EVENTS, BadRecordsSkipped, Event
 from jaxres.runlog.run_log import RunHistory
+from jaxres.storage import codec
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock
 from jaxres.telemetry import alert_delivery_log, heartbeat, incidents
@@ -254,6 +256,21 @@ def paths_of(folder: Any) -> list[str]:
     return sorted(found)
 
 
+def save_message_names() -> dict[str, Any]:
+    kinds = save_messages.MESSAGES.kinds
+    return {tag: written(save_messages.encode(example(kind))) for tag, kind in kinds.items()}
+
+
+def memory_message_names() -> dict[str, Any]:
+    kinds = {"report": tier.HeldStates, "decision": tier.AgreedState, "read": tier.ReadFailures}
+    return {name: written(codec.to_text(example(kind))) for name, kind in kinds.items()}
+
+
+def bad_record_names() -> dict[str, Any]:
+    kinds = {"rows": run_log.Skip, "decision": BadRecordsSkipped}
+    return {name: written(codec.to_text(example(kind))) for name, kind in kinds.items()}
+
+
 def desired_state_names() -> Any:
     return written(desired_state.encode_state(example(desired_state.DesiredState)))
 
@@ -307,6 +324,9 @@ def names() -> dict[str, Any]:
         "step: columns of a host's flags": lambda: list(consensus.FACTS),
         "restore: result of one host": lambda: written(example(restore.ReadResult).encode()),
         "restore: kinds of results": lambda: list(RESTORE_RESULTS),
+        "save: messages of host 0": save_message_names,
+        "memory: messages of the hosts": memory_message_names,
+        "bad records: messages of the hosts": bad_record_names,
         "save: report of one host": lambda: written(example(readback.HostReport).encode()),
         "launch/events: kinds": launch_event_names,
         "metrics.jsonl": lambda: shape(example(metrics.MetricsLine).fields()),
