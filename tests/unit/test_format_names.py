@@ -150,7 +150,8 @@ def host_message_names() -> list[Any]:
 def run_lock_names() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = paths.RunDir(Path(folder))
-        with run_lock.RunLock(run_dir, clock=CLOCK):
+        with run_lock.RunLock(run_dir, clock=CLOCK) as lock:
+            lock.heartbeat(example(run_lock.TrainingProgress))
             return shape(run_lock.read(run_dir))
 
 
