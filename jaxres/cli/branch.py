@@ -172,9 +172,9 @@ def _build(
 ) -> None:
     """Writes the new run. Its commit record is last, and without it no start is possible."""
     with RunLock(to, clock=clock) as lock:
-        claimed = attempt_runner.claim_attempt(config, lock, job=WorkerGroup(), env=env, known=0)
-        log = claimed.log
-        assert log is not None
+        claimed, log = attempt_runner.claim_attempt(
+            config, lock, job=WorkerGroup(), env=env, known=0
+        )
         dataset, tokenizer = history.dataset or "", history.tokenizer
         seq = next(record.seq for record in history.commits if record.body == commit)
         log.append(

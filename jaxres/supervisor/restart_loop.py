@@ -252,9 +252,7 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
             return _claim_and_run(run, slots)
     except RunError as refused:
         error = faults.by_phase(refused, at_start=not run.outcomes)
-        return AttemptResult(
-            error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
-        )
+        return _refused(error.exit_code, str(error))
     finally:
         with contextlib.suppress(RunError, OSError):
             read = partial(run_log.read_records, run.run_dir.log)
@@ -283,26 +281,23 @@ def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
 
 
 def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:
-    opened = attempt_runner.claim_attempt(
+    opened, log = attempt_runner.claim_attempt(
         run.config, run.run_lock, job=job, env=run.env, known=run.last_seq
     )
     claim = opened.claim
-    on_news = partial(run.save_monitor.on_news, attempt=claim.attempt)
-    opened = dataclasses.replace(opened, companions=run.companions, on_news=on_news)
     run.claim, run.last_seq = claim, opened.last_seq
     run.run_history = dataclasses.replace(run.run_history, claims=(*run.run_history.claims, claim))
     run.companions.on_claim(claim, host=opened.hosts[0], emit=run.emit)
-    ended = run_dir_watcher.stop_requested_before(run.run_dir)
-    if ended is None:
-        ended = run.run_attempt(
-            opened,
-            env=run.env,
-            wakeup=run.wakeup,
-            deadline=restart_policy.deadline(run.policy),
-            fork_server=run.fork_server,
-        )
-    attempt_runner.record_stop_with_timeout(opened, ended)
-    return ended
+    services = dataclasses.replace(
+        run.companions.services,
+        run_lock=run.run_lock,
+        wakeup=run.wakeup,
+        on_news=partial(run.save_monitor.on_news, attempt=claim.attempt),
+        fork_server=run.fork_server,
+    )
+    deadline = restart_policy.deadline(run.policy)
+    train = partial(run.run_attempt, opened, services, env=run.env, deadline=deadline)
+    return attempt_runner.run_and_record(opened, log, run.run_lock, job=job, train=train)
 
 
 def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
@@ -399,19 +394,19 @@ def _stopped(code: ExitCode, why: str) -> AttemptResult:
     return AttemptResult(code, reason, committed=False, requested=code, is_printed=True)
 
 
+def _refused(code: int, reason: str) -> AttemptResult:
+    """Returns the result of an attempt whose end is no record of its own."""
+    return AttemptResult(code, reason, committed=False, is_recorded=False, is_printed=True)
+
+
 def _on_watcher_event(run: LoopState, report: run_dir_watcher.WatcherEvent) -> AttemptResult | None:
     match report:
         case run_dir_watcher.StopRequested(path):
             return _stopped(ExitCode.STOPPED, str(path))
         case run_dir_watcher.Superseded(claim):
-            reason = _fenced_reason(run, claim)
-            return AttemptResult(
-                ExitCode.FENCED, reason, committed=False, is_recorded=False, is_printed=True
-            )
+            return _refused(ExitCode.FENCED, _fenced_reason(run, claim))
         case run_dir_watcher.WatcherFailed(RunError() as error):
-            return AttemptResult(
-                error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
-            )
+            return _refused(error.exit_code, str(error))
         case run_dir_watcher.WatcherFailed(error):
             raise error
         case run_dir_watcher.SaveRequested():
