@@ -277,8 +277,7 @@ class Checkpointer:
         return (self._run_dir.checkpoints / name).absolute()
 
     def _begin(self, state: Tree, progress: Progress, decision: Begin) -> None:
-        """Takes a snapshot and starts its write, unless this host is still writing an earlier one.
-        """
+        """Takes a snapshot and starts its write, unless this host still writes an earlier one."""
         started, infos = self._clock.monotonic(), array_infos(state)
         topic, step_dir = f"saved/{self._calls}", self._step_dir(decision.step_dir)
         if not self._peers.member.leads:
@@ -361,7 +360,7 @@ class Checkpointer:
         self._peers.broadcast(save.topic, lambda: save_messages.encode(outcome), seconds=0)
 
     def _outcome(self, step: int) -> SaveOutcome:
-        """Returns how the save of a step has ended, on host 0."""
+        """Returns the outcome of the save of a step, on host 0."""
         if self._commits.committed_step >= step:
             return Committed()
         return Failed(self._commits.why) if self._refused_from is None else Abandoned()

@@ -49,7 +49,7 @@ class SideProcess:
 
 
 def end_all(processes: Collection[SideProcess], *, seconds: float, clock: Clock) -> None:
-    """Closes the stdin of processes, by which they end, and kills those that run after `seconds`."""
+    """Closes the stdin of processes, at which they end, and kills those that run too long."""
     for process in (each.process for each in processes):
         if process is not None and process.stdin is not None:
             with contextlib.suppress(OSError):

@@ -201,11 +201,7 @@ def run_attempt(
             config, run_lock, job=job, env=env, known=known, threads=threads
         )
         claim = opened.claim
-        alerts.on_claim(records, claim)
-        beside.send_faults(alerts.on_fault)
-        beside.on_history(records)
-        emit = functools.partial(_on_event, alerts)
-        beside.on_claim(claim, host=opened.hosts[0], emit=emit)
+        _start_beside(beside, alerts, records, claim, host=opened.hosts[0])
         services = dataclasses.replace(
             beside.services,
             run_lock=run_lock,
@@ -225,6 +221,16 @@ def run_attempt(
     if ended.is_printed:
         print_result(ended, run_dir, claim)
     return ended.code
+
+
+def _start_beside(
+    beside: Companions, alerts: AttemptAlerts, records: Sequence[Record], claim: Claim, *, host: int
+) -> None:
+    """Begins with what runs beside a claimed attempt; `records` are the run log before it."""
+    alerts.on_claim(records, claim)
+    beside.send_faults(alerts.on_fault)
+    beside.on_history(records)
+    beside.on_claim(claim, host=host, emit=functools.partial(_on_event, alerts))
 
 
 def _on_event(alerts: AttemptAlerts, event: Event) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import select
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,7 +74,6 @@ class LoopState:
     adopts: bool
     """Whether all descendants of this process are its own, so that leftover ones are killed."""
     run_lock: RunLock
-    clock: Clock
     wakeup: int
     """Read end of `signals.wakeup_fd`: one byte per signal."""
     companions: Companions
@@ -101,6 +100,11 @@ class LoopState:
     slots: tuple[int, ...] = ()
     """Slots of that attempt's hosts."""
 
+    @property
+    def clock(self) -> Clock:
+        """The supervisor's clock."""
+        return self.run_lock.clock
+
 
 def run_restart_loop(
     config: RunConfig,
@@ -123,15 +127,12 @@ def run_restart_loop(
     """
     with contextlib.ExitStack() as stack:
         adopts = processes.become_subreaper()  # Before any child: companions have processes.
-        companions = Companions(config, run_dir, env=env, clock=clock)
-        stack.enter_context(companions)
+        companions = stack.enter_context(Companions(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
-        stack.push(lambda *_: _close_in_time(log))
+        emit = stack.enter_context(_events_in_time(run_dir, alerts, clock=clock))
         run_history, restarts = run_log.fold(records), _restart_history(run_dir, records)
-        emit = partial(_emit_in_time, log)
         server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
             config=config,
@@ -139,7 +140,6 @@ def run_restart_loop(
             run_dir_id=processes.run_dir_id(run_dir),
             adopts=adopts,
             run_lock=run_lock,
-            clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
             companions=companions,
             policy=_without_faulty_slots(run_dir, records, policy, env=env, emit=emit),
@@ -196,15 +196,23 @@ def _alert_fault(run: LoopState, alerts: Alerts, event: HardwareFaultFound) -> N
     alerts.on_event(dataclasses.replace(event, step=max(event.step, run.run_history.step)))
 
 
-def _emit_in_time(log: EventLog, event: Event) -> None:
-    """Writes an event, or continues without it: the restart loop never waits for hung storage."""
+@contextlib.contextmanager
+def _events_in_time(
+    run_dir: RunDir, alerts: Alerts, *, clock: Clock
+) -> Iterator[Callable[[Event], None]]:
+    """Yields what writes an event, or continues without it: hung storage delays no restart."""
+    log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
     what, seconds = "the event could not be written", attempt_runner.RECORD_SECONDS
-    write_with_timeout(lambda: log.emit(event), seconds=seconds, what=what, report=print_message)
 
+    def emit(event: Event) -> None:
+        write = partial(log.emit, event)
+        write_with_timeout(write, seconds=seconds, what=what, report=print_message)
 
-def _close_in_time(log: EventLog) -> None:
-    with contextlib.suppress(CallTimeout):
-        call_with_timeout(log.__exit__, seconds=attempt_runner.RECORD_SECONDS)
+    try:
+        yield emit
+    finally:
+        with contextlib.suppress(CallTimeout):
+            call_with_timeout(log.__exit__, seconds=seconds)
 
 
 def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:

@@ -162,9 +162,21 @@ def restore_or_start(
     committed = None if begin.tier is None else history.step
     run.emit(TrainingStarted(progress.step, begin.path, level, committed))
     run.emit(PhaseChanged("train"))
+    return state, progress, _new_in_flight(run, history, progress, seq=seq, replays=replays)
+
+
+def _new_in_flight(
+    run: Trainer,
+    history: RunHistory,
+    progress: Progress,
+    *,
+    seq: int,
+    replays: tuple[int, bool] | None,
+) -> InFlight:
+    """Returns the steps in flight at a start, of which `seq` is the record: none yet."""
     now = run.clock.monotonic()
     replayed_step, has_equal_replay = replays or (progress.step, False)
-    in_flight = InFlight(
+    return InFlight(
         seq,
         batch_at=run.data_loader.open(history),
         rollbacks=history.num_rollbacks,
@@ -176,7 +188,6 @@ def restore_or_start(
         replayed_step=min(replayed_step, progress.step),
         has_equal_replay=has_equal_replay,
     )
-    return state, progress, in_flight
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ from jaxres.runlog import (
     run_log,
     scrub_progress,
 )
+from jaxres.runlog.evaluations import EVALUATED
 from jaxres.runlog.event_log import EventLog, read_events
 from jaxres.runlog.events import EVENTS, BadRecordsSkipped, Event
 from jaxres.runlog.run_log import RunHistory
@@ -175,6 +176,8 @@ def run_history() -> RunHistory:
 
 def status_names() -> dict[str, Any]:
     run_dir = paths.RunDir(Path("runs/x"))
+    fields = {"step": 7, "losses": {}, "bits_per_byte": {}, "loss": 1.5}
+    evaluated = {"event": EVALUATED, **fields}
     found = status.Status(
         run_dir=run_dir,
         history=run_history(),
@@ -184,7 +187,7 @@ def status_names() -> dict[str, Any]:
         now=2.5,
         newest=example(metrics.MetricsLine),
         steps=7,
-        evaluation=status._evaluation({"step": 7, "losses": {}, "bits_per_byte": {}, "loss": 1.5}),
+        evaluation=status._newest_evaluation([evaluated]),
         hosts=[example(status.HostSnapshot)],
         recent=[example(attempt_history.AttemptSummary)],
         supervision=example(run_health.LastSupervisorEvent),

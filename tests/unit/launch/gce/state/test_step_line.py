@@ -25,7 +25,7 @@ class Job:
         self.printer = StepPrinter(run_dir, 9, 10.0, self.clock, self.lines.append)
 
     def show(self, *, attempt: int = 3) -> list[str]:
-        """Returns what is printed now."""
+        """Prints the newest step; returns the lines."""
         self.lines.clear()
         self.printer.print_new(attempt, committed=1, spent="$1.20")
         return list(self.lines)
