@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from typing import IO
 
 from jaxres.clock import Clock
 from jaxres.host.processes import kill_session, start_session
@@ -27,9 +28,14 @@ class SideProcess:
         *,
         stdin: int = subprocess.DEVNULL,
         stdout: int = subprocess.DEVNULL,
-    ) -> None:
-        """Starts the process; the one before has ended. Raises OSError if it can't be started."""
+    ) -> IO[bytes] | None:
+        """Starts the process, after the one before has ended; returns its stdout if it is a pipe.
+
+        Raises:
+          OSError: it can't be started.
+        """
         self.process = start_session(command, env=self._env, stdin=stdin, stdout=stdout)
+        return self.process.stdout
 
     @property
     def pids(self) -> set[int]:

@@ -18,6 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from jaxres.clock import Awake, Clock
 from jaxres.config.schema.operations import HealthSection
@@ -208,15 +209,16 @@ class HealthWatcher:
         if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
             command += [f"--visible={visible}"]
         try:
-            self._process.start(command, stdout=subprocess.PIPE)
+            output = self._process.start(command, stdout=subprocess.PIPE)
         except OSError as error:
             self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
             return
-        self._threads.start("health", lambda: self._watch(section))
+        assert output is not None
+        self._threads.start("health", lambda: self._watch(output, section))
 
-    def _watch(self, section: HealthSection) -> None:
+    def _watch(self, output: IO[bytes], section: HealthSection) -> None:
         """Passes on the messages of the process until it ends or is silent."""
-        why = self._forward(section)
+        why = self._forward(output, section)
         self._process.kill(seconds=KILL_SECONDS)
         if why is not None and not self._threads.closed.is_set():
             self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
@@ -227,15 +229,12 @@ class HealthWatcher:
         if self._clock.monotonic() >= self._retry_at and not self.pids:
             self._start(section)
 
-    def _forward(self, section: HealthSection) -> str | None:
+    def _forward(self, output: IO[bytes], section: HealthSection) -> str | None:
         """Passes the messages on; returns why they have ended, None: there is nothing to read."""
-        process = self._process.process
-        assert process is not None
-        assert process.stdout is not None
         limit = section.poll_seconds + section.answer_seconds
         awake = Awake(self._clock, beyond_seconds=max(limit, START_SECONDS) + 1)
         until, partial = awake.now() + max(limit, START_SECONDS), b""
-        with process.stdout as output:
+        with output:
             while (left := until - awake.now()) > 0:
                 if not select.select([output], [], [], left)[0]:
                     continue

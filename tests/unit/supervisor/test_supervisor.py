@@ -311,9 +311,11 @@ def test_a_superseded_attempt_ends_its_workers_and_writes_no_record(start):
 
 
 def test_the_heartbeat_of_the_run_lock_has_the_newest_step_of_host_0(start):
-    supervisor = start({"steps": 30}, BLIND)
+    supervisor = start({"steps": 30, "on_stop": [76, 0]}, {"on_stop": [76, 0]})
     newest = TrainingProgress(attempt=1, step=30, loss=2.5, tokens_per_second=5000.0)
     supervisor.wait(lambda: progress_of(supervisor.run_dir) == newest, "the newest step")
+    supervisor.run_dir.request("stop").touch()
+    assert supervisor.ended()["code"] == ExitCode.STOPPED
 
 
 def test_request_files_take_effect_on_all_workers(start):
