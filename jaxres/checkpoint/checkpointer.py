@@ -23,12 +23,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
+from jaxres.checkpoint import save_messages
 from jaxres.checkpoint.commit_tracker import CommitTracker, FrozenPart, PendingSave, SaveSlot
 from jaxres.checkpoint.finalize import WrittenArrays, finalize
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.read.readback import HostReport, gather_reports
 from jaxres.checkpoint.read.verify import verify_step
 from jaxres.checkpoint.restore.restore import NewestValid, Restored, all_damaged_error, restore
+from jaxres.checkpoint.save_messages import (
+    Abandoned,
+    Begin,
+    Committed,
+    Failed,
+    NothingToDo,
+    SaveDecision,
+    SaveOutcome,
+)
 from jaxres.checkpoint.snapshot import SnapshotMemory
 from jaxres.checkpoint.state_arrays import Tree, array_infos
 from jaxres.checkpoint.throttle import Throttle
@@ -54,9 +64,6 @@ from jaxres.runlog.run_log import Claim, Commit, Quarantine, RunHistory, RunLog
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 
-BEGIN, NOTHING, COUNTS, ABANDONED = "begin ", "nothing to do", "counts", "abandoned"
-LINKING = " linking "
-"""Messages of host 0 about a save; any other message is the reason why the save failed."""
 SPARE_BYTES = 4 * 2**20
 """Free bytes that a save leaves for logs, besides a 20th of its size for descriptions of arrays."""
 
@@ -190,46 +197,42 @@ class Checkpointer:
             previous save may end at different times.
         """
         self._calls += 1
-        message = self._peers.broadcast(
+        text = self._peers.broadcast(
             f"save/{self._calls}",
-            lambda: self._decide(state, progress.step, may_skip=may_skip),
+            lambda: save_messages.encode(self._decide(state, progress.step, may_skip=may_skip)),
             seconds=self._silence_seconds + MESSAGE_SECONDS,
         )
-        if message in (NOTHING, COUNTS):
-            if message == COUNTS and progress.step > self._commits.committed_step:
-                self._commits.mark(progress.step)  # Host 0 has found the record of an earlier try.
-            return
-        try:
-            if not message.startswith(BEGIN):
-                raise StorageUnavailable(message)
-            name, _, source = message.removeprefix(BEGIN).partition(LINKING)
-            self._begin(state, progress, self._step_dir(name), source=source)
-        except StorageUnavailable as refusal:
-            self._commits.fail(progress.step, str(refusal))
+        decision = save_messages.decode(text)
+        if isinstance(decision, Committed) and progress.step > self._commits.committed_step:
+            self._commits.mark(progress.step)  # Host 0 has found the record of an earlier try.
+        elif isinstance(decision, Failed):
+            self._commits.fail(progress.step, decision.reason)
+        elif isinstance(decision, Begin):
+            try:
+                self._begin(state, progress, decision)
+            except StorageUnavailable as refusal:
+                self._commits.fail(progress.step, str(refusal))
 
-    def _decide(self, state: Tree, step: int, *, may_skip: bool) -> str:
-        """Returns host 0's message: NOTHING, COUNTS, a failure, or BEGIN and a directory's name.
-
-        LINKING and the name of another directory follow if that one's frozen arrays can be linked.
-        """
+    def _decide(self, state: Tree, step: int, *, may_skip: bool) -> SaveDecision:
+        """Returns host 0's decision on a due save."""
         if step <= self._commits.saved_step or self._is_silent:
-            return NOTHING
+            return NothingToDo()
         started = self._clock.monotonic()
         if self._run_dir.is_remote and may_skip and self._commits.is_unsure and not self.in_flight:
             self._flight.begin(self._saver.submit(self._confirm, step))
         if self.in_flight:
             if may_skip and self._may_skip():
                 self._emit(SaveSkipped(step))
-                return NOTHING
+                return NothingToDo()
             self.wait()
             self._emit(SaveWaited(step, self._clock.monotonic() - started))
         self.check()
         if self._is_silent:
-            return NOTHING
+            return NothingToDo()
         try:
             self._commits.confirm()
             if step <= self._commits.committed_step:
-                return COUNTS
+                return Committed()
             self._require_no_other_writer()
             name = self._commits.free_name(step)
             source = self._linkable()
@@ -237,17 +240,17 @@ class Checkpointer:
             size_bytes = sum(x.nbytes for x in jax.tree.leaves(written))
             _require_free_space(self._run_dir.checkpoints.absolute(), size_bytes)
         except StorageUnavailable as refusal:
-            return str(refusal)
-        return f"{BEGIN}{name}{LINKING}{source}" if source else f"{BEGIN}{name}"
+            return Failed(str(refusal))
+        return Begin(name, source)
 
-    def _linkable(self) -> str:
-        """Returns the directory name of the step whose frozen arrays can be linked; or nothing."""
+    def _linkable(self) -> str | None:
+        """Returns the directory name of the step whose frozen arrays can be linked, if any."""
         if len(self._sources) < frozen_arrays.COPIES:
-            return ""
+            return None
         source = self._sources[0]
         if self._commit_of(source.name) is None:
-            return ""
-        return source.name if frozen_arrays.can_link(self._step_dir(source.name)) else ""
+            return None
+        return source.name if frozen_arrays.can_link(self._step_dir(source.name)) else None
 
     def _commit_of(self, name: str) -> Commit | None:
         """Returns the commit record of a step directory that is part of the run."""
@@ -279,13 +282,10 @@ class Checkpointer:
     def _step_dir(self, name: str) -> RunPath:
         return (self._run_dir.checkpoints / name).absolute()
 
-    def _begin(self, state: Tree, progress: Progress, step_dir: RunPath, *, source: str) -> None:
-        """Takes a snapshot and starts its write, unless this host is still writing an earlier one.
-
-        `source` names the step directory whose frozen arrays host 0 can link.
-        """
+    def _begin(self, state: Tree, progress: Progress, decision: Begin) -> None:
+        """Takes a snapshot and starts its write, unless this host still writes an earlier one."""
         started, infos = self._clock.monotonic(), array_infos(state)
-        topic = f"saved/{self._calls}"
+        topic, step_dir = f"saved/{self._calls}", self._step_dir(decision.step_dir)
         if not self._peers.member.leads:
             self.wait()  # Host 0 has waited before it decided.
             try:
@@ -298,7 +298,7 @@ class Checkpointer:
                 )
                 return
         changing, still = split_state(state, self._trainable)
-        frozen = self._frozen_part(still, source)
+        frozen = self._frozen_part(still, decision.linked)
         writing = background_save.start_save(
             changing,
             step_dir,
@@ -313,7 +313,7 @@ class Checkpointer:
         flying = PendingSave(writing, step_dir, progress, infos, started, topic, frozen)
         self._flight.begin(self._saver.submit(finish, flying))
 
-    def _frozen_part(self, still: Tree, source: str) -> FrozenPart:
+    def _frozen_part(self, still: Tree, source: str | None) -> FrozenPart:
         """Returns the frozen part of a save; `source`: the earlier step that host 0 can link."""
         if not still:
             return FrozenPart()
@@ -342,13 +342,18 @@ class Checkpointer:
         except StorageUnavailable as refusal:
             if self._leaving:
                 return
-            why = "; ".join([*self._peers.poll(save.topic), str(refusal)])
-            self._commits.fail(step, why)
-        outcome = self._commits.why if self._refused_from is None else ABANDONED
+            others = self._peers.poll(save.topic)
+            whys = [f"host {host}: {why}" for host, why in others.items()]
+            self._commits.fail(step, "; ".join([*whys, str(refusal)]))
+        outcome = self._outcome(step)
+        self._share(save, is_committed=isinstance(outcome, Committed))
+        self._peers.broadcast(save.topic, lambda: save_messages.encode(outcome), seconds=0)
+
+    def _outcome(self, step: int) -> SaveOutcome:
+        """Returns the outcome of the save of a step, on host 0."""
         if self._commits.committed_step >= step:
-            outcome = COUNTS
-        self._share(save, is_committed=outcome == COUNTS)
-        self._peers.broadcast(save.topic, lambda: outcome, seconds=0)
+            return Committed()
+        return Failed(self._commits.why) if self._refused_from is None else Abandoned()
 
     def _follow(self, save: PendingSave) -> None:
         """Writes this host's shards and receives the outcome. Runs in the saver thread."""
@@ -378,12 +383,14 @@ class Checkpointer:
 
     def _receive_outcome(self, step: int, topic: str) -> bool:
         """Waits until host 0 has committed or discarded a step; returns whether it is committed."""
-        outcome = self._peers.broadcast(topic, lambda: COUNTS, seconds=self._silence_seconds)
-        if outcome == COUNTS:
+        committed = save_messages.encode(Committed())
+        text = self._peers.broadcast(topic, lambda: committed, seconds=self._silence_seconds)
+        outcome = save_messages.decode(text)
+        if isinstance(outcome, Committed):
             self._commits.mark(step)
-        elif outcome != ABANDONED:
-            self._commits.fail(step, outcome)
-        return outcome == COUNTS
+        elif isinstance(outcome, Failed):
+            self._commits.fail(step, outcome.reason)
+        return isinstance(outcome, Committed)
 
     def _share(self, save: PendingSave, *, is_committed: bool) -> None:
         """Makes a committed step the newest source of files that later saves can share.

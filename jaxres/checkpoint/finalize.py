@@ -109,11 +109,16 @@ def finalize(
             trajectory=claim.trajectory,
         )
         data = _write_last(step_dir, content, manifest)
+    size = sum(info.size for info in manifest.files.values()) + len(data)
+    return _commit_record(progress, relative(step_dir, root), manifest=data, size_bytes=size)
+
+
+def _commit_record(progress: Progress, path: str, *, manifest: bytes, size_bytes: int) -> Commit:
     return Commit(
         step=progress.step,
-        path=relative(step_dir, root),
-        manifest=manifests.digest_of(data),
-        bytes=sum(info.size for info in manifest.files.values()) + len(data),
+        path=path,
+        manifest=manifests.digest_of(manifest),
+        bytes=size_bytes,
         heldout_loss=progress.heldout_loss,
         evaluated_step=progress.evaluated_step,
         heldout_data=progress.heldout_data,

@@ -14,7 +14,7 @@ import glob
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,25 +95,12 @@ def branch(
     commit = weights_source.commit_of(origin, step)
     history = run_log.fold(run_log.read_records(origin.log))
     config = _config(origin, to, overrides, step=commit.step)
+    clock = clock or SystemClock()
     if is_remote(to.root):
-        _build(origin, to, commit, history, config, clock=clock or SystemClock(), env=env)
+        _build(origin, to, commit, history, config, clock=clock, env=env)
     else:
-        _delete_killed(to.root)
-        building = to.root.with_name(f".{to.root.name}.{secrets.token_hex(6)}.tmp")
-        try:
-            _build(
-                origin,
-                RunDir(building),
-                commit,
-                history,
-                config,
-                clock=clock or SystemClock(),
-                env=env,
-            )
-            files.move(building, to.root)
-        finally:
-            with contextlib.suppress(StorageUnavailable):
-                files.delete_tree(building)
+        with _built_beside(to.root) as building:
+            _build(origin, building, commit, history, config, clock=clock, env=env)
     changes = "".join(
         f"  {key}: {show(old)} -> {show(new)}\n"
         for key, old, new in configs.diff(run_config.newest_config(origin), config)
@@ -122,6 +109,19 @@ def branch(
         f"{to.root}: begins with step {commit.step} of {origin.root}, copied and verified\n"
         f"{changes}{command_line('python -m jaxres.train', to.root)}\n"
     )
+
+
+@contextlib.contextmanager
+def _built_beside(root: Path) -> Iterator[RunDir]:
+    """Yields a directory beside the new run, which takes its place after the block."""
+    _delete_killed(root)
+    building = root.with_name(f".{root.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        yield RunDir(building)
+        files.move(building, root)
+    finally:
+        with contextlib.suppress(StorageUnavailable):
+            files.delete_tree(building)
 
 
 def _config(origin: RunDir, to: RunDir, overrides: Sequence[str], *, step: int) -> RunConfig:
@@ -173,9 +173,9 @@ def _build(
 ) -> None:
     """Writes the new run. Its commit record is last, and without it no start is possible."""
     with RunLock(to, clock=clock) as lock:
-        claimed = attempt_runner.claim_attempt(config, lock, job=WorkerGroup(), env=env, known=0)
-        log = claimed.log
-        assert log is not None
+        claimed, log = attempt_runner.claim_attempt(
+            config, lock, job=WorkerGroup(), env=env, known=0
+        )
         dataset, tokenizer = history.dataset or "", history.tokenizer
         seq = next(record.seq for record in history.commits if record.body == commit)
         log.append(

@@ -107,12 +107,9 @@ def read_status(
     heartbeat = run_lock.read(run_dir)
     trained = history.starts[-1].attempt if history.starts else history.attempt
     events = read_events(run_dir.events(trained, 0))
-    numbers = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
-    built = next((number for number in numbers if isinstance(number, int)), None)
-    steps = built
-    if built is None or trained != history.attempt:
-        steps = _configured_steps(run_dir, history.attempt) or built
-    evaluated = [event for event in events if event["event"] == EVALUATED]
+    built = _built_steps(events)
+    is_known = built is not None and trained == history.attempt
+    steps = built if is_known else _configured_steps(run_dir, history.attempt) or built
     recent = attempt_history.read(run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS)
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
@@ -140,7 +137,7 @@ def read_status(
         now=clock.wall(),
         newest=metrics.newest_of(run_dir, history),
         steps=steps,
-        evaluation=_evaluation(evaluated[-1]) if evaluated else None,
+        evaluation=_newest_evaluation(events),
         hosts=_hosts(run_dir, history, now=clock.wall()),
         recent=recent,
         supervision=supervision,
@@ -150,6 +147,12 @@ def read_status(
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
         faulty=faulty_hosts.read(run_dir),
     )
+
+
+def _built_steps(events: Sequence[Mapping[str, Any]]) -> int | None:
+    """Returns the steps of the run that a worker has announced last; None: none has."""
+    numbers = (event.get("steps") for event in reversed(events) if event["event"] == RUN_BUILT)
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def _configured_steps(run_dir: RunDir, attempt: int) -> int | None:
@@ -163,7 +166,10 @@ def _configured_steps(run_dir: RunDir, attempt: int) -> int | None:
         return None
 
 
-def _evaluation(event: Mapping[str, Any]) -> dict[str, Any]:
+def _newest_evaluation(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    event = next((each for each in reversed(events) if each["event"] == EVALUATED), None)
+    if event is None:
+        return None
     losses = event.get("losses") or {HELDOUT: event.get("loss")}
     return {
         "step": event.get("step"),

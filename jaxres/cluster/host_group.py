@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,8 +62,8 @@ class HostGroup(Protocol):
         """Publishes a message of this host, which `poll` returns."""
         ...
 
-    def poll(self, topic: str) -> Sequence[str]:
-        """Returns the messages published so far, each with its host; does not wait."""
+    def poll(self, topic: str) -> Mapping[int, str]:
+        """Returns the messages published so far, by the number of their host; does not wait."""
         ...
 
     def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
@@ -97,9 +97,9 @@ class SingleHost:
     def publish(self, topic: str, message: str) -> None:
         """No-op."""
 
-    def poll(self, topic: str) -> Sequence[str]:
-        """Returns ()."""
-        return ()
+    def poll(self, topic: str) -> Mapping[int, str]:
+        """Returns no messages."""
+        return {}
 
     def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
         """Returns the message of this host."""

@@ -15,7 +15,7 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,10 +70,10 @@ class JaxCoordination:
         """Publishes a message of this host, which `poll` returns."""
         self.kv_set(f"published/{topic}/{self.member.host}", message)
 
-    def poll(self, topic: str) -> Sequence[str]:
-        """Returns the messages published so far, each with its host; does not wait."""
+    def poll(self, topic: str) -> Mapping[int, str]:
+        """Returns the messages published so far, by the number of their host; does not wait."""
         messages = self._client.key_value_dir_get(f"published/{topic}/")
-        return [f"host {key.rpartition('/')[2]}: {message}" for key, message in sorted(messages)]
+        return dict(sorted((int(key.rpartition("/")[2]), message) for key, message in messages))
 
     def gather(self, topic: str, message: str, *, seconds: float) -> Sequence[str]:
         """Returns the messages of all hosts on host 0, () elsewhere."""

@@ -348,6 +348,23 @@ def _style(model: GptModel, family: str) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names}
 
 
+STORED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""Our name of an activation -> that of config.json; GPT-2 has another one of the last."""
+
+
+def _gpt2_fields(model: GptModel, seq_len: int) -> dict[str, Any]:
+    return {
+        "n_layer": model.num_layers,
+        "n_embd": model.d_model,
+        "n_head": model.num_heads,
+        "n_inner": model.ff_width,
+        "n_positions": model.max_positions or seq_len,
+        "activation_function": {**STORED_ACTIVATIONS, "gelu_tanh": "gelu_new"}[model.activation],
+        "layer_norm_epsilon": model.norm_eps,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
+    }
+
+
 def fields_of(
     model: GptModel, *, rows: int, dtype: str, seq_len: int, eos: int | None
 ) -> dict[str, Any]:
@@ -374,18 +391,8 @@ def fields_of(
         "pad_token_id": None,
         "torch_dtype": dtype,
     }
-    names = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
     if family == "gpt2":
-        return common | {
-            "n_layer": model.num_layers,
-            "n_embd": model.d_model,
-            "n_head": model.num_heads,
-            "n_inner": model.ff_width,
-            "n_positions": model.max_positions or seq_len,
-            "activation_function": {**names, "gelu_tanh": "gelu_new"}[model.activation],
-            "layer_norm_epsilon": model.norm_eps,
-            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
-        }
+        return common | _gpt2_fields(model, seq_len)
     fields = common | {
         "hidden_size": model.d_model,
         "intermediate_size": model.ff_width,
@@ -393,7 +400,7 @@ def fields_of(
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads or model.num_heads,
         "head_dim": model.head_width,
-        "hidden_act": names[model.activation],
+        "hidden_act": STORED_ACTIVATIONS[model.activation],
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
         "rope_scaling": _stored_scaling(model.rope_scaling),

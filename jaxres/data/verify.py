@@ -14,7 +14,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxres.config.schema.data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.config.schema.data import (
+    CustomSource,
+    DataSection,
+    MixtureSource,
+    Source,
+    TokensSource,
+)
 from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data.bucket import download_cache, remote_tokens
 from jaxres.data.bucket.remote_items import RemoteItems
@@ -85,6 +91,16 @@ def verify_data(
     if place is not None:
         assert not is_remote(place), place
         return _of_folder(place.expanduser(), problems)
+    return _of_corpus(config, source, problems, bad_records)
+
+
+def _of_corpus(
+    config: DataSection,
+    source: Source,
+    problems: list[str],
+    bad_records: BadRecordsSection | None,
+) -> DataReport:
+    """Verifies the cached corpus of a source, and that it is still made of the same files."""
     assert not isinstance(source, CustomSource | MixtureSource | TokensSource), source
     corpus = describe_corpus(
         source, config.tokenizer, cache_dir=config.cache_dir, bad_records=bad_records

@@ -69,9 +69,7 @@ def make(
     batches and the result is None.
     """
 
-    local = meshes.local_rows(mesh, rows_per_batch)
-
-    names = (LOSS, *metrics)
+    local, names = meshes.local_rows(mesh, rows_per_batch), (LOSS, *metrics)
 
     def evaluate(
         params: Params, model_state: Any, hosts: Listener

@@ -146,15 +146,13 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
         env = {**env, "JAX_NUM_CPU_DEVICES": str(options.devices_per_host)}
     train = functools.partial(attempt_runner.run_local_workers, advise=oom_advice.host_advice)
     if not options.restart:
-        rendezvous = functools.partial(local_hosts, num_hosts=options.max_hosts)
-        run = functools.partial(train, env=env)
         return attempt_runner.run_attempt(
             options.target,
             options.overrides,
-            run=run,
+            run=functools.partial(train, env=env),
             is_complete=start_checks.is_complete,
             env=env,
-            rendezvous=rendezvous,
+            rendezvous=functools.partial(local_hosts, num_hosts=options.max_hosts),
         )
     loaded, run_dir = resolve_run(options.target, options.overrides)
     config, clock = loaded.config, SystemClock()

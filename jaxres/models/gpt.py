@@ -5,6 +5,7 @@ H query heads, K key and value heads, C width of a head, F feed-forward, V vocab
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -439,14 +440,8 @@ def build(
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         return forward(params, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, None)
 
-    max_positions = None
-    if config.positions == "learned":
-        max_positions = config.max_positions or seq_len
-
-    def cache(num_rows: int, length: int) -> Cache:
-        groups = config.num_kv_heads or config.num_heads
-        shape = (config.num_layers, num_rows, length, groups, config.head_width)
-        return Cache(*(jnp.zeros(shape, config.compute_dtype) for _ in range(2)))
+    learned = config.max_positions or seq_len
+    max_positions = learned if config.positions == "learned" else None
 
     def decode(
         params: Params, tokens_BT: Int[Array, "B T"], cache: Cache, start: Int[Array, ""]
@@ -460,5 +455,12 @@ def build(
         loss=loss,
         logits=logits,
         flops_per_token=flops_per_token(config, rows=rows, seq_len=seq_len),
-        decoder=Decoder(cache, decode, max_positions),
+        decoder=Decoder(partial(_cache, config), decode, max_positions),
     )
+
+
+def _cache(config: GptModel, num_rows: int, length: int) -> Cache:
+    """Returns the empty cache of the keys and values of so many rows."""
+    groups = config.num_kv_heads or config.num_heads
+    shape = (config.num_layers, num_rows, length, groups, config.head_width)
+    return Cache(*(jnp.zeros(shape, config.compute_dtype) for _ in range(2)))

@@ -37,14 +37,11 @@ def with_adapters(model: Model, section: LoraSection) -> Model:
     scale = section.alpha / section.rank
 
     def init(key: Array) -> Params:
-        params = model.init(key)
+        params, pairs = model.init(key), dict[str, Any]()
         flat = flatten(params)
-        pairs = {
-            path: _pair(
-                flat[path].shape, names[path], section.rank, jax.random.fold_in(key, number)
-            )
-            for number, path in enumerate(targets)
-        }
+        for number, path in enumerate(targets):
+            own_key = jax.random.fold_in(key, number)
+            pairs[path] = _pair(flat[path].shape, names[path], section.rank, own_key)
         return {**params, ADAPTERS: nested(pairs)}
 
     def merged(params: Params) -> Params:

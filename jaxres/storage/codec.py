@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import json
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -133,6 +134,20 @@ def decode(kind: type[T], fields: Any, *, ignore_unknown: bool = False) -> T:
     if missing:
         raise ValueError(f"field {missing[0]!r} is missing")
     return kind(**values)
+
+
+def to_text(value: Any) -> str:
+    """Returns a dataclass as JSON text: a message between processes."""
+    return json.dumps(encode(value))
+
+
+def from_text(kind: type[T], text: str) -> T:
+    """Returns the dataclass instance of a JSON text: the inverse of `to_text`.
+
+    Raises:
+      ValueError: the text is no JSON object with the fields of `kind`.
+    """
+    return decode(kind, json.loads(text))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process.forkserver_client import ForkServer
 from jaxres.supervisor.process.worker_process import Fork, Worker
 from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink, RemoteHost
-from jaxres.supervisor.run_lock import RunLock
+from jaxres.supervisor.run_lock import RunLock, TrainingProgress
 from jaxres.supervisor.run_metrics import RunMetrics
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import News
@@ -137,6 +137,14 @@ class RunningAttempt:
             write_seconds=max(writes, default=None),
             writing_seconds=self.services.clock.monotonic() - min(begun) if begun else None,
         )
+
+    def training_progress(self) -> TrainingProgress | None:
+        """Returns the newest step of the first worker here; None: it has finished none."""
+        worker = next(iter(self.workers), None)
+        if worker is None or worker.newest_step is None:
+            return None
+        step, rate = worker.newest_step, worker.tokens_per_second
+        return TrainingProgress(self.spec.number, step.step, step.loss, rate)
 
     def progress_text(self) -> str:
         """Returns the attempt's progress, for a message."""

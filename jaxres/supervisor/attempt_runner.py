@@ -25,12 +25,11 @@ from typing import NoReturn
 
 from jaxres import config as configs
 from jaxres import faults
-from jaxres.clock import Clock, SystemClock
+from jaxres.clock import SystemClock
 from jaxres.cluster import coordination_tls
 from jaxres.cluster.authentication import Secret
 from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
-from jaxres.cluster.peer_connections import PeerLinks
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
@@ -53,12 +52,11 @@ from jaxres.supervisor import (
     run_dir_watcher,
     slow_hosts,
 )
-from jaxres.supervisor.attempt import AttemptSpec, Services, ignore_news, print_message
+from jaxres.supervisor.attempt import AttemptSpec, Services, print_message
 from jaxres.supervisor.companions import attempt_alerts, companions
 from jaxres.supervisor.companions.attempt_alerts import AttemptAlerts
 from jaxres.supervisor.companions.companions import Companions
 from jaxres.supervisor.failure_report import upload_artifacts
-from jaxres.supervisor.process.forkserver_client import ForkServer
 from jaxres.supervisor.process.worker_group import (
     Rendezvous,
     WorkerGroup,
@@ -71,7 +69,6 @@ from jaxres.supervisor.run_config import resolve_run
 from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
 from jaxres.telemetry import alert_sender, stdio
-from jaxres.telemetry.heartbeat import News
 
 WORKER_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Variables of a worker, unless they are set: malloc asks for transparent huge pages, without which
@@ -90,28 +87,33 @@ storage that refuses access before the run log can be read is then an outage."""
 
 @dataclass(frozen=True)
 class ClaimedAttempt:
-    """An attempt whose claim is in the run log, ready to train."""
+    """An attempt whose claim is in the run log, ready to train on the hosts of this supervisor."""
 
     config: RunConfig
     run_dir: RunDir
     claim: Claim
-    clock: Clock
     last_seq: int
-    """Sequence number of the claim's record."""
+    """Newest record that was read, the claim's own or a later one."""
     hosts: tuple[int, ...]
     """Hosts whose workers run under this supervisor."""
-    log: RunLog | None
-    """The run log; None: the supervisor of host 0 writes it."""
-    run_lock: RunLock | None
-    """The lock of the run directory, held; None: the supervisor of host 0 holds it."""
-    peers: PeerLinks | None = None
-    """Connections to the supervisors of the other hosts; None: there are none."""
     secret: Secret | None = None
     """The secret of the run, which the other hosts have too; None: there are none."""
-    companions: Companions | None = None
-    """Processes beside the attempt; None: the claim is not for training."""
-    on_news: Callable[[News], None] = ignore_news
-    """Called with host 0's news for the alerts."""
+
+
+@dataclass(frozen=True)
+class Inline:
+    """Training in the process of the supervisor itself."""
+
+    run: Callable[[ClaimedAttempt, RunLog, RunLock], AttemptResult]
+    """Runs the claimed attempt to its end."""
+    threads: int
+    """Number of CPU threads of this process."""
+    hold_signals: Callable[[], object]
+    """Keeps the signals for `run` once the run is locked, so that the result is recorded."""
+
+
+RunWorkers = Callable[[ClaimedAttempt, Services], AttemptResult]
+"""Runs the workers of a claimed attempt to their end."""
 
 
 def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> int:
@@ -160,12 +162,11 @@ def run_attempt(
     target: RunPath,
     overrides: Sequence[str],
     *,
-    run: Callable[[ClaimedAttempt], AttemptResult],
+    run: RunWorkers | Inline,
     is_complete: Callable[[RunDir, RunConfig], bool],
     env: Mapping[str, str],
     rendezvous: Rendezvous = single_host,
-    threads: int | None = None,
-    hold_signals: Callable[[], object] = signals.block,
+    fork: Fork | None = None,
 ) -> int:
     """Claims an attempt, runs it and records its result; returns the exit code.
 
@@ -174,48 +175,62 @@ def run_attempt(
       run: runs the claimed attempt to its end.
       is_complete: returns whether there is nothing left to train, and prints so.
       env, rendezvous: the attempt's environment; how its hosts connect before it is claimed.
-      threads: number of CPU threads of this process if it trains itself (--inline); None: the
-        workers are processes of their own, and get the run's number.
-      hold_signals: from now on keeps the signals for `run`, so that the result is recorded.
+      fork: forks the workers; None: they are fresh processes.
     """
     loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
     if is_complete(run_dir, config):
         companions.send_rest(config, run_dir, env=env)
         return ExitCode.DONE
-    is_inline = threads is not None
-    targets = attempt_alerts.resolve(config, env, is_inline=is_inline)
+    inline = run if isinstance(run, Inline) else None
+    targets = attempt_alerts.resolve(config, env, is_inline=inline is not None)
     env = alert_sender.scrub_secrets(config.alerts, env)
     records, clock = _log_to_go_on_with(run_dir, config), SystemClock()
     host_exclusion.on_this_machine(run_dir, records, env=env)
     with contextlib.ExitStack() as stack:
         stack.enter_context(faults.refusals(at_start=not follows_an_attempt(run_dir)))
-        beside = Companions(config, run_dir, env=env, clock=clock, is_inline=is_inline)
+        beside = Companions(config, run_dir, env=env, clock=clock, is_inline=inline is not None)
         stack.enter_context(beside)
         job = stack.enter_context(rendezvous(config, run_dir))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         opening = attempt_alerts.open_alerts(targets, config, run_dir, job.num_hosts, clock)
         alerts = stack.enter_context(opening)
-        hold_signals()
-        known = last_seq(records)
-        opened = claim_attempt(config, run_lock, job=job, env=env, known=known, threads=threads)
-        claim = opened.claim
-        opened = dataclasses.replace(
-            opened, companions=beside, on_news=functools.partial(alerts.on_news, claim.attempt)
+        signals.block() if inline is None else inline.hold_signals()
+        known, threads = last_seq(records), None if inline is None else inline.threads
+        opened, log = claim_attempt(
+            config, run_lock, job=job, env=env, known=known, threads=threads
         )
-        alerts.on_claim(records, claim)
-        beside.send_faults(alerts.on_fault)
-        beside.on_history(records)
-        emit = functools.partial(_on_event, alerts)
-        beside.on_claim(claim, host=opened.hosts[0], emit=emit)
-        ended = _run_claimed(opened, job, run, is_inline=is_inline)
-        record_stop_with_timeout(opened, ended)
+        claim = opened.claim
+        _start_beside(beside, alerts, records, claim, host=opened.hosts[0])
+        services = dataclasses.replace(
+            beside.services,
+            run_lock=run_lock,
+            on_news=functools.partial(alerts.on_news, claim.attempt),
+            fork=fork,
+        )
+
+        def train() -> AttemptResult:
+            if isinstance(run, Inline):
+                return run.run(opened, log, run_lock)
+            return _announce_and_run(opened, services, job, run)
+
+        ended = run_and_record(opened, log, run_lock, job=job, train=train)
         alerts.on_end(ended, claim)
         beside.on_run_ended(ended.code)
-        host_memory.delete_at_end(run_dir, opened.config, ended)
+        host_memory.delete_at_end(run_dir, config, ended)
     if ended.is_printed:
         print_result(ended, run_dir, claim)
     return ended.code
+
+
+def _start_beside(
+    beside: Companions, alerts: AttemptAlerts, records: Sequence[Record], claim: Claim, *, host: int
+) -> None:
+    """Begins with what runs beside a claimed attempt; `records` are the run log before it."""
+    alerts.on_claim(records, claim)
+    beside.send_faults(alerts.on_fault)
+    beside.on_history(records)
+    beside.on_claim(claim, host=host, emit=functools.partial(_on_event, alerts))
 
 
 def _on_event(alerts: AttemptAlerts, event: Event) -> None:
@@ -238,7 +253,7 @@ def claim_attempt(
     known: int,
     threads: int | None = None,
     attempt: int | None = None,
-) -> ClaimedAttempt:
+) -> tuple[ClaimedAttempt, RunLog]:
     """Writes the claim of the run's next attempt to the run log, and records its config.
 
     Args:
@@ -270,36 +285,30 @@ def claim_attempt(
     host_memory.prepare(run_dir, config, log.history().claims)
     # Late records of the attempt before may precede the claim.
     run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
-    return ClaimedAttempt(
-        config=config,
-        run_dir=run_dir,
-        claim=claim,
-        clock=clock,
-        last_seq=log.last_seq,
-        hosts=job.hosts,
-        log=log,
-        run_lock=run_lock,
-        secret=job.secret,
-    )
+    return ClaimedAttempt(config, run_dir, claim, log.last_seq, job.hosts, job.secret), log
 
 
-def _run_claimed(
+def run_and_record(
     opened: ClaimedAttempt,
-    job: WorkerGroup,
-    run: Callable[[ClaimedAttempt], AttemptResult],
+    log: RunLog,
+    run_lock: RunLock,
     *,
-    is_inline: bool,
+    job: WorkerGroup,
+    train: Callable[[], AttemptResult],
 ) -> AttemptResult:
-    """Runs the attempt, unless a `stop` file has existed before."""
+    """Trains a claimed attempt, unless a `stop` file has existed before; records the result."""
     ended = run_dir_watcher.stop_requested_before(opened.run_dir)
-    if ended is not None:
+    if ended is None:
+        ended = train()
+    else:
         job.cancel(ended.code, ended.reason)
-        return ended
-    return run(opened) if is_inline else _announce_and_run(opened, job, run)
+    if ended.is_recorded:
+        _record_stop_with_timeout(opened, log, run_lock, ended)
+    return ended
 
 
 def _announce_and_run(
-    opened: ClaimedAttempt, job: WorkerGroup, run: Callable[[ClaimedAttempt], AttemptResult]
+    opened: ClaimedAttempt, services: Services, job: WorkerGroup, run: RunWorkers
 ) -> AttemptResult:
     """Runs the attempt once every host has read the claim; an error before that is a result too."""
     try:
@@ -309,31 +318,27 @@ def _announce_and_run(
         return AttemptResult(end.exit_code, str(end), committed=False, is_printed=True)
     finally:
         signals.block()
-    return run(dataclasses.replace(opened, peers=peers))
+    return run(opened, dataclasses.replace(services, peers=peers))
 
 
 def run_local_workers(
     opened: ClaimedAttempt,
+    services: Services,
     *,
     env: Mapping[str, str],
     advise: Callable[[RunConfig, str], str],
-    wakeup: int | None = None,
     deadline: float = math.inf,
-    fork_server: ForkServer | None = None,
-    fork: Fork | None = None,
 ) -> AttemptResult:
     """Runs the attempt's workers as processes of this machine, one per host of this supervisor.
 
     Args:
       opened: the attempt.
+      services: what its supervisor uses.
       env: the workers' environment, to which the attempt's own variables are added.
       advise: returns the message for a worker that the kernel has killed because memory ran out.
-      wakeup: the read end of `signals.wakeup_fd`, if the caller has opened one.
-      deadline: when the workers are asked to save and stop, on the attempt's clock.
-      fork_server: forks the workers of each attempt; None: a restart starts fresh processes.
-      fork: forks the workers of this attempt if there is no `fork_server`.
+      deadline: when the workers are asked to save and stop, on the supervisor's clock.
     """
-    claim, beside = opened.claim, opened.companions
+    claim = opened.claim
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
     spec = AttemptSpec(
         run_dir=opened.run_dir,
@@ -345,20 +350,8 @@ def run_local_workers(
         limits=opened.config.deadlines,
         deadline=deadline,
     )
-    services = Services(
-        clock=opened.clock,
-        run_lock=opened.run_lock,
-        peers=opened.peers,
-        wakeup=wakeup,
-        on_news=opened.on_news,
-        fork_server=fork_server,
-        fork=fork,
-        preemption_watcher=None if beside is None else beside.preemption_watcher,
-        health_watcher=None if beside is None else beside.health_watcher,
-        run_metrics=None if beside is None else beside.run_metrics,
-    )
     ended = supervise(spec, services)
-    _review_slow_hosts(opened, ended, env=env)
+    _review_slow_hosts(opened, services, ended, env=env)
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)
 
@@ -422,39 +415,38 @@ def record_stop(log: RunLog, result: AttemptResult, *, slots: Sequence[int] | No
         stdio.eprint(f"jaxres: the result could not be recorded: {error}\n")
 
 
-def record_stop_with_timeout(claimed: ClaimedAttempt, ended: AttemptResult) -> None:
+def _record_stop_with_timeout(
+    opened: ClaimedAttempt, log: RunLog, run_lock: RunLock, ended: AttemptResult
+) -> None:
     """Writes the result to the run log, or gives up after RECORD_SECONDS.
 
     A request to stop that it answers is moved afterwards: one that is lost can't be repeated.
     """
-    log, run_lock = claimed.log, claimed.run_lock
-    if not ended.is_recorded or log is None or run_lock is None:
-        return
 
     def record() -> None:
-        record_stop(log, ended, slots=claimed.claim.slots)
-        run_dir_watcher.end_stop_request(claimed.run_dir, claimed.claim.attempt, ended.code)
+        record_stop(log, ended, slots=opened.claim.slots)
+        run_dir_watcher.end_stop_request(opened.run_dir, opened.claim.attempt, ended.code)
 
-    what = f"the result could not be recorded: {claimed.run_dir.root}"
+    what = f"the result could not be recorded: {opened.run_dir.root}"
     if not write_with_timeout(record, seconds=RECORD_SECONDS, what=what, report=print_message):
         run_lock.abandon()  # Closing it would wait for the same storage.
 
 
 def _review_slow_hosts(
-    opened: ClaimedAttempt, ended: AttemptResult, *, env: Mapping[str, str]
+    opened: ClaimedAttempt, services: Services, ended: AttemptResult, *, env: Mapping[str, str]
 ) -> None:
     """Proposes to exclude a host that has held up the attempt, or excludes it."""
     section, claim = opened.config.guards.throughput, opened.claim
-    if section is None or claim.num_hosts < 2 or opened.log is None:
+    if section is None or claim.num_hosts < 2 or services.run_lock is None:
         return
     if not ended.is_recorded or ended.code == ExitCode.DONE:
         return
     machines = dict.fromkeys(opened.hosts, identify(env, hostname=socket.gethostname()))
-    if opened.peers is not None:
-        machines |= {host: link.identity for host, link in opened.peers.links.items()}
+    if services.peers is not None:
+        machines |= {host: link.identity for host, link in services.peers.links.items()}
 
     def review() -> None:
-        now = opened.clock.wall()
+        now = services.clock.wall()
         found = slow_hosts.review(opened.run_dir, claim, section, machines=machines, now=now)
         if found is not None:
             print_message(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
@@ -73,19 +74,10 @@ def follow(
         companions.on_history([record for record in records if record.attempt < attempt_number])
         companions.on_claim(claim, host=member.host)
         opened = ClaimedAttempt(
-            config=config,
-            run_dir=run_dir,
-            claim=claim,
-            clock=clock,
-            last_seq=run_log.last_seq(records),
-            hosts=(member.host,),
-            log=None,
-            run_lock=None,
-            peers=peers,
-            secret=shared,
-            companions=companions,
+            config, run_dir, claim, run_log.last_seq(records), (member.host,), shared
         )
-        ended = run_local_workers(opened, env=env, advise=advise, fork=fork)
+        services = dataclasses.replace(companions.services, peers=peers, fork=fork)
+        ended = run_local_workers(opened, services, env=env, advise=advise)
     report_fault(run_dir, claim, ended, host=member.host, clock=clock)
     host_memory.delete_at_end(run_dir, config, ended)
     if ended.is_printed:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import select
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,7 +74,6 @@ class LoopState:
     adopts: bool
     """Whether all descendants of this process are its own, so that leftover ones are killed."""
     run_lock: RunLock
-    clock: Clock
     wakeup: int
     """Read end of `signals.wakeup_fd`: one byte per signal."""
     companions: Companions
@@ -101,6 +100,11 @@ class LoopState:
     slots: tuple[int, ...] = ()
     """Slots of that attempt's hosts."""
 
+    @property
+    def clock(self) -> Clock:
+        """The supervisor's clock."""
+        return self.run_lock.clock
+
 
 def run_restart_loop(
     config: RunConfig,
@@ -123,15 +127,12 @@ def run_restart_loop(
     """
     with contextlib.ExitStack() as stack:
         adopts = processes.become_subreaper()  # Before any child: companions have processes.
-        companions = Companions(config, run_dir, env=env, clock=clock)
-        stack.enter_context(companions)
+        companions = stack.enter_context(Companions(config, run_dir, env=env, clock=clock))
         run_lock = stack.enter_context(RunLock(run_dir, clock=clock))
         stack.enter_context(alerts)
         records = run_log.read_records(run_dir.log)
-        log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
-        stack.push(lambda *_: _close_in_time(log))
+        emit = stack.enter_context(_events_in_time(run_dir, alerts, clock=clock))
         run_history, restarts = run_log.fold(records), _restart_history(run_dir, records)
-        emit = partial(_emit_in_time, log)
         server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
         run = LoopState(
             config=config,
@@ -139,7 +140,6 @@ def run_restart_loop(
             run_dir_id=processes.run_dir_id(run_dir),
             adopts=adopts,
             run_lock=run_lock,
-            clock=clock,
             wakeup=stack.enter_context(signals.wakeup_fd()),
             companions=companions,
             policy=_without_faulty_slots(run_dir, records, policy, env=env, emit=emit),
@@ -196,15 +196,23 @@ def _alert_fault(run: LoopState, alerts: Alerts, event: HardwareFaultFound) -> N
     alerts.on_event(dataclasses.replace(event, step=max(event.step, run.run_history.step)))
 
 
-def _emit_in_time(log: EventLog, event: Event) -> None:
-    """Writes an event, or continues without it: the restart loop never waits for hung storage."""
+@contextlib.contextmanager
+def _events_in_time(
+    run_dir: RunDir, alerts: Alerts, *, clock: Clock
+) -> Iterator[Callable[[Event], None]]:
+    """Yields what writes an event, or continues without it: hung storage delays no restart."""
+    log = EventLog(run_dir.supervisor_events, clock=clock, listeners=[alerts.on_event])
     what, seconds = "the event could not be written", attempt_runner.RECORD_SECONDS
-    write_with_timeout(lambda: log.emit(event), seconds=seconds, what=what, report=print_message)
 
+    def emit(event: Event) -> None:
+        write = partial(log.emit, event)
+        write_with_timeout(write, seconds=seconds, what=what, report=print_message)
 
-def _close_in_time(log: EventLog) -> None:
-    with contextlib.suppress(CallTimeout):
-        call_with_timeout(log.__exit__, seconds=attempt_runner.RECORD_SECONDS)
+    try:
+        yield emit
+    finally:
+        with contextlib.suppress(CallTimeout):
+            call_with_timeout(log.__exit__, seconds=seconds)
 
 
 def _run_attempts(run: LoopState, restarts: RestartHistory) -> int:
@@ -252,9 +260,7 @@ def _run_one(run: LoopState, *, without: frozenset[int]) -> AttemptResult:
             return _claim_and_run(run, slots)
     except RunError as refused:
         error = faults.by_phase(refused, at_start=not run.outcomes)
-        return AttemptResult(
-            error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
-        )
+        return _refused(error.exit_code, str(error))
     finally:
         with contextlib.suppress(RunError, OSError):
             read = partial(run_log.read_records, run.run_dir.log)
@@ -283,26 +289,23 @@ def _claim_and_run(run: LoopState, slots: tuple[int, ...]) -> AttemptResult:
 
 
 def _run_claimed(run: LoopState, job: worker_group.WorkerGroup) -> AttemptResult:
-    opened = attempt_runner.claim_attempt(
+    opened, log = attempt_runner.claim_attempt(
         run.config, run.run_lock, job=job, env=run.env, known=run.last_seq
     )
     claim = opened.claim
-    on_news = partial(run.save_monitor.on_news, attempt=claim.attempt)
-    opened = dataclasses.replace(opened, companions=run.companions, on_news=on_news)
     run.claim, run.last_seq = claim, opened.last_seq
     run.run_history = dataclasses.replace(run.run_history, claims=(*run.run_history.claims, claim))
     run.companions.on_claim(claim, host=opened.hosts[0], emit=run.emit)
-    ended = run_dir_watcher.stop_requested_before(run.run_dir)
-    if ended is None:
-        ended = run.run_attempt(
-            opened,
-            env=run.env,
-            wakeup=run.wakeup,
-            deadline=restart_policy.deadline(run.policy),
-            fork_server=run.fork_server,
-        )
-    attempt_runner.record_stop_with_timeout(opened, ended)
-    return ended
+    services = dataclasses.replace(
+        run.companions.services,
+        run_lock=run.run_lock,
+        wakeup=run.wakeup,
+        on_news=partial(run.save_monitor.on_news, attempt=claim.attempt),
+        fork_server=run.fork_server,
+    )
+    deadline = restart_policy.deadline(run.policy)
+    train = partial(run.run_attempt, opened, services, env=run.env, deadline=deadline)
+    return attempt_runner.run_and_record(opened, log, run.run_lock, job=job, train=train)
 
 
 def _refresh_history(run: LoopState, records: Sequence[Record]) -> None:
@@ -399,19 +402,19 @@ def _stopped(code: ExitCode, why: str) -> AttemptResult:
     return AttemptResult(code, reason, committed=False, requested=code, is_printed=True)
 
 
+def _refused(code: int, reason: str) -> AttemptResult:
+    """Returns the result of an attempt whose end is no record of its own."""
+    return AttemptResult(code, reason, committed=False, is_recorded=False, is_printed=True)
+
+
 def _on_watcher_event(run: LoopState, report: run_dir_watcher.WatcherEvent) -> AttemptResult | None:
     match report:
         case run_dir_watcher.StopRequested(path):
             return _stopped(ExitCode.STOPPED, str(path))
         case run_dir_watcher.Superseded(claim):
-            reason = _fenced_reason(run, claim)
-            return AttemptResult(
-                ExitCode.FENCED, reason, committed=False, is_recorded=False, is_printed=True
-            )
+            return _refused(ExitCode.FENCED, _fenced_reason(run, claim))
         case run_dir_watcher.WatcherFailed(RunError() as error):
-            return AttemptResult(
-                error.exit_code, str(error), committed=False, is_recorded=False, is_printed=True
-            )
+            return _refused(error.exit_code, str(error))
         case run_dir_watcher.WatcherFailed(error):
             raise error
         case run_dir_watcher.SaveRequested():

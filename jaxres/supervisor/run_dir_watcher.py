@@ -21,7 +21,7 @@ from jaxres.runlog.run_log import Claim, newer_claim
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor.run_lock import RunLock, heartbeat_interval_seconds
+from jaxres.supervisor.run_lock import RunLock, TrainingProgress, heartbeat_interval_seconds
 
 POLL_SECONDS = 0.25
 BUCKET_POLL_SECONDS = 2.5
@@ -70,6 +70,7 @@ class RunDirWatcher:
         run_lock: RunLock,
         clock: Clock,
         step: Callable[[], int],
+        progress: Callable[[], TrainingProgress | None] = lambda: None,
         report: Callable[[WatcherEvent], object] | None = None,
     ) -> None:
         """Prepares the watcher; starts no thread yet.
@@ -81,6 +82,7 @@ class RunDirWatcher:
           run_lock: its heartbeat is written every second, in a bucket every five.
           clock: the supervisor's clock.
           step: returns the newest finished step, for the names of moved request files.
+          progress: returns the progress of the training for the heartbeat.
           report: called with each event, in the watcher's thread; None: `reports` returns them.
         """
         self._run_dir = run_dir
@@ -88,7 +90,7 @@ class RunDirWatcher:
         self._last_seq = last_seq
         self._run_lock = run_lock
         self._clock = clock
-        self._step = step
+        self._step, self._progress = step, progress
         self._poll_seconds = BUCKET_POLL_SECONDS if run_dir.is_remote else POLL_SECONDS
         self._threads = WatcherThreads[WatcherEvent]()
         self._report = report or self._threads.put
@@ -150,7 +152,7 @@ class RunDirWatcher:
                 self._run_dir.log, attempt=self._attempt, after=self._last_seq
             )
             if claim is None:
-                self._run_lock.heartbeat()
+                self._run_lock.heartbeat(self._progress())
                 return True
         except StorageUnavailable:
             return True  # No verdict without storage; the run log fences later writes.

@@ -24,13 +24,14 @@ import math
 import os
 import secrets
 import socket
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxres.clock import Clock
 from jaxres.faults import Fenced, RunError
 from jaxres.host.proc_stat import process_exists, process_id
 from jaxres.runlog.paths import RunDir
-from jaxres.storage import files, gcs_objects
+from jaxres.storage import codec, files, gcs_objects
 from jaxres.storage.path import is_remote
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 
@@ -40,6 +41,8 @@ BUCKET_HEARTBEAT_SECONDS = 5.0
 MISSED_HEARTBEATS = 3
 POLL_SECONDS = 0.1
 HEARTBEAT_BYTES = 511
+PROGRESS = "progress"
+"""Key of the progress in a heartbeat."""
 RELEASE_SECONDS = 1.0
 """Longest wait for storage at the exit; without the mark, the heartbeat only looks recent."""
 MAX_TIME = 1e11
@@ -48,6 +51,18 @@ MAX_TIME = 1e11
 Liveness = Literal["alive", "suspended", "gone"]
 """State of the lock holder: its heartbeat advances; its process exists on this machine but writes
 no heartbeat (suspended, or it hangs in storage); neither."""
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """The newest step of the attempt that the lock holder runs, as its heartbeat has it."""
+
+    attempt: int
+    step: int
+    loss: float | None
+    """None: not finite."""
+    tokens_per_second: float | None
+    """None: this is the first step of the attempt."""
 
 
 class RunLock:
@@ -71,6 +86,7 @@ class RunLock:
         """Object generation of the newest heartbeat in a bucket."""
         self._heartbeat_at = -math.inf
         """When that heartbeat was written, on the clock."""
+        self._progress: TrainingProgress | None = None
 
     def __enter__(self) -> RunLock:
         if self.run_dir.is_remote:
@@ -108,8 +124,9 @@ class RunLock:
         """Keeps the files open until the process exits: a thread may hang in a write to them."""
         self._is_abandoned = True
 
-    def heartbeat(self) -> None:
+    def heartbeat(self, progress: TrainingProgress | None = None) -> None:
         """Writes a heartbeat; takes the file lock if its previous holder has released it."""
+        self._progress = progress
         if not self._locked:
             self._locked = self._lock()
         self._count += 1
@@ -146,7 +163,9 @@ class RunLock:
             self._write_to_bucket(self._fields(), over=generation)
 
     def _fields(self) -> dict[str, Any]:
+        progress = {} if self._progress is None else {PROGRESS: codec.encode(self._progress)}
         return {
+            **progress,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "nonce": self._nonce,
@@ -230,6 +249,13 @@ def read(run_dir: RunDir) -> dict[str, Any] | None:
     None: there is no file, or its content is no heartbeat.
     """
     return _decode(files.read(run_dir.owner))
+
+
+def progress_of(run_dir: RunDir) -> TrainingProgress | None:
+    """Returns the progress in the newest heartbeat; None: it has none."""
+    with contextlib.suppress(ValueError):
+        return codec.decode(TrainingProgress, (read(run_dir) or {}).get(PROGRESS))
+    return None
 
 
 _FIELDS: dict[str, tuple[type, ...]] = {

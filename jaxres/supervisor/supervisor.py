@@ -125,6 +125,7 @@ def _run_dir_watcher(running: RunningAttempt, owner: RunLock) -> RunDirWatcher:
         run_lock=owner,
         clock=running.services.clock,
         step=lambda: running.step,
+        progress=running.training_progress,
     )
 
 

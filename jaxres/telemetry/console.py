@@ -30,6 +30,13 @@ WIDE_COLUMNS = 140
 REFRESHES_PER_SECOND = 4
 """Refresh rate of the live progress; a refresh takes about 0.5 ms, which slows steps on CPU."""
 QUICK_PHASES = ("train", "save", "evaluate", "hook")
+SaveEvent = (
+    events.SaveWaited
+    | events.SaveSkipped
+    | events.SaveIntervalChosen
+    | events.SaveFailed
+    | events.SaveCommitted
+)
 
 
 class Console:
@@ -120,35 +127,41 @@ class Console:
                     self.print(_left_out(event))
                 case events.UpdateSkipped():
                     self.print(_skipped(event))
-                case events.SaveWaited(step, seconds):
-                    self.print(f"step {step}: waited {seconds:.1f} s for the previous save")
-                case events.SaveSkipped(step):
-                    self.print(f"step {step}: not saved, the previous save is still being written")
-                case events.SaveIntervalChosen():
-                    self.print(_interval(event))
-                case events.SaveFailed(step, reason, failures):
-                    self._failed_saves = failures
-                    self.print(
-                        f"ALARM: step {step} could not be saved ({failures} in a row). Training "
-                        f"continues and the next save tries again; the newest committed step is "
-                        f"{self._committed}. Reason: {reason}"
-                    )
+                case _ if isinstance(event, SaveEvent):
+                    self._on_save(event)
                 case events.StepQuarantined(step, path, evidence):
                     self.print(
                         f"ALARM: step {step} is damaged and is excluded ({path}): {evidence}. "
                         "Its files are kept for inspection; an older valid step is restored."
                     )
-                case events.SaveCommitted(step=step):
-                    self._committed = step
-                    if self._failed_saves:
-                        self.print(f"step {step} is committed, after {self._failed_saves} failed")
-                    self._failed_saves = 0
                 case events.SampleWritten(text=text):
                     self.print(f"the model writes:\n{text}\n")
                 case events.Noted() | events.HardwareTested():
                     self.print(_noted(event))
                 case _:
                     pass
+
+    def _on_save(self, event: SaveEvent) -> None:
+        """Prints the events of saves that matter to an operator."""
+        match event:
+            case events.SaveWaited(step, seconds):
+                self.print(f"step {step}: waited {seconds:.1f} s for the previous save")
+            case events.SaveSkipped(step):
+                self.print(f"step {step}: not saved, the previous save is still being written")
+            case events.SaveIntervalChosen():
+                self.print(_interval(event))
+            case events.SaveFailed(step, reason, failures):
+                self._failed_saves = failures
+                self.print(
+                    f"ALARM: step {step} could not be saved ({failures} in a row). Training "
+                    f"continues and the next save tries again; the newest committed step is "
+                    f"{self._committed}. Reason: {reason}"
+                )
+            case events.SaveCommitted(step=step):
+                self._committed = step
+                if self._failed_saves:
+                    self.print(f"step {step} is committed, after {self._failed_saves} failed")
+                self._failed_saves = 0
 
     def on_step(self, line: MetricsLine) -> None:
         """Shows a completed step."""

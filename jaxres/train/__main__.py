@@ -26,14 +26,21 @@ from jaxres.cluster.host_group import ALONE
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.runlog.attempt_result import AttemptResult
+from jaxres.runlog.run_log import RunLog
 from jaxres.storage import cpu_cores, gcs_client, home
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
-from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
+from jaxres.supervisor.attempt_runner import (
+    RESTART_VARIABLE,
+    ClaimedAttempt,
+    Inline,
+    hard_exit,
+)
 from jaxres.supervisor.follower import follow
 from jaxres.supervisor.process.worker_group import Membership, as_leader
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import stdio
 from jaxres.train.checks import oom_advice, start_checks
 from jaxres.train.completion import is_complete
@@ -120,14 +127,18 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
             return attempt_runner.run_attempt(
                 target,
                 overrides,
-                run=functools.partial(_inline, received=received),
+                run=Inline(
+                    functools.partial(_inline, received=received),
+                    threads=cpu_cores.usable(),
+                    hold_signals=lambda: stack.enter_context(received),
+                ),
                 is_complete=start_checks.is_complete,
                 env=env,
-                threads=cpu_cores.usable(),
-                hold_signals=lambda: stack.enter_context(received),
             )
-    run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise, fork=fork)
-    run_attempt = functools.partial(attempt_runner.run_attempt, target, overrides, run=run, env=env)
+    run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise)
+    run_attempt = functools.partial(
+        attempt_runner.run_attempt, target, overrides, run=run, env=env, fork=fork
+    )
     if address is None:
         return run_attempt(is_complete=start_checks.is_complete)
     if member.leads:
@@ -144,11 +155,11 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
     )
 
 
-def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult:
+def _inline(
+    opened: ClaimedAttempt, log: RunLog, run_lock: RunLock, *, received: InlineSignals
+) -> AttemptResult:
     """Trains in this process, for debuggers and notebooks."""
-    run_dir, log, claim = opened.run_dir, opened.log, opened.claim
-    assert log is not None
-    assert opened.run_lock is not None
+    run_dir, claim = opened.run_dir, opened.claim
     os.environ["NPROC"] = str(claim.threads)
     from jaxres.train import worker
 
@@ -159,8 +170,8 @@ def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult
         run_dir,
         attempt=claim.attempt,
         last_seq=opened.last_seq,
-        run_lock=opened.run_lock,
-        clock=opened.clock,
+        run_lock=run_lock,
+        clock=run_lock.clock,
         step=lambda: received.requests.step,
         report=received.on_watcher_event,
     )

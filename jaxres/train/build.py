@@ -381,9 +381,9 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
 
 def _check_devices(config: RunConfig, context: AttemptContext) -> None:
     """Raises if this host has fewer devices than are known to belong to it, or only CPUs."""
-    host, name = context.peers.member.host, socket.gethostname()
+    host, name, place = context.peers.member.host, socket.gethostname(), context.place
     history = context.log.history()
-    expected, why = device_check.expected_platform(history, context.claim, given=context.platform)
+    expected, why = device_check.expected_platform(history, context.claim, given=place.platform)
     device_check.check_platform(jax.default_backend(), expected, why, host=host, name=name)
     kinds: dict[int, list[str]] = {}
     for device in jax.devices():
@@ -392,7 +392,7 @@ def _check_devices(config: RunConfig, context: AttemptContext) -> None:
         context.emit(Noted(warning))
     sizes = tuple(config.mesh.sizes()[axis] for axis in mesh_plan.AXES)
     number, why = device_check.expected_devices(
-        history, context.claim, host, given=context.min_devices, mesh=sizes
+        history, context.claim, host, given=place.min_devices, mesh=sizes
     )
     found = jax.local_device_count()
     if found < number and config.hardware.allow_fewer:

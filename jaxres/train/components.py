@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,10 +181,6 @@ class BadRows:
     replacement: PlacedBatch | None
     """Replacement of the batch, for a step that other hosts may have entered; its result is
     discarded. None: this host is alone."""
-
-    def encode(self) -> str:
-        """Returns the message to the other hosts, as JSON."""
-        return json.dumps({"rows": self.rows, "reason": self.reason})
 
 
 BatchAt = Callable[[int], PlacedBatch | BadRows | None]

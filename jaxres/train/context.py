@@ -5,12 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxres.clock import Clock
-from jaxres.cluster.host_group import HostGroup
+from jaxres.cluster.host_group import ALONE, HostGroup, HostRank
 from jaxres.runlog.events import Emit
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
 from jaxres.telemetry.observers import Observers
 from jaxres.train.stop_requests import StopRequests
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker runs."""
+
+    member: HostRank = ALONE
+    min_devices: int = 0
+    """Number of devices that its host must have, as given by JAXRES_MIN_DEVICES."""
+    platform: str = ""
+    """Platform that they must have, as given by JAXRES_PLATFORM; empty: not given."""
+    is_forked: bool = False
+    """Whether the fork server has forked it."""
+
+
+WORKER_ALONE = WorkerPlace()
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,4 @@ class AttemptContext:
     """Receives every event, and every completed step before its metrics line is written."""
     requests: StopRequests
     peers: HostGroup
-    min_devices: int = 0
-    """Number of devices that this host must have, as given by JAXRES_MIN_DEVICES."""
-    platform: str = ""
-    """Platform that they must have, as given by JAXRES_PLATFORM; empty: not given."""
+    place: WorkerPlace = WORKER_ALONE

@@ -49,12 +49,6 @@ def open_data_loader(
     order = dataset.order(seed=seed, rows_per_step=global_batch_size)
     reading = stack.enter_context(contextlib.ExitStack())
 
-    place_batch = functools.partial(meshes.place_batch, mesh, local=local)
-
-    def place(batch: Batch) -> PlacedBatch:
-        with device_use.background():
-            return batch, jax.block_until_ready(place_batch(batch.arrays))
-
     def open_at(history: RunHistory) -> BatchAt:
         reading.close()  # Batches that were read ahead may have rows to leave out from now on.
         skips = data.skip_ranges(
@@ -71,7 +65,7 @@ def open_data_loader(
             batch_at,
             depth=section.prefetch_batches,
             timeout_seconds=section.timeout_seconds,
-            place=place,
+            place=functools.partial(_place, mesh, local),
         )
         source = _BatchSource(reading.enter_context(prefetch), context)
         if not leaves_out:
@@ -85,6 +79,12 @@ def open_data_loader(
         tokens_per_step=dataset.tokens_of(global_batch_size),
         epochs=order.epochs if isinstance(order, Mixture) else lambda cursor: {},
     )
+
+
+def _place(mesh: Mesh, local: LocalRows, batch: Batch) -> PlacedBatch:
+    """Places a batch that was read ahead on the devices, while they train."""
+    with device_use.background():
+        return batch, jax.block_until_ready(meshes.place_batch(mesh, batch.arrays, local=local))
 
 
 def showing_first_batch(loader: DataLoader, show: Callable[[Batch], None]) -> DataLoader:

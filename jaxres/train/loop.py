@@ -28,6 +28,8 @@ from jaxres.faults import Continue, RollbackRun, RunError, SkipRows, StopRun, Ve
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.run_log import Skip
+from jaxres.storage import codec
 from jaxres.train.checks.host_times import LocalTimes
 from jaxres.train.checks.replay_check import Replay
 from jaxres.train.components import (
@@ -142,7 +144,8 @@ def next_batch(
     if not isinstance(placed, BadRows):
         return placed
     if in_flight.bad is None:
-        run.peers.publish(bad_rows_topic(entry), placed.encode())
+        skip = Skip(rows=placed.rows, reason=placed.reason)
+        run.peers.publish(bad_rows_topic(entry), codec.to_text(skip))
     in_flight.bad = placed
     return placed.replacement
 

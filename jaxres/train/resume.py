@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from jaxres.cluster.host_group import MESSAGE_SECONDS
@@ -28,6 +27,7 @@ from jaxres.runlog.events import (
 from jaxres.runlog.guarantee import guarantee_level, is_at_least
 from jaxres.runlog.run_log import Record, RunHistory, Start, fold
 from jaxres.secret_values import redact_text
+from jaxres.storage import codec
 from jaxres.train.components import InFlight, Trainer
 
 OTHER_LOSSES = (
@@ -64,20 +64,19 @@ def _leave_out(run: Trainer, verdict: SkipRows, *, entry: int) -> None:
     run.checkpoints.discard_from(run.checkpoints.saved_step + 1)
 
     def decide() -> str:
-        messages = [
-            json.loads(text.partition(": ")[2]) for text in run.peers.poll(bad_rows_topic(entry))
-        ]
-        published = {tuple(row) for message in messages for row in message["rows"]}
-        rows = sorted(published or verdict.rows)
-        reason = "; ".join(message["reason"] for message in messages) or verdict.reason
-        reason = redact_text(reason)
-        run.log.append(run_log.Skip(rows=tuple(rows), reason=reason))
-        return json.dumps({"rows": rows, "reason": reason, "step": run.log.history().step})
+        texts = run.peers.poll(bad_rows_topic(entry)).values()
+        published = [codec.from_text(run_log.Skip, text) for text in texts]
+        rows = {pair for skip in published for pair in skip.rows} or verdict.rows
+        reason = "; ".join(skip.reason for skip in published) or verdict.reason
+        skip = run_log.Skip(rows=tuple(sorted(rows)), reason=redact_text(reason))
+        run.log.append(skip)
+        step = run.log.history().step
+        return codec.to_text(BadRecordsSkipped(rows=skip.rows, step=step, reason=skip.reason))
 
-    skip = json.loads(run.peers.broadcast(f"skip/{entry}", decide, seconds=MESSAGE_SECONDS))
-    run.checkpoints.rewind(skip["step"])
-    rows = tuple((start, stop) for start, stop in skip["rows"])
-    run.emit(BadRecordsSkipped(rows=rows, step=skip["step"], reason=skip["reason"]))
+    text = run.peers.broadcast(f"skip/{entry}", decide, seconds=MESSAGE_SECONDS)
+    skipped = codec.from_text(BadRecordsSkipped, text)
+    run.checkpoints.rewind(skipped.step)
+    run.emit(skipped)
 
 
 def _roll_back(run: Trainer, verdict: RollbackRun, *, entry: int) -> None:
@@ -179,9 +178,21 @@ def restore_or_start(
     committed = None if begin.tier is None else history.step
     run.emit(TrainingStarted(progress.step, begin.path, level, committed))
     run.emit(PhaseChanged("train"))
+    return state, progress, _new_in_flight(run, history, progress, seq=seq, replays=replays)
+
+
+def _new_in_flight(
+    run: Trainer,
+    history: RunHistory,
+    progress: Progress,
+    *,
+    seq: int,
+    replays: tuple[int, bool] | None,
+) -> InFlight:
+    """Returns the steps in flight at a start, of which `seq` is the record: none yet."""
     now = run.clock.monotonic()
     replayed_step, has_equal_replay = replays or (progress.step, False)
-    in_flight = InFlight(
+    return InFlight(
         seq,
         batch_at=run.data_loader.open(history),
         rollbacks=history.num_rollbacks,
@@ -193,7 +204,6 @@ def restore_or_start(
         replayed_step=min(replayed_step, progress.step),
         has_equal_replay=has_equal_replay,
     )
-    return state, progress, in_flight
 
 
 def _note_other_losses(run: Trainer, progress: Progress) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import os
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from rich.console import Console as Terminal
 
@@ -48,8 +47,11 @@ from jaxres.telemetry.console_log import ConsoleLog
 from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
 from jaxres.telemetry.masked_steps import MaskedSteps
 from jaxres.telemetry.observers import Observers
-from jaxres.train.context import AttemptContext
+from jaxres.train.context import WORKER_ALONE, AttemptContext, WorkerPlace
 from jaxres.train.stop_requests import StopRequests, worker_signals
+
+if TYPE_CHECKING:
+    from jaxres.train.session import SessionResult
 
 NAME_PREFIX = "jaxres-host"
 """Beginning of a worker's process name; the host's number follows."""
@@ -57,22 +59,6 @@ NAME_PREFIX = "jaxres-host"
 SWITCH_SECONDS = 0.0005
 """Longest time for which a thread of a save, or one that reads rows, keeps the interpreter from
 the thread that trains; Python's own is 0.005 s, for each of them (ADR 47)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerPlace:
-    """Where a worker runs."""
-
-    member: HostRank = ALONE
-    min_devices: int = 0
-    """Number of devices that its host must have."""
-    platform: str = ""
-    """Platform that the devices must have, as JAX names it; empty: any."""
-    is_forked: bool = False
-    """Whether the fork server has forked it."""
-
-
-WORKER_ALONE = WorkerPlace()
 
 
 def run_worker(
@@ -92,8 +78,7 @@ def run_worker(
     """
     member = place.member
     shown, clock = terminal or sys.stdout, SystemClock()
-    before = [record for record in log.records() if record.attempt < claim.attempt]
-    is_restart = restart_policy.is_restart(before)
+    is_restart = _is_restart(log, claim)
     with contextlib.ExitStack() as stack:
         observers = Observers([requests])
         if status_writer is not None:  # Before the console: the supervisor knows each printed step.
@@ -106,27 +91,10 @@ def run_worker(
         events = stack.enter_context(EventLog(file, clock=clock, listeners=[observers.on_event]))
         events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, place.is_forked))
         events.emit(PhaseChanged("import", "jax and its dependents"))
-
-        from jaxres.train import session
-
-        try:
-            context = AttemptContext(
-                run_dir, log, claim, events.emit, clock, observers, requests, SingleHost()
-            )
-            context = dataclasses.replace(
-                context, min_devices=place.min_devices, platform=place.platform
-            )
-            with files.untyped_failures():
-                session_result = session.run_session(config, context, stack, member=member)
-            result = session_result.result
-        except RunError as error:
-            at_start = not (is_restart or requests.has_stepped)
-            end = faults.by_phase(error, at_start=at_start)
-            if end.exit_code == ExitCode.HUNG:
-                path = run_dir.stacks(claim.attempt, member.host)
-                with contextlib.suppress(OSError), _to_append(path) as stacks:
-                    faulthandler.dump_traceback(stacks, all_threads=True)
-            result, session_result = AttemptResult(end.exit_code, str(end)), None
+        context = AttemptContext(
+            run_dir, log, claim, events.emit, clock, observers, requests, SingleHost(), place
+        )
+        result, session_result = _run_session(config, context, stack, is_restart=is_restart)
         if status_writer is not None:
             status_writer.on_exit(exit_message(result))
         _emit_run_ended(result, events.emit, step=session_result.step if session_result else 0)
@@ -171,6 +139,35 @@ def _terminal(stream: TextIO) -> Terminal:
     return Terminal(
         file=stream, highlight=False, soft_wrap=True, force_jupyter=False, force_terminal=False
     )
+
+
+def _run_session(
+    config: RunConfig, context: AttemptContext, stack: contextlib.ExitStack, *, is_restart: bool
+) -> tuple[AttemptResult, SessionResult | None]:
+    """Runs the training of this host; an error ends it with a result too."""
+    from jaxres.train import session
+
+    member = context.place.member
+    try:
+        with files.untyped_failures():
+            ended = session.run_session(config, context, stack, member=member)
+    except RunError as error:
+        end = faults.by_phase(error, at_start=not (is_restart or context.requests.has_stepped))
+        if end.exit_code == ExitCode.HUNG:
+            _dump_stacks(context.run_dir.stacks(context.claim.attempt, member.host))
+        return AttemptResult(end.exit_code, str(end)), None
+    return ended.result, ended
+
+
+def _is_restart(log: RunLog, claim: Claim) -> bool:
+    before = [record for record in log.records() if record.attempt < claim.attempt]
+    return restart_policy.is_restart(before)
+
+
+def _dump_stacks(path: Path) -> None:
+    """Appends the stacks of all threads to a file, if it can be written."""
+    with contextlib.suppress(OSError), _to_append(path) as stacks:
+        faulthandler.dump_traceback(stacks, all_threads=True)
 
 
 def _emit_run_ended(result: AttemptResult, emit: Emit, *, step: int) -> None:

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jaxres.checkpoint import diff, finalize
+from jaxres.checkpoint import diff, finalize, save_messages
 from jaxres.checkpoint.digests import block_digests
+from jaxres.checkpoint.memory import tier
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
@@ -57,9 +58,11 @@ from jaxres.runlog import (
     run_log,
     scrub_progress,
 )
+from jaxres.runlog.evaluations import EVALUATED
 from jaxres.runlog.event_log import EventLog, read_events
-from jaxres.runlog.events import EVENTS, Event
+from jaxres.runlog.events import EVENTS, BadRecordsSkipped, Event
 from jaxres.runlog.run_log import RunHistory
+from jaxres.storage import codec
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_lock
 from jaxres.telemetry import alert_delivery_log, heartbeat, incidents
@@ -154,7 +157,8 @@ def host_message_names() -> list[Any]:
 def run_lock_names() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = paths.RunDir(Path(folder))
-        with run_lock.RunLock(run_dir, clock=CLOCK):
+        with run_lock.RunLock(run_dir, clock=CLOCK) as lock:
+            lock.heartbeat(example(run_lock.TrainingProgress))
             return shape(run_lock.read(run_dir))
 
 
@@ -178,6 +182,8 @@ def run_history() -> RunHistory:
 
 def status_names() -> dict[str, Any]:
     run_dir = paths.RunDir(Path("runs/x"))
+    fields = {"step": 7, "losses": {}, "bits_per_byte": {}, "loss": 1.5}
+    evaluated = {"event": EVALUATED, **fields}
     found = status.Status(
         run_dir=run_dir,
         history=run_history(),
@@ -187,7 +193,7 @@ def status_names() -> dict[str, Any]:
         now=2.5,
         newest=example(metrics.MetricsLine),
         steps=7,
-        evaluation=status._evaluation({"step": 7, "losses": {}, "bits_per_byte": {}, "loss": 1.5}),
+        evaluation=status._newest_evaluation([evaluated]),
         hosts=[example(status.HostSnapshot)],
         recent=[example(attempt_history.AttemptSummary)],
         supervision=example(run_health.LastSupervisorEvent),
@@ -260,6 +266,21 @@ def paths_of(folder: Any) -> list[str]:
     return sorted(found)
 
 
+def save_message_names() -> dict[str, Any]:
+    kinds = save_messages.MESSAGES.kinds
+    return {tag: written(save_messages.encode(example(kind))) for tag, kind in kinds.items()}
+
+
+def memory_message_names() -> dict[str, Any]:
+    kinds = {"report": tier.HeldStates, "decision": tier.AgreedState, "read": tier.ReadFailures}
+    return {name: written(codec.to_text(example(kind))) for name, kind in kinds.items()}
+
+
+def bad_record_names() -> dict[str, Any]:
+    kinds = {"rows": run_log.Skip, "decision": BadRecordsSkipped}
+    return {name: written(codec.to_text(example(kind))) for name, kind in kinds.items()}
+
+
 def desired_state_names() -> Any:
     return written(state_object.encode_state(example(desired_state.DesiredState)))
 
@@ -313,6 +334,9 @@ def names() -> dict[str, Any]:
         "step: columns of a host's flags": lambda: list(consensus.FACTS),
         "restore: result of one host": lambda: written(example(restore.ReadResult).encode()),
         "restore: kinds of results": lambda: list(RESTORE_RESULTS),
+        "save: messages of host 0": save_message_names,
+        "memory: messages of the hosts": memory_message_names,
+        "bad records: messages of the hosts": bad_record_names,
         "save: report of one host": lambda: written(example(readback.HostReport).encode()),
         "launch/events: kinds": launch_event_names,
         "metrics.jsonl": lambda: shape(example(metrics.MetricsLine).fields()),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +54,7 @@ from jaxres.runlog.events import (
     PhaseChanged,
 )
 from jaxres.runlog.history import RunHistory
-from jaxres.storage import files, memory_folder
+from jaxres.storage import codec, files, memory_folder
 from jaxres.telemetry.stdio import format_bytes
 
 DAMAGED = "damaged"
@@ -110,6 +109,43 @@ class TierSettings:
     """Folder of the run in shared memory."""
     snapshot: str = "auto"
     """The setting `checkpoint.snapshot`."""
+
+
+@dataclass(frozen=True)
+class HeldStates:
+    """One host's report to host 0 on its states in memory."""
+
+    problem: str = ""
+    """Why this host can't use the tier; empty if it can."""
+    is_damaged: bool = False
+    """Whether wrong data is the reason."""
+    held: tuple[StateKey, ...] = ()
+    """Its own states."""
+    copied: tuple[StateKey, ...] = ()
+    """States of the host before this one."""
+    server: tuple[str, str] = ("", "")
+    """Address and token of its server of copies; empty: it has none."""
+
+
+@dataclass(frozen=True)
+class AgreedState:
+    """Host 0's decision on the reports of all hosts."""
+
+    problem: str = ""
+    """Why no host uses the tier; empty if all do."""
+    is_damaged: bool = False
+    key: StateKey | None = None
+    """The state that all hosts restore; None: a committed step."""
+    servers: tuple[tuple[str, str], ...] = ()
+    """Address and token of each host's server of copies."""
+
+
+@dataclass(frozen=True)
+class ReadFailures:
+    """Why a state could not be restored, on one host or over all hosts; empty: it was."""
+
+    damage: str = ""
+    unreachable: str = ""
 
 
 class MemoryTier:
@@ -226,23 +262,19 @@ class MemoryTier:
             self._open()
         transfer_seconds = seconds / 2  # The other half is for reading it.
         seconds += MESSAGE_SECONDS
-        messages = self._peers.gather(topic, self._report(), seconds=seconds)
-        decision = json.loads(
-            self._peers.broadcast(
-                topic,
-                lambda: json.dumps(_choose(messages, history, dataset)),
-                seconds=2 * seconds,
-            )
+        reports = self._peers.gather(topic, codec.to_text(self._report()), seconds=seconds)
+        choice = self._peers.broadcast(
+            topic, lambda: _choose(reports, history, dataset), seconds=2 * seconds
         )
-        self._is_agreed = not decision["problem"]
+        agreed = codec.from_text(AgreedState, choice)
+        self._is_agreed = not agreed.problem
         if not self._is_agreed:
-            self._close(decision["problem"], is_damaged=decision["is_damaged"])
+            self._close(agreed.problem, is_damaged=agreed.is_damaged)
             self._give_back_unused()
             return None
-        self._meet_neighbor(decision["servers"], seconds=transfer_seconds)
-        chosen = None if decision["chosen"] is None else tuple(decision["chosen"])
-        self._drop_all_but(chosen)
-        return None if chosen is None else self._read(chosen, f"{topic}/read", seconds)
+        self._meet_neighbor(agreed.servers, seconds=transfer_seconds)
+        self._drop_all_but(agreed.key)
+        return None if agreed.key is None else self._read(agreed.key, f"{topic}/read", seconds)
 
     def _meet_neighbor(self, servers: Sequence[tuple[str, str]], *, seconds: float) -> None:
         """Learns the address and the token of the neighbour's server; empty: it has none.
@@ -344,16 +376,15 @@ class MemoryTier:
         except OSError as error:
             self._emit(Noted(f"this host can't keep copies of another host's states: {error}"))
 
-    def _report(self) -> str:
-        """Returns this host's message to host 0."""
-        report = {
-            "problem": self._problem,
-            "is_damaged": self._is_damaged,
-            "held": _keys(self._slots),
-            "copied": _keys(self._copies),
-            "server": (self._server.address, self._server.token) if self._server else ("", ""),
-        }
-        return json.dumps(report)
+    def _report(self) -> HeldStates:
+        """Returns this host's report to host 0."""
+        return HeldStates(
+            problem=self._problem,
+            is_damaged=self._is_damaged,
+            held=_keys(self._slots),
+            copied=_keys(self._copies),
+            server=(self._server.address, self._server.token) if self._server else ("", ""),
+        )
 
     def _drop_all_but(self, chosen: StateKey | None) -> None:
         for slot in (*self._slots, *self._copies):
@@ -376,17 +407,20 @@ class MemoryTier:
             unreachable = str(error)
         except (MemoryDamaged, TypeError) as error:
             damage = str(error)
-        messages = self._peers.gather(topic, json.dumps([damage, unreachable]), seconds=seconds)
-        damage, unreachable = json.loads(
-            self._peers.broadcast(topic, lambda: _joined(messages), seconds=2 * seconds)
-        )
-        if damage:
+        own = codec.to_text(ReadFailures(damage, unreachable))
+        messages = self._peers.gather(topic, own, seconds=seconds)
+        joined = self._peers.broadcast(topic, lambda: _joined(messages), seconds=2 * seconds)
+        failures = codec.from_text(ReadFailures, joined)
+        if failures.damage:
             self._is_agreed = False
-            self._close(damage, is_damaged=True)
-        elif unreachable:
+            self._close(failures.damage, is_damaged=True)
+            return None
+        if failures.unreachable:
             self._drop_all_but(None)  # Its slot is free for the first of the states to come.
-            self._emit(Noted(f"step {chosen[0]} can't be read from host memory: {unreachable}"))
-        return None if damage or unreachable else restored
+            why = failures.unreachable
+            self._emit(Noted(f"step {chosen[0]} can't be read from host memory: {why}"))
+            return None
+        return restored
 
     def _held(self, chosen: StateKey) -> Slot | None:
         held = (slot for slot in self._slots if slot.index and slot.index.key == chosen)
@@ -502,40 +536,46 @@ def _slots(folder: Path, name: str, pieces: Sequence[SlotPiece]) -> list[Slot]:
     return [Slot(folder / f"{name}-{number}.data", pieces) for number in range(NUM_SLOTS)]
 
 
-def _keys(slots: Sequence[Slot]) -> list[StateKey]:
-    return [slot.index.key for slot in slots if slot.index is not None]
+def _keys(slots: Sequence[Slot]) -> tuple[StateKey, ...]:
+    return tuple(slot.index.key for slot in slots if slot.index is not None)
 
 
 def _joined(messages: Sequence[str]) -> str:
-    """Returns the reasons of all hosts, of each kind in one text."""
-    kinds = zip(*map(json.loads, messages), strict=True)
-    return json.dumps(["; ".join(filter(None, kind)) for kind in kinds])
+    """Returns the encoded failures of all hosts, each kind in one text."""
+    failures = [codec.from_text(ReadFailures, message) for message in messages]
+    return codec.to_text(
+        ReadFailures(
+            damage="; ".join(each.damage for each in failures if each.damage),
+            unreachable="; ".join(each.unreachable for each in failures if each.unreachable),
+        )
+    )
 
 
-def _choose(messages: Sequence[str], history: RunHistory, dataset: str) -> dict[str, Any]:
-    """Returns host 0's decision: the newest usable state that all hosts hold, or the problem."""
-    reports = [json.loads(message) for message in messages]
+def _choose(messages: Sequence[str], history: RunHistory, dataset: str) -> str:
+    """Returns host 0's encoded decision on the encoded reports of all hosts."""
+    reports = [codec.from_text(HeldStates, message) for message in messages]
+    return codec.to_text(agree(reports, history, dataset))
+
+
+def agree(reports: Sequence[HeldStates], history: RunHistory, dataset: str) -> AgreedState:
+    """Returns the newest usable state that all hosts hold, or the problem. Pure."""
     problems = [
-        report["problem"] if len(reports) == 1 else f"host {host}: {report['problem']}"
+        report.problem if len(reports) == 1 else f"host {host}: {report.problem}"
         for host, report in enumerate(reports)
-        if report["problem"]
+        if report.problem
     ]
     if problems:
-        is_damaged = any(report["is_damaged"] for report in reports)
-        return {"problem": "; ".join(problems), "is_damaged": is_damaged, "chosen": None}
+        is_damaged = any(report.is_damaged for report in reports)
+        return AgreedState("; ".join(problems), is_damaged)
     holders = [memory_neighbor.holder(host, len(reports)) for host in range(len(reports))]
     held = [
-        {tuple(key) for key in (*own["held"], *reports[holder]["copied"])}
-        for own, holder in zip(reports, holders, strict=True)
+        {*own.held, *reports[holder].copied} for own, holder in zip(reports, holders, strict=True)
     ]
     usable = [
         (step, seq, nonce)
         for step, seq, nonce in set.intersection(*held)
         if history.continues(seq=seq, nonce=nonce, step=step, dataset=dataset)
     ]
-    return {
-        "problem": "",
-        "is_damaged": False,
-        "chosen": max(usable, default=None),
-        "servers": [report["server"] for report in reports],
-    }
+    return AgreedState(
+        key=max(usable, default=None), servers=tuple(report.server for report in reports)
+    )

@@ -147,10 +147,8 @@ def write(
         digests, sums = _write_files(params, building, groups, max_shard_bytes, stem)
         digest = weights_source.params_digest(digests.values())
         fields = {"format": 1, "names": names, "params": digest, "facts": {}, **about}
-        for name, data in {
-            **beside,
-            ABOUT: json.dumps({**fields, "tensors": sums}, indent=1).encode(),
-        }.items():
+        own = {ABOUT: json.dumps({**fields, "tensors": sums}, indent=1).encode()}
+        for name, data in {**beside, **own}.items():
             files.replace(building / name, data)
         place = building if stem == MODEL else building / f"{stem}.safetensors"
         _read_back(params, place, digests, rules or {})

@@ -224,13 +224,19 @@ def pieces(group: Sequence[Rule], arrays: Sequence[np.ndarray]) -> Iterator[tupl
 
 def shapes(model: GptModel, *, rows: int) -> dict[str, tuple[int, ...]]:
     """Returns path -> shape of the decoder's arrays; `rows` is the length of the embedding."""
-    L, D, H, C, F = (
-        model.num_layers,
-        model.d_model,
-        model.num_heads,
-        model.head_width,
-        model.ff_width,
-    )
+    L, D, block = model.num_layers, model.d_model, _block_shapes(model)
+    arrays = {f"{BLOCKS}{path}": (L, *shape) for path, shape in block.items()}
+    arrays |= {"params/embedding": (rows, D), "params/norm/scale": (D,)}
+    arrays |= {"params/norm/bias": (D,)} if model.norm == "layer" else {}
+    if model.positions == "learned":
+        assert model.max_positions is not None
+        arrays["params/positions"] = (model.max_positions, D)
+    return arrays if model.tie_embeddings else arrays | {"params/head": (D, rows)}
+
+
+def _block_shapes(model: GptModel) -> dict[str, tuple[int, ...]]:
+    """Returns path -> shape of the arrays of one block."""
+    D, H, C, F = model.d_model, model.num_heads, model.head_width, model.ff_width
     K = model.num_kv_heads or H
     block: dict[str, tuple[int, ...]] = {
         "attention_norm/scale": (D,),
@@ -267,10 +273,4 @@ def shapes(model: GptModel, *, rows: int) -> dict[str, tuple[int, ...]]:
             for path, shape in block.items()
             if path.endswith("norm/scale")
         }
-    arrays = {f"{BLOCKS}{path}": (L, *shape) for path, shape in block.items()}
-    arrays |= {"params/embedding": (rows, D), "params/norm/scale": (D,)}
-    arrays |= {"params/norm/bias": (D,)} if model.norm == "layer" else {}
-    if model.positions == "learned":
-        assert model.max_positions is not None
-        arrays["params/positions"] = (model.max_positions, D)
-    return arrays if model.tie_embeddings else arrays | {"params/head": (D, rows)}
+    return block

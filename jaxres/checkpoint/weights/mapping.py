@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,8 +76,7 @@ def map_weights(
       section: differences that are allowed, and names to replace.
 
     Raises:
-      ConfigError: there are differences that are not allowed; the message lists all of them. Or
-        the tensors are quantized, which nothing allows.
+      ConfigError: differences that are not allowed, all in one message; or quantized tensors.
     """
     _refuse_quantized(weights)
     names = _renamed(weights, section.rename)
@@ -85,16 +84,13 @@ def map_weights(
     rows = _changed_facts(weights.facts, facts, section.allow_changed)
     taken: dict[str, TensorSource] = {}
     fresh: list[str] = []
-    listed: set[str] = set()
-    """Source tensors that a row already lists."""
+    listed: set[str] = set()  # Source tensors that a row already lists.
     for path, info in wanted.items():
         rule = rules.get(path)
         source, part = find(path, info, names, rule), _layers(info, names, rule)
-        if source is not None:
-            problem = _misfit(weights, source, cast=section.cast)
-        else:
+        if source is None:
             problem = f"{len(part)} of {info.shape[0]} layers" if part else "absent"
-        if source is not None and problem is None:
+        elif (problem := _misfit(weights, source, cast=section.cast)) is None:
             taken[path] = source
             continue
         fresh.append(path)
@@ -107,18 +103,32 @@ def map_weights(
     _refuse_scales(weights, taken, left_out)
     if _is_copy(weights, names, rules, taken):
         listed.add(names[rules[HEAD].name])
-    rows += [
-        f"{name}: {weights.tensors[name]}, expected absent"
-        + (UNTIED if HEAD in rules and names.get(rules[HEAD].name) == name else "")
-        for name in left_out
-        if name not in listed
-        and not _matches(name, (*section.allow_extra, *hf_tensors.NOT_PARAMETERS))
-    ]
+    head = names.get(rules[HEAD].name) if HEAD in rules else None
+    rows += _rows_of_unused(weights, left_out, listed, allowed=section.allow_extra, head=head)
     if rows:
         raise ConfigError(_table(weights.where, rows))
     if not taken:
         raise ConfigError(f"{weights.where}: none of its tensors matches an array of the model.")
     return WeightMapping(taken, tuple(fresh), left_out)
+
+
+def _rows_of_unused(
+    weights: Weights,
+    names: Sequence[str],
+    listed: Collection[str],
+    *,
+    allowed: Sequence[str],
+    head: str | None,
+) -> list[str]:
+    """Returns a row for each tensor without an array of the model, if it needs one.
+
+    `listed` are in other rows; `head` is the tensor of the output layer, if the weights have one.
+    """
+    return [
+        f"{name}: {weights.tensors[name]}, expected absent{UNTIED if name == head else ''}"
+        for name in names
+        if name not in listed and not _matches(name, (*allowed, *hf_tensors.NOT_PARAMETERS))
+    ]
 
 
 def _refuse_quantized(weights: Weights) -> None:

@@ -231,15 +231,14 @@ def _commit(run_dir: RunDir, plan: RebuildPlan, *, lock: RunLock, env: Mapping[s
     Complete steps that the log still does not explain are quarantined, which keeps their files.
     Committed steps whose directories are gone are recorded as pruned: that record was lost.
     """
-    log = attempt_runner.claim_attempt(
+    _, log = attempt_runner.claim_attempt(
         resolve_run(run_dir.root, ())[0].config,
         lock,
         job=WorkerGroup(),
         env=env,
         known=plan.num_records,
         attempt=_newest_attempt(run_dir) + 1,
-    ).log
-    assert log is not None
+    )
     if plan.commit is not None:
         log.append(plan.commit)
     history = log.history()

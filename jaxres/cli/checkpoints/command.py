@@ -32,66 +32,71 @@ def _local(text: str) -> Path:
     return path
 
 
+def _verb(commands: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
+    """Adds a command whose first argument is a run directory."""
+    subparser = commands.add_parser(name)
+    subparser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
+    return subparser
+
+
 def _parser(usage: str) -> argparse.ArgumentParser:
     parser = Parser(prog="jaxres", usage=usage.removeprefix("usage: "))
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", prog="jaxres")
-
-    def verb(parent: argparse._SubParsersAction[Parser], name: str) -> argparse.ArgumentParser:
-        subparser = parent.add_parser(name)
-        subparser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR")
-        return subparser
-
     status_parser = verbs.add_parser("status")
     status_parser.add_argument("run_dir", type=path_argument, nargs="+", metavar="RUN_DIR")
     status_parser.add_argument("--json", action="store_true")
     status_parser.add_argument("--watch", action="store_true")
-    history = verb(verbs, "history")
+    history = _verb(verbs, "history")
     history.add_argument("--attempts", action="store_true")
     history.add_argument("--json", action="store_true")
-    report = verb(verbs, "report")
+    report = _verb(verbs, "report")
     report.add_argument("--out", type=path_argument, metavar="FILE.html")
     report.add_argument("--compare", type=path_argument, metavar="RUN_DIR")
     report.add_argument("--json", action="store_true")
-    hosts = verb(verbs, "hosts")
+    hosts = _verb(verbs, "hosts")
     change = hosts.add_mutually_exclusive_group()
     change.add_argument("--forget", metavar="HOST")
     change.add_argument("--exclude", metavar="HOST")
     hosts.add_argument("--reason", metavar="TEXT")
     hosts.add_argument("--json", action="store_true")
-    checkpoints = verbs.add_parser("checkpoints").add_subparsers(
-        dest="sub", required=True, metavar="COMMAND"
+    _add_checkpoints(
+        verbs.add_parser("checkpoints").add_subparsers(dest="sub", required=True, metavar="COMMAND")
     )
-    verb(checkpoints, "list").add_argument("--json", action="store_true")
-    verb(checkpoints, "digest").add_argument("--step", type=int)
-    verb(checkpoints, "verify").add_argument("--step", type=int)
-    diff = verb(checkpoints, "diff")
+    return parser
+
+
+def _add_checkpoints(checkpoints: argparse._SubParsersAction[Parser]) -> None:
+    """Adds the commands of `jaxres checkpoints`."""
+    _verb(checkpoints, "list").add_argument("--json", action="store_true")
+    _verb(checkpoints, "digest").add_argument("--step", type=int)
+    _verb(checkpoints, "verify").add_argument("--step", type=int)
+    diff = _verb(checkpoints, "diff")
     diff.add_argument("other_run_dir", type=path_argument, nargs="?", metavar="OTHER_RUN_DIR")
     diff.add_argument("--step", type=int)
     diff.add_argument("--other-step", type=int)
     diff.add_argument("--json", action="store_true")
-    prune = verb(checkpoints, "prune")
+    prune = _verb(checkpoints, "prune")
     prune.add_argument("--dry-run", action="store_true")
     prune.add_argument("--json", action="store_true")
-    replicate = verb(checkpoints, "replicate")
+    replicate = _verb(checkpoints, "replicate")
     replicate.add_argument("to", type=path_argument, metavar="TO")
     replicate.add_argument("--follow", action="store_true")
     replicate.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
     replicate.add_argument("--max-mb-per-second", type=float)
     replicate.add_argument("--json", action="store_true")
-    verb(checkpoints, "adopt").add_argument("--yes", action="store_true")
-    verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
-    verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
-    export = verb(checkpoints, "export")
+    _verb(checkpoints, "adopt").add_argument("--yes", action="store_true")
+    _verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
+    _verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
+    export = _verb(checkpoints, "export")
     export.add_argument("--names", choices=("huggingface", "jaxres", "peft", *STYLES))
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     export.add_argument("--max-shard-bytes", type=int)
     export.add_argument("--step")
-    imports = verb(checkpoints, "import")
+    imports = _verb(checkpoints, "import")
     imports.add_argument("--step", type=int)
     for subparser in (export, imports):
         subparser.add_argument("--out", type=_local)
         subparser.add_argument("--json", action="store_true")
-    return parser
 
 
 def _parse(arguments: Sequence[str], *, usage: str) -> argparse.Namespace:
@@ -131,33 +136,41 @@ def main(arguments: Sequence[str], *, usage: str, env: Mapping[str, str] | None 
                 adopt.adopt(run_dir, yes=options.yes, clock=SystemClock(), env=env or {})
             )
             return code
-        history = _read_history(run_dir)
-        match options.verb, getattr(options, "sub", None):
-            case "history", _:
-                show = history_cli.attempts_text if options.attempts else history_cli.steps_text
-                text = show(run_dir, history, as_json=options.json)
-            case "report", _:
-                text = _report(run_dir, options)
-            case "hosts", _:
-                text = _hosts(run_dir, history, options)
-            case _, "list":
-                text = _list(run_dir, history, as_json=options.json)
-            case _, "prune":
-                text = _prune(run_dir, history, options, env=env or {})
-            case _, "pin" | "unpin":
-                text = _pin(run_dir, options)
-            case _, "verify":
-                text, code = _verify(run_dir, history, step=options.step)
-            case _, "diff":
-                text, code = _diff(run_dir, history, options)
-            case _:
-                text = _digest(run_dir, history, step=options.step)
+        text, code = _answer(run_dir, _read_history(run_dir), options, env=env or {})
     except RunError as end:
         error = faults.by_phase(end, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))
         return error.exit_code
     sys.stdout.write(text)
     return code
+
+
+def _answer(
+    run_dir: RunDir, history: RunHistory, options: argparse.Namespace, *, env: Mapping[str, str]
+) -> tuple[str, int]:
+    """Returns the output and the exit code of a command on a run with a readable log."""
+    code = ExitCode.DONE
+    match options.verb, getattr(options, "sub", None):
+        case "history", _:
+            show = history_cli.attempts_text if options.attempts else history_cli.steps_text
+            text = show(run_dir, history, as_json=options.json)
+        case "report", _:
+            text = _report(run_dir, options)
+        case "hosts", _:
+            text = _hosts(run_dir, history, options)
+        case _, "list":
+            text = _list(run_dir, history, as_json=options.json)
+        case _, "prune":
+            text = _prune(run_dir, history, options, env=env)
+        case _, "pin" | "unpin":
+            text = _pin(run_dir, options)
+        case _, "verify":
+            text, code = _verify(run_dir, history, step=options.step)
+        case _, "diff":
+            text, code = _diff(run_dir, history, options)
+        case _:
+            text = _digest(run_dir, history, step=options.step)
+    return text, code
 
 
 def _status(options: argparse.Namespace) -> int:

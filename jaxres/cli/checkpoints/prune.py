@@ -87,8 +87,7 @@ def prune(
         if not planned.plan.dead and not planned.leftovers:
             return planned
         job, known = WorkerGroup(), run_log.last_seq(records)
-        log = attempt_runner.claim_attempt(config, lock, job=job, env=env, known=known).log
-        assert log is not None
+        _, log = attempt_runner.claim_attempt(config, lock, job=job, env=env, known=known)
         pruned = pruning.prune(log, keep, run_dir=run_dir)
         pruning.delete_all_but(log.history(), run_dir=run_dir, attempt=log.attempt)
         log.append(_end(before, pruned))

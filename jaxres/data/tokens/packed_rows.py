@@ -118,17 +118,11 @@ def open_packed_rows(
     recorded = _read_record(folder / f"{key}.json")
     if recorded is not None:
         try:
-            pieces_3P = _read_pieces(folder / f"{key}.npy", corpus)
-            if _digest(made_from, pieces_3P) == recorded:
-                return PackedRows(corpus, _as_plan(pieces_3P, seq_len), recorded, start, stop)
-            problem = "it differs from its digest"
-        except (ValueError, EOFError, FileNotFoundError) as error:
-            problem = str(error)
-        except OSError as error:
-            raise files.fault_of(error)(f"the packing plan can't be read: {error}") from error
-        progress(
-            f"The packing plan {folder / key}.npy can't be used, so it is made again: {problem}"
-        )
+            pieces_3P = _recorded_pieces(folder / f"{key}.npy", corpus, made_from, recorded)
+            return PackedRows(corpus, _as_plan(pieces_3P, seq_len), recorded, start, stop)
+        except (ValueError, EOFError, FileNotFoundError) as problem:
+            text = f"The packing plan {folder / key}.npy can't be used, so it is made again"
+            progress(f"{text}: {problem}")
     progress(f"Packing {corpus.meta.num_documents:,} documents into rows ({packing})")
     plan = plan_rows(_offsets(corpus), start=start, stop=stop, seq_len=seq_len, packing=packing)
     pieces_3P = _as_pieces(plan)
@@ -141,6 +135,25 @@ def open_packed_rows(
         )
     _write(folder, key, made_from | {"num_rows": len(plan), "plan": digest}, pieces_3P)
     return PackedRows(corpus, plan, digest, start, stop)
+
+
+def _recorded_pieces(
+    path: Path, corpus: TokenFolder, made_from: dict[str, Any], recorded: str
+) -> NDArray[np.int64]:
+    """Returns the pieces of a recorded plan.
+
+    Raises:
+      ValueError, EOFError, FileNotFoundError: the file is missing, or is not the one recorded.
+    """
+    try:
+        pieces_3P = _read_pieces(path, corpus)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise files.fault_of(error)(f"the packing plan can't be read: {error}") from error
+    if _digest(made_from, pieces_3P) != recorded:
+        raise ValueError("it differs from its digest")
+    return pieces_3P
 
 
 def _offsets(corpus: TokenFolder) -> NDArray[np.int64]:

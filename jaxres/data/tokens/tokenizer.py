@@ -387,20 +387,8 @@ def parse_tokenizer(
     Raises:
       ConfigError: it can't be used.
     """
-    try:
-        from tokenizers import Tokenizer as Library
-    except ImportError as error:
-        raise ConfigError(
-            "data.tokenizer.kind=huggingface needs the package `tokenizers`. Run "
-            "`pip install -e '.[data]'` in the checkout of jaxres."
-        ) from error
-    try:
-        library = Library.from_buffer(data)
-    except Exception as error:
-        raise ConfigError(f"{where} is not a tokenizer.json: {error}") from error
+    library = _library_tokenizer(data, where)
     _check_vocabulary(data, where)
-    library.no_padding()
-    library.no_truncation()
     library.encode_special_tokens = special_tokens == "text"
     ids = library.get_vocab(with_added_tokens=True)
     note = ""
@@ -424,6 +412,24 @@ def parse_tokenizer(
         special_tokens=special_tokens,
         note=note,
     )
+
+
+def _library_tokenizer(data: bytes, where: str) -> Any:
+    """Returns the library's tokenizer of a tokenizer.json, which neither pads nor cuts texts."""
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise ConfigError(
+            "data.tokenizer.kind=huggingface needs the package `tokenizers`. Run "
+            "`pip install -e '.[data]'` in the checkout of jaxres."
+        ) from error
+    try:
+        library = Library.from_buffer(data)
+    except Exception as error:
+        raise ConfigError(f"{where} is not a tokenizer.json: {error}") from error
+    library.no_padding()
+    library.no_truncation()
+    return library
 
 
 def _other_ends(

@@ -29,7 +29,7 @@ from jaxres.launch.gce.decide.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.gce.decide.reconcile import CYCLE_SECONDS
 from jaxres.launch.gce.job_alerts import JobAlerts
 from jaxres.launch.gce.service_answers import ServiceAnswers
-from jaxres.launch.gce.state import step_line, transition_events
+from jaxres.launch.gce.state import transition_events
 from jaxres.launch.gce.state.desired_state import (
     CapacityState,
     DesiredState,
@@ -48,6 +48,7 @@ from jaxres.launch.gce.state.observed_state import (
 )
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.state.state_object import StateObject
+from jaxres.launch.gce.state.step_line import StepPrinter
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog import launch_events
@@ -117,14 +118,18 @@ class Controller:
     """Earliest retry of a creation that was not answered."""
     _boot_wall: float | None = None
     """Wall clock at the boot of this machine, as computed once."""
-    _printed_progress: str = ""
-    """Progress of the training that was printed last, at `_step_printed_at`."""
-    _step_printed_at: float = -inf
 
     def __post_init__(self) -> None:
         """Adds the reader of the bucket, the observer of boots, and the deletions."""
         self._bucket = BucketReader(self.paths, self.clock, self.console)
         self._answers = ServiceAnswers(self.console)
+        self._steps = StepPrinter(
+            RunDir(self.paths.run),
+            steps=self.config.train.steps,
+            every_seconds=self.config.telemetry.log_every_seconds,
+            clock=self.clock,
+            console=self.console,
+        )
         self._boots = BootObserver(self.paths, self.compute, self.console)
         self._deletions = Deletions(self.compute, self.console, self.clock)
 
@@ -203,19 +208,11 @@ class Controller:
 
     def _print_step(self, desired: DesiredState, observed: ObservedState) -> None:
         """Prints the newest step, at most every `telemetry.log_every_seconds`."""
-        now = self.clock.monotonic()
-        found = step_line.next_line(
-            desired,
-            observed,
-            spent=reconcile.describe_costs(desired, self._gce(), now=observed.now),
-            printed=self._printed_progress,
-            since_seconds=now - self._step_printed_at,
-            every_seconds=self.config.telemetry.log_every_seconds,
-        )
-        if found is not None:
-            self._printed_progress, line = found
-            self._step_printed_at = now
-            self.console(line)
+        if desired.phase != "running" or not self._steps.is_due():
+            return
+        spent = reconcile.describe_costs(desired, self._gce(), now=observed.now)
+        with self._bucket.count_wait():
+            self._steps.print_new(desired.attempt.number, committed=observed.log.step, spent=spent)
 
     # Observation.
 

@@ -433,13 +433,20 @@ class _Job:
             seed=secrets.randbits(32),
             idle_jobs=slurm_job.idle_jobs(entries, records),
         )
-        if isinstance(decision, Resubmit) and files.exists(stop := self.run_dir.request("stop")):
-            # An attempt of the next job would take it, but that job may wait for days.
-            folder = self.run_dir.attempt(run_log.fold(records).attempt)
-            files.make_dir(folder)
-            files.move(stop, folder / "stop")
-            decision = End(ExitCode.STOPPED, f"{stop}: the job is not submitted again")
+        if isinstance(decision, Resubmit):
+            decision = self._stopped(records) or decision
         return decision, records, len(nodes) < len(self.nodes)
+
+    def _stopped(self, records: list[Record]) -> End | None:
+        """Returns the end of a job by a request to stop, which is moved; None: there is none."""
+        # An attempt of the next job would take the request, but that job may wait for days.
+        stop = self.run_dir.request("stop")
+        if not files.exists(stop):
+            return None
+        folder = self.run_dir.attempt(run_log.fold(records).attempt)
+        files.make_dir(folder)
+        files.move(stop, folder / "stop")
+        return End(ExitCode.STOPPED, f"{stop}: the job is not submitted again")
 
     def _resubmit(self, decision: Resubmit) -> int:
         """Submits the job again; returns the exit code of this one."""

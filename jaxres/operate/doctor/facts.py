@@ -144,21 +144,15 @@ def gather(
       num_params: number of parameters; None: unknown.
       test_alerts: results of `--send-test-alert`; None: it was not given.
     """
-    is_here, platform = devices.is_here, devices.platform
-    num_devices, num_hosts = devices.number, devices.num_hosts
-    gce, starts_here = config.launch.gce, is_here
-    if gce is not None:
-        per_host = num_gpus(gce.capacity_options[0].machine_type) or 0
-        is_here, num_hosts = False, gce.most_hosts
-        num_devices, platform = max(1, per_host) * num_hosts, "gpu" if per_host else "cpu"
-    has_gpus = is_here and platform == "gpu"
+    starts_here, devices = devices.is_here, _devices_of_run(config, devices)
+    is_here, has_gpus = devices.is_here, devices.is_here and devices.platform == "gpu"
     cuda, nccl = _cuda_plugin() if has_gpus else (None, None)
     return Facts(
         is_here=is_here,
         starts_here=starts_here,
-        platform=platform,
-        num_devices=num_devices,
-        num_hosts=num_hosts,
+        platform=devices.platform,
+        num_devices=devices.number,
+        num_hosts=devices.num_hosts,
         state_bytes=state_bytes,
         num_params=num_params,
         step_seconds=_step_seconds(run_dir) if starts_here else None,
@@ -177,6 +171,16 @@ def gather(
         cuda=cuda,
         nccl=nccl,
     )
+
+
+def _devices_of_run(config: RunConfig, here: Devices) -> Devices:
+    """Returns the devices of the VMs that `launch gce` creates, or else those of this machine."""
+    gce = config.launch.gce
+    if gce is None:
+        return here
+    per_host = num_gpus(gce.capacity_options[0].machine_type) or 0
+    number, platform = max(1, per_host) * gce.most_hosts, "gpu" if per_host else "cpu"
+    return Devices(is_here=False, platform=platform, number=number, num_hosts=gce.most_hosts)
 
 
 def _existing(path: Path) -> Path:

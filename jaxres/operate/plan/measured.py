@@ -98,11 +98,6 @@ def of_run(
         boots = [i.vm_boot_seconds for i in restarted if i.attempt in losses]
     waits = [i.capacity_wait_seconds for i in restarted if _is_stockout(losses.get(i.attempt))]
     newest = timeline.attempts[-1] if timeline.attempts else None
-    idle = sum(
-        interval.seconds
-        for interval in timeline.intervals
-        if interval.in_gap or interval.activity in (*SETUP, Activity.DETECTION)
-    )
     return Measured(
         goodput=summary.goodput,
         seconds=summary.seconds,
@@ -117,9 +112,18 @@ def of_run(
         read_seconds=_mean(i.setup_seconds.get(Activity.RESTORE, 0.0) for i in restarted),
         failures=len(failures),
         preemptions=_count(summary.incidents, exit_row(ExitCode.PREEMPTED).name),
-        trained_hours=(summary.seconds - idle) / HOUR_SECONDS,
+        trained_hours=(summary.seconds - _idle_seconds(timeline)) / HOUR_SECONDS,
         stockout_share=_mean(float(_is_stockout(gap)) for gap in losses.values()),
         stockout_seconds=_mean(waits),
+    )
+
+
+def _idle_seconds(timeline: RunTimeline) -> float:
+    """Returns the time in which the run does not train: gaps, setup, and detection of failures."""
+    return sum(
+        interval.seconds
+        for interval in timeline.intervals
+        if interval.in_gap or interval.activity in (*SETUP, Activity.DETECTION)
     )
 
 

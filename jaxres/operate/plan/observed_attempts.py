@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -68,23 +68,17 @@ def of_run(
       launch_events: events of the launcher of `launch gce`.
     """
     attempts = timeline.attempts
-    if not attempts or attempts[-1].cause != DONE or any(len(a.starts) > 1 for a in attempts):
+    if not _goes_straight_on(attempts, records):
         return None
     vms, waits = _vms(config, launch_events, num_attempts=len(attempts)), None
     if vms is None and (waits := _waits(supervisor_events, attempts)) is None:
         return None
-    starts = [r.body for r in records if isinstance(r.body, Start)]
-    if starts[0].step:
-        return None
-    last_step = run_log.fold(records).step
-    num_steps = last_step + sum(timeline.lost_steps.values())
-    events = list(events)
-    times = _times(timeline, events, num_steps=num_steps)
+    last_step, events = run_log.fold(records).step, list(events)
+    times = _times(timeline, events, num_steps=last_step + sum(timeline.lost_steps.values()))
     if times is None:
         return None
     num_steps_of = _steps_of_attempts(timeline, records, last_step=last_step)
-    shown = {one.attempt for one in attempts}
-    claims = [r.time for r in records if isinstance(r.body, Claim) and r.attempt in shown]
+    claims = _claim_times(records, {one.attempt for one in attempts})
     failures = _failures(timeline, records, claims, events, num_steps_of, times)
     settings = _settings(config)
     if vms is None:
@@ -95,16 +89,36 @@ def of_run(
         failures = [_before_gap(failure, gap, one) for failure, gap, one in found]
         launches = [at - gap.started for at, gap in zip(claims[1:], vms.gaps, strict=True)]
         settings = replace(settings, vms=_vms_of_job(vms, config, claimed=claims[0]))
-    last = attempts[-1]  # The attempt without a failure.
-    own, num_steps = _own(timeline, last), num_steps_of.get(last.attempt, 0)
     times = replace(
-        times,
-        step_seconds=_step_seconds(own, num_steps, default=times.step_seconds),
-        pause_seconds=_pause_seconds(own, num_steps, default=times.pause_seconds),
+        _times_of_last(timeline, times, num_steps_of),
         detect_seconds=_mean([failure.detect_seconds or 0.0 for failure in failures]),
         launch_seconds=max(0.0, _mean(launches)),
     )
     return ObservedAttempts(times, tuple(failures), settings)
+
+
+def _goes_straight_on(attempts: Sequence[AttemptTime], records: Sequence[Record]) -> bool:
+    """Returns whether a run is complete, began at step 0 and went back only between attempts."""
+    if not attempts or attempts[-1].cause != DONE or any(len(a.starts) > 1 for a in attempts):
+        return False
+    return next(record.body for record in records if isinstance(record.body, Start)).step == 0
+
+
+def _claim_times(records: Sequence[Record], attempts: Collection[int]) -> list[float]:
+    return [r.time for r in records if isinstance(r.body, Claim) and r.attempt in attempts]
+
+
+def _times_of_last(
+    timeline: RunTimeline, times: PartTimes, num_steps_of: Mapping[int, int]
+) -> PartTimes:
+    """Returns the times with those of the attempt without a failure, which is the last one."""
+    last = timeline.attempts[-1]
+    own, num_steps = _own(timeline, last), num_steps_of.get(last.attempt, 0)
+    return replace(
+        times,
+        step_seconds=_step_seconds(own, num_steps, default=times.step_seconds),
+        pause_seconds=_pause_seconds(own, num_steps, default=times.pause_seconds),
+    )
 
 
 def _settings(config: RunConfig) -> JobSettings:

@@ -17,7 +17,7 @@ It does not call
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxres.checkpoint.retention import save_interval
@@ -27,7 +27,7 @@ from jaxres.config.schema.run_config import LaunchSection, RestartSection
 from jaxres.operate.plan.simulated_vms import Gap, SimulatedLauncher, Vms
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.supervisor import restart_policy
-from jaxres.supervisor.restart_policy import GiveUp, RestartPolicy
+from jaxres.supervisor.restart_policy import GiveUp, Restart, RestartPolicy
 
 NO_GAP = Gap()
 RECENT = 1000
@@ -121,8 +121,7 @@ def simulate_attempts(
     times: PartTimes, failures: Sequence[SimulatedFailure], settings: JobSettings
 ) -> SimulatedJob:
     """Simulates a job: one attempt for each failure, then one to the last step."""
-    policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
-    launcher = None if settings.vms is None else SimulatedLauncher(settings.vms)
+    decide = _decider(settings)
     history: list[AttemptOutcome[int]] = []
     seconds = useful = wait_seconds = trained_seconds = 0.0
     committed = num_attempts = num_saves = steps_lost = num_lossy = 0
@@ -134,10 +133,8 @@ def simulate_attempts(
             reached = _Reached(committed, committed, 0.0, 0)
         else:
             costs = Costs(failures=num_lossy, trained_hours=trained_seconds / HOUR_SECONDS)
-            until = math.inf if failure is None else failure.seconds
-            is_saved = failure is None or failure.is_saved
             own = times if failure is None else _own_times(times, failure)
-            reached = _train(own, settings, committed, until, costs, is_saved=is_saved)
+            reached = _train(own, settings, committed, costs, failure)
             seconds += setup + reached.seconds
             useful += (reached.committed - committed) * own.step_seconds
         trained_seconds += reached.seconds
@@ -148,15 +145,10 @@ def simulate_attempts(
         if failure is None or committed == settings.last_step:
             seconds += times.end_seconds
             break
-        detection = failure.detect_seconds
-        seconds += times.detect_seconds if detection is None else detection
-        seconds += times.end_seconds if failure.is_saved else 0.0
+        seconds += _end_seconds(times, failure)
         num_lossy += not failure.is_saved and not failure.in_setup
         history.append(AttemptOutcome(failure.code, "", before, committed))
-        if launcher is None:
-            decision = restart_policy.decide(history[-RECENT:], seconds, policy)
-        else:
-            decision = launcher.end_attempt(failure.code, failure.gap, step=committed, now=seconds)
+        decision = decide(history, failure, seconds)
         if isinstance(decision, GiveUp):
             gave_up = decision.reason
             break
@@ -173,6 +165,31 @@ def simulate_attempts(
         gave_up=gave_up,
         times=times,
     )
+
+
+def _decider(
+    settings: JobSettings,
+) -> Callable[[Sequence[AttemptOutcome[int]], SimulatedFailure, float], Restart | GiveUp]:
+    """Returns the decision after a failure: that of the restart policy, or of the launcher."""
+    policy = RestartPolicy(settings.restart, settings.launch, num_hosts=(1,), began=0.0, seed=0)
+    launcher = None if settings.vms is None else SimulatedLauncher(settings.vms)
+
+    def decide(
+        history: Sequence[AttemptOutcome[int]], failure: SimulatedFailure, now: float
+    ) -> Restart | GiveUp:
+        if launcher is None:
+            return restart_policy.decide(history[-RECENT:], now, policy)
+        step = history[-1].step_after
+        return launcher.end_attempt(failure.code, failure.gap, step=step, now=now)
+
+    return decide
+
+
+def _end_seconds(times: PartTimes, failure: SimulatedFailure) -> float:
+    """Returns the time from a failure to the end of its attempt."""
+    found = failure.detect_seconds
+    detection = times.detect_seconds if found is None else found
+    return detection + (times.end_seconds if failure.is_saved else 0.0)
 
 
 def _own_times(times: PartTimes, failure: SimulatedFailure) -> PartTimes:
@@ -196,12 +213,11 @@ def _train(
     times: PartTimes,
     settings: JobSettings,
     step: int,
-    until: float,
     costs: Costs,
-    *,
-    is_saved: bool,
+    failure: SimulatedFailure | None,
 ) -> _Reached:
-    """Trains from a committed step until a time, or until the last step, which is saved."""
+    """Trains from a committed step until a failure, or until the last step, which is saved."""
+    until = math.inf if failure is None else failure.seconds
     cycle = times.step_seconds + times.pause_seconds
     now = began = 0.0
     committed, writing, ready = step, step, 0.0
@@ -225,7 +241,7 @@ def _train(
         committed = writing
     if step == settings.last_step and writing == step:
         return _Reached(step, step, max(now, ready), num_saves)
-    if is_saved:
+    if failure is None or failure.is_saved:
         now = max(now, ready) + times.stall_seconds + times.commit_seconds
         return _Reached(step, step, now, num_saves + 1)
     return _Reached(step, committed, now, num_saves)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxres.clock import Clock
+from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
+from jaxres.runlog import run_log
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
+from jaxres.supervisor.attempt import Services
 from jaxres.supervisor.companions import replica_process, tracker_processes
 from jaxres.supervisor.companions.prometheus_exporter import PrometheusExporter
 from jaxres.supervisor.companions.replica_process import ReplicaProcess
@@ -22,7 +25,6 @@ from jaxres.supervisor.companions.scrub_process import ScrubProcess
 from jaxres.supervisor.companions.tracker_processes import TrackerProcesses
 from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
-from jaxres.supervisor.run_metrics import RunMetrics
 
 
 def ignore_event(event: Event) -> None:
@@ -64,7 +66,7 @@ class Companions:
             section = config.hardware.health
             self.health_watcher = HealthWatcher(section, run_dir.local, env=env, clock=clock)
         self._exporter = PrometheusExporter(config, run_dir, clock=clock)
-        self._is_inline = is_inline
+        self._is_inline, self._clock = is_inline, clock
         self._trackers: TrackerProcesses | None = None
         self._replica: ReplicaProcess | None = None
         self._scrub: ScrubProcess | None = None
@@ -95,9 +97,14 @@ class Companions:
         self._stack.close()
 
     @property
-    def run_metrics(self) -> RunMetrics | None:
-        """The metrics that are exported; None: the exporter is off."""
-        return None if self._is_inline else self._exporter.metrics
+    def services(self) -> Services:
+        """What an attempt uses of the companions, without the services of its supervisor."""
+        return Services(
+            clock=self._clock,
+            preemption_watcher=self.preemption_watcher,
+            health_watcher=self.health_watcher,
+            run_metrics=self._exporter.metrics,
+        )
 
     @property
     def pids(self) -> set[int]:
@@ -141,5 +148,14 @@ class Companions:
 
 def send_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
     """Sends data that the trackers and the replica of a complete run have not received."""
-    tracker_processes.send_rest(config, run_dir, env=env)
-    replica_process.copy_rest(config, run_dir, env=env)
+    records, clock = run_log.read_records(run_dir.log), SystemClock()
+    history = run_log.fold(records)
+    with contextlib.ExitStack() as stack:
+        if tracker_processes.lack_steps(config, run_dir, history):
+            trackers = stack.enter_context(TrackerProcesses(config, run_dir, env=env, clock=clock))
+            trackers.ensure_started(history.attempt)
+            trackers.on_run_ended(ExitCode.DONE)
+        if replica_process.lacks_records(config, run_dir, records):
+            replica = stack.enter_context(ReplicaProcess(config, run_dir, env=env, clock=clock))
+            replica.ensure_started(ignore_event)
+            replica.on_run_ended(ExitCode.DONE)

@@ -11,13 +11,13 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from jaxres.clock import Awake, Clock, SystemClock
+from jaxres.clock import Awake, Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import RunError
-from jaxres.host.processes import kill_session, start_session
+from jaxres.host.side_process import SideProcess, end_all
 from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
@@ -35,14 +35,10 @@ FINISH_SECONDS = 300.0
 WATCH_SECONDS = 10.0
 """Longest time between two looks at the lag."""
 SLEPT_SECONDS = 30.0
-POLL_SECONDS = 0.02
 
 
 class ReplicaProcess:
-    """The replicator of a run with `checkpoint.replica`; a context manager, which ends it.
-
-    It is in a session of its own, so that a Ctrl-C reaches only the run.
-    """
+    """The replicator of a run with `checkpoint.replica`; a context manager, which ends it."""
 
     def __init__(
         self, config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str], clock: Clock
@@ -55,8 +51,8 @@ class ReplicaProcess:
                 "another path\n"
             )
             self._section = None
-        self._run_dir, self._env, self._clock = run_dir, env, clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self._run_dir, self._clock = run_dir, clock
+        self._process = SideProcess(env)
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._close_seconds = CLOSE_SECONDS
@@ -76,9 +72,8 @@ class ReplicaProcess:
 
     @property
     def pids(self) -> set[int]:
-        """Pid of the process, if it runs: it is no leftover of an attempt."""
-        process = self._process
-        return {process.pid} if process is not None and process.poll() is None else set()
+        """Pid of the process, if it runs."""
+        return self._process.pids
 
     def on_run_ended(self, code: int) -> None:
         """Allows FINISH_SECONDS for the rest if the run is complete."""
@@ -89,16 +84,8 @@ class ReplicaProcess:
         """Waits for the rest for a limited time, then kills the process."""
         with self._lock:
             self._closed.set()
-        if (process := self._process) is None:
-            return
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        until = self._clock.monotonic() + self._close_seconds
-        while process.poll() is None and self._clock.monotonic() < until:
-            self._clock.sleep(POLL_SECONDS)
-        kill_session(process)
-        if process.returncode:
+        end_all([self._process], seconds=self._close_seconds, clock=self._clock)
+        if self._process.exit_code:
             stdio.eprint(f"replica: {self._missing()}\n")
 
     def _missing(self) -> str:
@@ -115,10 +102,9 @@ class ReplicaProcess:
         """Starts the process unless it runs, or has ended in a way that would repeat itself."""
         assert self._section is not None
         with self._lock:
-            process = self._process
-            if self._closed.is_set() or (
-                process is not None and (process.poll() is None or _is_final(process.returncode))
-            ):
+            code = self._process.exit_code
+            is_over = self._closed.is_set() or (code is not None and _is_final(code))
+            if is_over or self._process.pids:
                 return
             command = [sys.executable, "-m", "jaxres", "checkpoints", "replicate"]
             command += [str(self._run_dir.root.absolute()), str(self._section.path)]
@@ -126,7 +112,7 @@ class ReplicaProcess:
             if (rate := self._section.max_mb_per_second) is not None:
                 command += [f"--max-mb-per-second={rate}"]
             try:
-                self._process = start_session(command, stdin=subprocess.PIPE, env=self._env)
+                self._process.start(command, stdin=subprocess.PIPE)
             except OSError as error:
                 stdio.eprint(f"checkpoint.replica: did not start: {error}\n")
 
@@ -183,18 +169,13 @@ class ReplicaProcess:
         )
 
 
-def copy_rest(config: RunConfig, run_dir: RunDir, *, env: Mapping[str, str]) -> None:
-    """Copies the records and steps that the replica of a complete run lacks."""
+def lacks_records(config: RunConfig, run_dir: RunDir, records: Sequence[Record]) -> bool:
+    """Returns whether the run has a replica that lacks some of its records, or their steps."""
     if config.checkpoint.replica is None:
-        return
+        return False
     progress = replica_files.read_progress(run_dir)
-    records = run_log.read_records(run_dir.log)
     is_same = progress is not None and progress.path == str(config.checkpoint.replica.path)
-    if progress is not None and is_same and progress.seq >= run_log.last_seq(records):
-        return
-    with ReplicaProcess(config, run_dir, env=env, clock=SystemClock()) as process:
-        process.ensure_started(lambda event: None)
-        process.on_run_ended(ExitCode.DONE)
+    return progress is None or not is_same or progress.seq < run_log.last_seq(records)
 
 
 def _is_final(code: int) -> bool:

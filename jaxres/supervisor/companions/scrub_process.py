@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from jaxres.clock import Clock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
 from jaxres.faults import RunError, command_line
-from jaxres.host.processes import kill_session, start_session
+from jaxres.host.side_process import SideProcess
 from jaxres.runlog import run_log, scrub_progress
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, Event
@@ -47,8 +46,8 @@ class ScrubProcess:
     ) -> None:
         """Starts nothing."""
         self._section, self._replica = config.checkpoint.scrub, config.checkpoint.replica
-        self._run_dir, self._env, self._clock = run_dir, env, clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self._run_dir, self._clock = run_dir, clock
+        self._process = SideProcess(env)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._reported: set[tuple[str, float]] | None = None
@@ -65,15 +64,13 @@ class ScrubProcess:
 
     @property
     def pids(self) -> set[int]:
-        """Pid of the process, if it runs: it is no leftover of an attempt."""
-        process = self._process
-        return {process.pid} if process is not None and process.poll() is None else set()
+        """Pid of the process, if it runs."""
+        return self._process.pids
 
     def __exit__(self, *_: object) -> None:
         """Kills the process: the next start verifies the step again."""
         self._closed.set()
-        if self._process is not None:
-            kill_session(self._process, seconds=KILL_SECONDS)
+        self._process.kill(seconds=KILL_SECONDS)
         if self._thread is not None:
             self._thread.join(KILL_SECONDS)  # It may wait for storage.
 
@@ -113,13 +110,13 @@ class ScrubProcess:
         if self._replica is not None:
             command += [f"--replica={self._replica.path}"]
         try:
-            self._process = process = start_session(command, env=self._env)
+            self._process.start(command)
         except OSError:
             return ExitCode.STORAGE
-        while process.poll() is None and not self._closed.wait(POLL_SECONDS):
+        while self._process.pids and not self._closed.wait(POLL_SECONDS):
             pass
-        kill_session(process, seconds=KILL_SECONDS)
-        code = process.returncode
+        self._process.kill(seconds=KILL_SECONDS)
+        code = self._process.exit_code
         if code is None:
             return ExitCode.STORAGE
         return code if code >= 0 else SIGNAL_BASE - code

@@ -18,10 +18,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from jaxres.clock import Awake, Clock
 from jaxres.config.schema.operations import HealthSection
-from jaxres.host.processes import kill_session, start_session
+from jaxres.host.side_process import SideProcess
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads
 from jaxres.supervisor.health import health, health_messages, host_health, kernel_log, nvml
@@ -101,7 +102,7 @@ class HealthWatcher:
         self._host = deque[HostReading](maxlen=host_health.NUM_READINGS)
         self._host_reported: set[tuple[str, str]] = set()
         """Kind and device of the findings of the reading before."""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = SideProcess(env)
         self._retry_at = math.inf
         """When the process is started again, on the clock."""
 
@@ -114,8 +115,7 @@ class HealthWatcher:
 
     def __exit__(self, *_: object) -> None:
         self._threads.closed.set()
-        if self._process is not None:
-            kill_session(self._process, seconds=KILL_SECONDS)
+        self._process.kill(seconds=KILL_SECONDS)
         self._threads.close(seconds=KILL_SECONDS)  # One may wait for the storage.
 
     @property
@@ -125,9 +125,8 @@ class HealthWatcher:
 
     @property
     def pids(self) -> set[int]:
-        """Pid of the process, if it runs: it is no leftover of an attempt."""
-        process = self._process
-        return {process.pid} if process is not None and process.poll() is None else set()
+        """Pid of the process, if it runs."""
+        return self._process.pids
 
     def gpu_values(self) -> Mapping[str, Mapping[str, int]]:
         """Returns label of each GPU -> its newest readings; may be called from any thread.
@@ -210,35 +209,32 @@ class HealthWatcher:
         if (visible := self._env.get("CUDA_VISIBLE_DEVICES")) is not None:
             command += [f"--visible={visible}"]
         try:
-            process = start_session(command, stdout=subprocess.PIPE, env=self._env)
+            output = self._process.start(command, stdout=subprocess.PIPE)
         except OSError as error:
             self._threads.put(WatchUnavailable(f"the health process did not start: {error}"))
             return
-        self._process = process
-        self._threads.start("health", lambda: self._watch(process, section))
+        assert output is not None
+        self._threads.start("health", lambda: self._watch(output, section))
 
-    def _watch(self, process: subprocess.Popen[bytes], section: HealthSection) -> None:
-        """Passes on the messages of a process until it ends or is silent."""
-        why = self._forward(process, section)
-        kill_session(process, seconds=KILL_SECONDS)
+    def _watch(self, output: IO[bytes], section: HealthSection) -> None:
+        """Passes on the messages of the process until it ends or is silent."""
+        why = self._forward(output, section)
+        self._process.kill(seconds=KILL_SECONDS)
         if why is not None and not self._threads.closed.is_set():
             self._threads.put(Finding("silent", ALL_GPUS, why, section.silent))
             self._retry_at = self._clock.monotonic() + RETRY_SECONDS
 
     def _restart_if_due(self, section: HealthSection) -> None:
         """Starts another process, unless the one before still hangs in the driver."""
-        process = self._process
-        is_due = self._clock.monotonic() >= self._retry_at
-        if is_due and (process is None or process.poll() is not None):
+        if self._clock.monotonic() >= self._retry_at and not self.pids:
             self._start(section)
 
-    def _forward(self, process: subprocess.Popen[bytes], section: HealthSection) -> str | None:
+    def _forward(self, output: IO[bytes], section: HealthSection) -> str | None:
         """Passes the messages on; returns why they have ended, None: there is nothing to read."""
-        assert process.stdout is not None
         limit = section.poll_seconds + section.answer_seconds
         awake = Awake(self._clock, beyond_seconds=max(limit, START_SECONDS) + 1)
         until, partial = awake.now() + max(limit, START_SECONDS), b""
-        with process.stdout as output:
+        with output:
             while (left := until - awake.now()) > 0:
                 if not select.select([output], [], [], left)[0]:
                     continue

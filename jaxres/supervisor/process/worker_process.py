@@ -25,6 +25,7 @@ from jaxres.telemetry.heartbeat import (
     ExitMessage,
     News,
     StatusMessage,
+    StepFinished,
     decode,
     result_of_exit_message,
 )
@@ -113,6 +114,10 @@ class Worker:
     exit_message: ExitMessage | None = None
     """The exit message of the worker; None: it has sent none."""
     end: WorkerExit | None = None
+    newest_step: StepFinished | None = None
+    """The newest step that it has finished; None: none yet."""
+    tokens_per_second: float | None = None
+    """Its speed in that step; None: it was the first."""
     on_message: Callable[[StatusMessage], None] | None = None
     """Called with each message, first of all."""
     _partial_line: bytes = b""
@@ -184,10 +189,19 @@ class Worker:
                     self.on_message(message)
                 self.progress = self.progress.on_status(message, now=now)
                 self.save_times = self.save_times.on_status(message, now=now)
+                if isinstance(message, StepFinished):
+                    self._on_step(message)
                 if isinstance(message, ExitMessage):
                     self.exit_message = message
                 elif isinstance(message, News):
                     self.news.append(message)
+
+    def _on_step(self, message: StepFinished) -> None:
+        """Measures the speed since the step before; a full pipe may have left out some steps."""
+        before, self.newest_step = self.newest_step, message
+        if before is not None and message.step > before.step and message.seconds > 0:
+            tokens = (message.tokens - before.tokens) / (message.step - before.step)
+            self.tokens_per_second = round(tokens / message.seconds, 1)
 
     def _translate(self, status: int, now: float) -> WorkerExit:
         """Translates the wait status: the worker's exit code, or 128 + the signal that killed it.

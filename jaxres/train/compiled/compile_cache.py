@@ -291,9 +291,9 @@ class _Cache:
         own, peers = "+".join(names), self._context.peers
         peers.publish(topic, own)
         peers.barrier(topic, seconds=self._seconds)
-        without = [text for text in peers.poll(topic) if not text.endswith(f": {own}")]
+        without = [host for host, other in peers.poll(topic).items() if other != own]
         if found is not None and without:
-            return None, f"{without[0].partition(':')[0]} could not load the same"
+            return None, f"host {without[0]} could not load the same"
         return found, why
 
     def _load_here(

@@ -32,7 +32,7 @@ from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
 from jaxres.train.checks import oom_advice
 from jaxres.train.compiled import compile_cache
-from jaxres.train.compiled.compile_cache import StepToCompile
+from jaxres.train.compiled.compile_cache import CompiledStep, StepToCompile
 from jaxres.train.components import Components
 from jaxres.train.consensus import facts_shape
 from jaxres.train.context import AttemptContext
@@ -165,6 +165,11 @@ def load_or_compile(
     large = oom_advice.warn_device_memory(config, needed, sharding_report.device_limit(mesh))
     if large is not None:
         context.emit(Noted(large))
+    return _compiled_steps(parts, compiled)
+
+
+def _compiled_steps(parts: Components, compiled: Mapping[str, CompiledStep]) -> CompiledSteps:
+    """Returns the steps, each of which is executed alone when it is first."""
     calls = {name: device_use.alone_at_first(each.call) for name, each in compiled.items()}
     evaluation = calls.get("evaluation")
     return CompiledSteps(

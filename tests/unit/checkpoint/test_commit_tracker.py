@@ -2,7 +2,7 @@
 
 import threading
 
-from jaxres.checkpoint import checkpointer
+from jaxres.checkpoint.save_messages import Begin, Committed, NothingToDo, encode
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.runlog.events import SaveSkipped, SaveStarted
 from tests.waiting import SURE_SECONDS
@@ -25,14 +25,14 @@ class FollowerHost(SingleHost):
     def broadcast(self, topic, decide, *, seconds):
         if topic == "saved/1":
             assert_set(self.gate)
-        return self.messages.get(topic.replace("/", "_"), checkpointer.COUNTS)
+        return encode(self.messages.get(topic.replace("/", "_"), Committed()))
 
 
 def test_a_follower_saves_what_host_0_starts_while_its_own_part_is_unfinished(attempt):
     lead = FollowerHost(
-        save_1=f"{checkpointer.BEGIN}00000008-0001",
-        save_2=f"{checkpointer.BEGIN}00000016-0001",
-        save_3=checkpointer.NOTHING,
+        save_1=Begin("00000008-0001"),
+        save_2=Begin("00000016-0001"),
+        save_3=NothingToDo(),
     )
     with attempt.checkpoints(peers=lead, busy="skip") as checkpoints:
         checkpoints.save(state(8), progress(8), may_skip=True)

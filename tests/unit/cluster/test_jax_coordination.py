@@ -34,6 +34,9 @@ class FakeKeyValueStore:
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}\nand a stack")
             return self._words[key]
 
+    def key_value_dir_get(self, folder):
+        return [(key, word) for key, word in self._words.items() if key.startswith(folder)]
+
 
 def hosts(count):
     store = FakeKeyValueStore()
@@ -60,6 +63,15 @@ def test_a_missing_value_names_host_0_in_one_line():
     with pytest.raises(PeerLost, match="host 0 did not send") as error:
         other.broadcast("restore", not_called, seconds=0.05)
     assert "\n" not in str(error.value)
+
+
+def test_published_messages_are_known_by_the_number_of_their_host():
+    members = hosts(12)
+    for host in reversed(range(12)):
+        members[host].publish("bad_records/1", f"host 0: rows {host}")
+    messages = [(host, f"host 0: rows {host}") for host in range(12)]
+    assert list(members[3].poll("bad_records/1").items()) == messages
+    assert members[3].poll("bad_records/2") == {}
 
 
 def test_a_host_missing_at_a_barrier_is_named():

@@ -47,7 +47,8 @@ class FakeWorker:
                 self.send_saves(*self.script.pop("saves"))
             if step < self.script.get("steps", 1e9):
                 step += 1
-                self.send_status("step_finished", step=step, seconds=0.02)
+                tokens = 100 * step
+                self.send_status("step_finished", step=step, seconds=0.02, loss=2.5, tokens=tokens)
                 self.write("step", step)
                 if step == self.script.get("steps") and "enters" in self.script:
                     self.send_status("phase_entered", phase=self.script["enters"])

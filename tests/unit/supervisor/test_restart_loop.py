@@ -77,7 +77,6 @@ def run(tmp_path, monkeypatch):
             unconfirmed=None,
             run_dir_id="",
             run_lock=owner,
-            clock=clock,
             wakeup=wakeup,
             companions=SimpleNamespace(preemption_watcher=watcher),  # type: ignore[arg-type]
             policy=policy,

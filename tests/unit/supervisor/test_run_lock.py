@@ -206,6 +206,22 @@ def test_a_holder_that_exits_is_not_taken_for_one_that_is_alive(run_dir, monkeyp
         assert owners.read(run_dir)["nonce"] == second._nonce
 
 
+def test_a_heartbeat_without_progress_or_with_a_damaged_one_has_none(run_dir):
+    progress = owners.TrainingProgress(attempt=3, step=8, loss=None, tokens_per_second=1.5)
+    assert owners.progress_of(run_dir) is None, "there is no heartbeat"
+    with RunLock(run_dir, clock=FakeClock()) as holder:
+        assert owners.progress_of(run_dir) is None
+        holder.heartbeat(progress)
+        assert owners.progress_of(run_dir) == progress
+        assert run_dir.owner.stat().st_size == owners.HEARTBEAT_BYTES + 1
+        data = run_dir.owner.read_bytes().replace(b'"step": 8', b'"step": 8.5')
+        run_dir.owner.write_bytes(data)
+        assert owners.read(run_dir) is not None
+        assert owners.progress_of(run_dir) is None
+        holder.heartbeat()
+        assert owners.progress_of(run_dir) is None, "no attempt runs"
+
+
 def test_a_process_that_exists_and_writes_no_heartbeat_is_suspended(run_dir):
     with RunLock(run_dir, clock=FakeClock()) as holder:
         clock = FakeClock()

@@ -146,13 +146,13 @@ def test_the_attempt_of_each_leader_is_reviewed_at_its_end_unless_the_run_is_don
         config=SimpleNamespace(guards=SimpleNamespace(throughput=ACT), alerts=None, deadlines=None),
         run_dir=RunDir(tmp_path),
         claim=dataclasses.replace(THREE, coordinator="at"),
-        clock=SystemClock(),
         hosts=(0,),
-        peers=SimpleNamespace(links=links),
         secret=None,
-        log=object(),
-        **dict.fromkeys(("run_lock", "last_seq", "on_news", "companions"), None),
+        last_seq=1,
+    )
+    services: Any = SimpleNamespace(
+        clock=SystemClock(), peers=SimpleNamespace(links=links), run_lock=object()
     )
     env = {"JAXRES_HOST_NAME": "leader"}
-    attempt_runner.run_local_workers(opened, env=env, advise=lambda *_: "")
+    attempt_runner.run_local_workers(opened, services, env=env, advise=lambda *_: "")
     assert reviewed == ([] if expected is None else [(ACT, expected)])

@@ -16,6 +16,7 @@ from jaxres.runlog.run_log import Record
 from jaxres.storage import files
 from jaxres.supervisor.root_cause import GRACE_SECONDS
 from jaxres.supervisor.run_dir_watcher import end_stop_request
+from jaxres.supervisor.run_lock import TrainingProgress, progress_of
 from tests.promises import forks
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS, wait_until
@@ -307,6 +308,14 @@ def test_a_superseded_attempt_ends_its_workers_and_writes_no_record(start):
     files.replace(supervisor.run_dir.log / "00000002.json", record)  # Whole at once: it polls.
     ended = supervisor.ended()
     assert (ended["code"], ended["is_recorded"]) == (ExitCode.FENCED, False)
+
+
+def test_the_heartbeat_of_the_run_lock_has_the_newest_step_of_host_0(start):
+    supervisor = start({"steps": 30, "on_stop": [76, 0]}, {"on_stop": [76, 0]})
+    newest = TrainingProgress(attempt=1, step=30, loss=2.5, tokens_per_second=5000.0)
+    supervisor.wait(lambda: progress_of(supervisor.run_dir) == newest, "the newest step")
+    supervisor.run_dir.request("stop").touch()
+    assert supervisor.ended()["code"] == ExitCode.STOPPED
 
 
 def test_request_files_take_effect_on_all_workers(start):

@@ -42,8 +42,6 @@ class AgentReport:
     """Preemption notice of the VM that is in force, for the operator; empty: none."""
     notice_until: float | None = None
     """When the VM will be stopped by it, in seconds since the epoch; None: unknown or no notice."""
-    progress: str = ""
-    """Newest progress that the host's training process has printed; empty: none, or not host 0."""
 
     def metadata(self) -> dict[str, str]:
         """Returns the report as metadata of an object.
@@ -60,7 +58,6 @@ class AgentReport:
             "reason": _ascii(self.reason),
             "notice": _ascii(self.notice),
             "notice_until": "" if self.notice_until is None else f"{self.notice_until:.0f}",
-            "progress": _ascii(self.progress),
         }
 
     @classmethod
@@ -80,7 +77,6 @@ class AgentReport:
             metadata.get("reason", ""),
             metadata.get("notice", ""),
             float(until) if re.fullmatch("[0-9]{1,12}", until) else None,
-            metadata.get("progress", ""),
         )
 
 

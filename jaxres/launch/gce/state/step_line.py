@@ -1,58 +1,62 @@
-"""The line by which `up` shows the newest step of a job. Pure.
-
-Host 0 of an attempt prints its progress (`telemetry/console.py`). Its agent finds the newest of
-these lines in the output and sends it with its report, which the controller reads anyway: no
-request is added.
-"""
+"""Prints the newest step of a job, which the heartbeat of its run lock has."""
 
 from __future__ import annotations
 
-import re
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from jaxres.launch.gce.state.desired_state import DesiredState
-from jaxres.launch.gce.state.observed_state import ObservedState
-
-PROGRESS = re.compile(r"^step [0-9]+/[0-9]+ · .*$", re.MULTILINE)
-"""A line of progress, as `Console` prints it where there is no terminal."""
-TAIL_BYTES = 2**13
-"""Size of the end of the output that is searched."""
+from jaxres.clock import Clock
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import run_lock
+from jaxres.supervisor.run_lock import TrainingProgress
 
 
-def newest_progress(output: bytes) -> str:
-    r"""Returns the newest line of progress in the end of an output; empty: there is none.
+@dataclass
+class StepPrinter:
+    """Prints the newest step of the running attempt, at most every so many seconds."""
 
-    >>> newest_progress("step 1/9 · loss 2.0\nstep 2/9 · loss 1.5 · 80 tok/s\nsaved\n".encode())
-    'step 2/9, loss 1.5, 80 tok/s'
+    run_dir: RunDir
+    steps: int
+    """Number of steps of the run."""
+    every_seconds: float
+    clock: Clock
+    console: Callable[[str], None]
+    _read_at: float = -math.inf
+    _printed: TrainingProgress | None = None
+
+    def is_due(self) -> bool:
+        """Returns whether the heartbeat is to be read again: that is a request to the bucket."""
+        return self.clock.monotonic() - self._read_at >= self.every_seconds
+
+    def print_new(self, attempt: int, *, committed: int, spent: str) -> None:
+        """Prints the newest step of an attempt, unless it was printed before.
+
+        Args:
+          attempt: number of the running attempt.
+          committed: the newest committed step.
+          spent: what the job has cost so far.
+
+        Raises:
+          StorageUnavailable: the bucket does not answer.
+        """
+        self._read_at = self.clock.monotonic()
+        progress = run_lock.progress_of(self.run_dir)
+        if progress is None or progress.attempt != attempt or progress == self._printed:
+            return
+        self._printed = progress
+        line = f"{describe(progress, steps=self.steps)}, committed {committed}"
+        self.console(f"{line}, attempt {attempt}, spent {spent}")
+
+
+def describe(progress: TrainingProgress, *, steps: int) -> str:
+    """Returns step, loss and speed as text.
+
+    >>> describe(TrainingProgress(3, 2, 1.5, 1234.5), steps=9)
+    'step 2/9, loss 1.5000, 1,234 tok/s'
     """
-    whole = output.decode("utf-8", "replace").rpartition("\n")[0]
-    found = PROGRESS.findall(whole)
-    return found[-1].replace(" · ", ", ") if found else ""
-
-
-def next_line(
-    desired: DesiredState,
-    observed: ObservedState,
-    *,
-    spent: str,
-    printed: str,
-    since_seconds: float,
-    every_seconds: float,
-) -> tuple[str, str] | None:
-    """Returns the progress of the attempt and the line to print; None: nothing new, or too soon.
-
-    Args:
-      desired: the desired state.
-      observed: the observed state.
-      spent: what the job has cost so far.
-      printed: the progress that was printed last.
-      since_seconds: time since then.
-      every_seconds: least time between two lines.
-    """
-    if desired.phase != "running" or since_seconds < every_seconds:
-        return None
-    report = observed.reports.get(desired.attempt.hosts[0].name)
-    if report is None or report.attempt != desired.attempt.number:
-        return None
-    if not report.progress or report.progress == printed:
-        return None
-    return report.progress, f"{report.progress}, spent {spent}"
+    loss = "nan" if progress.loss is None else f"{progress.loss:.4f}"
+    speed = progress.tokens_per_second
+    return f"step {progress.step}/{steps}, loss {loss}" + (
+        "" if speed is None else f", {speed:,.0f} tok/s"
+    )

@@ -34,7 +34,6 @@ from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.observed_state import AgentReport, AgentState
 from jaxres.launch.gce.state.paths import OUTPUT_START, LaunchPaths
 from jaxres.launch.gce.state.state_object import decode_state
-from jaxres.launch.gce.state.step_line import TAIL_BYTES, newest_progress
 from jaxres.launch.gce.vm.code_package import digest_of
 from jaxres.launch.gce.vm.idle_time import IdleTime, next_idle
 from jaxres.launch.gce.vm.instance_spec import POWER_OFF, read_uploaded
@@ -107,11 +106,6 @@ class StatusPublisher:
             if report != self._report:
                 self._report = report
                 self._changed.notify()
-
-    def set_progress(self, progress: str) -> None:
-        """Sets the progress, which is written with the next report."""
-        with self._changed:
-            self._report = replace(self._report, progress=progress)
 
     def run(self) -> None:
         """Writes reports until `close` is called."""
@@ -353,9 +347,6 @@ class Agent:
         if local is None:
             return
         code = local.process.poll()
-        with contextlib.suppress(OSError):
-            if progress := newest_progress(_tail(local.output, TAIL_BYTES)):
-                self._publisher.set_progress(progress)
         now = self._clock.monotonic()
         if code is not None or now - self._uploaded_at >= LOG_SECONDS:
             self._uploaded_at = now
@@ -435,9 +426,8 @@ class Agent:
         self, state: AgentState, attempt: int, *, exit: int | None = None, reason: str = ""
     ) -> None:
         now = self._publisher.report
-        progress = now.progress if attempt == now.attempt else ""
         self._publisher.publish(
-            replace(now, state=state, attempt=attempt, exit=exit, reason=reason, progress=progress)
+            replace(now, state=state, attempt=attempt, exit=exit, reason=reason)
         )
 
     def _upload(self, local: LocalAttempt) -> None:
@@ -464,14 +454,11 @@ def _start_supervisor(
 
 def exit_line(output: Path) -> str:
     """Returns the last line of the output that has an exit code, or else the last line."""
-    lines = _tail(output, STOPPED_BYTES).decode("utf-8", "replace").splitlines()
+    _, tail = _tail_from(output, STOPPED_BYTES)
+    lines = tail.decode("utf-8", "replace").splitlines()
     nonempty = [line.strip() for line in lines if line.strip()]
     exits = [line for line in nonempty if "(exit " in line]
     return (exits or nonempty or ["it has printed nothing"])[-1]
-
-
-def _tail(path: Path, size: int) -> bytes:
-    return _tail_from(path, size)[1]
 
 
 def _tail_from(path: Path, size: int) -> tuple[int, bytes]:

@@ -22,7 +22,7 @@ from jaxres.faults import StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.events import Noted
 from jaxres.runlog.records import Record, Start
-from jaxres.storage import memory_folder
+from jaxres.storage import codec, memory_folder
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
 
@@ -247,7 +247,7 @@ def test_memory_that_another_host_lacks_is_given_back_but_for_the_states(harness
         member = HostRank(0, 2, "127.0.0.1:1")
 
         def gather(self, topic, message, *, seconds):
-            return message, report(problem="full")
+            return message, codec.to_text(report(problem="full"))
 
     assert harness.restore(harness.tier(peers=Pair())) is None
     assert harness.events[-1].reason == "host 1: full"
@@ -505,15 +505,14 @@ def test_files_of_other_hosts_on_the_same_machine_are_kept(harness):
 
 
 def report(*steps, copied=(), **changes):
-    """Returns a host's message to host 0."""
-    held, copies = ([[step, 2, CLAIM.nonce] for step in each] for each in (steps, copied))
-    usual = {"problem": "", "is_damaged": False, "held": held, "copied": copies, "server": ("", "")}
-    return memory_tier.json.dumps(usual | changes)
+    """Returns a host's report to host 0."""
+    held, copies = (tuple((step, 2, CLAIM.nonce) for step in each) for each in (steps, copied))
+    return memory_tier.HeldStates(held=held, copied=copies, **changes)
 
 
 def chosen(*reports, history=HISTORY, dataset="d"):
     """Returns the step that host 0 chooses."""
-    found = memory_tier._choose(reports, history, dataset)["chosen"]
+    found = memory_tier.agree(reports, history, dataset).key
     assert found is None or found[1:] == (2, CLAIM.nonce)
     return found and found[0]
 
@@ -522,8 +521,8 @@ def test_hosts_agree_on_the_newest_state_that_all_hold():
     assert chosen(report(5, 10), report(10, 15)) == 10
     assert chosen(report(5, 10), report(15)) is None
     assert chosen(report(5), report(5), dataset="other") is None
-    broken = memory_tier._choose([report(5), report(problem="full")], HISTORY, "d")
-    assert broken["problem"] == "host 1: full"
+    broken = memory_tier.agree([report(5), report(problem="full")], HISTORY, "d")
+    assert broken.problem == "host 1: full"
     newer = dataclasses.replace(BEGUN, step=5, tier="memory")
     later = run_log.fold(
         [Record(1, 1, 0.0, CLAIM), Record(2, 1, 0.0, BEGUN), Record(3, 1, 0.0, newer)]

@@ -304,7 +304,7 @@ def of_two(checkpoints, collect):
             return collect(message)
 
         def poll(self, topic):
-            return ()
+            return {}
 
     checkpoints._peers = Two()
     return checkpoints

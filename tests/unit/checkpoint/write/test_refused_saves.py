@@ -13,6 +13,7 @@ import pytest
 from jaxres.checkpoint import checkpointer
 from jaxres.checkpoint.read.readback import HostReport
 from jaxres.checkpoint.retention import retention
+from jaxres.checkpoint.save_messages import Begin, Committed, Failed, encode
 from jaxres.checkpoint.write import background_save
 from jaxres.checkpoint.write.array_writer import ArrayWriter
 from jaxres.checkpoint.write.bucket_writer import BucketWriter
@@ -356,7 +357,7 @@ def test_a_save_that_orbax_itself_has_timed_out_has_ended():
 
 def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt, monkeypatch):
     """The lead's own error reports only that a host is missing, not why."""
-    messages = []
+    messages = {}
 
     class Two(SingleHost):
         def poll(self, topic):
@@ -369,7 +370,7 @@ def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt
     checkpoints = attempt.checkpoints()
     checkpoints._peers = Two()
     with checkpoints:
-        messages.append("host 1: no space left")
+        messages[1] = "no space left"
         with monkeypatch.context() as failing:
             failing.setattr(background_save, "wait_save", refuse_after_write)
             try_save(checkpoints, 8)
@@ -380,14 +381,15 @@ def test_the_failure_of_another_host_is_reported_and_cleared_by_a_commit(attempt
 
 
 @pytest.mark.parametrize(
-    ("message", "committed"), [(checkpointer.COUNTS, True), ("host 0: full", False)]
+    ("outcome", "committed"), [(Committed(), True), (Failed("host 0: full"), False)]
 )
-def test_a_step_is_committed_on_a_follower_when_host_0_reports_it(attempt, message, committed):
+def test_a_step_is_committed_on_a_follower_when_host_0_reports_it(attempt, outcome, committed):
     class Follower(SingleHost):
         member = HostRank(host=1, num_hosts=2)
 
         def broadcast(self, topic, decide, *, seconds):
-            return message if topic.startswith("saved/") else f"{checkpointer.BEGIN}00000008-0001"
+            is_outcome = topic.startswith("saved/")
+            return encode(outcome if is_outcome else Begin("00000008-0001"))
 
     attempt.run_dir.checkpoints.mkdir()
     checkpoints = attempt.checkpoints()
@@ -404,11 +406,12 @@ def test_a_follower_counts_the_step_whose_record_host_0_finds_in_the_next_try(at
         member = HostRank(host=1, num_hosts=2)
 
         def broadcast(self, topic, decide, *, seconds):
-            return {
-                "save/1": f"{checkpointer.BEGIN}00000008-0001",
-                "saved/1": "host 0: the record could not be written",
-                "save/2": checkpointer.COUNTS,
-            }[topic]
+            messages = {
+                "save/1": Begin("00000008-0001"),
+                "saved/1": Failed("host 0: the record could not be written"),
+                "save/2": Committed(),
+            }
+            return encode(messages[topic])
 
     attempt.run_dir.checkpoints.mkdir()
     checkpoints = attempt.checkpoints()
@@ -428,7 +431,8 @@ def test_a_host_that_cannot_write_its_part_reports_it_at_once(attempt, monkeypat
         member = HostRank(host=1, num_hosts=2)
 
         def broadcast(self, topic, decide, *, seconds):
-            return "host 1: full" if topic.startswith("saved/") else f"{checkpointer.BEGIN}8-1"
+            is_outcome = topic.startswith("saved/")
+            return encode(Failed("host 1: full") if is_outcome else Begin("8-1"))
 
         def gather(self, topic, message, *, seconds):
             reports.append(HostReport.decode(message).of(1))
@@ -468,8 +472,9 @@ def test_a_host_whose_save_is_still_being_written_leaves_out_the_next_ones(hangi
 
         def broadcast(self, topic, decide, *, seconds):
             if topic.startswith("saved/"):
-                return reports[-1].failure or checkpointer.COUNTS
-            return f"{checkpointer.BEGIN}{8 * (len(reports) + 1):08d}-0001"
+                failure = reports[-1].failure
+                return encode(Failed(failure) if failure else Committed())
+            return encode(Begin(f"{8 * (len(reports) + 1):08d}-0001"))
 
         def gather(self, topic, message, *, seconds):
             assert topic == f"saved/{len(reports) + 1}/written"

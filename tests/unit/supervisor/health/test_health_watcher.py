@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -133,10 +132,10 @@ def test_xid_errors_in_the_kernels_log_do_not_hide_that_the_library_hangs(tmp_pa
     section, clock = QUICK.model_copy(update={"answer_seconds": 0.3}), ManualClock()
     watcher = HealthWatcher(section, tmp_path, env={}, clock=clock)
     read_end, write_end = os.pipe()
-    process = SimpleNamespace(stdout=os.fdopen(read_end, "rb"))
+    output = os.fdopen(read_end, "rb")
     line = json.dumps(MESSAGES.encode(XidReported("GPU 0", 13, KERNEL_LOG))).encode() + b"\n"
     ends = []
-    thread = threading.Thread(target=lambda: ends.append(watcher._forward(process, section)))
+    thread = threading.Thread(target=lambda: ends.append(watcher._forward(output, section)))
     thread.start()
     for _ in range(5):  # The last lines would come after its limit of 0.35 s.
         with contextlib.suppress(BrokenPipeError):  # It has ended.
@@ -269,7 +268,7 @@ def test_output_of_the_process_that_is_no_message_is_skipped(watch):
     script = "".join(f"printf '{line}\\n';" for line in lines)
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE) as process:
         watcher = watch(CUDA_VISIBLE_DEVICES="")
-        assert watcher._forward(process, QUICK) == "the process that reads them has ended"
+        assert watcher._forward(process.stdout, QUICK) == "the process that reads them has ended"
     assert [each.kind for each in next_found(watcher)] == ["other_xid"]
 
 

@@ -66,7 +66,7 @@ class FirstOfTwoHosts(SingleHost):
         self.own[topic] = message
 
     def poll(self, topic):
-        return [f"host 0: {self.own[topic]}", f"host 1: {self.other}"]
+        return {0: self.own[topic], 1: self.other}
 
 
 @pytest.fixture

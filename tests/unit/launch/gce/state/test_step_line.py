@@ -1,56 +1,65 @@
-"""`up` prints the newest step of host 0 with the costs, at most every so many seconds."""
+"""`up` prints the newest step of the attempt with the costs, at most every so many seconds."""
 
 from __future__ import annotations
 
-import io
-from dataclasses import replace
+from pathlib import Path
 
-from rich.console import Console as Terminal
+import pytest
 
-from jaxres.clock import SystemClock
-from jaxres.launch.gce.state.observed_state import AgentReport
-from jaxres.launch.gce.state.step_line import newest_progress, next_line
-from jaxres.telemetry.console import Console
-from tests.unit.launch.changed_state import changed
-from tests.unit.launch.gce.decide.test_reconcile import NAMES, RUNNING, observed
+from jaxres.launch.gce.state.step_line import StepPrinter, describe
+from jaxres.runlog.paths import RunDir
+from jaxres.supervisor.run_lock import RunLock, TrainingProgress
+from tests.manual_clock import ManualClock
 
-REPORT = AgentReport("running", "boot", RUNNING.attempt.number, progress="step 2/9, loss 1.5000")
-SEEN = replace(observed(), reports={NAMES[0]: REPORT})
+SECOND = TrainingProgress(3, 2, 1.5, 1234.5)
+LINE = "step 2/9, loss 1.5000, 1,234 tok/s, committed 1, attempt 3, spent $1.20"
 
 
-def line(world: object = SEEN, *, printed: str = "", since: float = 60.0) -> object:
-    limits = {"since_seconds": since, "every_seconds": 10.0}
-    return next_line(RUNNING, world, spent="$1.20", printed=printed, **limits)  # type: ignore
+class Job:
+    """A run directory with the heartbeat of its supervisor, and the printer of its launcher."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock, self.lines = ManualClock(), list[str]()
+        run_dir = RunDir(folder)
+        self.lock = RunLock(run_dir, clock=self.clock)
+        self.printer = StepPrinter(run_dir, 9, 10.0, self.clock, self.lines.append)
+
+    def show(self, *, attempt: int = 3) -> list[str]:
+        """Prints the newest step; returns the lines."""
+        self.lines.clear()
+        self.printer.print_new(attempt, committed=1, spent="$1.20")
+        return list(self.lines)
 
 
-def test_the_newest_step_is_printed_with_the_costs() -> None:
-    assert line() == (REPORT.progress, "step 2/9, loss 1.5000, spent $1.20")
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
-def test_nothing_is_printed_too_soon_twice_of_another_attempt_or_without_progress() -> None:
-    assert line(since=9.0) is None
-    assert line(printed=REPORT.progress) is None
-    older = replace(REPORT, attempt=RUNNING.attempt.number - 1)
-    none = replace(REPORT, progress="")
-    for report in (older, none):
-        assert line(replace(SEEN, reports={NAMES[0]: report})) is None
-    assert line(replace(SEEN, reports={NAMES[1]: REPORT})) is None, "only host 0 prints steps"
-    idle = changed(RUNNING, phase="placing", hosts=())
-    found = next_line(idle, SEEN, spent="$1", printed="", since_seconds=60.0, every_seconds=10.0)
-    assert found is None
+def test_the_newest_step_is_printed_with_the_costs(job: Job) -> None:
+    with job.lock:
+        job.lock.heartbeat(SECOND)
+        assert job.show() == [LINE]
 
 
-def test_the_agent_finds_the_progress_that_the_console_prints() -> None:
-    output = io.StringIO()
-    terminal = Terminal(file=output, width=200, force_terminal=False)
-    with Console(attempt=1, log_every_seconds=60.0, clock=SystemClock(), terminal=terminal) as to:
-        to.print("step 1: not this one")
-        to.print(EXAMPLE)
-    found = newest_progress(output.getvalue().encode() + "step 3/9 · half a li".encode())
-    assert found == EXAMPLE.replace(" · ", ", ")
-    assert AgentReport.of(replace(REPORT, progress=found).metadata()) == replace(
-        REPORT, progress=found
-    )
+def test_nothing_is_printed_twice_of_another_attempt_or_without_progress(job: Job) -> None:
+    with job.lock:
+        assert job.show() == [], "the supervisor has written no progress yet"
+        job.lock.heartbeat(SECOND)
+        assert job.show(attempt=4) == [], "the heartbeat is of the attempt before"
+        assert job.show() == [LINE]
+        assert job.show() == []
 
 
-EXAMPLE = "step 2/9 · loss 1.5000 · grad 0.1000 · 1,200 tok/s · committed 0 · attempt 1"
+def test_the_heartbeat_is_read_at_most_every_so_many_seconds(job: Job) -> None:
+    with job.lock:
+        assert job.printer.is_due()
+        job.show()
+        job.clock.now += 9.0
+        assert not job.printer.is_due()
+        job.clock.now += 1.0
+        assert job.printer.is_due()
+
+
+def test_a_first_step_and_a_loss_that_is_not_finite_have_their_text() -> None:
+    assert describe(TrainingProgress(1, 1, None, None), steps=9) == "step 1/9, loss nan"
