@@ -41,6 +41,11 @@ RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 OPEN_RETRY_SECONDS = 5.0
 """Time until a delivery log in a bucket that does not answer is read again."""
+MAX_PER_HOUR = 30
+"""Most messages per hour and target; the next message has the number of omitted ones.
+
+Slack's incoming webhooks take one a second, PagerDuty's events 120 a minute: this limit is for
+people, not for services."""
 GIVE_UP_SECONDS = 3600.0
 """Age at which an undelivered incident is dropped."""
 CLOSE_SECONDS = 3.0
@@ -127,7 +132,7 @@ class Alerts:
         Args:
           targets: as returned by `resolve`; if empty, no thread starts and no file is written.
           run_dir: holds `alerts.jsonl` and the run log whose commits are monitored.
-          section: rate limit and commit stall limit.
+          section: commit stall limit.
           clock: for retries and time stamps.
           report: prints delivery failures on the terminal.
           retry_seconds: first wait before a retry.
@@ -145,7 +150,6 @@ class Alerts:
             TargetSender(
                 target,
                 run_dir,
-                max_per_hour=section.max_per_hour,
                 clock=clock,
                 report=report,
                 retry_seconds=retry_seconds,
@@ -208,7 +212,6 @@ class TargetSender:
         target: ResolvedTarget,
         run_dir: RunDir,
         *,
-        max_per_hour: int,
         clock: Clock,
         report: Callable[[str], None],
         retry_seconds: float,
@@ -221,7 +224,6 @@ class TargetSender:
         self._path = run_dir.alerts
         self._nonce_read = nonce
         self._may_send = may_send
-        self._max_per_hour = max_per_hour
         self._clock = clock
         self._print = report
         self._retry_seconds = retry_seconds
@@ -386,9 +388,7 @@ class TargetSender:
             is_open=self._ledger.is_open,
         )
         is_silent = not messages or incidents.only_resolves(self._target.config, kind)
-        if not is_silent and not self._ledger.is_allowed(
-            kind, now=now, max_per_hour=self._max_per_hour
-        ):
+        if not is_silent and not self._ledger.is_allowed(kind, now=now, max_per_hour=MAX_PER_HOUR):
             self._record(key, "dropped", reason="too many in an hour")
             return True
         for message in messages:

@@ -106,8 +106,6 @@ class AlertsSection(Section):
     """Minutes for which VMs of `launch gce` are lacking before an alert is sent; null: never."""
     spend_dollars: PositiveFloat | None = free(None)
     """Dollars spent by `launch gce` beyond which an alert is sent; null: never."""
-    max_per_hour: PositiveInt = free(30)
-    """Most messages per hour and target; the next message has the number of omitted ones."""
 
 
 def variable(target: SlackTarget | PagerdutyTarget | GenericTarget) -> str:
@@ -215,21 +213,13 @@ class HealthSection(Section):
     row_remap: HealthAction = free("save")
     """The remapping of a row of memory is pending (until a reset of the GPU) or has failed."""
     thermal: HealthAction = free("warn")
-    """Heat, the power supply or a fault slows the clocks for slow_minutes."""
-    slow_minutes: Minutes = free(5.0)
-    """Minutes of slowed clocks after which it is a fault."""
+    """Heat, the power supply or a fault slows the clocks for 5 minutes."""
     link: HealthAction = free("warn")
-    """Errors of PCIe or NVLink that the link repeats, more than link_errors_per_minute."""
-    link_errors_per_minute: PositiveFloat = free(100.0)
-    """Most such errors in a minute; also of each network interface, whose errors only warn."""
+    """More than 100 errors of PCIe or NVLink in a minute, which the link repeats."""
     silent: HealthAction = free("warn")
     """NVIDIA's library has not answered for answer_seconds."""
-    leak_minutes: Minutes | None = free(60.0)
-    """Warns if memory grows so steadily that it is used up within these minutes; null: never."""
     disk_free_gb: PositiveFloat | None = free(5.0)
     """Warns if the disk of the run's local files has fewer GB (1e9 bytes) left; null: never."""
-    clock_step_seconds: Seconds | None = free(1.0)
-    """Warns if the clock of the host was set by more seconds than this; null: never."""
 
 
 class HardwareSection(Section):
@@ -256,9 +246,9 @@ class RestartSection(Section):
 
     Failures are crashes, exceptions, hangs and lost hosts. A new commit resets all budgets."""
     backoff_seconds: NonNegativeSeconds = free(1.0)
-    """Wait after the first failure; doubled after each further failure without a new commit."""
-    max_backoff_seconds: NonNegativeSeconds = free(60.0)
-    """Longest wait after a failure, before jitter."""
+    """Wait after the first failure; doubled after each further one, up to 60 s.
+
+    A new commit ends the doubling."""
     jitter: Fraction = free(0.25)
     """Largest random part of a wait, as a share of it, so that jobs restart at different times."""
     max_preemptions_without_commit: PositiveInt = free(100)
@@ -266,9 +256,7 @@ class RestartSection(Section):
     max_storage_attempts: PositiveInt = free(20)
     """Most storage failures (74) in a row without a new committed step."""
     storage_backoff_seconds: NonNegativeSeconds = free(30.0)
-    """Wait after a storage failure; doubled after each further one."""
-    max_storage_backoff_seconds: NonNegativeSeconds = free(600.0)
-    """Longest wait after a storage failure, before jitter."""
+    """Wait after a storage failure; doubled after each further one, up to 600 s."""
     fork: bool = free(True)
     """Whether restarted workers are forked from the fork server, which takes some 100 MB.
 

@@ -192,7 +192,7 @@ def test_too_many_skips_roll_back_to_before_the_first_one_if_configured():
     assert (verdict.onset, verdict.rows) == (7, (144, 216))
 
 
-HIGH = RollbackSection(warmup_steps=20, window_steps=20, patience_steps=3)
+HIGH = RollbackSection(warmup_steps=20, patience_steps=3)
 
 
 def watched(values, *, section=HIGH, memory=None, first=1):
@@ -310,9 +310,7 @@ def sections():
     for _ in range(60):
         yield GuardsSection(
             on_nonfinite=chance.choice(["skip", "rollback"]),
-            rollback=RollbackSection(
-                patience_steps=chance.choice([1, 2, 5]), warmup_steps=5, window_steps=10
-            ),
+            rollback=RollbackSection(patience_steps=chance.choice([1, 2, 5]), warmup_steps=5),
             max_skips_in_a_row=chance.choice([None, 1, 3]),
             max_skips=chance.choice([None, 2, 6]),
             skip_window_steps=chance.choice([8, 40]),
