@@ -28,7 +28,8 @@ from jaxres.config.schema.data import (
 )
 from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
 from jaxres.config.schema.model import CustomModel, GptModel, MlpModel, VitModel
-from jaxres.config.schema.operations import KINDS, PagerdutyTarget, variable
+from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alerts import PagerdutyTarget, variable
 from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
     CustomOptimizer,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from jaxres.config.schema.operations import RestartSection
+from jaxres.config.schema.supervision import RestartSection
 from jaxres.faults import StorageUnavailable
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.restart_policy import MAX_STORAGE_BACKOFF_SECONDS

@@ -18,7 +18,8 @@ import signal
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-from jaxres.config.schema.run_config import LaunchSection, RestartSection, RunConfig
+from jaxres.config.schema.run_config import RunConfig
+from jaxres.config.schema.supervision import LaunchSection, RestartSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice, since_progress
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, SupervisorEnded, in_force

@@ -16,7 +16,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
-from jaxres.config.schema.operations import AlertsSection, AlertTarget, PagerdutyTarget, variable
+from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
@@ -30,7 +31,7 @@ from jaxres.storage.threads import make_thread
 from jaxres.telemetry import alert_delivery_log, incidents, webhook
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitMonitor
-from jaxres.telemetry.incidents import ALWAYS_SENT, Incident
+from jaxres.telemetry.incidents import Incident
 
 MAX_QUEUED = 1000
 """Size of the queue to the thread; it fills up only while storage hangs."""
@@ -352,7 +353,7 @@ class TargetSender:
     def _drop_excess(self) -> None:
         """Drops incidents that wait too long, and the oldest ones beyond MAX_WAITING.
 
-        Incidents of the kinds ALWAYS_SENT, and resolves, are dropped only for their age.
+        Incidents that end the run, and resolves, are dropped only for their age.
         """
         now, waiting = self._clock.monotonic(), self._ledger.waiting
         late = [key for key in waiting if now - self._taken_at[key] > GIVE_UP_SECONDS]
@@ -360,7 +361,8 @@ class TargetSender:
         spare = [
             key
             for key, kind in kinds.items()
-            if kind not in ALWAYS_SENT and not incidents.only_resolves(self._target.config, kind)
+            if not KINDS[kind].ends_run
+            and not incidents.only_resolves(self._target.config, kind)
         ]
         many = spare[: max(0, len(waiting) - MAX_WAITING)]
         for key in dict.fromkeys((*late, *many)):

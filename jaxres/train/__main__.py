@@ -31,6 +31,7 @@ from jaxres.storage.path import RunPath
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE, ClaimedAttempt, hard_exit
 from jaxres.supervisor.follower import follow
+from jaxres.supervisor.process import worker_env
 from jaxres.supervisor.process.worker_group import Membership, as_leader
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
@@ -149,7 +150,7 @@ def _inline(opened: ClaimedAttempt, *, received: InlineSignals) -> AttemptResult
     run_dir, log, claim = opened.run_dir, opened.log, opened.claim
     assert log is not None
     assert opened.run_lock is not None
-    os.environ["NPROC"] = str(claim.threads)
+    os.environ.update(worker_env.thread_variables(claim))
     from jaxres.train import worker
 
     def record(exit: ExitCode, reason: str) -> None:

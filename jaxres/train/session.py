@@ -21,7 +21,7 @@ from jaxres.cluster.host_group import HostGroup, HostRank
 from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
 from jaxres.config.schema.data import ImagesSource, single_sources
-from jaxres.config.schema.run_config import TelemetrySection
+from jaxres.config.schema.telemetry import TelemetrySection
 from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
 from jaxres.engine.state import evaluated_params

@@ -21,7 +21,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
 from jaxres.cluster.jax_coordination import join
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog

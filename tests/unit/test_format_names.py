@@ -27,7 +27,7 @@ from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
-from jaxres.config.schema.operations import GenericTarget
+from jaxres.config.schema.alerts import GenericTarget
 from jaxres.data.tokens import token_folder
 from jaxres.engine.state import Progress
 from jaxres.goodput import summary

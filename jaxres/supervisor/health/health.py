@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxres.config.schema.operations import HealthAction, HealthSection
+from jaxres.config.schema.hardware import HealthAction, HealthSection
 from jaxres.supervisor.health.health_messages import GpuReading, XidReported
 from jaxres.supervisor.health.nvml import BAD_REASONS, reason_names
 

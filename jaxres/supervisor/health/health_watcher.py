@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxres.clock import Awake, Clock
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.host.processes import kill_session, start_session
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxres.clock import Clock, boot_seconds
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.host.proc_stat import read_proc_stat
 from jaxres.host.processes import available_bytes
 from jaxres.supervisor.health.health import LINK_ERRORS_PER_MINUTE, Finding

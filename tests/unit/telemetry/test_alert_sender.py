@@ -21,12 +21,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import (
-    AlertsSection,
-    GenericTarget,
-    PagerdutyTarget,
-    SlackTarget,
-)
+from jaxres.config.schema.alerts import AlertsSection, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, RunLog

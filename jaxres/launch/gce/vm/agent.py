@@ -26,7 +26,7 @@ from jaxres.cluster.host_identity import HOST_NAME, INSTANCE, PHYSICAL_HOST
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.gce_machine_types import num_gpus
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.host.processes import kill_me_with_parent

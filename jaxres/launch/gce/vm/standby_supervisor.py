@@ -24,7 +24,7 @@ from jaxres.host.processes import TAG_VARIABLE, kill_me_with_parent, kill_sessio
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_client
-from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.process.worker_env import worker_env
 
 STANDBY_SECONDS = 30.0
 """Time from the start or the end of a training process to the start of the next standby: the first
@@ -145,7 +145,7 @@ def _fork_server(
     with contextlib.suppress(RunError):  # The attempt reports it.
         if (claim := run_log.first_claim(run_dir.log)) is not None:
             variables = {n: v for n, v in env.items() if n != authentication.VARIABLE}
-            worker = attempt_runner.worker_env(variables, config, run_dir, claim)
+            worker = worker_env(variables, config, run_dir, claim)
             tag = worker.pop(TAG_VARIABLE)
             return [str(run_dir.root), f"{TAG_VARIABLE}={tag}"], worker
     return [], env

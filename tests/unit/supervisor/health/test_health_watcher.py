@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.runlog.supervisor_events import HealthWatchStarted
 from jaxres.supervisor.health import health_watcher, host_health, nvml
 from jaxres.supervisor.health.health_messages import KERNEL_LOG, MESSAGES, XidReported

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.supervisor.health.host_health import (
     NUM_READINGS,
     HostReading,
