@@ -28,7 +28,7 @@ WALL_CLOCK_MAY = {
     "jaxres/runlog/run_log.py:RunLog.append": "stamps a record",
     "jaxres/runlog/event_log.py:EventLog.emit": "stamps an event",
     "jaxres/telemetry/tensorboard.py:TensorBoard._put": "stamps a point",
-    "jaxres/telemetry/console_log.py:_TimedLines.write": "stamps a line",
+    "jaxres/telemetry/console.py:_TimedLines.write": "stamps a line",
     "jaxres/supervisor/run_metrics.py:_epoch": "stamps what is exported",
     "jaxres/telemetry/recorded_incidents.py:IncidentRecorder.send": "stamps an incident",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
