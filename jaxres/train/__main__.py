@@ -75,7 +75,7 @@ def main(arguments: Sequence[str], *, is_command: bool = False, fork: Fork | Non
     Args:
       arguments: those of the command line.
       is_command: whether this is the command's own process.
-      fork: forks the worker (`jaxres.train.prepared.standby`); None: it is a fresh process.
+      fork: forks the worker (`jaxres.launch.gce.vm.standby`); None: it is a fresh process.
 
     Raises:
       KeyboardInterrupt: a second Ctrl-C with --inline, unless `is_command`.

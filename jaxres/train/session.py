@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxres.checkpoint.write import write_check
 from jaxres.cluster.host_group import HostGroup, HostRank
-from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
+from jaxres.train.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
 from jaxres.config.schema.data import ImagesSource, single_sources
 from jaxres.config.schema.telemetry import TelemetrySection

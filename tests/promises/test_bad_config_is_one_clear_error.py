@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxres.cli import replay
+from jaxres.jax_cli import replay
 from jaxres.data.tokens.token_writer import write_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir

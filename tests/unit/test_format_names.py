@@ -22,7 +22,8 @@ from jaxres.checkpoint.digests import block_digests
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
-from jaxres.cli import chaos, doctor, plan, report, run_health, status
+from jaxres.cli import chaos, plan, report, run_health, status
+from jaxres.jax_cli import doctor
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock

@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank
-from jaxres.cluster.jax_coordination import JaxCoordination, join
+from jaxres.train.jax_coordination import JaxCoordination, join
 from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import ExitCode

@@ -18,8 +18,9 @@ import yaml
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import inference
-from jaxres.cli import branch, chaos, doctor, plan, replay, resume_check, runs, sweep
+from jaxres.cli import branch, chaos, plan, resume_check, runs, sweep
 from jaxres.cli import data as data_command
+from jaxres.jax_cli import doctor, replay
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cluster import detect
 from jaxres.config.schema.model import CustomModel

@@ -13,7 +13,7 @@ import pytest
 from jaxres import config as configs
 from jaxres.checkpoint.weights import safetensors
 from jaxres.checkpoint.weights import source as weights_source
-from jaxres.cli import evaluate
+from jaxres.jax_cli import evaluate
 from jaxres.config.schema.data import (
     DataSection,
     DocumentSource,

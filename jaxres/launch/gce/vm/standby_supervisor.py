@@ -1,6 +1,6 @@
 """Keeps a supervisor on a VM that waits for the next attempt, with all imports done. No jax.
 
-A start of a supervisor and its worker imports for seconds; `jaxres.train.prepared.standby` has done
+A start of a supervisor and its worker imports for seconds; `jaxres.launch.gce.vm.standby` has done
 that before. It is used for one attempt, and only with the code and the config with which it was
 started. The fork server refuses another environment, and other versions of libraries.
 """
@@ -71,7 +71,7 @@ class StandbySupervisor:
         ours, theirs = socket.socketpair()
         with theirs, self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.train.prepared.standby", *arguments],
+                [sys.executable, "-m", "jaxres.launch.gce.vm.standby", *arguments],
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,

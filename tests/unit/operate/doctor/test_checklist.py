@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
-from jaxres.cli import doctor
+from jaxres.jax_cli import doctor
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.schema.alerts import AlertsSection

@@ -414,7 +414,7 @@ class Doctor:
 
         import jax
 
-        from jaxres.cluster.jax_coordination import first_line
+        from jaxres.train.jax_coordination import first_line
         from jaxres.train.checks import preflight
 
         assert self._hardware is not None

@@ -20,7 +20,7 @@ import jaxres
 from jaxres import inference, models
 from jaxres.__main__ import main
 from jaxres.checkpoint.weights import export as weights_export
-from jaxres.cli import evaluate
+from jaxres.jax_cli import evaluate
 from jaxres.config.schema.data import HuggingfaceTokenizer
 from jaxres.config.schema.model import MlpModel
 from jaxres.data.tokens.tokenizer import open_tokenizer
