@@ -1,7 +1,7 @@
 """The schema of a run's configuration; each field's docstring has its unit and source.
 
 Every field is a *trajectory* key (it changes what is computed) unless `free()` declares it
-(topology, intervals, retention, telemetry, limits). Defaults live here and nowhere else.
+(topology, intervals, retention, telemetry, limits). Defaults live in this folder and nowhere else.
 """
 
 from __future__ import annotations
