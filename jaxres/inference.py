@@ -21,7 +21,7 @@ from jaxres.data.tokens import tokenizer as tokenizers
 from jaxres.data.tokens.tokenizer import FILE_NAME, Tokenizer, limited
 from jaxres.faults import ConfigError, Unrestorable
 from jaxres.runlog import run_log
-from jaxres.runlog.paths import RunDir
+from jaxres.runlog.paths import RunDir, root_of
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import foreign_json
 from jaxres.storage.files import read_whole

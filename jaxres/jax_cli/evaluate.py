@@ -14,12 +14,12 @@ import numpy as np
 
 from jaxres import data, inference
 from jaxres.checkpoint.weights.source import parse_step
-from jaxres.jax_cli.sample import model_parser
 from jaxres.config.argparser import local_path_argument
 from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
+from jaxres.jax_cli.sample import model_parser
 from jaxres.runlog.paths import RunDir, root_of
 from jaxres.storage import files, foreign_json
 from jaxres.storage.files import refuse_lfs_pointer

@@ -361,8 +361,7 @@ class TargetSender:
         spare = [
             key
             for key, kind in kinds.items()
-            if not KINDS[kind].ends_run
-            and not incidents.only_resolves(self._target.config, kind)
+            if not KINDS[kind].ends_run and not incidents.only_resolves(self._target.config, kind)
         ]
         many = spare[: max(0, len(waiting) - MAX_WAITING)]
         for key in dict.fromkeys((*late, *many)):

@@ -23,7 +23,6 @@ from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
 from jaxres.cli import chaos, plan, report, run_health, status
-from jaxres.jax_cli import doctor
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
@@ -34,6 +33,7 @@ from jaxres.engine.state import Progress
 from jaxres.goodput import summary
 from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import RunTimeline
+from jaxres.jax_cli import doctor
 from jaxres.launch.gce.state import desired_state, lease, observed_state, spending
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.operate.chaos import results as chaos_results

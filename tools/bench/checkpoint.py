@@ -44,9 +44,9 @@ from jaxres.checkpoint.restore.restore import restore
 from jaxres.checkpoint.write import array_writer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer
-from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer

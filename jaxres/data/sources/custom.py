@@ -172,7 +172,9 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 def _token_row(tokens_W: NDArray[np.int32]) -> Row:
     """Returns the arrays of a row that consists of one document."""
     length = len(tokens_W)
-    return dict(token_arrays(tokens_W, np.ones(length, np.int32), np.arange(length, dtype=np.int32)))
+    return dict(
+        token_arrays(tokens_W, np.ones(length, np.int32), np.arange(length, dtype=np.int32))
+    )
 
 
 def spec_of(row: Row) -> Spec:

@@ -50,7 +50,7 @@ class PackedRows:
         return len(self.plan)
 
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
-        """Returns `token_arrays` of a row's pieces; positions restart in each, padding is token 0."""
+        """Returns `token_arrays` of rows; positions restart in each piece, padding is token 0."""
         check_ids(ids, len(self))
         plan, T = self.plan, self.plan.seq_len
         tokens_BW = np.zeros((len(ids), T + 1), np.int32)

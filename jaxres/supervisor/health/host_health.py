@@ -26,9 +26,9 @@ NUM_READINGS = 11
 STEADY = 0.8
 """Share of the intervals in which memory grows, if that is a leak."""
 LEAK_MINUTES = 60.0
-"""Longest time until memory is used up, if its growth is a leak: a person can still save the run."""
+"""Longest time until memory is used up, if its growth is a leak: a person can still act."""
 CLOCK_STEP_SECONDS = 1.0
-"""Largest step of a clock that is no finding: ntpd slews up to 0.128 s and sets the clock beyond."""
+"""Largest step of a clock that is no finding: ntpd sets the clock only beyond 0.128 s."""
 HOST = "this host"
 TOGETHER_SECONDS = 0.1
 """Longest time between the readings of two clocks that are compared."""

@@ -64,5 +64,5 @@ def test_a_removed_key_at_its_constant_is_read_and_another_value_is_refused_by_n
 @pytest.mark.parametrize("value", ["null", "true", "'60'", "[60]"])
 def test_a_removed_key_whose_value_is_no_number_is_refused(write: Write, value: str):
     path = write(MINIMAL + f"hardware: {{health: {{leak_minutes: {value}}}}}\n")
-    with pytest.raises(ConfigError, match=r"x\.yaml:\d+: hardware\.health\.leak_minutes: is no key"):
+    with pytest.raises(ConfigError, match=r"x\.yaml:\d+: hardware\.health\.leak_minutes: is no"):
         load(path)

@@ -13,8 +13,7 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.clock import SystemClock
-from jaxres.config.schema.supervision import PreemptionSection
-from jaxres.config.schema.supervision import LaunchSection, RestartSection
+from jaxres.config.schema.supervision import LaunchSection, PreemptionSection, RestartSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log

@@ -9,9 +9,9 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.cluster import connection
-from jaxres.train import jax_coordination
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import ConfigError, PeerLost
+from jaxres.train import jax_coordination
 from tests.waiting import SURE_SECONDS
 
 
