@@ -141,8 +141,7 @@ def test_the_attempt_of_each_leader_is_reviewed_at_its_end_unless_the_run_is_don
     monkeypatch.setattr(slow_hosts, "review", noted)
     monkeypatch.setattr(attempt_runner, "supervise", lambda *_, **__: ended)
     monkeypatch.setattr(attempt_runner, "upload_artifacts", lambda *_: None)
-    monkeypatch.setattr(attempt_runner.alert_sender, "scrub_secrets", lambda _, env: env)
-    monkeypatch.setattr(attempt_runner.processes, "tag_env", lambda *_: {})
+    monkeypatch.setattr(attempt_runner, "worker_env", lambda *_, **__: {})
     links = {host: SimpleNamespace(identity=MACHINES[host]) for host in (1, 2)}
     opened: Any = SimpleNamespace(
         config=SimpleNamespace(guards=SimpleNamespace(throughput=ACT), alerts=None, deadlines=None),
