@@ -97,9 +97,9 @@ OWN_MODULE = {
     **dict.fromkeys(("evaluate", "plan", "replay", "sample"), False),
     **dict.fromkeys(("branch", "chaos", "data", "doctor", "resume-check", "sweep"), True),
 }
-"""Commands that are a module of jaxres/cli of that name; whether it takes the environment."""
-USING_JAX = ("evaluate", "replay", "sample", "branch", "doctor")
-"""Commands that import jax themselves."""
+"""Commands that are a module of that name; whether it takes the environment."""
+USING_JAX = ("doctor", "evaluate", "replay", "sample")
+"""Those of jaxres/jax_cli; all others are in jaxres/cli."""
 VERBS = (
     *("train", "launch", "status", "history", "report", "hosts", "runs", "compare", "checkpoints"),
     *OWN_MODULE,
@@ -201,7 +201,8 @@ def _run(args: Sequence[str]) -> int:
 
         jax_settings.check(os.environ)
     if verb in OWN_MODULE:
-        command = importlib.import_module(f"jaxres.cli.{verb.replace('-', '_')}")
+        folder = "jaxres.jax_cli" if verb in USING_JAX else "jaxres.cli"
+        command = importlib.import_module(f"{folder}.{verb.replace('-', '_')}")
         return command.main(args[1:], **({"env": os.environ} if OWN_MODULE[verb] else {}))
     from jaxres.cli.checkpoints import command as checkpoints_cli
 

@@ -19,13 +19,13 @@ from jaxres.checkpoint.weights.source import Step, commit_of, from_run
 from jaxres.config.schema.data import HuggingfaceTokenizer
 from jaxres.data.tokens import tokenizer as tokenizers
 from jaxres.data.tokens.tokenizer import FILE_NAME, Tokenizer, limited
-from jaxres.faults import ConfigError, Unrestorable, UsageError
+from jaxres.faults import ConfigError, Unrestorable
 from jaxres.runlog import run_log
-from jaxres.runlog.paths import RunDir
+from jaxres.runlog.paths import RunDir, root_of
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage import foreign_json
 from jaxres.storage.files import read_whole
-from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
+from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import run_config
 
 
@@ -210,14 +210,6 @@ def _refuse_nonfinite(arrays: Mapping[str, np.ndarray], folder: Path) -> None:
             f"{folder}: {bad[0]}{others} have values that are not finite (NaN or infinite): no "
             "text can be continued or scored. Copy the folder again, or take another one."
         )
-
-
-def root_of(path: str | RunPath) -> RunPath:
-    """Returns the run directory of a given path. Raises UsageError if it can't be one."""
-    try:
-        return run_root(parse_path(os.path.expanduser(str(path))))
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
 
 
 def history_of(run_dir: RunDir) -> RunHistory:

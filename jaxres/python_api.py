@@ -28,7 +28,7 @@ from jaxres.exit_codes import ExitCode, exit_name
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.runlog import run_log
-from jaxres.runlog.paths import RunDir
+from jaxres.runlog.paths import RunDir, root_of
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage.path import RunPath, is_path, parse_path
 from jaxres.supervisor import run_config
@@ -46,7 +46,7 @@ class Run:
     """A text that is given is made a path."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dir", inference.root_of(self.dir))
+        object.__setattr__(self, "dir", root_of(self.dir))
 
     @property
     def config(self) -> RunConfig:
@@ -179,8 +179,8 @@ def branch(
       ConfigError: the step is not committed, or an override changes arrays or rows.
       UsageError: the directory exists.
     """
-    origin = run if isinstance(run, Run) else Run(inference.root_of(run))
-    made = Run(inference.root_of(to))
+    origin = run if isinstance(run, Run) else Run(root_of(run))
+    made = Run(root_of(to))
     branch_command.branch(
         RunDir(origin.dir),
         RunDir(made.dir),

@@ -17,6 +17,10 @@ from pathlib import Path
 MAX_FILE_LINES = {"jaxres": 600, "emulators": 600, "tests": 600, "tools": 600, "examples": 60}
 MAX_FOLDER_FILES = 20
 """Files of a folder of the package or of the unit tests, `__init__.py` apart."""
+MAX_DOC_LINE = 120
+"""Length of a line in docs/; a row of a table is one line, and where a link points counts for
+nothing: neither can be wrapped."""
+LINK_TARGET = re.compile(r"\]\([^)]*\)")
 MAX_FUNCTION_LINES = 70
 MAX_PARAMETERS = 8
 """Parameters of a function of the package, `self` apart; more belong together in a dataclass."""
@@ -28,7 +32,7 @@ WALL_CLOCK_MAY = {
     "jaxres/runlog/run_log.py:RunLog.append": "stamps a record",
     "jaxres/runlog/event_log.py:EventLog.emit": "stamps an event",
     "jaxres/telemetry/tensorboard.py:TensorBoard._put": "stamps a point",
-    "jaxres/telemetry/console_log.py:_TimedLines.write": "stamps a line",
+    "jaxres/telemetry/console.py:_TimedLines.write": "stamps a line",
     "jaxres/supervisor/run_metrics.py:_epoch": "stamps what is exported",
     "jaxres/telemetry/recorded_incidents.py:IncidentRecorder.send": "stamps an incident",
     "jaxres/supervisor/run_lock.py:RunLock._fields": "stamps a heartbeat",
@@ -102,6 +106,7 @@ def main(arguments: list[str]) -> int:
         return 0
     problems = [problem for path in _tracked("*.py") for problem in _check(path)]
     problems += [problem for path in _tracked(*PROSE) for problem in _retired_words(path)]
+    problems += [problem for path in _tracked("docs/*.md") for problem in _long_lines(path)]
     problems += [*_crowded_folders(), *_classes_of_one_name()]
     problems += [*_homes_of_faults(), *_faults_of_homes()]
     sys.stdout.write("".join(f"{problem}\n" for problem in problems))
@@ -123,6 +128,14 @@ def _retired_words(path: Path) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         for word in RETIRED.findall(line):
             yield f"{path}:{number}: '{word}' is retired: use the field's (docs/ARCHITECTURE.md)"
+
+
+def _long_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a page that are too long."""
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        length = len(LINK_TARGET.sub("]", line))
+        if length > MAX_DOC_LINE and not line.lstrip().startswith("|"):
+            yield f"{path}:{number}: {length} characters, at most {MAX_DOC_LINE}: wrap the line"
 
 
 def _check(path: Path) -> Iterator[str]:

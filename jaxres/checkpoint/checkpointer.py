@@ -47,7 +47,7 @@ from jaxres.checkpoint.write.background_save import BackgroundSave, SaveSettings
 from jaxres.checkpoint.write.frozen_arrays import LinkedFiles, LinkSource, split_state
 from jaxres.checkpoint.write.linked_parts import WrittenParts
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.engine.trainable import ALL, Trainable
 from jaxres.faults import Continue, StopRun, StorageUnavailable, Verdict, fault

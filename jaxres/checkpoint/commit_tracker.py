@@ -18,7 +18,7 @@ from jaxres.checkpoint.write.background_save import BackgroundSave
 from jaxres.checkpoint.write.frozen_arrays import FrozenSums, LinkSource
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.runlog import step_dirs

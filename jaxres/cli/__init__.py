@@ -1,1 +1,1 @@
-"""Commands on runs and checkpoints: status, history, checkpoints, doctor, replay."""
+"""Commands without JAX, on runs, checkpoints and plans: status, history, checkpoints, report."""

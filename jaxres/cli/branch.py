@@ -29,9 +29,8 @@ from jaxres.config.errors import show
 from jaxres.config.schema.data import MixtureSource
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError, command_line
-from jaxres.inference import root_of
 from jaxres.runlog import run_log
-from jaxres.runlog.paths import RunDir
+from jaxres.runlog.paths import RunDir, root_of
 from jaxres.runlog.records import Branch
 from jaxres.runlog.run_log import AttemptEnded, Commit, RunHistory, RunLog, Skip
 from jaxres.runlog.step_dirs import LOG_COPY, MANIFEST

@@ -20,7 +20,7 @@ from jaxres.cli import report
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, local_path_argument, path_argument
 from jaxres.config.gce_machine_types import num_gpus
-from jaxres.config.schema.operations import KeepSection, StepsWhen
+from jaxres.config.schema.checkpoint import KeepSection, StepsWhen
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.goodput import summary

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
+from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alerts import PagerdutyTarget, variable
 from jaxres.config.schema.data import (
     HELDOUT,
     BytesTokenizer,
@@ -28,7 +30,6 @@ from jaxres.config.schema.data import (
 )
 from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
 from jaxres.config.schema.model import CustomModel, GptModel, MlpModel, VitModel
-from jaxres.config.schema.operations import KINDS, PagerdutyTarget, variable
 from jaxres.config.schema.optimizer import (
     AdamwOptimizer,
     CustomOptimizer,

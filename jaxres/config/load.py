@@ -23,6 +23,7 @@ from jaxres import secret_values
 from jaxres.config import builtin_configs, huggingface
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, did_you_mean, one_line, raise_all, shorten, show
+from jaxres.config.removed_keys import without_removed
 from jaxres.config.schema.fields import ROOT, FieldSpec
 from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.validate import validate
@@ -323,6 +324,8 @@ def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str)
     expanded: list[Node] = []
     for layer in layers:
         wrong = wrong + shape_problems(layer, ROOT)
+        layer, removed = without_removed(layer)
+        wrong = wrong + removed
         long, contradictions = written_out(layer)
         expanded.append(long)
         wrong = wrong + contradictions

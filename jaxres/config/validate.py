@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails
 
 from jaxres.config import other_names
 from jaxres.config.errors import Problem, did_you_mean, show, show_limit
+from jaxres.config.schema.alerts import NOT_A_NAME
 from jaxres.config.schema.base import OTHER_FORM
 from jaxres.config.schema.fields import ROOT, FieldSpec, LeafField, iter_fields, kind_of, kinds
-from jaxres.config.schema.operations import NOT_A_NAME
 from jaxres.config.schema.run_config import RunConfig
 
 _MUST_BE = {

@@ -24,7 +24,7 @@ from jaxres.data.mixture import Mixture, describe_row
 from jaxres.data.order import Order, Skips, positions_at, sample_digest, sample_ids_at, skip_ranges
 from jaxres.data.prefetch import DataThreadDied, DataTimeout, Prefetch
 from jaxres.data.shuffle import Permutation
-from jaxres.data.sources.custom import TOKEN_ROW_KEYS
+from jaxres.data.tokens.token_arrays import TOKEN_ROW_KEYS
 from jaxres.data.tokens.token_folder import CacheDamaged, TokensDamaged
 from jaxres.data.tokens.token_writer import TokenWriter, write_tokens
 

@@ -24,6 +24,7 @@ from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data.batching import BadRecord, Rows, first_row
 from jaxres.data.bucket import download_cache, remote_tokens
 from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
+from jaxres.data.heldout import heldout_start, split_images, split_items, split_tokens
 from jaxres.data.mixture import SOURCE_KEY, MixedRows, MixturePart, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.row_values import limits_of
@@ -32,22 +33,15 @@ from jaxres.data.sources.custom import (
     CustomRows,
     build_items,
     fingerprints_of,
-    split_items,
     tokens_per_row_of,
     vocab_size_of,
 )
-from jaxres.data.sources.images import IMAGES, ImageRows, classes_of, split_images
+from jaxres.data.sources.images import IMAGES, ImageRows, classes_of
 from jaxres.data.sources.source_files import shared_files, token_folder_of
 from jaxres.data.tokens import tokenizer as tokenizers
 from jaxres.data.tokens.packed_rows import PackedRows, open_packed_rows
 from jaxres.data.tokens.packing import Packing
-from jaxres.data.tokens.token_folder import (
-    TokenFolder,
-    TokenRows,
-    heldout_start,
-    open_tokens,
-    split_tokens,
-)
+from jaxres.data.tokens.token_folder import TokenFolder, TokenRows, open_tokens
 from jaxres.data.tokens.tokenizer import (
     LIBRARY,
     LibraryTokenizer,

@@ -38,6 +38,8 @@ Without them one outlier in a hundred steps would hide a loss that stays at twic
 (tools/bench/detectors.py)."""
 
 
+USUAL_STEPS = 100
+"""Steps of the exponential average that estimates the usual loss (tools/bench/detectors.py)."""
 MOST_ROUNDS = 100
 """Most iterations until the number of steps agrees with the number of their back-offs."""
 
@@ -169,7 +171,7 @@ def _learnt(memory: GuardState, loss: float, section: RollbackSection) -> dict[s
     if memory["count"] >= section.warmup_steps:
         deviation = math.sqrt(memory["variance"])
         loss = min(loss, mean + max(LEARNT_DEVIATIONS * deviation, LEARNT_SHARE * abs(mean)))
-    share = max(1 / count, 1 / section.window_steps)
+    share = max(1 / count, 1 / USUAL_STEPS)
     above = max(loss - mean, 0.0)
     variance = (1 - share) * memory["variance"] + share * 2 * above * above
     after = {"count": count, "mean": mean + share * (loss - mean), "variance": variance}

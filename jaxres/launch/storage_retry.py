@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from jaxres.config.schema.operations import RestartSection
+from jaxres.config.schema.supervision import RestartSection
 from jaxres.faults import StorageUnavailable
 from jaxres.supervisor.attempt import print_message
+from jaxres.supervisor.restart_policy import MAX_STORAGE_BACKOFF_SECONDS
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ def with_retries(
 
     Args:
       call: reads or submits; it is called again after a StorageUnavailable.
-      limits: `max_storage_attempts`, and how long to wait.
+      limits: `max_storage_attempts`, and the first wait, which doubles.
       wait: waits some seconds; returns True at once if this process is told to end.
       what: what has failed, for messages, such as "the run log can't be read".
 
@@ -36,6 +37,6 @@ def with_retries(
         except StorageUnavailable as error:
             seconds = limits.storage_backoff_seconds * 2.0 ** min(times, 60)
             print_message(f"{what}: {error}")
-            if wait(min(seconds, limits.max_storage_backoff_seconds)):
+            if wait(min(seconds, max(limits.storage_backoff_seconds, MAX_STORAGE_BACKOFF_SECONDS))):
                 return None
     return call()

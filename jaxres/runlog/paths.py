@@ -1,9 +1,11 @@
 """Names of the files and folders in a run directory; external tools rely on them."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxres.storage.path import RunPath, is_remote
+from jaxres.faults import UsageError
+from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
 
 SCRATCH = Path("~/.cache/jaxres/runs")
 
@@ -192,3 +194,11 @@ class RunDir:
     def events(self, attempt: int, host: int) -> RunPath:
         """Events of one host's worker."""
         return self.attempt(attempt) / f"events-host{host:03d}.jsonl"
+
+
+def root_of(path: str | RunPath) -> RunPath:
+    """Returns the run directory of a given path. Raises UsageError if it can't be one."""
+    try:
+        return run_root(parse_path(os.path.expanduser(str(path))))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
 from jaxres.cluster.peer_connections import PeerLinks
-from jaxres.config.schema.run_config import DeadlinesSection
+from jaxres.config.schema.supervision import DeadlinesSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.event_log import AsyncEventLog
 from jaxres.runlog.paths import RunDir

@@ -26,14 +26,13 @@ from typing import NoReturn
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import SystemClock
-from jaxres.cluster import coordination_tls
 from jaxres.cluster.authentication import Secret
 from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
-from jaxres.host import processes, signals
+from jaxres.host import signals
 from jaxres.host.proc_stat import read_proc_stat
 from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
@@ -57,6 +56,7 @@ from jaxres.supervisor.companions import attempt_alerts, companions
 from jaxres.supervisor.companions.attempt_alerts import AttemptAlerts
 from jaxres.supervisor.companions.companions import Companions
 from jaxres.supervisor.failure_report import upload_artifacts
+from jaxres.supervisor.process.worker_env import worker_env
 from jaxres.supervisor.process.worker_group import (
     Rendezvous,
     WorkerGroup,
@@ -70,9 +70,6 @@ from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
 from jaxres.telemetry import alert_sender, stdio
 
-WORKER_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Variables of a worker, unless they are set: malloc asks for transparent huge pages, without which
-the page faults of fresh memory take most of the time of a warm restore. (glibc manual, 39.2)"""
 MIN_DEVICES = "JAXRES_MIN_DEVICES"
 """Environment variable with the number of devices that each host must have."""
 PLATFORM = "JAXRES_PLATFORM"
@@ -354,24 +351,6 @@ def run_local_workers(
     _review_slow_hosts(opened, services, ended, env=env)
     upload_artifacts(opened.run_dir, claim.attempt)
     return add_memory_advice(ended, opened.config, advise)
-
-
-def worker_env(
-    env: Mapping[str, str],
-    config: RunConfig,
-    run_dir: RunDir,
-    claim: Claim,
-    *,
-    secret: Secret | None = None,
-) -> dict[str, str]:
-    """Returns the environment of an attempt's workers: without secrets, with threads and tag.
-
-    `secret`: that of the run, of which the key of the attempt follows; None: there is none.
-    """
-    secretless = alert_sender.scrub_secrets(config.alerts, env)
-    own = {"NPROC": str(claim.threads)}
-    own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
-    return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)
 
 
 def add_memory_advice(

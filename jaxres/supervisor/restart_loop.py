@@ -360,7 +360,7 @@ def _wait_backoff(run: LoopState, seconds: float) -> AttemptResult | None:
         clock=run.clock,
         step=lambda: run.run_history.step,
     )
-    longest = seconds + run.policy.restart.max_storage_backoff_seconds + LEAVE_SECONDS
+    longest = seconds + restart_policy.MAX_STORAGE_BACKOFF_SECONDS + LEAVE_SECONDS
     preemption = run.companions.preemption_watcher
     assert preemption is not None  # Only a supervisor that trains by itself has none.
     with watch:

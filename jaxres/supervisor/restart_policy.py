@@ -18,12 +18,17 @@ import signal
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-from jaxres.config.schema.run_config import LaunchSection, RestartSection, RunConfig
+from jaxres.config.schema.run_config import RunConfig
+from jaxres.config.schema.supervision import LaunchSection, RestartSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice, since_progress
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, SupervisorEnded, in_force
 
 KILLED = 128 + signal.SIGKILL
+MAX_BACKOFF_SECONDS = 60.0
+"""Longest wait after a failure, before jitter; the default budget ends at 16 s."""
+MAX_STORAGE_BACKOFF_SECONDS = 600.0
+"""Longest wait after a storage failure, before jitter: an outage of hours fits into its budget."""
 NO_EXIT_RECORD = "no exit record: it was killed with its supervisor, or the machine went down"
 
 
@@ -276,7 +281,7 @@ def _within_budgets(
             decision if same < limits.max_preemptions_without_commit else _no_progress(last, same)
         )
     if rule is RestartRule.STORAGE_BUDGET:
-        first, longest = limits.storage_backoff_seconds, limits.max_storage_backoff_seconds
+        first, longest = limits.storage_backoff_seconds, MAX_STORAGE_BACKOFF_SECONDS
         seconds = _backoff(same, first, longest, policy)
         decision = Restart(seconds, without, f"storage {same} of {limits.max_storage_attempts}")
         return decision if same < limits.max_storage_attempts else _no_progress(last, same)
@@ -287,7 +292,7 @@ def _within_budgets(
     ]
     if len(once) > 1:
         return GiveUp(once[-1].code, f"a second such failure without a new commit: {last.reason}")
-    first, longest = limits.backoff_seconds, limits.max_backoff_seconds
+    first, longest = limits.backoff_seconds, MAX_BACKOFF_SECONDS
     seconds = _backoff(sum(map(_is_failure, streak)), first, longest, policy)
     reason = f"failure {failures} of {limits.max_attempts_without_commit} without a new commit"
     if not failures:
@@ -311,12 +316,15 @@ def _no_progress(last: AttemptOutcome[int], times: int) -> GiveUp:
 
 def longest_delay(restart: RestartSection) -> float:
     """Returns the longest wait before an attempt that `decide` gives, in seconds."""
-    longest = max(restart.max_backoff_seconds, restart.max_storage_backoff_seconds)
-    return longest * (1 + restart.jitter)
+    first = max(restart.backoff_seconds, restart.storage_backoff_seconds)
+    return max(first, MAX_BACKOFF_SECONDS, MAX_STORAGE_BACKOFF_SECONDS) * (1 + restart.jitter)
 
 
 def _backoff(times: int, first: float, longest: float, policy: RestartPolicy) -> float:
-    """Returns the wait before the next attempt: exponential, bounded, with jitter."""
-    seconds = min(longest, first * 2.0 ** min(max(times - 1, 0), 60))
+    """Returns the wait before the next attempt: exponential, bounded, with jitter.
+
+    A first wait beyond the bound is one of the user's own, and all waits are as long.
+    """
+    seconds = min(max(first, longest), first * 2.0 ** min(max(times - 1, 0), 60))
     spread = random.Random(f"{policy.seed}-{times}").random()
     return seconds * (1 + policy.restart.jitter * spread)

@@ -20,6 +20,9 @@ from jaxres.runlog.faulty_hosts import host_name
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim
 
+MAX_LOST_MINUTES = 30.0
+"""Minutes that a slow host may cost an attempt: more than a restart without it costs (ADR 66)."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -93,10 +96,9 @@ def review(
     """
     if section.exclude == "off":
         return None
-    budget_seconds = 60 * section.max_lost_minutes
     found = beyond_budget(
         costs(read_events(run_dir.events(claim.attempt, 0))),
-        budget_seconds=budget_seconds,
+        budget_seconds=60 * MAX_LOST_MINUTES,
         num_hosts=claim.num_hosts,
     )
     if found is None:
@@ -105,7 +107,7 @@ def review(
     machine = machines[found.host]
     lost = (
         f"host {found.host} has cost the attempt {found.seconds / 60:.1f} minutes "
-        f"(guards.throughput.max_lost_minutes={section.max_lost_minutes:g}): {found.reason}"
+        f"(more than {MAX_LOST_MINUTES:g}): {found.reason}"
     )
     if not machine.name:
         return f"{lost}. It can't be left out at the next start: set {HOST_NAME} to its name"

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxres.config.schema.alert_kinds import KINDS
 from jaxres.telemetry import incidents
-from jaxres.telemetry.incidents import ALWAYS_SENT, RESOLVES, Incident
+from jaxres.telemetry.incidents import Incident
 
 HOUR_SECONDS = 3600.0
 DeliveryState = Literal["queued", "delivered", "dropped", "silent"]
@@ -63,7 +64,7 @@ class Ledger:
     def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
         """Returns whether the rate limit allows a message of this kind."""
         recent = [time for time in self.sent if 0 <= now - time < HOUR_SECONDS]
-        return kind in ALWAYS_SENT or len(recent) < max_per_hour
+        return KINDS[kind].ends_run or len(recent) < max_per_hour
 
     def apply(self, line: dict[str, Any]) -> None:
         """Applies a line; ignores the lines of other targets."""
@@ -87,8 +88,7 @@ class Ledger:
         if line["state"] != "silent":
             self.left_out.clear()
             self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
-        if kind in RESOLVES:
-            resolved = RESOLVES[kind]
+        if resolved := KINDS[kind].resolves:
             left = {k: i for k, i in self.unresolved.items() if i.kind not in resolved}
             self.unresolved = left
         else:

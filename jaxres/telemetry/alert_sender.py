@@ -16,7 +16,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
-from jaxres.config.schema.operations import AlertsSection, AlertTarget, PagerdutyTarget, variable
+from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
@@ -30,7 +31,7 @@ from jaxres.storage.threads import make_thread
 from jaxres.telemetry import alert_delivery_log, incidents, webhook
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitMonitor
-from jaxres.telemetry.incidents import ALWAYS_SENT, Incident
+from jaxres.telemetry.incidents import Incident
 
 MAX_QUEUED = 1000
 """Size of the queue to the thread; it fills up only while storage hangs."""
@@ -41,6 +42,11 @@ RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 OPEN_RETRY_SECONDS = 5.0
 """Time until a delivery log in a bucket that does not answer is read again."""
+MAX_PER_HOUR = 30
+"""Most messages per hour and target; the next message has the number of omitted ones.
+
+Slack's incoming webhooks take one a second, PagerDuty's events 120 a minute: this limit is for
+people, not for services."""
 GIVE_UP_SECONDS = 3600.0
 """Age at which an undelivered incident is dropped."""
 CLOSE_SECONDS = 3.0
@@ -127,7 +133,7 @@ class Alerts:
         Args:
           targets: as returned by `resolve`; if empty, no thread starts and no file is written.
           run_dir: holds `alerts.jsonl` and the run log whose commits are monitored.
-          section: rate limit and commit stall limit.
+          section: commit stall limit.
           clock: for retries and time stamps.
           report: prints delivery failures on the terminal.
           retry_seconds: first wait before a retry.
@@ -145,7 +151,6 @@ class Alerts:
             TargetSender(
                 target,
                 run_dir,
-                max_per_hour=section.max_per_hour,
                 clock=clock,
                 report=report,
                 retry_seconds=retry_seconds,
@@ -208,7 +213,6 @@ class TargetSender:
         target: ResolvedTarget,
         run_dir: RunDir,
         *,
-        max_per_hour: int,
         clock: Clock,
         report: Callable[[str], None],
         retry_seconds: float,
@@ -221,7 +225,6 @@ class TargetSender:
         self._path = run_dir.alerts
         self._nonce_read = nonce
         self._may_send = may_send
-        self._max_per_hour = max_per_hour
         self._clock = clock
         self._print = report
         self._retry_seconds = retry_seconds
@@ -350,7 +353,7 @@ class TargetSender:
     def _drop_excess(self) -> None:
         """Drops incidents that wait too long, and the oldest ones beyond MAX_WAITING.
 
-        Incidents of the kinds ALWAYS_SENT, and resolves, are dropped only for their age.
+        Incidents that end the run, and resolves, are dropped only for their age.
         """
         now, waiting = self._clock.monotonic(), self._ledger.waiting
         late = [key for key in waiting if now - self._taken_at[key] > GIVE_UP_SECONDS]
@@ -358,7 +361,7 @@ class TargetSender:
         spare = [
             key
             for key, kind in kinds.items()
-            if kind not in ALWAYS_SENT and not incidents.only_resolves(self._target.config, kind)
+            if not KINDS[kind].ends_run and not incidents.only_resolves(self._target.config, kind)
         ]
         many = spare[: max(0, len(waiting) - MAX_WAITING)]
         for key in dict.fromkeys((*late, *many)):
@@ -386,9 +389,7 @@ class TargetSender:
             is_open=self._ledger.is_open,
         )
         is_silent = not messages or incidents.only_resolves(self._target.config, kind)
-        if not is_silent and not self._ledger.is_allowed(
-            kind, now=now, max_per_hour=self._max_per_hour
-        ):
+        if not is_silent and not self._ledger.is_allowed(kind, now=now, max_per_hour=MAX_PER_HOUR):
             self._record(key, "dropped", reason="too many in an hour")
             return True
         for message in messages:

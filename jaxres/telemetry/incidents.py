@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
-from jaxres.config.schema.operations import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.config.schema.alert_kinds import KINDS, Kind
+from jaxres.config.schema.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import is_seconds
@@ -32,93 +33,6 @@ from jaxres.secret_values import redact_text
 from jaxres.storage import codec
 from jaxres.telemetry.heartbeat import SpeedChanged, TrainingReport
 
-Kind = Literal[
-    "restarted",
-    "supervisor_restarted",
-    "gave_up",
-    "commits_stalled",
-    "commits_resumed",
-    "saves_failing",
-    "saves_recovered",
-    "rollback",
-    "preempted",
-    "finished",
-    "replica_behind",
-    "replica_caught_up",
-    "hardware_fault",
-    "checkpoint_damaged",
-    "straggler",
-    "straggler_recovered",
-    "throughput_dropped",
-    "throughput_recovered",
-    "vm_lost",
-    "no_capacity",
-    "capacity_found",
-    "spend_exceeded",
-    "attempt_failed",
-    "masked_steps",
-    "masked_steps_recovered",
-]
-ALWAYS_SENT = ("gave_up", "attempt_failed", "finished")
-"""Kinds that end a run; the rate limit does not apply to them."""
-HEADLINES: Mapping[str, str] = {
-    "restarted": "failed and is being restarted",
-    "supervisor_restarted": "has a new supervisor: the previous one left no exit record",
-    "gave_up": "has given up: it will not be restarted",
-    "commits_stalled": "has committed no step for too long",
-    "commits_resumed": "commits steps again",
-    "saves_failing": "can't save: storage refuses",
-    "saves_recovered": "can save again",
-    "rollback": "was rolled back to an earlier step",
-    "preempted": "was preempted",
-    "finished": "is finished",
-    "replica_behind": "has committed steps that its replica lacks for too long",
-    "replica_caught_up": "has every committed step in its replica again",
-    "hardware_fault": "trains on hardware with a fault",
-    "checkpoint_damaged": "has a damaged or unreadable checkpoint",
-    "straggler": "waits for a slow host",
-    "straggler_recovered": "waits for a slow host no longer",
-    "throughput_dropped": "is slower than usual",
-    "throughput_recovered": "is as fast as usual again",
-    "vm_lost": "has lost VMs between two attempts",
-    "no_capacity": "gets no VMs for too long",
-    "capacity_found": "has all its VMs again",
-    "spend_exceeded": "has cost more than its bound",
-    "attempt_failed": "has failed: its supervisor does not restart it",
-    "masked_steps": "masks many steps",
-    "masked_steps_recovered": "masks few steps again",
-}
-SEVERITIES: Mapping[str, str] = {
-    "gave_up": "critical",
-    "attempt_failed": "error",
-    "no_capacity": "error",
-    "commits_stalled": "error",
-    "saves_failing": "error",
-    "replica_behind": "error",
-    "hardware_fault": "error",
-    "checkpoint_damaged": "error",
-    "restarted": "warning",
-    "supervisor_restarted": "warning",
-    "rollback": "warning",
-    "straggler": "warning",
-    "throughput_dropped": "warning",
-    "vm_lost": "warning",
-    "spend_exceeded": "warning",
-    "masked_steps": "warning",
-    "preempted": "info",
-}
-"""PagerDuty severity by kind."""
-RESOLVES: Mapping[str, tuple[str, ...]] = {
-    "commits_resumed": ("commits_stalled",),
-    "saves_recovered": ("saves_failing",),
-    "replica_caught_up": ("replica_behind",),
-    "straggler_recovered": ("straggler",),
-    "throughput_recovered": ("throughput_dropped",),
-    "capacity_found": ("no_capacity",),
-    "masked_steps_recovered": ("masked_steps",),
-    "finished": tuple(SEVERITIES),
-}
-"""Kinds that resolve open incidents of other kinds."""
 LONGEST_REASON = 700
 """Maximum characters of a reason; PagerDuty accepts 1024 for a whole summary."""
 
@@ -163,7 +77,7 @@ def only_resolves(target: AlertTarget, kind: str) -> bool:
 
     The rate limit does not apply to it: an alert would stay open for good.
     """
-    return isinstance(target, PagerdutyTarget) and kind in RESOLVES
+    return isinstance(target, PagerdutyTarget) and bool(KINDS[kind].resolves)
 
 
 @dataclass(frozen=True)
@@ -216,8 +130,8 @@ def messages(
             return [Message(key, {"text": _escaped(_text(incident, left_out))})]
         case GenericTarget():
             return [Message(key, _plain(incident, key=key, time=time, left_out=left_out))]
-        case PagerdutyTarget() if incident.kind in RESOLVES:
-            resolved = [name for name, kind in is_open.items() if kind in RESOLVES[incident.kind]]
+        case PagerdutyTarget() if kinds := KINDS[incident.kind].resolves:
+            resolved = [name for name, kind in is_open.items() if kind in kinds]
             return [
                 Message(name, {"routing_key": secret, "event_action": "resolve", "dedup_key": name})
                 for name in resolved
@@ -226,7 +140,7 @@ def messages(
             payload = {
                 "summary": _headline(incident) + (f": {_reason(incident)}" * bool(incident.reason)),
                 "source": incident.run,
-                "severity": SEVERITIES[incident.kind],
+                "severity": KINDS[incident.kind].severity,
                 "timestamp": _stamp(time),
                 "component": f"attempt {incident.attempt}",
                 "class": incident.kind,
@@ -240,7 +154,7 @@ def _headline(incident: Incident) -> str:
     facts = [f"attempt {incident.attempt}", f"step {incident.step} committed"]
     facts += [] if incident.host is None else [f"host {incident.host}"]
     facts += [] if incident.code is None else [f"exit {exit_name(incident.code)}"]
-    return f"{incident.run[:100]} {HEADLINES[incident.kind]} ({', '.join(facts)})"
+    return f"{incident.run[:100]} {KINDS[incident.kind].headline} ({', '.join(facts)})"
 
 
 def _reason(incident: Incident) -> str:
@@ -463,7 +377,7 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
 
 def of_training(news: TrainingReport | SpeedChanged, *, run: str, attempt: int) -> Incident:
     """Returns the incident of a rollback, of masked steps or of a change of speed."""
-    begins = news.kind in SEVERITIES
+    begins = KINDS[news.kind].severity is not None
     return Incident(
         kind=news.kind,
         run=run,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from jaxres.clock import Clock
-from jaxres.config.schema.operations import GenericTarget, PagerdutyTarget, SlackTarget
+from jaxres.config.schema.alerts import GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.telemetry import webhook
 from jaxres.telemetry.alert_sender import ResolvedTarget
 from jaxres.telemetry.incidents import Message

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import MlflowTracker, TrackerSection, WandbTracker
+from jaxres.config.schema.telemetry import MlflowTracker, TrackerSection, WandbTracker
 from jaxres.faults import ConfigError
 
 Row = tuple[int, Mapping[str, float]]

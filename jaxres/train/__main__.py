@@ -37,6 +37,7 @@ from jaxres.supervisor.attempt_runner import (
     hard_exit,
 )
 from jaxres.supervisor.follower import follow
+from jaxres.supervisor.process import worker_env
 from jaxres.supervisor.process.worker_group import Membership, as_leader
 from jaxres.supervisor.run_config import parse_target
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str], *, is_command: bool = False, fork: Fork | Non
     Args:
       arguments: those of the command line.
       is_command: whether this is the command's own process.
-      fork: forks the worker (`jaxres.train.prepared.standby`); None: it is a fresh process.
+      fork: forks the worker (`jaxres.launch.gce.vm.standby`); None: it is a fresh process.
 
     Raises:
       KeyboardInterrupt: a second Ctrl-C with --inline, unless `is_command`.
@@ -160,7 +161,7 @@ def _inline(
 ) -> AttemptResult:
     """Trains in this process, for debuggers and notebooks."""
     run_dir, claim = opened.run_dir, opened.claim
-    os.environ["NPROC"] = str(claim.threads)
+    os.environ.update(worker_env.thread_variables(claim))
     from jaxres.train import worker
 
     def record(exit: ExitCode, reason: str) -> None:

@@ -225,12 +225,7 @@ def _device_probe(parts: Components, context: AttemptContext) -> DeviceProbe | N
         return None
     if section.probe == "auto" and devices[0].platform == "cpu":
         return None
-    return DeviceProbe(
-        devices,
-        every_steps=section.probe_every_steps,
-        max_share=section.probe_share,
-        clock=context.clock,
-    )
+    return DeviceProbe(devices, clock=context.clock)
 
 
 def _rotated(parts: Components, context: AttemptContext) -> Components | None:

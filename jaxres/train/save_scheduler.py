@@ -16,7 +16,7 @@ from collections.abc import Callable
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs, Interval
 from jaxres.clock import Clock
-from jaxres.config.schema.operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
+from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
 from jaxres.runlog.events import (
     Emit,
     Event,

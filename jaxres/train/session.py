@@ -18,10 +18,9 @@ import numpy as np
 
 from jaxres.checkpoint.write import write_check
 from jaxres.cluster.host_group import HostGroup, HostRank
-from jaxres.cluster.jax_coordination import first_line, is_peer_lost, join
 from jaxres.config import RunConfig
 from jaxres.config.schema.data import ImagesSource, single_sources
-from jaxres.config.schema.run_config import TelemetrySection
+from jaxres.config.schema.telemetry import TelemetrySection
 from jaxres.data import Dataset
 from jaxres.engine import mesh as meshes
 from jaxres.engine.state import evaluated_params
@@ -44,6 +43,7 @@ from jaxres.train.checks import oom_advice
 from jaxres.train.compiled import compile_cache
 from jaxres.train.components import Trainer
 from jaxres.train.context import AttemptContext
+from jaxres.train.jax_coordination import first_line, is_peer_lost, join
 from jaxres.train.loop import LoopResult, train
 
 CURVE_POINTS = 100

@@ -42,8 +42,7 @@ from jaxres.storage.path import parse_path
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor import restart_policy
 from jaxres.telemetry import stdio
-from jaxres.telemetry.console import Console
-from jaxres.telemetry.console_log import ConsoleLog
+from jaxres.telemetry.console import Console, ConsoleLog
 from jaxres.telemetry.heartbeat import StatusWriter, exit_message, write_now
 from jaxres.telemetry.masked_steps import MaskedSteps
 from jaxres.telemetry.observers import Observers

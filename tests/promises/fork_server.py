@@ -63,7 +63,7 @@ def may_fork(env: Mapping[str, str], base: Mapping[str, str]) -> bool:
 
     >>> may_fork({"PACE": "1", "JAXRES_X": "1"}, {}), may_fork({"JAX_PLATFORMS": "cpu"}, {})
     (True, False)
-    >>> from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
+    >>> from jaxres.supervisor.process.worker_env import WORKER_VARIABLES
     >>> may_fork(WORKER_VARIABLES, {})  # Else every worker imports jax again.
     True
     """

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
 from jaxres.supervisor.process import worker_process
+from jaxres.supervisor.process.worker_env import WORKER_VARIABLES
 from tests.promises.fork_server import may_fork
 from tests.waiting import SURE_SECONDS
 

@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
-from jaxres.cluster.jax_coordination import join
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog
+from jaxres.train.jax_coordination import join
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
 

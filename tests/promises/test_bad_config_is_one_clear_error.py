@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxres.cli import replay
 from jaxres.data.tokens.token_writer import write_tokens
 from jaxres.exit_codes import ExitCode
+from jaxres.jax_cli import replay
 from jaxres.runlog.paths import RunDir
 from tests import damage
 from tests.promises.trainer import (

@@ -21,7 +21,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.schema.operations import WandbTracker
+from jaxres.config.schema.telemetry import WandbTracker
 from jaxres.runlog import run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir

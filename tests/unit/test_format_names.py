@@ -23,17 +23,18 @@ from jaxres.checkpoint.memory import tier
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
-from jaxres.cli import chaos, doctor, plan, report, run_health, status
+from jaxres.cli import chaos, plan, report, run_health, status
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
-from jaxres.config.schema.operations import GenericTarget
+from jaxres.config.schema.alerts import GenericTarget
 from jaxres.data.tokens import token_folder
 from jaxres.engine.state import Progress
 from jaxres.goodput import summary
 from jaxres.goodput.intervals import Activity, ActivityInterval
 from jaxres.goodput.run_timeline import RunTimeline
+from jaxres.jax_cli import doctor
 from jaxres.launch.gce.state import (
     desired_state,
     lease,

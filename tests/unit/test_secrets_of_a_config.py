@@ -17,7 +17,7 @@ from jaxres import secret_values
 from jaxres.cli import runs
 from jaxres.cluster import compatibility
 from jaxres.config import RunConfig
-from jaxres.config.schema.operations import GenericTarget
+from jaxres.config.schema.alerts import GenericTarget
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.launch.k8s import manifest as k8s_manifest

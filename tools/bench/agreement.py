@@ -31,13 +31,13 @@ import numpy as np
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank
-from jaxres.cluster.jax_coordination import JaxCoordination, join
 from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Continue, StopRun
 from jaxres.train.checks.host_times import LocalTimes
 from jaxres.train.consensus import FACTS, StepConsensus, facts_shape
+from jaxres.train.jax_coordination import JaxCoordination, join
 from jaxres.train.loop import LAG
 
 BLOCKS, STEPS_A_BLOCK = 12, 100

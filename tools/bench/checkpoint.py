@@ -44,9 +44,10 @@ from jaxres.checkpoint.write import array_writer
 from jaxres.checkpoint.write.orbax_writer import save_context
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.config.schema.model import GptModel
 from jaxres.config.schema.optimizer import AdamwOptimizer
-from jaxres.config.schema.run_config import CheckpointSection, MeshSection
+from jaxres.config.schema.run_config import MeshSection
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer
 from jaxres.engine import state as states
@@ -57,7 +58,7 @@ from jaxres.runlog.run_log import Claim, Commit, RunLog
 from jaxres.storage import files
 from jaxres.storage.direct_file import BUFFER_BYTES, DirectReader, DirectWriter
 from jaxres.storage.path import RunPath
-from jaxres.supervisor.attempt_runner import WORKER_VARIABLES
+from jaxres.supervisor.process.worker_env import WORKER_VARIABLES
 from jaxres.train.worker import SWITCH_SECONDS
 
 TIMEOUT_SECONDS = 600.0

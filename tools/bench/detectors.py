@@ -32,9 +32,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from jaxres.config.schema.operations import HealthSection  # noqa: E402
+from jaxres.config.schema.hardware import HealthSection  # noqa: E402
 from jaxres.config.schema.optimizer import SgdOptimizer  # noqa: E402
-from jaxres.config.schema.run_config import DeadlinesSection  # noqa: E402
+from jaxres.config.schema.supervision import DeadlinesSection  # noqa: E402
 from jaxres.config.schema.training import RollbackSection, SpikesSection  # noqa: E402
 from jaxres.data import find_bad_rows, find_hung_row  # noqa: E402
 from jaxres.engine import grad_norm_stats, optimizer  # noqa: E402

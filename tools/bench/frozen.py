@@ -24,8 +24,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.write.frozen_arrays import sums_of
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema.operations import KeepSection
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection, KeepSection
 from jaxres.engine.state import Progress
 from jaxres.engine.trainable import Trainable
 from jaxres.runlog.events import Event, SaveCommitted

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxres.checkpoint.retention import retention
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Prune, RunHistory, RunLog
 from jaxres.runlog.step_dirs import StepDir

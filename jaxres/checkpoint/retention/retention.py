@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.runlog import step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxres.config.schema.operations import AutoWhen
+from jaxres.config.schema.checkpoint import AutoWhen
 from jaxres.exit_codes import exit_row
 from jaxres.runlog.records import by_attempt
 from jaxres.runlog.run_log import AttemptEnded, Claim, Record, Start

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 from jaxres.checkpoint.retention import pruning, retention
 from jaxres.clock import Clock
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError, command_line
 from jaxres.runlog import run_log

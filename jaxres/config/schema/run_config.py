@@ -1,7 +1,7 @@
 """The schema of a run's configuration; each field's docstring has its unit and source.
 
 Every field is a *trajectory* key (it changes what is computed) unless `free()` declares it
-(topology, intervals, retention, telemetry, limits). Defaults live here and nowhere else.
+(topology, intervals, retention, telemetry, limits). Defaults live in this folder and nowhere else.
 """
 
 from __future__ import annotations
@@ -11,37 +11,31 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from jaxres.config.schema.alerts import AlertsSection
 from jaxres.config.schema.base import (
     Dimension,
     LocalPath,
     NonNegativeInt,
-    PositiveInt,
     RunRoot,
-    Seconds,
     Section,
     Seed,
     form,
     free,
     later,
 )
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.config.schema.data import DataSection
+from jaxres.config.schema.hardware import HardwareSection
 from jaxres.config.schema.model import GptModel, ModelSection
-from jaxres.config.schema.operations import (
-    AlertsSection,
-    HardwareSection,
-    KeepSection,
-    LaunchSection,
-    MemorySection,
-    PreemptionSection,
-    PrometheusSection,
-    ReplicaSection,
-    RestartSection,
-    ScrubSection,
-    StepsWhen,
-    TrackerSection,
-    When,
-)
 from jaxres.config.schema.optimizer import AdamwOptimizer, Optimizer
+from jaxres.config.schema.supervision import (
+    DeadlinesSection,
+    HostsSection,
+    LaunchSection,
+    PreemptionSection,
+    RestartSection,
+)
+from jaxres.config.schema.telemetry import TelemetrySection
 from jaxres.config.schema.training import (
     FromSeed,
     GuardsSection,
@@ -133,54 +127,6 @@ class MeshSection(Section):
         return {"data": default if self.data is None else self.data} | others
 
 
-class CheckpointSection(Section):
-    """Saves, and retention of committed steps."""
-
-    when: When = free(StepsWhen())
-    """Policy of when to save; the last step is always saved."""
-    save_every_steps: PositiveInt | None = free(None)
-    """Shorthand for when.kind=steps with when.every_steps."""
-    busy: Literal["wait", "skip"] = free("wait")
-    """What to do if a save is due while one is still being written: wait for it, or skip.
-
-    wait blocks training for at most twice the duration of the longest save so far (at least 5 s;
-    1 s after a save that storage refused), then skips. Only saves by steps are affected: the other
-    policies never start a save during another."""
-    keep: KeepSection = KeepSection()
-    """Retention: a step is kept if any of these rules names it, or if it is pinned."""
-    keep_last: PositiveInt | None = free(None)
-    """Shorthand for keep.last."""
-    replica: ReplicaSection | None = free(None)
-    """A second place for the committed steps, as in {path: gs://OTHER-BUCKET/RUN}; null: none."""
-    scrub: ScrubSection | None = free(ScrubSection())
-    """Verification of committed steps on storage while the run trains; null: none."""
-    memory: MemorySection | None = free(None)
-    """Newest states in host memory too, for a restart after a worker's crash; null: off."""
-    snapshot: Literal["auto", "copy", "device"] = free("auto")
-    """Snapshot that a save takes before training continues: in host memory, or on the devices.
-
-    copy: in the host's memory (on CPU the buffers themselves, which the next step then can't
-    reuse); device: a copy on each device, fetched by the host in the background; auto: device if
-    the devices have room for it (on CPU always), else copy."""
-    check_snapshot: Literal["auto", "on", "off"] = free("auto")
-    """Whether each device sums the bits of its state, with which what is saved is compared.
-
-    auto: accelerators do; on a CPU the call of a save would take up to twice as long."""
-    writer: Literal["tensorstore", "orbax"] = free("tensorstore")
-    """What writes the arrays, in the same format.
-
-    tensorstore: TensorStore's format without Orbax's layers; each part is read back while the next
-    ones are written; orbax: Orbax, and all is read back at the end."""
-    background_share: Annotated[float, Field(gt=0, le=1)] = free(1.0)
-    """Share of its time that a background thread spends on writing and verifying a save.
-
-    A smaller share slows training less and prolongs the save. What Orbax writes is not limited."""
-    timeout_seconds: Seconds = free(600.0)
-    """Longest wait for one save to become durable."""
-    max_failed_saves: PositiveInt = free(20)
-    """Failed saves in a row (storage refuses them) after which the attempt ends (74)."""
-
-
 class EvaluationSection(Section):
     """Evaluation on held-out data during training."""
 
@@ -188,55 +134,6 @@ class EvaluationSection(Section):
     """Steps between evaluations on held-out data; 0: no evaluation."""
     batches: Dimension = free(8)
     """Held-out batches (of train.global_batch_size rows) per evaluation, always the first ones."""
-
-
-class TelemetrySection(Section):
-    """Console output, TensorBoard, trackers, metrics for Prometheus and the text sample."""
-
-    log_every_seconds: Seconds = free(10.0)
-    """Seconds between plain progress lines if the output is not a terminal."""
-    tensorboard: bool = free(False)
-    """Whether to write RUN_DIR/tensorboard; needs `pip install -e '.[tensorboard]'`.
-
-    In a bucket the files are updated every minute and at the end."""
-    trackers: tuple[TrackerSection, ...] = free(())
-    """Experiment trackers that get the metrics, as in [{kind: wandb, project: mine}]."""
-    prometheus: PrometheusSection | None = free(None)
-    """Exporter of metrics for Prometheus, in each supervisor; null: none."""
-    sample_prompt: str = free("def ")
-    """Prompt of the text sample at the end of the run."""
-    sample_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = free(0)
-    """Tokens of the text sample at the end of the run; 0: no sample."""
-
-
-class DeadlinesSection(Section):
-    """Deadlines of the phases; after one, the attempt ends as hung (80)."""
-
-    start_seconds: Seconds = free(300.0)
-    """Longest time without progress at start-up: imports, devices, part of the corpus."""
-    restore_seconds: Seconds = free(1800.0)
-    """Longest restore of a checkpoint."""
-    compile_seconds: Seconds = free(1800.0)
-    """Longest compilation, and longest duration of each of an attempt's first three steps."""
-    data_seconds: Seconds = free(330.0)
-    """Longest wait for a batch; more than data.timeout_seconds, whose error names the batch."""
-    step_seconds: Seconds = free(30.0)
-    """Longest step, or 10 times the slowest of the last 50 steps if that is more."""
-    evaluate_seconds: Seconds = free(1800.0)
-    """Longest evaluation, and longest generation of the text sample."""
-    hook_seconds: Seconds = free(600.0)
-    """Longest call of a hook; its own timeout_seconds only turns it off."""
-    save_seconds: Seconds = free(1800.0)
-    """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
-
-
-class HostsSection(Section):
-    """Rendezvous of the hosts of a job, and detection of a lost host."""
-
-    join_seconds: Seconds = free(300.0)
-    """Longest wait for all hosts at the start of an attempt."""
-    heartbeat_seconds: Seconds = free(10.0)
-    """Silence after which a host counts as lost. Below 5 s a busy machine may look lost."""
 
 
 class CompileSection(Section):

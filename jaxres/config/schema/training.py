@@ -11,7 +11,6 @@ from jaxres.config.schema.base import (
     MOST_FLOAT,
     Dimension,
     Folder,
-    Minutes,
     NonNegativeSeconds,
     PositiveFloat,
     PositiveInt,
@@ -52,8 +51,6 @@ class RollbackSection(Section):
     """Standard deviations above the usual loss that a high loss must also exceed."""
     patience_steps: PositiveInt = free(5)
     """High losses in a row after which training rolls back to before the first of them."""
-    window_steps: Window = free(100)
-    """Steps of the exponential average that estimates the usual loss."""
     warmup_steps: Window = free(200)
     """Steps in which the usual loss is estimated and no loss is judged."""
     max_rollbacks: PositiveInt = free(3)
@@ -101,23 +98,15 @@ class ThroughputSection(Section):
     """Share of the usual throughput by which it has dropped when it is reported."""
     window_steps: Annotated[int, Field(ge=5, le=1_000_000)] = free(20)
     """Steps whose median duration is compared with the usual one."""
-    slow_factor: Annotated[float, Field(gt=1, le=MOST_FLOAT)] = free(1.15)
-    """Multiple of the usual time of all hosts, or devices, from which on one is slow."""
     min_seconds: NonNegativeSeconds = free(30.0)
     """Shortest time for which a host is slow, or throughput low, before it is reported."""
     probe: Literal["auto", "on", "off"] = free("auto")
     """Measures each device by a fixed program of about a millisecond; auto: not on CPUs."""
-    probe_every_steps: PositiveInt = free(5)
-    """Steps between two probes; more, if probe_share would be exceeded."""
-    probe_share: Annotated[float, Field(gt=0, lt=1)] = free(0.005)
-    """Largest share of the time that probes may take, the wait until the next step included."""
     exclude: Literal["off", "warn", "next_start"] = free("warn")
-    """What follows an attempt that a slow host has held up for more than max_lost_minutes.
+    """What follows an attempt that a slow host has held up for more than half an hour.
 
     warn: it is proposed for exclusion; next_start: it is left out from the next start on; off:
     nothing. No attempt ends for it."""
-    max_lost_minutes: Minutes = free(30.0)
-    """Minutes that a slow host may cost an attempt before it is to be left out."""
 
 
 class GuardsSection(Section):

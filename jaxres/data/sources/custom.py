@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from jaxres.config.schema.data import CustomSource
 from jaxres.data import row_values
-from jaxres.data.batching import Arrays, BadRecord, check_ids, first_usable, is_record_fault
+from jaxres.data.batching import Arrays, BadRecord, check_ids, is_record_fault
 from jaxres.data.row_values import Limit
+from jaxres.data.tokens.token_arrays import token_arrays
 from jaxres.faults import ConfigError
 from jaxres.secret_values import without_rotatable
 
 NUM_FINGERPRINT_ROWS = 16
-TOKEN_ROW_KEYS = ("tokens_BT", "targets_BT", "segment_ids_BT", "positions_BT", "weights_BT")
 
 Row = dict[str, NDArray[Any]]
 Spec = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
@@ -171,15 +171,10 @@ def _is_number(dtype: np.dtype[Any]) -> bool:
 
 def _token_row(tokens_W: NDArray[np.int32]) -> Row:
     """Returns the arrays of a row that consists of one document."""
-    length = len(tokens_W) - 1
-    values = (
-        tokens_W[:-1],
-        tokens_W[1:],
-        np.ones(length, np.int32),
-        np.arange(length, dtype=np.int32),
-        np.ones(length, np.float32),
+    length = len(tokens_W)
+    return dict(
+        token_arrays(tokens_W, np.ones(length, np.int32), np.arange(length, dtype=np.int32))
     )
-    return dict(zip(TOKEN_ROW_KEYS, values, strict=True))
 
 
 def spec_of(row: Row) -> Spec:
@@ -225,35 +220,6 @@ def _row_as_bytes(
     for key in sorted(row):
         yield f"{index} {key} {row[key].dtype.str} {row[key].shape}".encode()
         yield row[key].tobytes()
-
-
-def split_items(
-    items: CustomItems, source: CustomSource, *, seq_len: int, heldout_fraction: float
-) -> tuple[CustomRows, CustomRows]:
-    """Returns training and held-out rows; the last items are held out."""
-    num_items = len(items)
-    num_heldout = max(1, round(num_items * heldout_fraction)) if heldout_fraction else 0
-    if num_heldout >= num_items:
-        raise ConfigError(
-            f"data.source.target: {source.target} has {num_items} items, and "
-            f"data.heldout_fraction {heldout_fraction} leaves none to train on"
-        )
-    vocab_size = vocab_size_of(items)
-    first = first_usable(
-        lambda index: read_item(
-            items, index, target=source.target, seq_len=seq_len, vocab_size=vocab_size
-        ),
-        num_items,
-    )
-    cut = num_items - num_heldout
-
-    def part(start: int, stop: int, *, varies: bool) -> CustomRows:
-        return CustomRows(
-            items, source.target, seq_len, vocab_size, spec_of(first), start, stop, varies
-        )
-
-    varies = callable(getattr(items, "item_at", None))
-    return part(0, cut, varies=varies), part(cut, num_items, varies=False)
 
 
 def vocab_size_of(items: CustomItems) -> int | None:

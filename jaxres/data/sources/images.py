@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.config.schema.data import ImagesSource
 from jaxres.data.batching import NUM_TRIED, Arrays, BadRecord
 from jaxres.data.shuffle import Permutation
 from jaxres.data.sources.source_files import SourceFile
@@ -398,19 +397,3 @@ def random_crop(width: int, height: int, *, key: Sequence[int]) -> tuple[Box, bo
             left, upper = int(across * (width - w + 1)), int(down * (height - h + 1))
             return (left, upper, left + w, upper + h), flip
     return centre(width, height), flip
-
-
-def split_images(
-    corpus: TokenFolder, source: ImagesSource, *, heldout_fraction: float
-) -> tuple[ImageRows, ImageRows]:
-    """Returns training and held-out rows; both have rows of all classes."""
-    total = corpus.meta.num_documents
-    num_heldout = max(1, round(total * heldout_fraction)) if heldout_fraction else 0
-    if num_heldout >= total:
-        raise ConfigError(
-            f"{corpus.path('tokens.bin')}: {total} images, and data.heldout_fraction "
-            f"{heldout_fraction} leaves none to train on"
-        )
-    cut = total - num_heldout
-    train = ImageRows(corpus, source.size, source.augment != "none", source.augment_seed, 0, cut)
-    return train, replace(train.evaluated(), start=cut, stop=total)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from jaxres import __version__
 from jaxres.data.batching import Arrays, check_ids
 from jaxres.data.tokens.packing import Packing, PackingPlan, plan_rows
+from jaxres.data.tokens.token_arrays import token_arrays
 from jaxres.data.tokens.token_folder import TokenFolder, TokensDamaged
 from jaxres.faults import ConfigError
 from jaxres.storage import files
@@ -49,16 +50,11 @@ class PackedRows:
         return len(self.plan)
 
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
-        """Returns the arrays of `TokenRows.rows`: int32, and float32 weights_BT.
-
-        Segment ids number the row's pieces from 1; padding has segment 0, token 0 and weight 0.
-        Positions restart in each piece. The weight is 0 where the target begins a piece.
-        """
+        """Returns `token_arrays` of rows; positions restart in each piece, padding is token 0."""
         check_ids(ids, len(self))
         plan, T = self.plan, self.plan.seq_len
         tokens_BW = np.zeros((len(ids), T + 1), np.int32)
         segment_ids_BW, positions_BW = np.zeros_like(tokens_BW), np.zeros_like(tokens_BW)
-        weights_BW = np.zeros(tokens_BW.shape, np.float32)
         indices_W = np.arange(T + 1, dtype=np.int32)
         for i, row in enumerate(np.asarray(ids).tolist()):
             pieces = slice(int(plan.begins_R[row]), int(plan.begins_R[row + 1]))
@@ -70,15 +66,8 @@ class PackedRows:
                 tokens_BW[i, at:end] = self._tokens(row, start, length)
                 segment_ids_BW[i, at:end] = segment
                 positions_BW[i, at:end] = indices_W[:length]
-                weights_BW[i, at + 1 : end] = 1
                 at = end
-        return {
-            "tokens_BT": tokens_BW[:, :-1].copy(),
-            "targets_BT": tokens_BW[:, 1:].copy(),
-            "segment_ids_BT": segment_ids_BW[:, :-1].copy(),
-            "positions_BT": positions_BW[:, :-1].copy(),
-            "weights_BT": weights_BW[:, 1:].copy(),
-        }
+        return token_arrays(tokens_BW, segment_ids_BW, positions_BW)
 
     def _tokens(self, row: int, start: int, length: int) -> NDArray[Any]:
         """Returns the tokens of a piece; raises as `TokenFolder.unusable_id`."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, check_ids
 from jaxres.data.tokens.read_ahead import ReadAhead
+from jaxres.data.tokens.token_arrays import token_arrays
 from jaxres.data.tokens.token_digests import CheckedBlocks, num_blocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
@@ -378,11 +379,7 @@ class TokenRows:
         return max(0, (self.stop - self.start - 1) // self.seq_len)
 
     def rows(self, ids: NDArray[np.int64]) -> Arrays:
-        """Returns int32 tokens_BT, targets_BT, segment_ids_BT, positions_BT; float32 weights_BT.
-
-        Segment ids number the row's documents from 1. Positions restart in each document and at the
-        row's start. The weight is 0 where target and input are in different documents.
-        """
+        """Returns `token_arrays`; positions restart in each document and at the row's start."""
         check_ids(ids, len(self))
         starts_B = self.start + np.asarray(ids, np.int64) * self.seq_len
         tokens_BW = self._tokens(ids, starts_B)
@@ -390,13 +387,7 @@ class TokenRows:
         segment_ids_BW = 1 + np.cumsum(begins_BW, axis=1, dtype=np.int32)
         indices_W = np.arange(self.seq_len + 1, dtype=np.int32)
         begun_BW = np.maximum.accumulate(np.where(begins_BW, indices_W, np.int32(0)), axis=1)
-        return {
-            "tokens_BT": tokens_BW[:, :-1].copy(),
-            "targets_BT": tokens_BW[:, 1:].copy(),
-            "segment_ids_BT": segment_ids_BW[:, :-1].copy(),
-            "positions_BT": (indices_W - begun_BW)[:, :-1].copy(),
-            "weights_BT": (~begins_BW[:, 1:]).astype(np.float32),
-        }
+        return token_arrays(tokens_BW, segment_ids_BW, indices_W - begun_BW)
 
     def _tokens(self, ids: NDArray[np.int64], starts_B: NDArray[np.int64]) -> NDArray[np.int32]:
         """Returns the tokens of the windows; raises as `TokenFolder.unusable_id`."""
@@ -447,44 +438,3 @@ def _ranges(
     indices = np.repeat(np.arange(len(lengths_B)), lengths_B)
     before_B = np.cumsum(lengths_B) - lengths_B
     return indices, np.arange(len(indices)) + (starts_B - before_B)[indices]
-
-
-def split_tokens(
-    corpus: TokenFolder, *, seq_len: int, heldout_fraction: float
-) -> tuple[TokenRows, TokenRows]:
-    """Returns training and held-out rows, split where `heldout_start` says."""
-    cut = heldout_start(corpus, heldout_fraction)
-    total = corpus.meta.num_tokens
-    train = TokenRows(corpus, seq_len, 0, cut)
-    heldout = TokenRows(corpus, seq_len, cut, total)
-    for name, rows in (("training", train), ("held-out", heldout)):
-        if len(rows) == 0 and rows.start < rows.stop:
-            raise ConfigError(
-                f"{corpus.source or corpus.folder}: the {name} part has "
-                f"{rows.stop - rows.start:,} of {total:,} tokens, and a row takes "
-                f"{seq_len + 1}. Lower data.seq_len, change data.heldout_fraction "
-                f"({heldout_fraction}; 0: none), or use more data."
-            )
-    return train, heldout
-
-
-def heldout_start(corpus: TokenFolder, fraction: float) -> int:
-    """Returns the first held-out token: at the document boundary nearest to the share.
-
-    One document is cut inside.
-    """
-    total = corpus.meta.num_tokens
-    if fraction == 0:
-        return total
-    ideal = round(total * (1 - fraction))
-    after = int(corpus.offsets.searchsorted(np.int64(ideal), side="right"))
-    last = min(after, len(corpus.offsets) - 1)
-    corpus.check_offsets(np.array([max(after - 1, 0)]), np.array([last + 1]))
-    near = {
-        int(corpus.offsets[after - 1]),
-        int(corpus.offsets[last]),
-    }
-    inner = near - {0, total}
-    if not inner:  # There is one document.
-        return min(max(ideal, 1), total - 1)
-    return min(inner, key=lambda boundary: (abs(boundary - ideal), boundary))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
-from jaxres.config.schema import operations as schema_operations
+from jaxres.config.schema.alerts import variable
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import PreemptedError, StoppedError, UsageError, command_line
 from jaxres.host import signals
@@ -185,7 +185,7 @@ def _detach(
         found.lease.release()
     config, _ = job_config.find(run, ())  # As the unit reads it.
     alert_sender.resolve(config.alerts, env=env)
-    secrets = [schema_operations.variable(target) for target in config.alerts.targets]
+    secrets = [variable(target) for target in config.alerts.targets]
     launcher_unit.start(unit, run, env, secrets=secrets, waits=waits)
     sys.stdout.write(launcher_unit.describe(unit, run, env, secrets))
     return ExitCode.DONE

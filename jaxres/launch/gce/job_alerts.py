@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from jaxres.clock import Clock
 from jaxres.config import RunConfig
-from jaxres.config.schema.operations import AlertsSection
+from jaxres.config.schema.alerts import AlertsSection
 from jaxres.faults import ConfigError, Fenced, RunError
 from jaxres.launch.gce.state import lease_wait
 from jaxres.launch.gce.state.desired_state import AlertStart, DesiredState

@@ -26,7 +26,7 @@ from jaxres import faults
 from jaxres.cluster.detect import COORDINATOR, VARIABLES, Address, slurm_port
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
-from jaxres.config.schema.operations import RestartSection
+from jaxres.config.schema.supervision import RestartSection
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.faults import Fenced, RunError, UsageError, command_line
 from jaxres.host import signals

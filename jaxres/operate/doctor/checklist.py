@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config import RunConfig
-from jaxres.config.schema.operations import AutoWhen, ContinuousWhen, StepsWhen, When
+from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, StepsWhen, When
 from jaxres.operate.chaos.results import FAILED, PASSED
 from jaxres.operate.chaos.scenarios import ChecklistKind
 from jaxres.operate.doctor import estimates

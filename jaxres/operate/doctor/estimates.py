@@ -9,8 +9,8 @@ from __future__ import annotations
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.config import RunConfig
+from jaxres.config.schema.checkpoint import AutoWhen, SecondsWhen, StepsWhen
 from jaxres.config.schema.model import VitModel
-from jaxres.config.schema.operations import AutoWhen, SecondsWhen, StepsWhen
 from jaxres.operate.doctor.facts import Facts
 from jaxres.operate.plan.assumptions import DEFAULTS
 from jaxres.operate.plan.goodput_model import transfer_seconds

@@ -22,7 +22,7 @@ from typing import Literal
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.config.schema.base import MOST_FLOAT
-from jaxres.config.schema.operations import AutoWhen
+from jaxres.config.schema.checkpoint import AutoWhen
 
 HOUR_SECONDS = 3600.0
 MB = 1e6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxres.checkpoint.retention import retention
 from jaxres.checkpoint.retention.retention import FIRST_MONDAY, CommittedStep
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 
 GB = 1e9
 MONTH_HOURS = 730.0

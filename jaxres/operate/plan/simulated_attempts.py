@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import HOUR_SECONDS, Costs
-from jaxres.config.schema.operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
-from jaxres.config.schema.run_config import LaunchSection, RestartSection
+from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
+from jaxres.config.schema.supervision import LaunchSection, RestartSection
 from jaxres.operate.plan.simulated_vms import Gap, SimulatedLauncher, Vms
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.supervisor import restart_policy

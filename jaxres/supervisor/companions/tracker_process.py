@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxres.config import RunConfig, load_recorded
-from jaxres.config.schema.operations import TrackerSection
+from jaxres.config.schema.telemetry import TrackerSection
 from jaxres.runlog import evaluations, metrics, run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir

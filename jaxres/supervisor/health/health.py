@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxres.config.schema.operations import HealthAction, HealthSection
+from jaxres.config.schema.hardware import HealthAction, HealthSection
 from jaxres.supervisor.health.health_messages import GpuReading, XidReported
 from jaxres.supervisor.health.nvml import BAD_REASONS, reason_names
 
@@ -42,8 +42,12 @@ restart or check the application, and those that NVIDIA's device plugin of Kuber
 """
 ECC = "ecc_uncorrected_volatile"
 LINKS: Mapping[str, str] = {"pcie_replays": "PCIe replays", "nvlink_errors": "NVLink errors"}
+SLOW_MINUTES = 5.0
+"""Minutes of slowed clocks after which it is a fault: a burst of heat ends sooner."""
 WINDOW_SECONDS = 60.0
 """Time over which link errors are counted."""
+LINK_ERRORS_PER_MINUTE = 100.0
+"""Most errors in a minute that a link repeats without a fault; NVIDIA states no number."""
 SAME_XID_SECONDS = 60.0
 """Longest time between the two reports of one Xid error, by NVML and in the kernel's log."""
 MAX_WAITING = 16
@@ -185,13 +189,13 @@ def _states(reading: GpuReading, section: HealthSection) -> Conditions:
 def _slowdown(
     reading: GpuReading, slow_since: float | None, section: HealthSection, *, now: float
 ) -> Conditions:
-    minutes, reasons = section.slow_minutes, reading.values.get("clocks_event_reasons")
-    if reasons is None or slow_since is None or now - slow_since < 60 * minutes:
+    reasons = reading.values.get("clocks_event_reasons")
+    if reasons is None or slow_since is None or now - slow_since < 60 * SLOW_MINUTES:
         return {}
     why = reason_names(reasons & BAD_REASONS)
     degrees = reading.values.get("temperature_C")
     at = "" if degrees is None else f" at {degrees} °C"
-    text = f"its clocks are slowed for {minutes:g} minutes{at}: {why}"
+    text = f"its clocks are slowed for {SLOW_MINUTES:g} minutes{at}: {why}"
     return {"thermal": ("thermal", text, section.thermal)}
 
 
@@ -210,7 +214,7 @@ def _link_storms(
         elif name in state.reported:
             found[name] = ("link", "", section.link)  # Until the window ends.
             continue
-        if seconds >= WINDOW_SECONDS and 60 * grown / seconds > section.link_errors_per_minute:
+        if seconds >= WINDOW_SECONDS and 60 * grown / seconds > LINK_ERRORS_PER_MINUTE:
             text = f"{grown} {label} in {seconds:.0f} s"
             found[name] = ("link", text, section.link)
     return windows, found

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxres.clock import Awake, Clock
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.host.side_process import SideProcess
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads

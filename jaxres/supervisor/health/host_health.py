@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxres.clock import Clock, boot_seconds
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.host.proc_stat import read_proc_stat
 from jaxres.host.processes import available_bytes
-from jaxres.supervisor.health.health import Finding
+from jaxres.supervisor.health.health import LINK_ERRORS_PER_MINUTE, Finding
 
 READ_SECONDS = 60.0
 """Seconds between two readings."""
@@ -25,6 +25,10 @@ NUM_READINGS = 11
 """Readings of the last ten minutes, over which growth is judged."""
 STEADY = 0.8
 """Share of the intervals in which memory grows, if that is a leak."""
+LEAK_MINUTES = 60.0
+"""Longest time until memory is used up, if its growth is a leak: a person can still act."""
+CLOCK_STEP_SECONDS = 1.0
+"""Largest step of a clock that is no finding: ntpd sets the clock only beyond 0.128 s."""
 HOST = "this host"
 TOGETHER_SECONDS = 0.1
 """Longest time between the readings of two clocks that are compared."""
@@ -161,35 +165,35 @@ def judge(readings: Sequence[HostReading], section: HealthSection) -> list[Findi
       section: the limits.
     """
     found: list[Finding] = []
-    minutes, least_gb = section.leak_minutes, section.disk_free_gb
-    if minutes is not None and (text := _leak(readings, within_minutes=minutes)) is not None:
+    least_gb = section.disk_free_gb
+    if (text := _leak(readings, within_minutes=LEAK_MINUTES)) is not None:
         found.append(Finding("host_memory", HOST, text, "warn"))
     free = readings[-1].disk_free_bytes
     if free is not None and least_gb is not None and free < 1e9 * least_gb:
         text = f"the disk of the run directory has {free / 1e9:.1f} GB left"
         found.append(Finding("disk", HOST, text, "warn"))
     for before, now in itertools.pairwise(readings[-2:]):
-        found += [*_clock_step(before, now, section), *_bad_links(before, now, section)]
+        found += [*_clock_step(before, now), *_bad_links(before, now)]
     return found
 
 
-def _clock_step(before: HostReading, now: HostReading, section: HealthSection) -> Iterator[Finding]:
+def _clock_step(before: HostReading, now: HostReading) -> Iterator[Finding]:
     """Finds that the clock was set: it then differs from the time since the host was started."""
-    limit, step = section.clock_step_seconds, now.clock_offset - before.clock_offset
-    if limit is not None and abs(step) > limit:
+    step = now.clock_offset - before.clock_offset
+    if abs(step) > CLOCK_STEP_SECONDS:
         way = "forward" if step > 0 else "back"
         text = f"its clock was set {way} by {abs(step):.1f} s; time stamps of the logs jump"
         yield Finding("clock", HOST, text, "warn")
 
 
-def _bad_links(before: HostReading, now: HostReading, section: HealthSection) -> Iterator[Finding]:
+def _bad_links(before: HostReading, now: HostReading) -> Iterator[Finding]:
     minutes = (now.at - before.at) / 60
     for name in now.links.keys() & before.links.keys():
         errors = _growth(now.links[name].errors, before.links[name].errors)
         losses = _growth(now.links[name].losses, before.links[name].losses)
         if losses > 0:
             yield Finding("network", name, f"its link was lost {losses} times", "warn")
-        elif errors > section.link_errors_per_minute * minutes:
+        elif errors > LINK_ERRORS_PER_MINUTE * minutes:
             text = f"{errors} damaged packets in {60 * minutes:.0f} s"
             yield Finding("network", name, text, "warn")
 

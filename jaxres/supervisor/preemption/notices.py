@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 
 PREEMPTED = "instance/preempted"
 EVENT = "instance/maintenance-event"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from jaxres.clock import Clock
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.host import signals
 from jaxres.runlog.events import Event, Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived, PreemptionWatchStarted

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jaxres.config.schema.run_config import DeadlinesSection
+from jaxres.config.schema.supervision import DeadlinesSection
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
     PhaseEntered,

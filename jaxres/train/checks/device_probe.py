@@ -26,6 +26,10 @@ SIZES = {"cpu": (192, 16)}
 DEFAULT_SIZE = (1024, 128)
 """Rows of a square matrix, and products in a row: about a millisecond on a GPU."""
 RECENT_STEPS = 16
+EVERY_STEPS = 5
+"""Steps between two probes; more, if MAX_SHARE would be exceeded."""
+MAX_SHARE = 0.005
+"""Largest share of the time that probes take, the wait until the next step included."""
 
 
 class DeviceProbe:
@@ -35,12 +39,11 @@ class DeviceProbe:
         self,
         devices: Sequence[Any],
         *,
-        every_steps: int,
-        max_share: float,
         clock: Clock,
+        max_share: float = MAX_SHARE,
     ) -> None:
         """Stores the devices; the program is compiled by the first run."""
-        self._devices, self._every, self._clock = list(devices), every_steps, clock
+        self._devices, self._clock = list(devices), clock
         self._max_share = max_share
         self._run: Callable[[], jax.Array] | None = None
         self._num_steps = 0
@@ -61,11 +64,11 @@ class DeviceProbe:
         return self._num_steps >= FIRST_STEP and step % self.interval() == 0
 
     def interval(self) -> int:
-        """Returns the steps between two probes: every_steps times a power of two.
+        """Returns the steps between two probes: EVERY_STEPS times a power of two.
 
         So probes of different hosts mostly come before the same step, and cost their time once.
         """
-        interval, usual = self._every, statistics.median(self._steps) if self._steps else 0.0
+        interval, usual = EVERY_STEPS, statistics.median(self._steps) if self._steps else 0.0
         while self.cost_seconds > self._max_share * interval * usual and interval < 1 << 20:
             interval *= 2
         return interval

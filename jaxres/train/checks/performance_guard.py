@@ -189,7 +189,7 @@ class PerformanceGuard:
         return stragglers.compare(
             state,
             times,
-            factor=section.slow_factor,
+            factor=stragglers.SLOW_FACTOR,
             min_seconds=section.min_seconds,
             now=self._clock.monotonic(),
         )
@@ -320,7 +320,7 @@ class PerformanceGuard:
                 what = f"waits {data:.3g} s a step for its data" if cause == "data" else "is busy"
                 return cause, host, f"cause: host {host} {what}"
         levels = self._devices.levels() if self._devices.num_records else (0.0,)
-        if self._devices.is_high(max(levels), factor=self._section.slow_factor):
+        if self._devices.is_high(max(levels), factor=stragglers.SLOW_FACTOR):
             place = self._places[levels.index(max(levels))]
             return "device", place.host, f"cause: device {place.device} of host {place.host}"
         usual = self._probes.usual_seconds()

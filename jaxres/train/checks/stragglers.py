@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 HIDDEN_SHARE = 0.7
 """Share of a step up to which a host's own work is hidden: its devices compute meanwhile."""
+SLOW_FACTOR = 1.15
+"""Multiple of the usual time of all hosts, or devices, from which on one is slow (ADR 44)."""
 RECORDS = 7
 """Records of times that a level is the median of."""
 PATIENCE = 5

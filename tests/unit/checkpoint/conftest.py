@@ -13,8 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema.operations import KeepSection
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection, KeepSection
 from jaxres.engine.state import Progress
 from jaxres.engine.trainable import ALL
 from jaxres.runlog.paths import RunDir

@@ -17,7 +17,7 @@ from jaxres.cluster.authentication import Secret
 from jaxres.cluster.coordination_tls import VARIABLE
 from jaxres.config import RunConfig
 from jaxres.runlog.paths import RunDir
-from jaxres.supervisor.attempt_runner import worker_env
+from jaxres.supervisor.process.worker_env import worker_env
 from tests.unit.cluster.supervisors import free_address
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS

@@ -474,8 +474,8 @@ def test_null_turns_a_guard_off_and_a_later_override_turns_it_on(write: Write, k
     for off in (load(path).config, load(write(), [f"guards.{key}=null"]).config):
         assert getattr(off.guards, key) is None
         assert load_recorded(write(dump_yaml(off), "recorded.yaml")).config == off
-    on = load(path, [f"guards.{key}.window_steps=50"]).config
-    assert getattr(on.guards, key).window_steps == 50
+    on = load(path, [f"guards.{key}.warmup_steps=50"]).config
+    assert getattr(on.guards, key).warmup_steps == 50
 
 
 def test_names_of_other_trainers_lead_to_keys_that_exist():

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxres.config import dump_yaml, load, load_recorded
-from jaxres.config.schema.operations import AutoWhen, ContinuousWhen, StepsWhen
+from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, StepsWhen
 from jaxres.faults import ConfigError
 
 from .conftest import MINIMAL, Write

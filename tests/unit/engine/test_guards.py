@@ -12,6 +12,7 @@ from jaxres.config.schema.training import (
     RollbackSection,
     SpikesSection,
 )
+from jaxres.engine import divergence
 from jaxres.engine.divergence import bands, bounded_rollbacks, looks_back_steps, losses, skips
 from jaxres.engine.guards import Guard, StepObservation, judge_step, most_severe
 from jaxres.faults import Continue, RollbackRun, SkipRows, StopRun, Warn, fault
@@ -192,7 +193,7 @@ def test_too_many_skips_roll_back_to_before_the_first_one_if_configured():
     assert (verdict.onset, verdict.rows) == (7, (144, 216))
 
 
-HIGH = RollbackSection(warmup_steps=20, window_steps=20, patience_steps=3)
+HIGH = RollbackSection(warmup_steps=20, patience_steps=3)
 
 
 def watched(values, *, section=HIGH, memory=None, first=1):
@@ -310,9 +311,7 @@ def sections():
     for _ in range(60):
         yield GuardsSection(
             on_nonfinite=chance.choice(["skip", "rollback"]),
-            rollback=RollbackSection(
-                patience_steps=chance.choice([1, 2, 5]), warmup_steps=5, window_steps=10
-            ),
+            rollback=RollbackSection(patience_steps=chance.choice([1, 2, 5]), warmup_steps=5),
             max_skips_in_a_row=chance.choice([None, 1, 3]),
             max_skips=chance.choice([None, 2, 6]),
             skip_window_steps=chance.choice([8, 40]),
@@ -320,8 +319,9 @@ def sections():
 
 
 @pytest.mark.slow
-def test_no_rollback_begins_before_known_good():
+def test_no_rollback_begins_before_known_good(monkeypatch):
     """Random usual, high and masked steps, until the run would end."""
+    monkeypatch.setattr(divergence, "USUAL_STEPS", 10)
     farthest, over_masked = {}, 0
     for number, section in enumerate(section for section in sections() for _ in range(8)):
         reach, chance = looks_back_steps(section), random.Random(number)
@@ -366,7 +366,8 @@ def test_steps_that_halve_the_loss_scale_are_not_counted_as_skips(on_nonfinite):
 
 
 @pytest.mark.slow
-def test_no_rollback_begins_before_known_good_while_the_scale_is_halved():
+def test_no_rollback_begins_before_known_good_while_the_scale_is_halved(monkeypatch):
+    monkeypatch.setattr(divergence, "USUAL_STEPS", 10)
     scale, reached = LossScaleSection(grow_every_steps=40), 0
     for number, section in enumerate(section for section in sections() for _ in range(8)):
         reach, chance = looks_back_steps(section, scale), random.Random(number)

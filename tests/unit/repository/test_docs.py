@@ -18,12 +18,13 @@ import yaml
 from jaxres import __main__ as jaxres_command
 from jaxres import config as configs
 from jaxres import inference
-from jaxres.cli import branch, chaos, doctor, plan, replay, resume_check, runs, sweep
+from jaxres.cli import branch, chaos, plan, resume_check, runs, sweep
 from jaxres.cli import data as data_command
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cluster import detect
 from jaxres.config.schema.model import CustomModel
 from jaxres.faults import UsageError
+from jaxres.jax_cli import doctor, replay
 from jaxres.launch import local
 from jaxres.launch.gce import command as gce
 from jaxres.launch.k8s import command as k8s

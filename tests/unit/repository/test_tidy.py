@@ -109,6 +109,15 @@ def test_a_longer_word_that_holds_a_retired_one_is_not_refused(rules, tmp_path):
     assert list(rules._retired_words(path)) == []
 
 
+def test_a_long_line_of_a_page_is_refused_unless_it_is_a_row_or_has_a_long_link(rules, tmp_path):
+    path, word = tmp_path / "page.md", "word " * 23
+    path.write_text(f"{word}12345\n| {word}123456 |\n{word}[12](adr/0001-{word}.md)\n")
+    assert list(rules._long_lines(path)) == []
+    path.write_text(f"# Page\n\n{word}123456\n")
+    (problem,) = rules._long_lines(path)
+    assert problem == f"{path}:3: 121 characters, at most 120: wrap the line"
+
+
 def test_a_class_with_the_name_of_another_is_refused(rules, tmp_path, monkeypatch):
     paths = [Path("jaxres", name) for name in ("a.py", "b.py")]
     for path in paths:

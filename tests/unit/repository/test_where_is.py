@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-NUM_QUESTIONS = 39
+NUM_QUESTIONS = 43
 QUESTION = re.compile(r"\| (Where|What) ")
 ANSWER = re.compile(r"`(jaxres/[\w/]+\.py):([\w.]+)`")
 

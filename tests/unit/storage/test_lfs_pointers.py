@@ -13,7 +13,6 @@ import pytest
 from jaxres import config as configs
 from jaxres.checkpoint.weights import safetensors
 from jaxres.checkpoint.weights import source as weights_source
-from jaxres.cli import evaluate
 from jaxres.config.schema.data import (
     DataSection,
     DocumentSource,
@@ -31,6 +30,7 @@ from jaxres.data import open_dataset, write_tokens
 from jaxres.data.tokens.token_folder import FILES
 from jaxres.data.tokens.tokenizer import open_tokenizer
 from jaxres.faults import ConfigError
+from jaxres.jax_cli import evaluate
 from jaxres.train import init_params
 from tests import bpe
 from tests.unit.checkpoint import families

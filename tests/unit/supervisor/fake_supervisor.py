@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 from jaxres.clock import Awake, SystemClock
-from jaxres.config.schema.operations import HealthSection, PreemptionSection
-from jaxres.config.schema.run_config import DeadlinesSection
+from jaxres.config.schema.hardware import HealthSection
+from jaxres.config.schema.supervision import DeadlinesSection, PreemptionSection
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import local_store
 from jaxres.supervisor import run_dir_watcher, supervisor

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jaxres.config.schema.run_config import LaunchSection, RestartSection
+from jaxres.config.schema.supervision import LaunchSection, RestartSection
 from jaxres.exit_codes import ExitCode
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Record, SupervisorEnded

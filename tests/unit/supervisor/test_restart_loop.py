@@ -13,8 +13,7 @@ import pytest
 
 from jaxres import config as configs
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import PreemptionSection
-from jaxres.config.schema.run_config import LaunchSection, RestartSection
+from jaxres.config.schema.supervision import LaunchSection, PreemptionSection, RestartSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
@@ -22,7 +21,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import local_store
-from jaxres.supervisor import restart_loop, run_dir_watcher
+from jaxres.supervisor import restart_loop, restart_policy, run_dir_watcher
 from jaxres.supervisor import run_lock as owners
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process import worker_group
@@ -64,8 +63,7 @@ def run(tmp_path, monkeypatch):
     run_dir.log.mkdir()
     run_dir.attempt(1).mkdir(parents=True)
     write(run_dir, our_claim())
-    limits = RestartSection(max_storage_backoff_seconds=SURE_SECONDS)
-    policy = RestartPolicy(limits, LaunchSection(), (1,), began=clock.monotonic(), seed=1)
+    policy = RestartPolicy(RestartSection(), LaunchSection(), (1,), began=clock.monotonic(), seed=1)
     wakeup, write_end = os.pipe()
     os.set_blocking(wakeup, False)
     watcher = PreemptionWatcher(PreemptionSection(), env={}, clock=clock, product="")
@@ -171,8 +169,7 @@ def test_other_signals_do_not_end_a_restart_delay(run):
 
 
 def test_hanging_storage_starts_no_attempt_and_delays_no_signal(run, monkeypatch, tmp_path_factory):
-    limits = RestartSection(max_storage_backoff_seconds=1.0)
-    run.policy = dataclasses.replace(run.policy, restart=limits)
+    monkeypatch.setattr(restart_policy, "MAX_STORAGE_BACKOFF_SECONDS", 1.0)
     (silent := tmp_path_factory.mktemp("flag") / "silent").touch()
     waits = waiting_opener(run.run_dir.log / "00000002.json", while_there=silent)
     monkeypatch.setattr(local_store, "open_file", waits)

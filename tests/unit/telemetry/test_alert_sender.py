@@ -21,12 +21,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import (
-    AlertsSection,
-    GenericTarget,
-    PagerdutyTarget,
-    SlackTarget,
-)
+from jaxres.config.schema.alerts import AlertsSection, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Quarantine, RunLog
@@ -36,7 +31,7 @@ from jaxres.runlog.supervisor_events import (
     SupervisionEnded,
     SupervisionStarted,
 )
-from jaxres.telemetry import alert_delivery_log, webhook
+from jaxres.telemetry import alert_delivery_log, alert_sender, webhook
 from jaxres.telemetry.alert_sender import Alerts, resolve, scrub_secrets
 from jaxres.telemetry.incidents import Incident, Kind
 from tests.unit.runlog.example_records import CLAIM
@@ -61,14 +56,12 @@ def alerts(
     folder: Path,
     *hooks: Hook | str,
     printed: Printed | None = None,
-    max_per_hour: int = 100,
     kinds: tuple[str, ...] | None = None,
     no_commit_minutes: float | None = None,
 ) -> Alerts:
     urls = {f"HOOK_{n}": h if isinstance(h, str) else h.url for n, h in enumerate(hooks)}
     section = AlertsSection(
         targets=tuple(GenericTarget(url_env=name, kinds=kinds) for name in urls),
-        max_per_hour=max_per_hour,
         no_commit_minutes=no_commit_minutes,
     )
     if urls and not RunDir(folder).log.exists():
@@ -83,9 +76,9 @@ def alerts(
     )
 
 
-def pages(folder: Path, hook: Hook, *, kinds: tuple[str, ...], max_per_hour: int) -> Alerts:
+def pages(folder: Path, hook: Hook, *, kinds: tuple[str, ...]) -> Alerts:
     target = PagerdutyTarget(key_env="KEY", url=hook.url, kinds=kinds)
-    section = AlertsSection(targets=(target,), max_per_hour=max_per_hour, no_commit_minutes=None)
+    section = AlertsSection(targets=(target,), no_commit_minutes=None)
     return Alerts(
         resolve(section, env={"KEY": SECRET}),
         RunDir(folder),
@@ -141,9 +134,10 @@ def test_the_next_supervisor_sends_undelivered_incidents(tmp_path):
 
 
 def test_incidents_beyond_the_rate_limit_are_counted_in_the_next_message_and_final_ones_are_sent(
-    tmp_path,
+    tmp_path, monkeypatch
 ):
-    with served() as hook, alerts(tmp_path, hook, max_per_hour=2) as sender:
+    monkeypatch.setattr(alert_sender, "MAX_PER_HOUR", 2)
+    with served() as hook, alerts(tmp_path, hook) as sender:
         for attempt in range(1, 6):
             sender.send(incident(attempt=attempt))
         sender.send(incident("preempted", attempt=6))
@@ -152,7 +146,7 @@ def test_incidents_beyond_the_rate_limit_are_counted_in_the_next_message_and_fin
     assert [body["attempt"] for body in hook.accepted] == [1, 2, 7]
     assert hook.accepted[-1]["dropped"] == {"restarted": 3, "preempted": 1}
     assert "not sent since the last message: 1 preempted, 3 restarted" in hook.accepted[-1]["text"]
-    with served() as hook, alerts(tmp_path, hook, max_per_hour=2) as sender:
+    with served() as hook, alerts(tmp_path, hook) as sender:
         sender.send(incident(attempt=8))
         sender.send(incident("finished", attempt=8))
         hook.wait(lambda: len(hook.accepted) == 1)
@@ -160,9 +154,10 @@ def test_incidents_beyond_the_rate_limit_are_counted_in_the_next_message_and_fin
     assert hook.accepted[0]["dropped"] == {"restarted": 1}
 
 
-def test_pagerduty_resolves_are_sent_beyond_the_rate_limit(tmp_path):
+def test_pagerduty_resolves_are_sent_beyond_the_rate_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(alert_sender, "MAX_PER_HOUR", 1)
     kinds = ("commits_stalled", "restarted", "gave_up")
-    with served() as hook, pages(tmp_path, hook, kinds=kinds, max_per_hour=1) as pager:
+    with served() as hook, pages(tmp_path, hook, kinds=kinds) as pager:
         for kind in ("commits_stalled", "restarted", "commits_resumed", "gave_up"):
             pager.send(incident(kind))
         hook.wait(lambda: "gave_up" in str(hook.accepted))
@@ -173,9 +168,12 @@ def test_pagerduty_resolves_are_sent_beyond_the_rate_limit(tmp_path):
     ], "the alert stays open"
 
 
-def test_what_resolves_nothing_takes_no_place_in_the_rate_limit_and_ends_no_summary(tmp_path):
+def test_what_resolves_nothing_takes_no_place_in_the_rate_limit_and_ends_no_summary(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(alert_sender, "MAX_PER_HOUR", 2)
     kinds = ("restarted", "gave_up")
-    with served() as hook, pages(tmp_path, hook, kinds=kinds, max_per_hour=2) as pager:
+    with served() as hook, pages(tmp_path, hook, kinds=kinds) as pager:
         for attempt in (1, 2):
             pager.send(incident("straggler_recovered", attempt=attempt))
         for attempt in (1, 2, 3):

@@ -10,8 +10,7 @@ from rich.console import Console as Terminal
 from jaxres.clock import SystemClock
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Noted, PhaseChanged, RunEnded, RunOpened
-from jaxres.telemetry.console import Console
-from jaxres.telemetry.console_log import ConsoleLog
+from jaxres.telemetry.console import Console, ConsoleLog
 
 
 def test_lines_of_all_attempts_are_appended_with_times_and_how_each_ended(tmp_path):

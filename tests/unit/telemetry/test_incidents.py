@@ -6,13 +6,8 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from jaxres.config.schema.operations import (
-    KINDS,
-    AlertTarget,
-    GenericTarget,
-    PagerdutyTarget,
-    SlackTarget,
-)
+from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.telemetry import alert_delivery_log, incidents
@@ -239,9 +234,11 @@ def test_vms_that_are_lost_with_an_attempt_are_one_incident_with_its_end():
 
 
 def test_each_kind_has_a_headline_and_either_a_severity_or_what_it_resolves():
-    kinds = set(get_args(incidents.Kind))
-    assert kinds == set(KINDS) == set(incidents.HEADLINES)
-    assert kinds == set(incidents.SEVERITIES) ^ set(incidents.RESOLVES)
+    assert set(KINDS) == set(get_args(incidents.Kind))
+    for kind, row in KINDS.items():
+        assert row.headline, kind
+        assert (row.severity is None) == bool(row.resolves), kind
+        assert set(row.resolves) <= {begun for begun in KINDS if KINDS[begun].severity}, kind
 
 
 def test_the_page_says_when_each_kind_is_sent_and_what_to_do():

@@ -11,7 +11,7 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
-from jaxres.config.schema.operations import SecondsWhen, StepsWhen
+from jaxres.config.schema.checkpoint import SecondsWhen, StepsWhen
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import EventLog, read_events, read_json_lines
 from jaxres.runlog.events import Noted, RunEnded

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from jaxres.checkpoint.retention.save_interval import optimum
-from jaxres.config.schema.operations import AutoWhen, ContinuousWhen, SecondsWhen
+from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen
 from jaxres.runlog.events import (
     SaveCommitted,
     SaveFailed,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema.operations import AlertsSection
+from jaxres.config.schema.alerts import AlertsSection
 from jaxres.launch.gce.state.desired_state import Condition, DesiredState, Transition
 from jaxres.launch.gce.state.observed_state import ObservedState
 from jaxres.launch.gce.state.transition_events import Fields, with_events

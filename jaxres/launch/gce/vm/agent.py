@@ -26,7 +26,7 @@ from jaxres.cluster.host_identity import HOST_NAME, INSTANCE, PHYSICAL_HOST
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
 from jaxres.config.gce_machine_types import num_gpus
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
 from jaxres.host.processes import kill_me_with_parent
@@ -35,7 +35,6 @@ from jaxres.launch.gce.state.observed_state import AgentReport, AgentState
 from jaxres.launch.gce.state.paths import OUTPUT_START, LaunchPaths
 from jaxres.launch.gce.state.state_object import decode_state
 from jaxres.launch.gce.vm.code_package import digest_of
-from jaxres.launch.gce.vm.idle_time import IdleTime, next_idle
 from jaxres.launch.gce.vm.instance_spec import POWER_OFF, read_uploaded
 from jaxres.launch.gce.vm.standby_supervisor import STANDBY_SECONDS, StandbySupervisor
 from jaxres.runlog.events import Noted
@@ -68,6 +67,8 @@ DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
 )
 """Variables of `launch.gce.env` that decide which devices the training has."""
+MAX_GAP_SECONDS = 60.0
+"""Most that one observation adds to the idle time: a suspended agent observes nothing."""
 LOCK = "agent.lock"
 """File in the agent's folder; the one agent of the VM holds a lock on it."""
 STOPPED_BYTES = 64 * 2**10
@@ -83,6 +84,43 @@ class LocalAttempt:
     output: Path
     is_leaving: bool = False
     """Whether it was told to save and exit: this VM is drained, or the agent ends."""
+
+
+@dataclass(frozen=True)
+class IdleTime:
+    """Time without training and without a launcher, measured by one agent on its own clock.
+
+    A launcher deletes the VMs of a job that has ended. Without one they would exist until
+    `launch.gce.max_run_hours`. An agent powers its VM off before that, which needs no permission; a
+    VM that is off costs its disk only.
+    """
+
+    seconds: float = 0.0
+    at: float | None = None
+    """Time of the last observation."""
+    lease: int | None = None
+    """Generation of the launcher lease then; None: not read yet."""
+
+
+def next_idle(before: IdleTime, *, now: float, is_training: bool, lease: int | None) -> IdleTime:
+    """Returns the idle time after an observation.
+
+    A lease that has changed was renewed or taken by a launcher.
+
+    Args:
+      before: the idle time at the last observation.
+      now: the time.
+      is_training: whether the VM has a training process.
+      lease: generation of the launcher lease; 0: there is none; None: the bucket has not answered,
+        and the time is not counted.
+    """
+    if is_training:
+        return replace(before, seconds=0.0, at=now)
+    if lease is None:
+        return replace(before, at=now)
+    if lease != before.lease or before.at is None:
+        return IdleTime(0.0, now, lease)
+    return IdleTime(before.seconds + min(MAX_GAP_SECONDS, now - before.at), now, lease)
 
 
 class StatusPublisher:

@@ -27,7 +27,7 @@ from jaxres.config.schema.gce import (
 )
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.state.paths import LaunchPaths
-from jaxres.launch.gce.vm import cloud_logging, startup_installs
+from jaxres.launch.gce.vm import startup_parts
 from jaxres.launch.gce.vm.code_package import CODE, WORK, digest_of
 from jaxres.storage import gcs_objects
 from jaxres.storage.path import GcsPath
@@ -519,14 +519,14 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
         leftover, docker_unit = LEFTOVER, " docker.service"
         image = shlex.quote(runtime.image)
         prepare = CONTAINER.replace("@IMAGE@", image).replace("@DOCKER_IMAGE@", DOCKER_IMAGE)
-        prepare = startup_installs.docker() * runtime.install_docker + prepare
+        prepare = startup_parts.docker() * runtime.install_docker + prepare
     elif runtime.packages:
         python = command = '"$base/venv/bin/python"'
         packages = " ".join(map(shlex.quote, runtime.packages))
         prepare = PYTHON_ENVIRONMENT.replace("@PYTHON@", shlex.quote(runtime.python))
         prepare = prepare.replace("@PACKAGES@", packages)
         if runtime.python_version is not None:
-            prepare = startup_installs.python_by_uv(runtime.python_version, packages)
+            prepare = startup_parts.python_by_uv(runtime.python_version, packages)
     else:
         python = command = _heredoc_quote(runtime.python)
         prepare = ""
@@ -552,7 +552,7 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
         "@LEFTOVER@": leftover,
         "@DOCKER_UNIT@": docker_unit,
         "@STOP_SECONDS@": str(stop_seconds(config)),
-        "@CLOUD_LOGGING@": cloud_logging.startup_part() * (gce.cloud_logging == "auto"),
+        "@CLOUD_LOGGING@": startup_parts.cloud_logging() * (gce.cloud_logging == "auto"),
         "@PREPARE@": prepare,
     }
     # One pass: a value that contains a placeholder is not expanded again.

@@ -1,6 +1,6 @@
 """Keeps a supervisor on a VM that waits for the next attempt, with all imports done. No jax.
 
-A start of a supervisor and its worker imports for seconds; `jaxres.train.prepared.standby` has done
+A start of a supervisor and its worker imports for seconds; `jaxres.launch.gce.vm.standby` has done
 that before. It is used for one attempt, and only with the code and the config with which it was
 started. The fork server refuses another environment, and other versions of libraries.
 """
@@ -24,7 +24,7 @@ from jaxres.host.processes import TAG_VARIABLE, kill_me_with_parent, kill_sessio
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import gcs_client
-from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.process.worker_env import worker_env
 
 STANDBY_SECONDS = 30.0
 """Time from the start or the end of a training process to the start of the next standby: the first
@@ -71,7 +71,7 @@ class StandbySupervisor:
         ours, theirs = socket.socketpair()
         with theirs, self._output.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jaxres.train.prepared.standby", *arguments],
+                [sys.executable, "-m", "jaxres.launch.gce.vm.standby", *arguments],
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -145,7 +145,7 @@ def _fork_server(
     with contextlib.suppress(RunError):  # The attempt reports it.
         if (claim := run_log.first_claim(run_dir.log)) is not None:
             variables = {n: v for n, v in env.items() if n != authentication.VARIABLE}
-            worker = attempt_runner.worker_env(variables, config, run_dir, claim)
+            worker = worker_env(variables, config, run_dir, claim)
             tag = worker.pop(TAG_VARIABLE)
             return [str(run_dir.root), f"{TAG_VARIABLE}={tag}"], worker
     return [], env

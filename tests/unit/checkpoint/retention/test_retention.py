@@ -5,7 +5,7 @@ import random
 import pytest
 
 from jaxres.checkpoint.retention.retention import DAY_SECONDS, CommittedStep, plan, sweep
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.runlog import step_dirs
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, fold

@@ -11,7 +11,7 @@ from jaxres.checkpoint.retention.save_interval import (
     optimum,
     useful_share,
 )
-from jaxres.config.schema.operations import AutoWhen
+from jaxres.config.schema.checkpoint import AutoWhen
 from jaxres.runlog.run_log import AttemptEnded, Commit, Record, Start
 from tests.unit.runlog.example_records import CLAIM
 

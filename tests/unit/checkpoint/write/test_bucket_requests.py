@@ -17,7 +17,7 @@ from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.write import bucket_writer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema.run_config import CheckpointSection
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunLog

@@ -11,7 +11,7 @@ from jaxres.checkpoint.retention import pruning
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import UsageError
 from jaxres.runlog import run_log

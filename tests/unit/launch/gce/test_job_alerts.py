@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import AlertsSection, GenericTarget
+from jaxres.config.schema.alerts import AlertsSection, GenericTarget
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce import job_alerts
 from jaxres.launch.gce.job_alerts import JobAlerts

@@ -15,6 +15,7 @@ from jaxres.launch.sky import command as sky
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Commit, RunLog, SupervisorEnded
+from jaxres.supervisor import restart_policy
 from tests.unit.runlog.example_records import CLAIM
 
 CONFIG = RunConfig.model_validate(
@@ -202,6 +203,6 @@ def test_storage_that_is_away_is_waited_for_within_its_budget(run_dir, monkeypat
     assert len(waits) == limits.max_storage_attempts
     assert (min(waits), max(waits)) == (
         limits.storage_backoff_seconds,
-        limits.max_storage_backoff_seconds,
+        restart_policy.MAX_STORAGE_BACKOFF_SECONDS,
     )
     assert train.restarts == []

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jaxres import config as configs
-from jaxres.cli import doctor
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.schema.operations import AlertsSection
+from jaxres.config.schema.alerts import AlertsSection
+from jaxres.jax_cli import doctor
 from jaxres.operate.chaos import results as chaos_results
 from jaxres.operate.chaos.results import ChaosFound, ChaosResult
 from jaxres.operate.doctor import checklist

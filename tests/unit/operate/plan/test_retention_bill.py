@@ -6,7 +6,7 @@ import pytest
 
 from jaxres.checkpoint.retention import retention
 from jaxres.checkpoint.retention.retention import FIRST_MONDAY, CommittedStep
-from jaxres.config.schema.operations import KeepSection
+from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.operate.plan.retention_bill import StorageBill, storage_bill
 
 

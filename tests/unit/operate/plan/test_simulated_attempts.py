@@ -8,8 +8,8 @@ import pytest
 
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs
-from jaxres.config.schema.operations import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen
-from jaxres.config.schema.run_config import LaunchSection, RestartSection
+from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen
+from jaxres.config.schema.supervision import LaunchSection, RestartSection
 from jaxres.operate.plan import goodput_model
 from jaxres.operate.plan.goodput_model import Interruption, Plan, Tier
 from jaxres.operate.plan.simulated_attempts import (

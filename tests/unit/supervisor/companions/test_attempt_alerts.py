@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import AlertsSection, GenericTarget, ReplicaSection
+from jaxres.config.schema.alerts import AlertsSection, GenericTarget
+from jaxres.config.schema.checkpoint import ReplicaSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.runlog import replica_files

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from jaxres.config.schema.operations import MlflowTracker
+from jaxres.config.schema.telemetry import MlflowTracker
 from jaxres.supervisor.companions import tracker_process
 
 

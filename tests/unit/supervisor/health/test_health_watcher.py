@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import HealthSection
+from jaxres.config.schema.hardware import HealthSection
 from jaxres.runlog.supervisor_events import HealthWatchStarted
 from jaxres.supervisor.health import health_watcher, host_health, nvml
 from jaxres.supervisor.health.health_messages import KERNEL_LOG, MESSAGES, XidReported
@@ -23,7 +23,7 @@ from tests.manual_clock import ManualClock
 from tests.promises.trainer import ROOT
 from tests.waiting import SURE_SECONDS, wait_until
 
-QUICK = HealthSection(poll_seconds=0.05, slow_minutes=0.001, link_errors_per_minute=1.0)
+QUICK = HealthSection(poll_seconds=0.05)
 
 
 def kernel_log(tmp_path, *lines):
@@ -40,6 +40,8 @@ def xid_line(gpu, xid):
 def watch(gpus, tmp_path, monkeypatch):
     """Starts a watcher of the fake GPUs; all are closed at the end."""
     monkeypatch.setattr(health_watcher, "START_SECONDS", SURE_SECONDS)
+    monkeypatch.setattr(health_watcher.health, "SLOW_MINUTES", 0.001)
+    monkeypatch.setattr(health_watcher.health, "LINK_ERRORS_PER_MINUTE", 1.0)
     watchers = []
 
     def start(section=QUICK, **env):
@@ -408,7 +410,8 @@ def test_a_process_of_the_run_that_leaks_is_told_once(watch, monkeypatch):
             return read(*arguments, **others)
 
         monkeypatch.setattr(host_health, "read", read_after_growth)
-        watcher = watch(QUICK.model_copy(update={"leak_minutes": 1e9}), CUDA_VISIBLE_DEVICES="")
+        monkeypatch.setattr(host_health, "LEAK_MINUTES", 1e9)
+        watcher = watch(CUDA_VISIBLE_DEVICES="")
         found = [each for each in next_found(watcher) if each.kind == "host_memory"]
         assert len(grown) >= host_health.NUM_READINGS, "too short a time"
         wait_until(lambda: len(grown) >= 3 * host_health.NUM_READINGS, "reading")

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.supervisor.preemption.notices import (
     EVENT,
     NEAR_SECONDS,

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived, PreemptionWatchStarted
@@ -196,7 +196,7 @@ def test_a_notice_before_the_first_poll_is_a_sigterm_with_its_reason(server):
     body = f"""
 import os, time
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.faults import PreemptedError
 from jaxres.host import signals
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.config.schema.operations import PreemptionSection
+from jaxres.config.schema.supervision import PreemptionSection
 from jaxres.faults import UsageError
 from jaxres.runlog.events import Noted
 from jaxres.runlog.supervisor_events import PreemptionNoticeReceived

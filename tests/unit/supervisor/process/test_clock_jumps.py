@@ -11,7 +11,7 @@ from jaxres.clock import Awake
 from jaxres.cluster.connection import Connection
 from jaxres.cluster.messages import Disconnected, Heartbeat, encode
 from jaxres.cluster.peer_connections import PeerLinks
-from jaxres.config.schema.run_config import DeadlinesSection, LaunchSection, RestartSection
+from jaxres.config.schema.supervision import DeadlinesSection, LaunchSection, RestartSection
 from jaxres.faults import Fenced
 from jaxres.runlog.attempt_result import AttemptOutcome, AttemptResult
 from jaxres.runlog.paths import RunDir

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jaxres.cluster.messages import Heartbeat
-from jaxres.config.schema.run_config import DeadlinesSection
+from jaxres.config.schema.supervision import DeadlinesSection
 from jaxres.supervisor.process.watchdog import (
     FIRST_STEPS,
     LEAVE_SECONDS,

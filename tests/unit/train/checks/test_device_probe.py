@@ -9,7 +9,7 @@ from jaxres.train.checks.device_probe import FIRST_STEP, DeviceProbe
 
 
 def probe_of(*, max_share: float) -> DeviceProbe:
-    return DeviceProbe(jax.devices(), every_steps=5, max_share=max_share, clock=SystemClock())
+    return DeviceProbe(jax.devices(), max_share=max_share, clock=SystemClock())
 
 
 def test_every_device_is_measured():
@@ -21,7 +21,7 @@ def test_every_device_is_measured():
 
 def test_durations_are_in_the_order_of_the_mesh_whichever_device_is_first():
     """Of a single host the order alone says which device is slow."""
-    probe = DeviceProbe(["a", "b", "c"], every_steps=5, max_share=0.5, clock=SystemClock())
+    probe = DeviceProbe(["a", "b", "c"], max_share=0.5, clock=SystemClock())
     answers = {"a": [False, False, True], "b": [True], "c": [False, True]}
 
     class Part:

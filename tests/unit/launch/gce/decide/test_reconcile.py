@@ -35,6 +35,7 @@ from jaxres.launch.gce.state.run_speed import longest_wait
 from jaxres.runlog.attempt_result import AttemptOutcome
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.run_log import Commit, Record
+from jaxres.supervisor import restart_policy
 from tests.unit.launch.changed_state import changed
 from tests.unit.launch.gce_config import config
 
@@ -465,7 +466,7 @@ def test_a_host_that_twice_does_not_begin_to_train_is_replaced() -> None:
 def test_a_launcher_whose_clock_is_behind_waits_no_longer_than_the_longest_delay() -> None:
     before = changed(READY, not_before=NOW + 3600, attempt=3)
     found = next_state(before, observed())
-    longest = CONFIG.restart.max_storage_backoff_seconds * (1 + CONFIG.restart.jitter)
+    longest = restart_policy.MAX_STORAGE_BACKOFF_SECONDS * (1 + CONFIG.restart.jitter)
     assert found.phase == "placing"
     assert found.attempt.not_before == NOW + longest, "waits for the old clock"
     assert next_state(found, observed(now=NOW + longest - 1.0)).phase == "placing"

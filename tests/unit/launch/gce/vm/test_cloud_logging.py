@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxres.launch.gce.vm import cloud_logging
+from jaxres.launch.gce.vm import startup_parts
 from tests.unit.launch.gce.vm.test_startup_script import RUNTIMES, rendered
 from tests.waiting import SURE_SECONDS
 
@@ -124,4 +124,4 @@ def test_an_ops_agent_that_can_not_be_restarted_does_not_end_the_startup_script(
 
 def test_the_docs_have_the_lines_for_a_configuration_of_your_own() -> None:
     page = Path(__file__).parents[5] / "docs" / "gce-reference.md"
-    assert cloud_logging.CONFIG.replace("@BASE@", "/root/.jaxres-vm") in page.read_text()
+    assert startup_parts.OPS_AGENT_CONFIG.replace("@BASE@", "/root/.jaxres-vm") in page.read_text()

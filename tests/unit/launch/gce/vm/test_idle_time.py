@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxres.launch.gce.vm.idle_time import MAX_GAP_SECONDS, IdleTime, next_idle
+from jaxres.launch.gce.vm.agent import MAX_GAP_SECONDS, IdleTime, next_idle
 
 LEASE = 5
 HOUR = 3600.0

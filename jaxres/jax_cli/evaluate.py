@@ -14,13 +14,13 @@ import numpy as np
 
 from jaxres import data, inference
 from jaxres.checkpoint.weights.source import parse_step
-from jaxres.cli.sample import model_parser
 from jaxres.config.argparser import local_path_argument
 from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
-from jaxres.runlog.paths import RunDir
+from jaxres.jax_cli.sample import model_parser
+from jaxres.runlog.paths import RunDir, root_of
 from jaxres.storage import files, foreign_json
 from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.set or not options.task:
         if inference.is_folder(options.model):
             raise UsageError(f"{options.model}: a folder has no validation sets; give --task")
-        scores |= _sets(RunDir(inference.root_of(options.model)), loaded, options)
+        scores |= _sets(RunDir(root_of(options.model)), loaded, options)
     names = [*scores, *(path.stem for path in set(options.task))]
     for path in options.task:
         name = path.stem if names.count(path.stem) == 1 else str(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxres.cli import doctor
+from jaxres.jax_cli import doctor
 from jaxres.operate.doctor.checklist import ITEMS
 from jaxres.train.checks import preflight
 from tests.waiting import SURE_SECONDS

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from jaxres.clock import SystemClock
-from jaxres.cluster import connection, jax_coordination
+from jaxres.cluster import connection
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.faults import ConfigError, PeerLost
+from jaxres.train import jax_coordination
 from tests.waiting import SURE_SECONDS
 
 

@@ -1,6 +1,6 @@
 """A supervisor that waits for its attempt: it has imported all, and its fork server too. No jax.
 
-The agent of a VM starts it as `python -m jaxres.train.prepared.standby [RUN_DIR NAME=VALUE]` before
+The agent of a VM starts it as `python -m jaxres.launch.gce.vm.standby [RUN_DIR NAME=VALUE]` before
 there is an attempt, in the environment of the run's workers, except for the variable NAME. First of
 all it starts its fork server, so that both import at the same time; without arguments it has none.
 Its stdin is a socket. It sends `ready` once its fork server is, and waits for one line of JSON with

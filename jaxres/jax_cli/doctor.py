@@ -415,8 +415,8 @@ class Doctor:
 
         import jax
 
-        from jaxres.cluster.jax_coordination import first_line
         from jaxres.train.checks import preflight
+        from jaxres.train.jax_coordination import first_line
 
         assert self._hardware is not None
         run_dir = find_run_dir(self._loaded).local.absolute()

@@ -1,0 +1,1 @@
+"""Commands that compute with JAX: doctor, evaluate, replay, sample."""
