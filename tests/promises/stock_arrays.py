@@ -1,4 +1,5 @@
-"""Program that saves steps with arrays of every kind: HOST NUM_HOSTS PORT RUN_DIR NUM_DEVICES...
+"""Program that saves steps with arrays of every kind: HOST NUM_HOSTS PORT RUN_DIR WRITER
+NUM_DEVICES...
 
 Step N is on N devices. `table` returns what a reader must find.
 """
@@ -10,7 +11,7 @@ import hashlib
 import math
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import ml_dtypes
@@ -49,6 +50,8 @@ PLACED = {
 RARELY_PLACED = ("rows", "scalar")
 """Arrays that are saved in the rare dtypes too."""
 KEYS = {"threefry": "threefry2x32", "rbg": "rbg"}
+Writer = Literal["tensorstore", "orbax"]
+WRITERS: tuple[Writer, Writer] = ("tensorstore", "orbax")
 Table = dict[str, list[object]]
 """Path -> dtype, shape, and SHA-256 of the items in C order."""
 
@@ -112,7 +115,7 @@ def save(
     run_dir: RunDir,
     member: HostRank,
     nums_devices: list[int],
-    writer: Literal["tensorstore", "orbax"] = "tensorstore",
+    writer: Writer = "tensorstore",
 ) -> None:
     """Saves a step on each number of devices; `writer` is `checkpoint.writer`."""
     clock = SystemClock()
@@ -140,12 +143,12 @@ def save(
 
 def main(arguments: list[str]) -> None:
     """Runs one host."""
-    host, num_hosts, port, root, *nums_devices = arguments
+    host, num_hosts, port, root, writer, *nums_devices = arguments
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(map(int, nums_devices)) // int(num_hosts))
     alone = int(num_hosts) == 1
     member = ALONE if alone else HostRank(int(host), int(num_hosts), f"127.0.0.1:{port}")
-    save(RunDir(Path(root)), member, [int(n) for n in nums_devices])
+    save(RunDir(Path(root)), member, [int(n) for n in nums_devices], cast(Writer, writer))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tests.promises import stock_arrays
 from tests.promises.trainer import ROOT, free_address, run_history
 from tests.tiers import campaign
 from tests.unit.checkpoint import independent_reader
+from tests.unit.checkpoint.read.test_ocdbt import values
 from tests.waiting import SURE_SECONDS
 
 READER = Path(__file__).with_name("stock_reader.py")
@@ -58,13 +59,13 @@ def assert_reads_the_bits(process: subprocess.Popen[bytes], reader: str, *runs: 
             assert table == stock_arrays.table(step), (step, num_devices)
 
 
-def written(root: Path, num_hosts: int, *nums_devices: int) -> RunDir:
+def written(root: Path, num_hosts: int, *nums_devices: int, writer: str = "tensorstore") -> RunDir:
     """Returns a run with steps that real processes have saved."""
     program = [sys.executable, "-m", "tests.promises.stock_arrays"]
     port = free_address().rpartition(":")[2]
     processes = [
         subprocess.Popen(
-            [*program, str(host), str(num_hosts), port, str(root), *map(str, nums_devices)],
+            [*program, str(host), str(num_hosts), port, str(root), writer, *map(str, nums_devices)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -116,6 +117,18 @@ def test_stock_tools_read_steps_of_any_number_of_devices_and_hosts(
     for reader in NUMS_DEVICES:
         assert_reads_the_bits(start(reader, run_dir), reader, run_dir)
     independent_reader.checked_digest(run_dir.root)
+
+
+@pytest.mark.slow
+def test_two_hosts_write_the_same_chunks_by_both_writers(tmp_path: Path) -> None:
+    """Of arrays that both hosts hold each writes a part, and each part is read back."""
+    runs = [written(tmp_path / writer, 2, 4, writer=writer) for writer in stock_arrays.WRITERS]
+    folders = [folder for run_dir in runs for folder in step_dirs(run_dir).values()]
+    own, by_orbax = (values(folder / "state") for folder in folders)
+    for path in ("rows", "scalar"):  # The type has no 0: each describes another value for it.
+        key = f"{path}.float8_e8m0fnu/zarr.json".encode()
+        assert own.pop(key) != by_orbax.pop(key)
+    assert own == by_orbax
 
 
 def test_an_array_without_elements_is_refused_by_name() -> None:
