@@ -82,7 +82,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def gcs_server() -> Iterator[GcsServer]:
+def gcs_service() -> Iterator[GcsServer]:
     """One emulated service for all tests: libraries read its address only once."""
     from jaxres_emulators.gcs import GcsServer
 
@@ -93,9 +93,15 @@ def gcs_server() -> Iterator[GcsServer]:
 
 
 @pytest.fixture
-def gcs_bucket(gcs_server: GcsServer) -> Iterator[str]:
+def gcs_server(gcs_service: GcsServer) -> Iterator[GcsServer]:
+    """The emulated service, whose faults end with the test that asked for them."""
+    yield gcs_service
+    gcs_service.faults.clear()
+
+
+@pytest.fixture
+def gcs_bucket(gcs_server: GcsServer) -> str:
     """A bucket for one test."""
     name = f"bucket-{len(gcs_server.objects.buckets)}"
     gcs_server.objects.buckets[name] = []
-    yield name
-    gcs_server.faults.clear()
+    return name
