@@ -211,7 +211,8 @@ class Controller:
         if desired.phase != "running" or not self._steps.is_due():
             return
         spent = reconcile.describe_costs(desired, self._gce(), now=observed.now)
-        with self._bucket.count_wait():
+        # The next cycle finds out by itself that the bucket does not answer.
+        with contextlib.suppress(StorageUnavailable), self._bucket.count_wait():
             self._steps.print_new(desired.attempt.number, committed=observed.log.step, spent=spent)
 
     # Observation.

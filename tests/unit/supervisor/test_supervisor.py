@@ -14,6 +14,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import files
+from jaxres.supervisor import run_lock
 from jaxres.supervisor.root_cause import GRACE_SECONDS
 from jaxres.supervisor.run_dir_watcher import end_stop_request
 from jaxres.supervisor.run_lock import TrainingProgress, progress_of
@@ -312,8 +313,11 @@ def test_a_superseded_attempt_ends_its_workers_and_writes_no_record(start):
 
 def test_the_heartbeat_of_the_run_lock_has_the_newest_step_of_host_0(start):
     supervisor = start({"steps": 30, "on_stop": [76, 0]}, {"on_stop": [76, 0]})
+    supervisor.wait_steps(30)
+    count = run_lock.read(supervisor.run_dir)["count"] + 2
+    supervisor.wait(lambda: run_lock.read(supervisor.run_dir)["count"] >= count, "two heartbeats")
     newest = TrainingProgress(attempt=1, step=30, loss=2.5, tokens_per_second=5000.0)
-    supervisor.wait(lambda: progress_of(supervisor.run_dir) == newest, "the newest step")
+    assert progress_of(supervisor.run_dir) == newest
     supervisor.run_dir.request("stop").touch()
     assert supervisor.ended()["code"] == ExitCode.STOPPED
 

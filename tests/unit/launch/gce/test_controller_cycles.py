@@ -103,7 +103,7 @@ class WatchedCloud(SimulatedCloud):
         if change == ("placing", "running"):
             self.note("start")
             if after.attempt.number == 1:
-                self.after(30.0, lambda: self.lose(after.vms[-1].name))
+                self.after(32.0, lambda: self.lose(after.vms[-1].name))
         elif change == ("running", "placing"):
             self.note("end")
 
@@ -129,7 +129,8 @@ def test_the_replacement_is_requested_as_soon_as_the_loss_has_ended_the_attempt(
     monkeypatch: pytest.MonkeyPatch, hosts: int
 ) -> None:
     cloud = run_with_a_loss(monkeypatch, seed=0, hosts=hosts)
-    assert cloud.between("end", "request") == [], "the request waits for the next cycle"
+    before = cloud.between("end", "request")  # The other host may report its exit meanwhile.
+    assert "the controller waits" not in before, "the request waits for the next cycle"
 
 
 @pytest.mark.slow
