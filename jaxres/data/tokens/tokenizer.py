@@ -461,8 +461,8 @@ def _check_vocabulary(data: bytes, where: str) -> None:
         fields = foreign_json.loads(data)
         added = [(token["content"], token["id"]) for token in fields.get("added_tokens") or []]
         words = fields["model"].get("vocab") or {}
-        # A Unigram model has a list of words with their scores, in the order of their ids. Its trainer
-        # adds a special token again if a text spells it: the library takes the last, `added`.
+        # A Unigram model has a list of words with their scores, in the order of their ids. Its
+        # trainer adds a special token again if a text spells it: the library takes the last one.
         own = words.items() if isinstance(words, dict) else ((w[0], i) for i, w in enumerate(words))
         again = set() if isinstance(words, dict) else {content for content, _ in added}
         of_id, of_word = dict[int, str](), dict[str, int]()
