@@ -68,6 +68,11 @@ def values(folder):
     return {key: store.read(key).result().value for key in keys}
 
 
+def different_keys(own, other):
+    """Returns keys whose values differ: pytest compares large values for minutes."""
+    return sorted(key for key in own | other if own.get(key) != other.get(key))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_and_descriptions_are_those_that_tensorstore_writes(tmp_path, dtype):
     held = {
