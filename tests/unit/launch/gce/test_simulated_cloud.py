@@ -30,8 +30,8 @@ from tests.unit.launch.simulated_cloud import FaultRates, Killed, SimulatedCloud
 
 LONGEST = 6 * 3600.0
 """Longest job; faults end after half an hour."""
-LATER = 1200.0
-"""Time after which every pending creation has finished."""
+LATER = 1900.0
+"""Time after which every pending creation has finished, and every outage is over."""
 DECIDE = reconcile.decide
 ENDS = (
     ExitCode.DONE,
