@@ -30,8 +30,10 @@ from tests.unit.launch.simulated_cloud import FaultRates, Killed, SimulatedCloud
 
 LONGEST = 6 * 3600.0
 """Longest job; faults end after half an hour."""
-LATER = 1900.0
-"""Time after which every pending creation has finished, and every outage is over."""
+LATER = 1200.0
+"""Time after which every pending creation has finished."""
+OUTAGE = 90.0
+"""Longest outage of the bucket; each begins before the faults end."""
 DECIDE = reconcile.decide
 ENDS = (
     ExitCode.DONE,
@@ -219,6 +221,7 @@ def checked_exit(seed: int, monkeypatch: pytest.MonkeyPatch) -> ExitCode:
     counts = {name: len(requests) for name, requests in cloud.created.items()}
     assert set(counts.values()) <= {1}, f"requested several times: {counts}\n{checker.history()}"
     cloud.other = None  # What follows is no leader, which could be killed.
+    cloud.advance(max(0.0, cloud.rates.seconds + OUTAGE - cloud.now))
     events = launch_events.read(RunDir(cloud.paths.run))
     numbers = sorted(event.number for event in events)
     assert numbers == list(range(desired.events.count)), f"events are lost\n{checker.history()}"
