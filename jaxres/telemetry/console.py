@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 from rich.console import Console as Terminal
@@ -87,12 +86,7 @@ class Console:
         self._ticker.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._ticker.join()
         if self._live is not None:
@@ -276,13 +270,8 @@ class ConsoleLog:
         self._console.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._console.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._console.__exit__()
         self._lines.close()
 
     def on_event(self, event: Event) -> None:

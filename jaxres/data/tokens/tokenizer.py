@@ -461,12 +461,15 @@ def _check_vocabulary(data: bytes, where: str) -> None:
         fields = foreign_json.loads(data)
         added = [(token["content"], token["id"]) for token in fields.get("added_tokens") or []]
         words = fields["model"].get("vocab") or {}
-        # A Unigram model has a list of words with their scores, in the order of their ids. Its
-        # trainer adds a special token again if a text spells it: the library takes the last one.
-        own = words.items() if isinstance(words, dict) else ((w[0], i) for i, w in enumerate(words))
-        again = set() if isinstance(words, dict) else {content for content, _ in added}
+        if isinstance(words, dict):
+            own = list(words.items())
+        else:
+            # A Unigram model has a list of words with their scores, in the order of their ids. Its
+            # trainer adds a special token again if a text spells it: the library takes the last.
+            special = {content for content, _ in added}
+            own = [(word[0], i) for i, word in enumerate(words) if word[0] not in special]
         of_id, of_word = dict[int, str](), dict[str, int]()
-        for word, id_ in (*(pair for pair in own if pair[0] not in again), *added):
+        for word, id_ in (*own, *added):
             if of_id.setdefault(id_, word) != word:
                 raise ValueError(f"{of_id[id_]!r} and {word!r} have the id {id_}")
             if of_word.setdefault(word, id_) != id_:

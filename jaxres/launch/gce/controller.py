@@ -48,7 +48,7 @@ from jaxres.launch.gce.state.observed_state import (
 )
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.state.state_object import StateObject
-from jaxres.launch.gce.state.step_line import StepPrinter
+from jaxres.launch.gce.step_line import StepPrinter
 from jaxres.launch.gce.vm import instance_spec
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog import launch_events

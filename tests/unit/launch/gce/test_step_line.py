@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxres.launch.gce.state.step_line import StepPrinter, describe
+from jaxres.launch.gce.step_line import StepPrinter, describe
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor.run_lock import RunLock, TrainingProgress
 from tests.manual_clock import ManualClock
