@@ -24,6 +24,7 @@ from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup, P
 from jaxres.launch.gce.state.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.state.state_object import StateDamaged, decode_state
+from jaxres.launch.gce.vm.agent import LEASE_SECONDS, IdleTime, next_idle
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, Start, file_name
@@ -32,6 +33,8 @@ from jaxres.storage.path import GcsPath
 from tests.unit.runlog.example_records import CLAIM
 
 EPOCH = 1.7e9
+IDLE_SECONDS = 600.0
+"""Time after which an agent without training and without a launcher powers its VM off."""
 LIMIT = 30.0
 """Longest time of retries of one request to the bucket."""
 MAINTENANCE = "maintenance in two months"
@@ -70,6 +73,7 @@ class SimulatedVm:
     newest_attempt: int = 0
     stopped_until: float = 0.0
     """Until when the agent reports nothing, though the VM is healthy."""
+    idle: IdleTime = field(default_factory=IdleTime)
 
 
 @dataclass
@@ -486,6 +490,7 @@ class SimulatedCloud:
                 self._update_report(machine, notice=MAINTENANCE, notice_until=self.wall() + 5e6)
             self._send_heartbeat(machine)
             self._follow_desired_state(machine)
+            self._end_if_idle(machine)
 
     def _update_report(self, machine: SimulatedVm, **changes: Any) -> None:
         if machine.agent is not None:
@@ -517,6 +522,19 @@ class SimulatedCloud:
                 machine.attempt = machine.newest_attempt = number
                 self._update_report(machine, state="running", attempt=number, exit=None)
         self.after(self.draw.uniform(1.0, 1.2), lambda: self._follow_desired_state(machine))
+
+    def _end_if_idle(self, machine: SimulatedVm) -> None:
+        """Powers the VM off once it has had no training and no launcher for `IDLE_SECONDS`."""
+        if not machine.is_alive:
+            return
+        lease = self.objects.get(self.paths.lease.key)
+        generation = None if self.is_unavailable("bucket") else 0 if lease is None else lease[1]
+        machine.idle = next_idle(
+            machine.idle, now=self.now, is_training=bool(machine.attempt), lease=generation
+        )
+        if machine.idle.seconds >= IDLE_SECONDS:
+            machine.is_alive, machine.status = False, "TERMINATED"
+        self.after(LEASE_SECONDS, lambda: self._end_if_idle(machine))
 
     def _finish(self, machine: SimulatedVm, code: int) -> None:
         """Ends the training process of a VM, and later those of its peers."""

@@ -240,9 +240,12 @@ def test_no_vm_is_left_or_lost_under_random_faults(
 
 
 def check_under_damage(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs one job whose lease and desired state are damaged; returns how often they were."""
+    """Runs one job whose lease and desired state are damaged; returns how often they were.
+
+    A creation whose state was lost may end after the job; only its own agent knows its VM then.
+    """
     settings = job(seed, steps=40, hosts=2)
-    cloud = SimulatedCloud(seed, 40, LaunchPaths(GcsPath("bkt", f"run-{seed}")))
+    cloud = SimulatedCloud(seed, 40, LaunchPaths(GcsPath("damaged", f"run-{seed}")))
     checker = Checker(cloud, settings)
     draw = random.Random(f"damage-{seed}")
     for _ in range(6):
@@ -256,7 +259,8 @@ def check_under_damage(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
     cloud.patch(monkeypatch)
     run_leaders(cloud, settings, checker, LONGEST)
     cloud.advance(LATER)
-    assert cloud.vms == {}, f"left: {sorted(cloud.vms)}\n{cloud.damages}\n{checker.history()}"
+    left = {name for name, vm in cloud.vms.items() if vm.status != "TERMINATED"}
+    assert not left, f"left: {sorted(left)}\n{cloud.damages}\n{checker.history()}"
     if not any("desired_state.json is an older copy" in line for line in cloud.damages):
         counts = {name: len(requests) for name, requests in cloud.created.items()}
         assert set(counts.values()) <= {1}, f"{counts}\n{cloud.damages}\n{checker.history()}"
@@ -270,7 +274,7 @@ def check_under_damage(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
         *(pytest.param(n, n + 50, marks=pytest.mark.campaign) for n in range(6, 206, 50)),
     ],
 )
-def test_no_vm_is_left_and_no_launcher_is_locked_out_whatever_the_launch_state(
+def test_no_vm_runs_on_and_no_launcher_is_locked_out_whatever_the_launch_state(
     first: int, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease and the desired state are deleted, made unreadable, or replaced by older copies."""
