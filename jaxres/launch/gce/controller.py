@@ -18,18 +18,18 @@ from jaxres.config import RunConfig
 from jaxres.config.schema.gce import GceSection
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.host import signals
-from jaxres.launch.gce import service_answers
+from jaxres.launch.gce.api import service_answers
 from jaxres.launch.gce.api.compute import CODE_LABEL, ID_LABEL, RUN_LABEL, ApiUnavailable, Compute
 from jaxres.launch.gce.api.deletions import Deletions
+from jaxres.launch.gce.api.service_answers import ServiceAnswers
 from jaxres.launch.gce.boot_observer import BootObserver
-from jaxres.launch.gce.bucket_reader import BucketReader
 from jaxres.launch.gce.decide import instance_groups, job_conditions, reconcile
 from jaxres.launch.gce.decide.lost_vms import find_suspects
 from jaxres.launch.gce.decide.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.gce.decide.reconcile import CYCLE_SECONDS
 from jaxres.launch.gce.job_alerts import JobAlerts
-from jaxres.launch.gce.service_answers import ServiceAnswers
 from jaxres.launch.gce.state import transition_events
+from jaxres.launch.gce.state.bucket_reader import BucketReader
 from jaxres.launch.gce.state.desired_state import (
     CapacityState,
     DesiredState,

@@ -11,8 +11,8 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.launch.gce.api.compute import ApiUnavailable
-from jaxres.launch.gce.bucket_reader import MAX_REQUESTS, BucketReader
-from jaxres.launch.gce.service_answers import MAX_CALLS, ServiceAnswers
+from jaxres.launch.gce.api.service_answers import MAX_CALLS, ServiceAnswers
+from jaxres.launch.gce.state.bucket_reader import MAX_REQUESTS, BucketReader
 from jaxres.launch.gce.state.observed_state import SLOW_BUCKET_SECONDS, AgentReport
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog import faulty_hosts
