@@ -24,12 +24,13 @@ from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup, P
 from jaxres.launch.gce.state.observed_state import HOST_ERROR, AgentReport, CreateFailed, VmStatus
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.launch.gce.state.state_object import StateDamaged, decode_state
-from jaxres.launch.gce.vm.agent import LEASE_SECONDS, IdleTime, next_idle
+from jaxres.launch.gce.vm.agent import LEASE_SECONDS, next_idle
 from jaxres.launch.gce.vm.instance_spec import Machine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, Record, Start, file_name
 from jaxres.storage import gcs_objects, threads
 from jaxres.storage.path import GcsPath
+from tests.unit.launch.simulated_vms import FaultRates, Killed, SimulatedOperation, SimulatedVm
 from tests.unit.runlog.example_records import CLAIM
 
 EPOCH = 1.7e9
@@ -50,56 +51,6 @@ CRASHES = (
 )
 CREATE_ERRORS: tuple[CreateErrorKind, ...] = ("stockout", "quota", "preempted", "passing", "exists")
 COMMIT = Commit(step=0, path="", manifest="sha256:0", bytes=3)
-
-
-class Killed(BaseException):
-    """Simulates that the leader is killed here."""
-
-
-@dataclass
-class SimulatedVm:
-    """The true state of a VM, whatever lists and reports have."""
-
-    name: str
-    id: int
-    zone: str
-    listed_from: float
-    status: str = "RUNNING"
-    is_alive: bool = True
-    """Whether its processes are alive."""
-    agent: AgentReport | None = None
-    attempt: int = 0
-    """Attempt in which it trains; 0: none."""
-    newest_attempt: int = 0
-    stopped_until: float = 0.0
-    """Until when the agent reports nothing, though the VM is healthy."""
-    idle: IdleTime = field(default_factory=IdleTime)
-
-
-@dataclass
-class SimulatedOperation:
-    names: tuple[str, ...]
-    done_at: float
-    error: CreateFailed | None
-
-
-@dataclass
-class FaultRates:
-    """Probabilities and numbers of faults; all faults end after `seconds`."""
-
-    seconds: float = 1800.0
-    no_answer: float = 0.03
-    """Probability that a call of the service is not answered."""
-    refusal: float = 0.3
-    """Probability that a creation is refused."""
-    loss: float = 0.4
-    """Probability that a VM is lost at some time."""
-    crash: float = 0.02
-    """Probability of a crash in each training step."""
-    outages: int = 3
-    """Number of outages of the bucket, and of the service."""
-    interruptions: int = 4
-    """Number of kills and pauses of leaders."""
 
 
 @dataclass

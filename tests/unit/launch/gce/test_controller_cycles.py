@@ -22,7 +22,8 @@ from jaxres.storage.path import GcsPath
 from tests.tiers import slow_but
 from tests.unit.launch.gce.test_simulated_cloud import lead
 from tests.unit.launch.gce_config import OPTION, config
-from tests.unit.launch.simulated_cloud import PREEMPTED, FaultRates, SimulatedCloud
+from tests.unit.launch.simulated_cloud import PREEMPTED, SimulatedCloud
+from tests.unit.launch.simulated_vms import FaultRates
 
 NO_FAULTS = FaultRates(0.0, no_answer=0.0, refusal=0.0, loss=0.0, crash=0.0, outages=0)
 STEPS = 40

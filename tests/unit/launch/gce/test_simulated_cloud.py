@@ -26,7 +26,8 @@ from jaxres.storage.path import GcsPath
 from tests.tiers import campaign, slow_but
 from tests.unit.launch.changed_state import value_of
 from tests.unit.launch.gce_config import OPTION, config
-from tests.unit.launch.simulated_cloud import FaultRates, Killed, SimulatedCloud, SimulatedCompute
+from tests.unit.launch.simulated_cloud import SimulatedCloud, SimulatedCompute
+from tests.unit.launch.simulated_vms import FaultRates, Killed
 
 LONGEST = 6 * 3600.0
 """Longest job; faults end after half an hour."""
