@@ -23,11 +23,17 @@ from jaxres.launch.gce.decide import cheaper_option, elastic, reconcile, spares
 from jaxres.launch.gce.decide.lost_vms import find_suspects
 from jaxres.launch.gce.state import transition_events
 from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate
-from jaxres.launch.gce.state.observed_state import CreateFailed, ObservedState, StateObserver
+from jaxres.launch.gce.state.observed_state import (
+    AgentReport,
+    CreateFailed,
+    ObservedState,
+    StateObserver,
+)
 from tests.tiers import campaign_but
 from tests.unit.launch.changed_state import value_of
 from tests.unit.launch.gce_config import OPTION, config
 from tests.unit.launch.random_world import (
+    FAR_SECONDS,
     FAULTS,
     FINAL,
     HARMLESS,
@@ -215,11 +221,18 @@ def check_change(
                 old is None
                 or old.agent is None
                 or observed.log.step >= world.steps
-                or (not old.agent.notice or not old.is_alive)
+                or not old.is_alive
+                or not is_near_notice(old.agent, now=observed.now)
             ), f"{name} is deleted, and {unused[name]} is about to be stopped"
             continue
         assert not lives(vm, world), f"{name} is deleted, and it shows that it lives"
         world.num_faults += vm.is_alive and not vm.has_failed  # No sign of life is a fault, too.
+
+
+def is_near_notice(report: AgentReport, *, now: float) -> bool:
+    """Returns whether the VM of a report is about to be stopped; a maintenance may be far ahead."""
+    until = report.notice_until
+    return bool(report.notice) and (until is None or until - now < FAR_SECONDS / 2)
 
 
 def check_spares(
