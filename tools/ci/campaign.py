@@ -4,9 +4,10 @@
     python -m tools.ci.campaign --only PART ...    these: fast, slow, mutants, campaign, versions
 
 What has passed is in build/campaign/COMMIT/. After each part the result file of `results.py` gets
-what slow tests and mutants took and executed; it names the commit as passed once every part has
-passed, or is not possible here (another version of Python). Run it beside other work, once for
-each issue that is called resolved, and commit the file.
+what slow tests and mutants took and executed, and the commit for each part that has passed; it
+names the commit as passed once every part has passed on it, or is not possible here (another
+version of Python). Run it beside other work, once for each issue that is called resolved, and
+commit the file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from tests.parallel import LANES
 from tools.ci import executed, measure
-from tools.ci.results import MUTANTS, ROOT, TESTS, Entry, Results, lines, read, write
+from tools.ci.results import FILE, MUTANTS, ROOT, TESTS, Entry, Results, lines, read, write
 
 PARTS = ("fast", "slow", "mutants", "campaign", "versions")
 TIERS = {
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args(arguments)
     commit = _git("rev-parse", "HEAD")
-    if _git("status", "--porcelain", "--untracked-files=no"):
+    own = FILE.relative_to(ROOT)  # An earlier part has written it.
+    if _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{own}"):
         print("the working tree has changes: commit them first, the result names a commit")
         return 1
     folder = ROOT / "build" / "campaign" / commit
@@ -55,9 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     for part in options.only:
         codes[part] = _run(part, folder)
         _note(folder, part, codes[part])
-        ended = _parts(folder)
-        has_passed = all(ended.get(name) in (0, None) and name in ended for name in PARTS)
-        write(merged(read(), folder, passed=commit if has_passed else None))
+        write(merged(read(), folder, commit=commit))
     print(json.dumps(_parts(folder)))
     return 1 if any(codes.values()) else 0
 
@@ -91,14 +91,18 @@ def recorded(folder: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def merged(results: Results, folder: Path, *, passed: str | None) -> Results:
+def merged(results: Results, folder: Path, *, commit: str) -> Results:
     """Returns the results merged with the results of a campaign.
 
     Args:
       results: those so far.
       folder: what the campaign has written.
-      passed: the commit, if all of it has passed.
+      commit: the commit that it ran on.
     """
+    ended = _parts(folder)
+    parts = {**results.parts, **{name: commit for name, code in ended.items() if code == 0}}
+    has_passed = all(name in ended and ended[name] in (0, None) for name in PARTS)
+    passed = commit if has_passed else results.passed
     functions = executed.read(folder / "executed", root=ROOT)
     tests = dict(results.tests)
     for line in lines(folder / TESTS):
@@ -110,7 +114,7 @@ def merged(results: Results, folder: Path, *, passed: str | None) -> Results:
     for line in lines(folder / MUTANTS):
         if line["verdict"] == "died":
             died[line["mutant"]] = Entry(line["seconds"], line["seconds"], results.landing)
-    return replace(results, tests=tests, mutants=died, passed=passed or results.passed)
+    return replace(results, tests=tests, mutants=died, passed=passed, parts=parts)
 
 
 def _note(folder: Path, part: str, code: int | None) -> None:

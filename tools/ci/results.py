@@ -43,6 +43,8 @@ class Results:
 
     passed: str | None = None
     """Newest commit on which a whole campaign has passed; None: none has."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Newest commit on which each part of a campaign has passed, by its name."""
     landing: int = 0
     """Number of the newest landing in the file."""
     tests: Mapping[str, Entry] = field(default_factory=dict)
@@ -68,7 +70,11 @@ def read(path: Path = FILE) -> Results:
         }
 
     return Results(
-        data["passed"], data["landing"], entries(data["tests"]), entries(data["mutants"])
+        data["passed"],
+        data.get("parts", {}),
+        data["landing"],
+        entries(data["tests"]),
+        entries(data["mutants"]),
     )
 
 
@@ -86,6 +92,7 @@ def write(results: Results, path: Path = FILE) -> None:
 
     parts = {
         "passed": json.dumps(results.passed),
+        "parts": json.dumps(dict(sorted(results.parts.items()))),
         "landing": json.dumps(results.landing),
         "files": "[\n" + ",\n".join(json.dumps(name) for name in files) + "\n]",
         "tests": rows(results.tests),

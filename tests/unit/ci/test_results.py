@@ -15,6 +15,7 @@ from tools.ci.results import ROOT, Entry, Results, lines, read, with_landing, wr
 FILES = frozenset({"jaxres/a.py", "jaxres/b.py"})
 RESULTS = Results(
     "c0ffee",
+    {"slow": "c0ffee", "fast": "c0ffee"},
     3,
     {"tests/x.py::one[a-1]": Entry(12.5, 3.1, 2, FILES), "tests/x.py::two": Entry(1.0, 0.5, 3)},
     {"a-mutant": Entry(4.0, 4.0, 1)},
@@ -57,16 +58,24 @@ def test_a_commit_that_is_no_ancestor_is_no_base() -> None:
     assert change.changed_since("0" * 40) is None
 
 
-def test_a_campaign_names_its_commit_only_if_all_has_passed(tmp_path: Path) -> None:
+def test_a_campaign_names_its_commit_for_each_part_and_for_all_once_all_have_passed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "executed").mkdir()
     (tmp_path / "executed" / "7").write_text(
         f"tests/x.py::one[a-1]\t{ROOT}/jaxres/c.py:1-9\ntests/x.py::one[a-1]\t/elsewhere/d.py:1-2\n"
     )
     (tmp_path / "tests.jsonl").write_text(json.dumps(slow("tests/x.py::one[a-1]")) + "\n")
-    after = campaign.merged(RESULTS, tmp_path, passed=None)
+    ended: dict[str, int | None] = {"slow": 0, "mutants": 1, "campaign": 0, "versions": None}
+    (tmp_path / "parts.json").write_text(json.dumps(ended))
+    after = campaign.merged(RESULTS, tmp_path, commit="beef")
     assert after.passed == "c0ffee"
+    assert after.parts == {"slow": "beef", "campaign": "beef", "fast": "c0ffee"}
     assert after.tests["tests/x.py::one[a-1]"].executed == {"jaxres/c.py"}
-    assert campaign.merged(RESULTS, tmp_path, passed="beef").passed == "beef"
+    (tmp_path / "parts.json").write_text(json.dumps(ended | {"mutants": 0}))
+    assert campaign.merged(RESULTS, tmp_path, commit="beef").passed == "c0ffee", "fast has not run"
+    (tmp_path / "parts.json").write_text(json.dumps(ended | {"mutants": 0, "fast": 0}))
+    assert campaign.merged(RESULTS, tmp_path, commit="beef").passed == "beef"
 
 
 @pytest.mark.parametrize("ends", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
