@@ -23,6 +23,7 @@ from jaxres.models.attention import (
     cudnn_runs,
     rope_angles,
 )
+from jaxres.models.blockwise_loss import blockwise_cross_entropy
 from jaxres.models.interface import (
     BatchArrays,
     Decoder,
@@ -210,6 +211,18 @@ class Gpt(nnx.Module):
         keep_rows: KeepRows = anywhere,
     ) -> Float[Array, "B T V"]:
         """Returns float32 logits; a key draws the dropout."""
+        x_BTD = self.hidden(tokens_BT, segment_ids_BT, positions_BT, key, keep_rows)
+        return keep_rows(self.unembed(x_BTD))
+
+    def hidden(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        segment_ids_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"],
+        key: Key[Array, ""] | None,
+        keep_rows: KeepRows = anywhere,
+    ) -> Float[Array, "B T D"]:
+        """Returns the input of the output layer; a key draws the dropout."""
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
         x_BTD = keep_rows(self.embed(tokens_BT, positions_BT))
         places = self.places(positions_BT, lambda window: attention_mask(segment_ids_BT, window))
@@ -226,7 +239,7 @@ class Gpt(nnx.Module):
         layers = cast_matrices(layers, dtype)
         stacked = (layers, keys_L, full_layers(config))
         x_BTD = apply_layers(block, x_BTD, stacked, remat=config.remat, scan=self.scans)
-        return keep_rows(self.unembed(self.norm(x_BTD)))
+        return self.norm(x_BTD)
 
     def decode(
         self, tokens_BT: Int[Array, "B T"], cache: Cache, start: Int[Array, ""]
@@ -312,8 +325,11 @@ class Gpt(nnx.Module):
 
     def unembed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns logits, accumulated in float32."""
-        head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
-        return logits_product(x_BTD, head_DV)
+        return logits_product(x_BTD, self.head_matrix())
+
+    def head_matrix(self) -> Float[Array, "D V"]:
+        """Returns the weights of the output layer."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
 
 
 @jax.custom_vjp
@@ -419,6 +435,11 @@ def build(
     """Builds a decoder; raises ConfigError if sizes or kernel are unsupported."""
     check(config, platform=platform)
     rows = embedding_rows(config.vocab_size, vocab_size=vocab_size)
+    if rows % config.loss_blocks:
+        raise ConfigError(
+            f"model.loss_blocks: {config.loss_blocks} blocks do not divide a vocabulary of {rows} "
+            "rows evenly. Use a divisor of it, or another model.vocab_size."
+        )
     kernel = attention_kernel(config, seq_len=seq_len, platform=platform)
     scans = _scans_layers(config, platform=platform, deterministic=deterministic, kernel=kernel)
 
@@ -433,8 +454,12 @@ def build(
 
     def loss(params: Params, batch: BatchArrays, key: Key[Array, ""] | None) -> LossSums:
         inputs = (batch["tokens_BT"], batch["segment_ids_BT"], batch["positions_BT"])
-        logits_BTV = forward(params, *inputs, key, keep_rows)
-        return cross_entropy(logits_BTV, batch["targets_BT"], batch["weights_BT"])
+        truth = (batch["targets_BT"], batch["weights_BT"])
+        if config.loss_blocks == 1:
+            return cross_entropy(forward(params, *inputs, key, keep_rows), *truth)
+        gpt = nnx.merge(definition, params)
+        x_BTD = gpt.hidden(*inputs, key, keep_rows)
+        return blockwise_cross_entropy(x_BTD, gpt.head_matrix(), *truth, blocks=config.loss_blocks)
 
     def logits(params: Params, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)

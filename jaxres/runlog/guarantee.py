@@ -27,7 +27,8 @@ so that equal machines choose equal ones (openxla.org/xla/determinism)."""
 EXCLUDES_OTHERS = "--xla_gpu_exclude_nondeterministic_ops"
 """XLA's flag for such kernels too, which times them nevertheless."""
 LOWERING = (
-    *("devices", "mesh", "microbatches", "attention", "remat", "scan_layers", "jax", "jaxlib"),
+    *("devices", "mesh", "microbatches", "attention", "remat", "scan_layers", "loss_blocks"),
+    *("jax", "jaxlib"),
 )
 """Entries of Start.computation on which the lowered text of the same code depends, besides the
 settings of JAX."""

@@ -90,6 +90,10 @@ class GptModel(Section):
     """Whether all layers are one compiled loop; if not, a GPU is faster, and compilation slower.
 
     auto: not on accelerators, up to 24 layers."""
+    loss_blocks: Annotated[int, Field(ge=1, le=1024)] = free(1)
+    """Parts of the vocabulary whose logits are in memory one after the other, for less memory.
+
+    The output layer takes 1/3 more work. It must divide the vocabulary. 1: all logits at once."""
     head_dim: Dimension | None = later(None)
     """Width of a head. Default: d_model / num_heads."""
     norm: Literal["rms", "rms_plus_1", "layer"] = later("rms")

@@ -95,6 +95,8 @@ def numerics_fingerprint(
         model = config.model
         fingerprint |= {"attention": model.attention, "remat": model.remat}
         fingerprint["scan_layers"] = str(model.scan_layers).lower()
+        if model.loss_blocks > 1:
+            fingerprint["loss_blocks"] = str(model.loss_blocks)
     if any(part.kind == "images" for part in single_sources(config.data.source).values()):
         fingerprint["pillow"] = importlib.metadata.version("pillow")
     if mesh.devices.flat[0].platform != "cpu":
