@@ -389,7 +389,12 @@ def flops_per_token(config: GptModel, *, rows: int, seq_len: int) -> float:
     K, C, F = config.num_kv_heads or H, config.head_width, config.ff_width
     feed_forward = (3 if config.gated else 2) * D * F
     weights = L * (2 * D * H * C + 2 * D * K * C + feed_forward) + D * rows
-    return 6.0 * weights + 12.0 * L * H * C * seq_len
+    return 6.0 * weights + attention_flops_per_token(config, seq_len=seq_len)
+
+
+def attention_flops_per_token(config: GptModel, *, seq_len: int) -> float:
+    """Returns the operations of attention's two products, forward and backward: 12 L H C T."""
+    return 12.0 * config.num_layers * config.num_heads * config.head_width * seq_len
 
 
 def check(config: GptModel, *, platform: str) -> None:
@@ -480,6 +485,7 @@ def build(
         loss=loss,
         logits=logits,
         flops_per_token=flops_per_token(config, rows=rows, seq_len=seq_len),
+        attention_flops_per_token=attention_flops_per_token(config, seq_len=seq_len),
         decoder=Decoder(partial(_cache, config), decode, max_positions),
     )
 

@@ -70,6 +70,8 @@ class Model:
     As in PaLM (arXiv 2204.02311), appendix B: without recomputation (remat) and the optimizer, and
     with the full square of attention.
     """
+    attention_flops_per_token: float = 0.0
+    """The part of these for the square of causal attention, of which half is masked; 0: none."""
     init_state: Callable[[Array], ModelState] | None = None
     """PRNG key -> arrays that are no parameters and that the loss updates; None: there are none."""
     decoder: Decoder | None = None

@@ -64,6 +64,8 @@ class RunBuilt:
     """Host memory that a save takes at most, until it is committed."""
     padding: float | None = None
     """Share of the positions of the training rows that have no token; None: the rows are full."""
+    attention_flops_per_token: float = 0.0
+    """The part of flops_per_token for the square of causal attention, of which half is masked."""
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,28 @@ def tokens_per_second(built: RunBuilt, step_seconds: float) -> float:
 
 
 def utilization_text(built: RunBuilt, step_seconds: float) -> str:
-    """Returns the MFU (PaLM, arXiv 2204.02311, appendix B), or FLOP/s if the peak is unknown."""
+    """Returns the MFU, or FLOP/s if the peak is unknown.
+
+    PaLM counts attention in full (arXiv 2204.02311, appendix B); MaxText and Megatron count the
+    half of it that a causal mask leaves, which is named too where it differs.
+
+    >>> model = {"flops_per_token": 4e9, "attention_flops_per_token": 1e9}
+    >>> sizes = {"params": 1, "rows": 9, "tokens_per_epoch": 9, "steps": 9, "tokens_per_step": 1000}
+    >>> devices = "8 x NVIDIA H100 80GB HBM3"
+    >>> built = RunBuilt("gpt", devices=devices, state_bytes_per_device=9, **sizes, **model)
+    >>> utilization_text(built, 0.001)
+    'MFU 50.6% (44.2% causal)'
+    """
     if not step_seconds:
         return ""
-    flops_per_second = built.flops_per_token * tokens_per_second(built, step_seconds)
+    tokens = tokens_per_second(built, step_seconds)
+    flops_per_second = built.flops_per_token * tokens
     count, _, kind = built.devices.partition(" x ")
     peak = peak_flops(kind)
     if peak is None:
         return f"{flops_per_second / 1e9:,.1f} GFLOP/s"
-    return f"MFU {flops_per_second / (peak * int(count)):.1%}"
+    text = f"MFU {flops_per_second / (peak * int(count)):.1%}"
+    if not built.attention_flops_per_token:
+        return text
+    causal = flops_per_second - built.attention_flops_per_token * tokens / 2
+    return f"{text} ({causal / (peak * int(count)):.1%} causal)"

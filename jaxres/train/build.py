@@ -532,6 +532,7 @@ def _built(parts: Components, laid: Layout) -> RunBuilt:
         steps=parts.config.train.steps,
         tokens_per_step=parts.tokens_per_step,
         flops_per_token=parts.model.flops_per_token,
+        attention_flops_per_token=parts.model.attention_flops_per_token,
         state_bytes_per_device=laid.device_bytes,
         save_bytes_per_host=sharding_report.save_memory(laid)[0],
     )
