@@ -7,7 +7,7 @@ outside contract: launchers rely on them.
 import contextlib
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from jaxres.exit_codes import ExitCode, exit_name
@@ -165,60 +165,42 @@ class Fault:
     scope: str
     module: str
     response: str
-    exit: ExitCode | None
+    _: KW_ONLY
+    exit: ExitCode | None = None
     """The exit code of the process; None: the process does not exit."""
-    state_is_good: bool
+    state_is_good: bool = False
     """Whether the state in memory may still be saved."""
-    implemented: bool
-    """False: planned."""
-
-
-def _row(
-    name: str,
-    scope: str,
-    module: str,
-    response: str,
-    *,
-    exit: ExitCode | None = None,
-    state_is_good: bool = False,
-    done: bool = False,
-) -> Fault:
-    return Fault(name, scope, module, response, exit, state_is_good, done)
 
 
 ALL: tuple[Fault, ...] = (
-    _row(
+    Fault(
         "bad_config",
         "startup",
         "config/__init__.py",
         "one clear error that names every problem; never restarted",
         exit=ExitCode.CONFIG,
-        done=True,
     ),
-    _row(
+    Fault(
         "nonfinite_update",
         "step",
         "engine/step.py",
         "mask the update on all hosts, count it, log which rows and parameter groups",
-        done=True,
     ),
-    _row(
+    Fault(
         "diverged",
         "loop",
         "engine/divergence.py",
         "stop without saving; never restarted (too many masked steps or rollbacks, or a "
         "non-finite state)",
         exit=ExitCode.DIVERGED,
-        done=True,
     ),
-    _row(
+    Fault(
         "loss_spike",
         "loop",
         "engine/divergence.py",
         "roll back to a step before the onset; the rows are recorded in the log as skips",
-        done=True,
     ),
-    _row(
+    Fault(
         "preemption",
         "loop",
         "engine/guards.py",
@@ -227,36 +209,32 @@ ALL: tuple[Fault, ...] = (
         "once, without using a budget",
         exit=ExitCode.PREEMPTED,
         state_is_good=True,
-        done=True,
     ),
-    _row(
+    Fault(
         "operators_stop",
         "loop",
         "engine/guards.py",
         "Ctrl-C or RUN_DIR/stop: save the step that has just finished, stop; never restarted",
         exit=ExitCode.STOPPED,
         state_is_good=True,
-        done=True,
     ),
-    _row(
+    Fault(
         "silent_corruption",
         "loop",
         "engine/replica_fingerprint.py",
         "copies of the state on several devices differ, or a step that is computed twice: name the "
         "device, stop without saving; the next attempt restores a step from before it",
         exit=ExitCode.UNHEALTHY,
-        done=True,
     ),
-    _row(
+    Fault(
         "straggler",
         "loop",
         "train/checks/stragglers.py",
         "a host or device that the others wait for, or a throughput below the attempt's own usual: "
         "name it and its cause, alert; training continues; past a budget the host is proposed for "
         "exclusion, or left out at the next start (`guards.throughput.exclude`)",
-        done=True,
     ),
-    _row(
+    Fault(
         "damaged_checkpoint",
         "loop",
         "checkpoint/read/verify.py",
@@ -264,9 +242,8 @@ ALL: tuple[Fault, ...] = (
         "valid, or a record of the log is damaged, nothing is started; damage found while the run "
         "trains (checkpoint.scrub) is only reported",
         exit=ExitCode.UNRESTORABLE,
-        done=True,
     ),
-    _row(
+    Fault(
         "lost_log",
         "startup",
         "runlog/step_dirs.py",
@@ -274,9 +251,8 @@ ALL: tuple[Fault, ...] = (
         "step was saved: nothing is started or deleted; `checkpoints adopt` rebuilds a lost log "
         "from the copies in the checkpoints",
         exit=ExitCode.UNRESTORABLE,
-        done=True,
     ),
-    _row(
+    Fault(
         "storage_unavailable",
         "loop",
         "checkpoint/checkpointer.py",
@@ -286,18 +262,16 @@ ALL: tuple[Fault, ...] = (
         "refused access counts the same, except at a start (bad_config)",
         exit=ExitCode.STORAGE,
         state_is_good=True,
-        done=True,
     ),
-    _row(
+    Fault(
         "bad_record",
         "loop",
         "data/bad_records.py",
         "a record that raises, hangs or has tokens out of range, on any host: its row is recorded "
         "in the log as a skip, training resumes from the newest commit without it; bounded",
         exit=ExitCode.DIVERGED,
-        done=True,
     ),
-    _row(
+    Fault(
         "damaged_data",
         "process",
         "data/tokens/token_digests.py",
@@ -305,18 +279,16 @@ ALL: tuple[Fault, ...] = (
         "corpus is moved aside and built again by the next attempt, a copy from a bucket is "
         "copied again; a token folder of the user ends the run (78)",
         exit=ExitCode.STORAGE,
-        done=True,
     ),
-    _row(
+    Fault(
         "out_of_memory",
         "process",
         "train/checks/oom_advice.py",
         "exit with a message that names the settings to change; kills by the kernel's OOM killer "
         "are distinguished from other kills",
         exit=ExitCode.OUT_OF_MEMORY,
-        done=True,
     ),
-    _row(
+    Fault(
         "unhealthy_device",
         "host",
         "supervisor/health/health.py",
@@ -324,98 +296,86 @@ ALL: tuple[Fault, ...] = (
         "host is excluded or replaced, also in later starts of the run; other faults are warnings "
         "(`hardware.health`)",
         exit=ExitCode.UNHEALTHY,
-        done=True,
     ),
-    _row(
+    Fault(
         "missing_device",
         "process",
         "train/checks/device_check.py",
         "a host has fewer devices than are known to belong to it: it does not train; "
         "`launch local` excludes it, `launch gce` replaces its VM at once",
         exit=ExitCode.UNHEALTHY,
-        done=True,
     ),
-    _row(
+    Fault(
         "failed_preflight",
         "process",
         "train/checks/preflight.py",
         "a test of devices, links or disk has a wrong answer: the host does not train; "
         "`launch local` excludes it, `launch gce` replaces its VM at once",
         exit=ExitCode.UNHEALTHY,
-        done=True,
     ),
-    _row(
+    Fault(
         "hang",
         "host",
         "supervisor/process/watchdog.py",
         "dump the stacks of all threads, then kill the process",
         exit=ExitCode.HUNG,
-        done=True,
     ),
-    _row(
+    Fault(
         "peer_lost",
         "process",
         "supervisor/root_cause.py",
         "the other hosts exit at once with this code, not as a bug; the message names the lost "
         "host",
         exit=ExitCode.PEER_LOST,
-        done=True,
     ),
-    _row(
+    Fault(
         "crash",
         "host",
         "supervisor/restart_policy.py",
         "`launch local` restarts from the newest committed step, with backoff",
         exit=ExitCode.BUG,
-        done=True,
     ),
-    _row(
+    Fault(
         "crash_loop",
         "host",
         "supervisor/restart_policy.py",
         "n attempts without a new committed step: give up, print the reason and the end of the log "
         "of the host that caused it",
         exit=ExitCode.NO_PROGRESS,
-        done=True,
     ),
-    _row(
+    Fault(
         "zombie",
         "host",
         "runlog/run_log.py",
         "fenced: it can no longer append to the log, and only what is in the log is committed",
         exit=ExitCode.FENCED,
-        done=True,
     ),
-    _row(
+    Fault(
         "host_lost",
         "cluster",
         "launch/gce/decide/provisioning.py",
         "`launch gce` replaces the VM in the zone of the others, which are kept; if it can't, it "
         "releases all and provisions them again",
-        done=True,
     ),
-    _row(
+    Fault(
         "no_capacity",
         "cluster",
         "launch/gce/state/capacity_options.py",
         "leave a capacity option out for as long as its cause lasts, try the next one",
-        done=True,
     ),
-    _row(
+    Fault(
         "launcher_lost",
         "cluster",
         "launch/gce/state/lease.py",
         "lease with an epoch; the successor adopts the running attempt; a launcher that has lost "
         "the lease exits",
-        done=True,
     ),
-    _row(
+    Fault(
         "launch_state_lost",
         "cluster",
         "launch/gce/orphaned_vms.py",
         "the launcher that leads writes its lease and the desired state again; else `launch gce` "
         "moves damaged ones aside, finds the VMs by label and deletes those of no desired state",
-        done=True,
     ),
 )
 
@@ -486,15 +446,14 @@ def table() -> str:
     lines = [
         "# Faults",
         "",
-        "Printed by `python -m jaxres.faults`; a test compares them. *planned*: not built yet.",
+        "Printed by `python -m jaxres.faults`; a test compares them.",
         "",
-        "| fault | scope | module | response | exit | status |",
-        "|---|---|---|---|---|---|",
+        "| fault | scope | module | response | exit |",
+        "|---|---|---|---|---|",
     ]
     lines += [
         f"| {f.name} | {f.scope} | {f.module} | {f.response} "
-        f"| {'' if f.exit is None else exit_name(f.exit)} "
-        f"| {'done' if f.implemented else '*planned*'} |"
+        f"| {'' if f.exit is None else exit_name(f.exit)} |"
         for f in ALL
     ]
     return "\n".join(lines) + "\n"
