@@ -170,16 +170,14 @@ def _cache_key(source: DocumentSource, content: str, tokenizer: str) -> str:
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
 
 
-def open_corpus(
-    corpus: Corpus, *, progress: Callable[[str], None], clock: Clock | None = None
-) -> TokenFolder:
+def open_corpus(corpus: Corpus, *, progress: Callable[[str], None]) -> TokenFolder:
     """Opens the token folder of a corpus; builds it first if the cache has no valid one.
 
     Raises:
       ConfigError: a file can't be tokenised, or it changes meanwhile.
       StorageUnavailable: the disk is full.
     """
-    clock, corpora = clock or SystemClock(), corpus.entry.parent
+    clock, corpora = SystemClock(), corpus.entry.parent
     _remove_leftovers(corpora, clock)
     with contextlib.suppress(OSError, RunError):  # Then the next start reads the files again.
         content_key.keep(corpus.kept_content, corpus.content)

@@ -77,25 +77,20 @@ class VerificationReport:
 
 
 def verify_step(
-    step_dir: RunPath,
-    commit: Commit,
-    *,
-    again: int = REMOTE_TRIES,
-    pace: Throttle = UNTHROTTLED,
+    step_dir: RunPath, commit: Commit, *, pace: Throttle = UNTHROTTLED
 ) -> VerificationReport:
     """Verifies all of a committed step; repeats failed checks with the page cache dropped.
 
     Args:
       step_dir: directory of the step.
       commit: commit record of the step.
-      again: how often the verification is repeated if two reads from a bucket differ.
       pace: throttle of the reads.
 
     Raises:
       StorageUnavailable: storage could not be read, or two reads of the same file differ.
     """
     with files.typed_errors(step_dir):
-        return _verify_step(step_dir, commit, again=again, pace=pace)
+        return _verify_step(step_dir, commit, again=REMOTE_TRIES, pace=pace)
 
 
 def _verify_step(

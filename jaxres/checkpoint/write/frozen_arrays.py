@@ -29,7 +29,6 @@ from jaxres.checkpoint.throttle import Throttle
 from jaxres.engine.replica_fingerprint import array_fingerprint
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import StorageUnavailable, Unrestorable
-from jaxres.models.param_paths import flatten, nested
 from jaxres.runlog.run_log import Commit
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
@@ -90,14 +89,6 @@ def split_state(state: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
     """Returns the part of a state that training changes, and the frozen part; {} if none is."""
     trained, frozen = trainable.split(state[PARAMS]) if trainable.frozen else ({}, {})
     return ({**state, PARAMS: trained}, {PARAMS: frozen}) if frozen else (state, {})
-
-
-def merge_state(changing: Tree, frozen: Tree) -> Tree:
-    """Returns the state of the two parts that `split_state` has returned."""
-    if not frozen:
-        return changing
-    params = nested({**flatten(changing[PARAMS]), **flatten(frozen[PARAMS])})
-    return {**changing, PARAMS: params}
 
 
 def sums_of(frozen: Tree) -> FrozenSums:

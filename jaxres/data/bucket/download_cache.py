@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from jaxres.clock import Clock, SystemClock
+from jaxres.clock import SystemClock
 from jaxres.config.schema.data import (
     CustomSource,
     DataSection,
@@ -95,9 +95,7 @@ def discard(entry: Path) -> None:
     _remove(entry)
 
 
-def localize(
-    config: DataSection, *, progress: Callable[[str], None], clock: Clock | None = None
-) -> SingleSource:
+def localize(config: DataSection, *, progress: Callable[[str], None]) -> SingleSource:
     """Returns the source with a local path; downloads it first if it is in a bucket.
 
     Raises:
@@ -114,29 +112,14 @@ def localize(
         remote = parse_path(str(source.path))
         assert is_remote(remote), remote
         root = config.cache_dir.expanduser().absolute() / "staged"
-        downloaded = _downloaded(
-            remote, exclude, root=root, progress=progress, clock=clock or SystemClock()
-        )
+        listed = _list(remote, exclude, root=root)
+        copy_objects(listed.remote, listed.objects, root=root, progress=progress)
     except ValueError as error:
         raise ConfigError(f"{KEY}: {source.path} {error}") from error
     except (ConfigError, StorageRefused) as error:
         raise type(error)(f"{KEY}: {error}") from error
-    path = downloaded if isinstance(source, TokensSource) else str(downloaded)
+    path = listed.path if isinstance(source, TokensSource) else str(listed.path)
     return source.model_copy(update={"path": path})
-
-
-def _downloaded(
-    remote: GcsPath,
-    exclude: Sequence[str],
-    *,
-    root: Path,
-    progress: Callable[[str], None],
-    clock: Clock,
-) -> Path:
-    """Returns a folder, or one file in it, with the current content of the bucket."""
-    listed = _list(remote, exclude, root=root)
-    copy_objects(listed.remote, listed.objects, root=root, progress=progress, clock=clock)
-    return listed.path
 
 
 def copy_objects(
@@ -145,12 +128,11 @@ def copy_objects(
     *,
     root: Path,
     progress: Callable[[str], None],
-    clock: Clock,
 ) -> Path:
     """Returns a folder that has a copy of some objects of a folder in a bucket."""
     entry = root / _key(remote, objects)
     try:
-        _delete_leftovers(root, clock)
+        _delete_leftovers(root)
         if not _is_complete(entry, objects):
             _copy(remote, objects, root=root, entry=entry, progress=progress)
     except OSError as error:
@@ -346,7 +328,7 @@ def _remove(entry: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def _delete_leftovers(root: Path, clock: Clock) -> None:
+def _delete_leftovers(root: Path) -> None:
     """Deletes temporary files of processes that were killed at least a day ago."""
     for path in [
         *root.glob(".building-*"),
@@ -354,7 +336,7 @@ def _delete_leftovers(root: Path, clock: Clock) -> None:
         *root.glob("objects/.part-*"),
     ]:
         try:
-            is_old = clock.wall() - path.stat().st_mtime > LEFTOVER_SECONDS
+            is_old = SystemClock().wall() - path.stat().st_mtime > LEFTOVER_SECONDS
         except FileNotFoundError:
             continue
         if is_old and path.is_dir():

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema.data import DataSection
 from jaxres.data.bucket import download_cache
 from jaxres.data.bucket.block_cache import BlockCache
@@ -50,11 +49,7 @@ HEADER_BYTES = 4096
 
 
 def open_in_bucket(
-    config: DataSection,
-    remote: GcsPath,
-    *,
-    progress: Callable[[str], None],
-    clock: Clock | None = None,
+    config: DataSection, remote: GcsPath, *, progress: Callable[[str], None]
 ) -> TokenFolder | None:
     """Opens the token folder; None: it has no digests, so it must be copied.
 
@@ -71,7 +66,7 @@ def open_in_bucket(
             return None
         copied = {name: stat for name, stat in objects.items() if _is_copied(name, stat)}
         folder = download_cache.copy_objects(
-            remote, copied, root=root / "staged", progress=progress, clock=clock or SystemClock()
+            remote, copied, root=root / "staged", progress=progress
         )
         blame = _blame(folder, copied)
         try:

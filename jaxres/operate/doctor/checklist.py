@@ -583,6 +583,5 @@ ITEMS = (
     Item("determinism", _determinism, for_all=True),
 )
 """The 22 items of the production checklist in its order, then items of run and machine."""
-NUM_CHECKLIST = 22
 COVERED = frozenset(item.name for item in ITEMS if item.covered_by is not None)
 """Items that a check before the checklist prints."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 LLAMA3_GPU_HOURS = 16_384 * 54 * 24
 """GPU hours of the 54 days in which Llama 3's training was interrupted (arXiv 2407.21783)."""
-LLAMA3_INTERRUPTIONS = {"gpu": 148, "gpu memory": 72, "network": 35, "silent corruption": 6}
-"""Unexpected interruptions by cause; the rest of the 419 are software, hosts and others."""
 LLAMA3_TOTAL = 419
 
 

@@ -85,15 +85,6 @@ def mtbf_of_daily_survival(share: float) -> float:
     return -DAY_HOURS / math.log(share)
 
 
-def observed_mtbf_hours(failures: int, *, hours: float) -> float:
-    """Returns the mean hours between failures that were observed.
-
-    >>> round(observed_mtbf_hours(419, hours=54 * 24), 1)
-    3.1
-    """
-    return hours / failures
-
-
 def poisson_quantile(mean: float, share: float) -> int:
     """Returns the smallest number of events whose cumulative probability reaches a share.
 

@@ -194,30 +194,3 @@ def complete_share(plan: Plan) -> float:
     """
     missing = sum(k.per_hour * k.stockout_share * k.stockout_seconds for k in plan.interruptions)
     return math.exp(-missing / HOUR_SECONDS)
-
-
-def daly_expected_hours(
-    work_hours: float,
-    *,
-    interval_seconds: float,
-    stall_seconds: float,
-    restart_seconds: float,
-    mtbf_seconds: float,
-) -> float:
-    """Returns the expected wall time of synchronous saves: Daly (2006), equation 13.
-
-    `interval_seconds` includes the save.
-    """
-    per_segment = math.expm1(interval_seconds / mtbf_seconds)
-    segments = work_hours * HOUR_SECONDS / (interval_seconds - stall_seconds)
-    seconds = mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * per_segment * segments
-    return seconds / HOUR_SECONDS
-
-
-def hours_without_saves(work_hours: float, *, mtbf_hours: float, restart_hours: float) -> float:
-    """Returns the expected hours of a run that begins again after each failure.
-
-    >>> round(hours_without_saves(24.0, mtbf_hours=24.0, restart_hours=0.0), 1)
-    41.2
-    """
-    return (mtbf_hours + restart_hours) * math.expm1(work_hours / mtbf_hours)

@@ -11,7 +11,6 @@ the next capacity option at once is the rule of `launch.capacity_options.choose`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -235,8 +234,3 @@ def _work(saves: Tier, up: np.ndarray) -> np.ndarray:
 def _commits(saves: Tier, up: np.ndarray) -> np.ndarray:
     """Returns the number of saves that are restorable after a time of training."""
     return np.maximum(0.0, np.floor((up - saves.commit_seconds) / saves.interval_seconds))
-
-
-def mean_goodputs(plans: Sequence[Plan], *, hours: float, replications: int) -> list[float]:
-    """Returns the mean goodput of each plan, under the same failures where rates are equal."""
-    return [simulate(plan, hours=hours, replications=replications).mean for plan in plans]

@@ -75,7 +75,6 @@ class HealthWatcher:
         *,
         env: Mapping[str, str],
         clock: Clock,
-        on_fault: Callable[[HardwareFaultFound], None] | None = None,
         log: Path = kernel_log.PATH,
     ) -> None:
         """Starts nothing yet.
@@ -85,12 +84,12 @@ class HealthWatcher:
           folder: folder of the run's local files, whose disk is watched.
           env: the environment of the run, which the process gets too.
           clock: the supervisor's clock.
-          on_fault: called with each fault after which training continues.
           log: the kernel's log.
         """
         self._section, self._folder = section, folder
         self._env, self._clock, self._log = env, clock, log
-        self.on_fault = on_fault
+        self.on_fault: Callable[[HardwareFaultFound], None] | None = None
+        """Called with each fault after which training continues."""
         self._threads = WatcherThreads[Message | HostReading | Finding]()
         self._gpus: tuple[str, ...] = ()
         """Labels of the GPUs that are watched."""
