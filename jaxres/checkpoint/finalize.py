@@ -99,7 +99,7 @@ def finalize(
             format=FROZEN_FORMAT if frozen else FORMAT,
             step=progress.step,
             attempt=claim.attempt,
-            files=infos | _infos_of(content),
+            files=infos | {name: manifests.info_of(data) for name, data in content.items()},
             arrays=arrays,
             digests=digests,
             frozen=tuple(sorted(frozen)),
@@ -156,10 +156,6 @@ def _require_no_failure(reports: Sequence[HostReport]) -> None:
 
 def _encoded_log(records: Callable[[], Sequence[Record]]) -> bytes:
     return b"".join(record.encode() + b"\n" for record in records())
-
-
-def _infos_of(content: Mapping[str, bytes]) -> dict[str, FileInfo]:
-    return {name: manifests.info_of(data) for name, data in content.items()}
 
 
 def _rows(arrays: Mapping[str, ArrayInfo], digests: Mapping[str, str]) -> list[list[Any]]:

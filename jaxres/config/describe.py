@@ -97,7 +97,7 @@ def _line(leaf: LeafField) -> str:
     default = "required" if info.is_required() else f"default {_default(info)}"
     mark = " (free)" if is_free(info) else ""
     meaning = [line for line in leaf.docstring.splitlines() if line.strip()]
-    first = f"    {leaf.key}: {type_text(info)}; {default}{mark}"
+    first = f"    {leaf.key}: {_type(info.annotation, info.metadata)}; {default}{mark}"
     return "\n".join([first, *(f"        {line.strip()}" for line in meaning)])
 
 
@@ -107,11 +107,6 @@ def _default(info: FieldInfo) -> str:
     if plain is None and value is not None:
         plain = list(value) if isinstance(value, tuple) else str(value)
     return show(plain)
-
-
-def type_text(info: FieldInfo) -> str:
-    """Returns the field's type and bounds as text."""
-    return _type(info.annotation, info.metadata)
 
 
 def _type(annotation: Any, metadata: typing.Sequence[Any] = ()) -> str:

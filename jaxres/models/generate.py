@@ -88,9 +88,7 @@ def generate(
     if model.decoder is None:
         rows = [
             by_window(model.logits, params, prompt, count=count, seq_len=seq_len, sampling=one_row)
-            for one_row in (
-                Sampling(sampling.seed + row, *_but_seed(sampling)) for row in range(num_rows)
-            )
+            for one_row in (replace(sampling, seed=sampling.seed + n) for n in range(num_rows))
         ]
         for _ in range(count):
             yield _checked(np.array([next(row, NO_TOKEN) for row in rows]))
@@ -105,10 +103,6 @@ def _checked(tokens_B: np.ndarray) -> np.ndarray:
             "(--step N)."
         )
     return tokens_B
-
-
-def _but_seed(sampling: Sampling) -> tuple[Any, ...]:
-    return sampling.temperature, sampling.top_k, sampling.top_p
 
 
 def _by_cache(

@@ -249,10 +249,6 @@ def forget(folder: RunPath) -> None:
         _readers.pop(folder, None)
 
 
-def _read(path: RunPath) -> Record:
-    return _decoded(path, files.read(path))
-
-
 def _decoded(path: RunPath, data: bytes | None) -> Record:
     """Returns a listed record. Records are never deleted: without bytes, storage is unavailable."""
     try:
@@ -394,7 +390,7 @@ class RunLog:
                 self._unconfirmed = record.encode()
                 is_ours = files.create(path, self._unconfirmed)
                 if not is_ours:
-                    self._raise_if_fences(_read(path), body)
+                    self._raise_if_fences(_decoded(path, files.read(path)), body)
                 self._unconfirmed = None
                 self._last_seq = record.seq
                 if is_ours:

@@ -89,7 +89,9 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     is_due = save_scheduler.attach(config.checkpoint.when, context)
     on_step, sync, flush = _metrics(context, stack)
     checkpoints = _checkpoints(config, context, trainable=parts.trainable, before_commit=sync)
-    computation = _computation(parts, context, compiled.train, compiled.text)
+    computation = numerics_fingerprint(
+        parts.config, context.claim, parts.mesh, parts.plan, compiled.train, program=compiled.text
+    )
     _note_resume_check(config, context, devices=computation["devices"])
     memory = _memory(parts, context, stack, flush)
     run = Trainer(
@@ -156,14 +158,6 @@ def _data_loader(
         train=config.train,
         leaves_out=config.guards.bad_records is not None,
         seed=config.run.seed,
-    )
-
-
-def _computation(
-    parts: Components, context: AttemptContext, step: Any, program: str
-) -> dict[str, str]:
-    return numerics_fingerprint(
-        parts.config, context.claim, parts.mesh, parts.plan, step, program=program
     )
 
 

@@ -133,7 +133,7 @@ class Slot:
         except FileNotFoundError:
             return self.size_bytes
         size = self.size_bytes
-        return size if found.st_size != size else max(0, size - _held(found))
+        return size if found.st_size != size else max(0, size - found.st_blocks * 512)
 
     def open(self) -> None:
         """Reserves the memory and reads the index.
@@ -381,7 +381,3 @@ def _received(size: int, read: Callable[[int], bytes]) -> Iterator[bytes]:
             raise ConnectionError("the other host sent less than a whole state")
         size -= len(chunk)
         yield chunk
-
-
-def _held(found: os.stat_result) -> int:
-    return found.st_blocks * 512

@@ -98,16 +98,6 @@ def best(count: int) -> RetentionPolicy:
     return policy
 
 
-def newest_known_good(steps: Sequence[CommittedStep]) -> Collection[int]:
-    """Keeps the newest known-good step, if there is one."""
-    return [s.step for s in steps if s.known_good][-1:]
-
-
-def next_known_good(steps: Sequence[CommittedStep]) -> Collection[int]:
-    """Keeps the oldest step that can become known good; otherwise none would get old enough."""
-    return [s.step for s in steps if s.grows_good and not s.known_good][:1]
-
-
 def policies(keep: KeepSection, *, pinned: Collection[int] = ()) -> dict[str, RetentionPolicy]:
     """Returns display name -> policy for all policies of a config."""
     named: dict[str, RetentionPolicy] = {f"last {keep.last}": last(keep.last)}
@@ -121,8 +111,11 @@ def policies(keep: KeepSection, *, pinned: Collection[int] = ()) -> dict[str, Re
         named[f"every {keep.every_steps} steps"] = multiples(keep.every_steps)
     if keep.best:
         named[f"best {keep.best}"] = best(keep.best)
-    named["known good"] = newest_known_good
-    named["next known good"] = next_known_good
+    named["known good"] = lambda steps: [s.step for s in steps if s.known_good][-1:]
+    # The oldest step that can become known good; otherwise none would get old enough.
+    named["next known good"] = lambda steps: [
+        s.step for s in steps if s.grows_good and not s.known_good
+    ][:1]
     named["pinned"] = lambda steps: [s.step for s in steps if s.step in pinned]
     return named
 

@@ -83,25 +83,15 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     """Runs `launch k8s`; returns the exit code."""
     if arguments[:1] == ["pod"]:
         return _pod(arguments[1:], env=env, clock=SystemClock())
-    command = _parse(arguments)
-    objects, options = _render(command)
-    if command.is_submitted:
+    target, overrides, given = _parse(arguments)
+    objects, options = _render(target, overrides, given)
+    if given.submit:
         return _submit(objects, options, env=env)
     sys.stdout.write(k8s_manifest.to_yaml(objects))
     return ExitCode.DONE
 
 
-@dataclass(frozen=True)
-class _Command:
-    """Parsed command line."""
-
-    target: RunPath
-    overrides: tuple[str, ...]
-    flags: argparse.Namespace
-    is_submitted: bool
-
-
-def _parse(arguments: Sequence[str]) -> _Command:
+def _parse(arguments: Sequence[str]) -> tuple[RunPath, list[str], argparse.Namespace]:
     parser = Parser(prog=COMMAND, usage=USAGE, add_help=False)
     parser.add_argument("--image", default="")
     parser.add_argument("--nodes", type=int, default=1)
@@ -129,7 +119,7 @@ def _parse(arguments: Sequence[str]) -> _Command:
     _check(given)
     if given.kind == "job" and given.topology:
         raise UsageError("--topology: a plain Job has no such rule; use --kind jobset")
-    return _Command(target, tuple(overrides), given, given.submit)
+    return target, overrides, given
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -159,10 +149,11 @@ def _check(given: argparse.Namespace) -> None:
         argument_checks.text("--shm-size", given.shm_size, argument_checks.SIZE, size)
 
 
-def _render(command: _Command) -> tuple[list[Manifest], ClusterOptions]:
+def _render(
+    target: RunPath, overrides: Sequence[str], given: argparse.Namespace
+) -> tuple[list[Manifest], ClusterOptions]:
     """Returns the objects of the run, and the options that they were made with."""
-    given = command.flags
-    loaded = configs.load(argument_checks.config_file(command.target), command.overrides)
+    loaded = configs.load(argument_checks.config_file(target), overrides)
     run_dir = find_run_dir(loaded)
     claims = _claims(given.claim)
     _require_shared(loaded.config, run_dir.root, claims)

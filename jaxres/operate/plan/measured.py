@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -93,7 +93,10 @@ def of_run(
     # A recovery on VMs takes as long after a preemption.
     ended = failures if vms is None else [i for i in summary.incidents if i.cause != ROLLED_BACK]
     restarted = [incident for incident in ended if sum(incident.setup_seconds.values())]
-    boots = [_gap_seconds(incident) for incident in restarted]
+    boots = [
+        incident.capacity_wait_seconds + incident.vm_boot_seconds + incident.down_seconds
+        for incident in restarted
+    ]
     if vms is not None:
         boots = [i.vm_boot_seconds for i in restarted if i.attempt in losses]
     waits = [i.capacity_wait_seconds for i in restarted if _is_stockout(losses.get(i.attempt))]
@@ -111,7 +114,9 @@ def of_run(
         start_seconds=_mean(_start_seconds(incident) for incident in restarted),
         read_seconds=_mean(i.setup_seconds.get(Activity.RESTORE, 0.0) for i in restarted),
         failures=len(failures),
-        preemptions=_count(summary.incidents, exit_row(ExitCode.PREEMPTED).name),
+        preemptions=sum(
+            incident.cause == exit_row(ExitCode.PREEMPTED).name for incident in summary.incidents
+        ),
         trained_hours=(summary.seconds - _idle_seconds(timeline)) / HOUR_SECONDS,
         stockout_share=_mean(float(_is_stockout(gap)) for gap in losses.values()),
         stockout_seconds=_mean(waits),
@@ -148,14 +153,6 @@ def _mean(values: Iterable[float]) -> float | None:
     return fmean(found) if found else None
 
 
-def _gap_seconds(incident: CostlyInterruption) -> float:
-    return incident.capacity_wait_seconds + incident.vm_boot_seconds + incident.down_seconds
-
-
 def _start_seconds(incident: CostlyInterruption) -> float:
     parts = incident.setup_seconds
     return parts.get(Activity.START_UP, 0.0) + parts.get(Activity.COMPILE, 0.0)
-
-
-def _count(incidents: Sequence[CostlyInterruption], cause: str) -> int:
-    return sum(incident.cause == cause for incident in incidents)

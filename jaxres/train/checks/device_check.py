@@ -17,6 +17,7 @@ ways: a warning, and the guarantee level of the start is `statistical`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -50,7 +51,7 @@ def expected_devices(
         if _process(earlier) == _process(claim) and claim.started and slot in slots:
             count = devices[list(slots).index(slot)]
             expected.append((count, f"as in attempt {earlier.attempt} of the same supervisor"))
-        wanted = _product(mesh)
+        wanted = math.prod(mesh)  # Negative: one size is open.
         if sum(devices) == wanted and start_of(record).computation.get("mesh") == _text(mesh):
             why = f"the mesh needs {wanted} devices, as in attempt {earlier.attempt}"
             expected.append((wanted // claim.num_hosts, why))
@@ -151,12 +152,6 @@ def kinds_of(devices: str) -> list[str]:
 def _process(claim: Claim) -> tuple[str, int, int]:
     """Returns the identity of a claim's supervisor process: boot id, PID and start time."""
     return claim.boot_id, claim.pid, claim.started
-
-
-def _product(mesh: Sequence[int]) -> int:
-    """Returns the number of devices of a mesh; negative: one size is open."""
-    data, fsdp, tensor = mesh
-    return data * fsdp * tensor
 
 
 def _text(mesh: Sequence[int]) -> str:

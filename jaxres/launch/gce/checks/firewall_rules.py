@@ -83,7 +83,8 @@ def closed_ports(
     """
     open_or_unknown, closed = [*needed], []
     for rule in sorted(rules, key=lambda rule: (rule.priority, rule.allows)):
-        if not _is_target(rule.targets, job):
+        targets = rule.targets
+        if (targets.tags or targets.accounts) and not _is_named(targets, job):
             continue
         if rule.allows and _has_all(rule.sources, job):
             open_or_unknown = _without(open_or_unknown, rule.ports)
@@ -92,10 +93,6 @@ def closed_ports(
             closed += _without(open_or_unknown, left)
             open_or_unknown = left
     return tuple(sorted([*closed, *open_or_unknown]))
-
-
-def _is_target(group: FirewallGroup, job: JobNetwork) -> bool:
-    return not (group.tags or group.accounts) or _is_named(group, job)
 
 
 def _is_named(group: FirewallGroup, job: JobNetwork) -> bool:

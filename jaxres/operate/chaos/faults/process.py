@@ -80,7 +80,7 @@ def _suspend(run: HeldRun, pid: int) -> bool:
     """Suspends a worker; returns whether it is, once all its threads are."""
     if not run.runner.signal_worker(pid, signal.SIGSTOP):
         return False
-    run.wait_limited(lambda: _is_suspended(pid), instead=lambda: not _exists(pid))
+    run.wait_limited(lambda: _is_suspended(pid), instead=lambda: not Path(f"/proc/{pid}").exists())
     return _is_suspended(pid)
 
 
@@ -150,10 +150,6 @@ def leave_zombie(run: HeldRun, number: int, fault: ScheduledFault) -> Injection:
         recovery_seconds=seconds,
         unkept="" if kept else f"the old supervisor {state}, not with {exit_name(ExitCode.FENCED)}",
     )
-
-
-def _exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 def _is_suspended(pid: int) -> bool:
