@@ -223,7 +223,7 @@ class ResumeCheck:
             seed=self._options.seed,
             overridden=tuple(self._extra),
             seconds=round(self._clock.monotonic() - self._started, 1),
-            date=datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%d"),
+            date=_today(self._clock),
         )
         stored = kept_results.kept(lambda: resume_results.store(self._loaded.config, result))
         if self._options.json:
@@ -296,6 +296,10 @@ def _require_same_trajectory(loaded: Loaded, short: configs.RunConfig) -> None:
 def _devices(run_dir: RunDir) -> str:
     starts = run_log.fold(run_log.read_records(run_dir.log)).starts
     return run_log.start_of(starts[-1]).computation.get("devices", "") if starts else ""
+
+
+def _today(clock: Clock) -> str:
+    return datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%d")
 
 
 def _table_rows(found: RunComparison) -> list[str]:
