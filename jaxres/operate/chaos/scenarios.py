@@ -30,11 +30,11 @@ class Scenario:
     injects: str
     promise: str
     """The scenario's own promise, besides the promises of every run (verdict.py)."""
-    ends: frozenset[int | None]
+    ends: frozenset[int | None] = frozenset()
     """Exits of the attempt that the fault may end; None: it leaves no stop record. Empty: the fault
     ends no attempt."""
-    lost_intervals: int
-    """Most steps that are computed again, in save intervals."""
+    lost_intervals: int = 0
+    """Most steps that are computed again, in save intervals; 0: no step is lost."""
     at_save: bool = False
     """Whether it is injected after a step that is saved."""
     damages: bool = False
@@ -77,7 +77,6 @@ class Scenario:
 
 NOTICE_ENDS: frozenset[int | None] = frozenset({ExitCode.PREEMPTED})
 NO_RECORD: frozenset[int | None] = frozenset({None})
-NO_END: frozenset[int | None] = frozenset()
 
 
 def _hooks(target: str, *, every_steps: int = 1) -> str:
@@ -131,7 +130,6 @@ ALL = (
         injects="SIGTERM to the supervisor, as before a preemption; then the same command",
         promise="the run saves and exits with PREEMPTED; no step is lost",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         rows=("preemption",),
     ),
     Scenario(
@@ -186,7 +184,6 @@ ALL = (
         injects="half a line at the end of metrics and events, while the run is stopped",
         promise="no other line is lost or damaged; the run resumes",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
     ),
     Scenario(
         name="region-loss",
@@ -201,7 +198,6 @@ ALL = (
         injects="Ctrl-C, or a file `stop` in the run directory; then the same command",
         promise="the run saves and exits with STOPPED; the command resumes; no step is lost",
         ends=frozenset({ExitCode.STOPPED}),
-        lost_intervals=0,
         rows=("operators_stop",),
     ),
     Scenario(
@@ -217,15 +213,12 @@ ALL = (
         injects="deletes the run log, while the run is stopped",
         promise="a start is refused (85); `checkpoints adopt` rebuilds the log; no step is lost",
         ends=NO_RECORD,  # The copy in the newest checkpoint is older than the stop record.
-        lost_intervals=0,
         rows=("lost_log",),
     ),
     Scenario(
         name="full-disk",
         injects="no file as large as those of a save can be written, until a save has failed",
         promise="the failed save is reported; training continues; the next save is committed",
-        ends=NO_END,
-        lost_intervals=0,
         at_save=True,
         is_alone=True,  # A step of the oracle is not committed.
         rows=("storage_unavailable",),
@@ -234,8 +227,6 @@ ALL = (
         name="storage-outage",
         injects="the run is in a bucket, which refuses every request while a save is written",
         promise="training continues; the save is tried again and committed",
-        ends=NO_END,
-        lost_intervals=0,
         at_save=True,
         place="bucket",
         rows=("storage_unavailable",),
@@ -255,8 +246,6 @@ ALL = (
         name="slow-storage",
         injects="the run is in a bucket whose answers come late while a save is written",
         promise="training continues; the save is committed",
-        ends=NO_END,
-        lost_intervals=0,
         at_save=True,
         place="bucket",
         is_default=False,
@@ -266,7 +255,6 @@ ALL = (
         injects="cuts every cached compiled program in half, while the run is stopped",
         promise="the run compiles again and resumes; no step is lost",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,  # It compiles twice.
     ),
@@ -275,7 +263,6 @@ ALL = (
         injects="flips a bit in each block of the cached corpus, while the run is stopped",
         promise="the damage is found at the first read; the corpus is built again; no step is lost",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,  # It builds the corpus twice.
         rows=("damaged_data",),
@@ -304,8 +291,6 @@ ALL = (
         name="slow-network",
         injects="what the supervisors send comes late while a save is written",
         promise="no host is taken for lost; the save is committed",
-        ends=NO_END,
-        lost_intervals=0,
         at_save=True,
         place="hosts",
     ),
@@ -314,7 +299,6 @@ ALL = (
         injects="the command with an unknown key, and with another seed, while the run is stopped",
         promise="each exits with CONFIG and changes no byte of the run directory; then it resumes",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,
         rows=("bad_config",),
@@ -374,7 +358,6 @@ ALL = (
         injects="the command on one device less of each worker, while the run is stopped",
         promise="it exits with UNHEALTHY and does not train; with all devices it resumes",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,
         cpu_only=True,
@@ -386,7 +369,6 @@ ALL = (
         injects="a token of the cached corpus is out of range, with digests that fit",
         promise="its row is recorded as a skip and left out; every other sample is trained on once",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,  # It builds the corpus once more.
         after_save=True,
@@ -397,7 +379,6 @@ ALL = (
         name="spike",
         injects="every parameter is multiplied by 100",
         promise="the run rolls back to before it, and leaves out the rows of the high losses",
-        ends=NO_END,
         lost_intervals=1,
         is_alone=True,
         is_default=False,
@@ -424,7 +405,6 @@ ALL = (
         injects="a GPU of a fake library has a row of memory to remap; then `hosts --forget`",
         promise="the run saves and exits with UNHEALTHY; on a healthy GPU the command resumes",
         ends=frozenset({ExitCode.UNHEALTHY}),
-        lost_intervals=0,
         is_alone=True,
         is_default=False,
         after_save=True,
@@ -438,7 +418,6 @@ ALL = (
         injects="the command on a device whose products are wrong, while the run is stopped",
         promise="it exits with UNHEALTHY and does not train; on a sound device it resumes",
         ends=NOTICE_ENDS,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,
         settings=("hardware.preflight=quick",),
@@ -448,8 +427,6 @@ ALL = (
         name="straggler",
         injects="a host sleeps in each step, in a longer run of several hosts",
         promise="that host, and no other, is named; training continues",
-        ends=NO_END,
-        lost_intervals=0,
         is_alone=True,
         is_default=False,
         min_hosts=2,
@@ -483,8 +460,6 @@ ALL = (
         name="launcher-kill",
         injects="SIGKILL to `launch gce up`; then the same command",
         promise="it adopts the attempt, which goes on; no step is lost, no VM is created",
-        ends=NO_END,
-        lost_intervals=0,
         place="vms",
         is_default=False,
         rows=("launcher_lost",),
