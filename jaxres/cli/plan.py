@@ -325,7 +325,7 @@ def _measured(run_dir: RunDir) -> Measured:
     if not timeline.attempts:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     events = [e for a in timeline.attempts for e in read_events(run_dir.events(a.attempt, 0))]
-    from_launcher = launch_events.read(run_dir)
+    from_launcher = launch_events.read(run_dir, warn=lambda _: None)  # The timeline has told it.
     vms = observed_vms.of_events(from_launcher, num_attempts=len(timeline.attempts))
     found = measured.of_run(timeline, summary.summarize(timeline), events, vms)
     return replace(found, simulated=_simulated(run_dir, timeline, events, from_launcher))

@@ -47,7 +47,7 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
 def tell_repeated(overrides: Sequence[str]) -> None:
     """Prints a warning for each key that a command line gives twice, with different values."""
     for line in configs.repeated(overrides):
-        stdio.eprint(f"WARNING: {line}\n")
+        stdio.warn(line)
 
 
 def _is_override(argument: str) -> bool:
