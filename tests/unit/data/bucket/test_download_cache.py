@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -130,6 +131,24 @@ def test_a_killed_download_is_resumed_and_concurrent_downloads_do_not_conflict(
     again = reads(own_requests)[before:]
     assert all("04.txt" in row or "05.txt" in row for row in again), "whole ones were read again"
     assert not list(whole.glob("*.part"))
+
+
+def test_a_corpus_is_copied_to_a_disk_without_hard_links(
+    corpus: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = open_dataset(local_text(tmp_path)).fingerprint
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    found = download_cache.localize(text(corpus, tmp_path), progress=dataset.silent)
+    assert isinstance(found, TextSource)
+    assert open_dataset(text(corpus, tmp_path)).fingerprint == expected
+    copies = [path for path in Path(found.path).rglob("*") if path.is_file()]
+    assert [path.stat().st_nlink for path in copies] == [1] * len(TEXTS)
+    download_cache.discard(Path(found.path))
+    assert not list((tmp_path / "staged" / "objects").iterdir()), "a damaged one is copied again"
 
 
 def test_a_truncated_copy_is_downloaded_again(corpus: GcsPath, tmp_path: Path) -> None:
