@@ -49,6 +49,7 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import run_config
+from jaxres.telemetry import stdio
 
 USAGE = """\
 jaxres plan [CONFIG.yaml [section.field=value ...]] [--from RUN_DIR] [--gpus N ...] [--json]
@@ -340,7 +341,8 @@ def _simulated(
     """Returns the simulation of the run with its own failures; None: it can't be simulated."""
     try:
         config = run_config.newest_config(run_dir)
-    except ConfigError:
+    except ConfigError as error:
+        stdio.warn(f"{error} Without the config the run is not simulated with its own failures.")
         return None
     observed = observed_attempts.of_run(
         timeline,

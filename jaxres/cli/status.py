@@ -148,7 +148,7 @@ def read_status(
         replica=replica_files.read_progress(run_dir),
         marker=replica_files.read_marker(run_dir),
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
-        faulty=faulty_hosts.read(run_dir),
+        faulty=faulty_hosts.read(run_dir, warn=stdio.warn),
     )
 
 
