@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -288,10 +288,24 @@ def _copy(
             (building / name).parent.mkdir(parents=True, exist_ok=True)
             if not files.link(path, building / name):
                 _copy_durably(path, building / name)
+        _require_names(building, objects)
         _install(building, entry)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     progress(f"Copied {total_bytes / 1e6:,.1f} MB to {entry}")
+
+
+def _require_names(building: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError if a copy has other names, as on a disk that ignores upper and lower case.
+
+    There folders that differ only in case, such as classes of images, become one.
+    """
+    copied = {path.relative_to(building).as_posix() for path in building.rglob("*")}
+    if wrong := sorted(set(names) - copied):
+        raise ConfigError(
+            f"{building.parent}: its disk changes names, such as {wrong[0]}: two that differ only "
+            "in upper and lower case are one there. Set data.cache_dir to a folder on another disk."
+        )
 
 
 def _copy_durably(path: Path, to: Path) -> None:

@@ -151,6 +151,29 @@ def test_a_corpus_is_copied_to_a_disk_without_hard_links(
     assert not list((tmp_path / "staged" / "objects").iterdir()), "a damaged one is copied again"
 
 
+def test_folders_that_differ_only_in_case_are_never_one_class(
+    gcs_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that ignores case has one folder for both."""
+    folder, link = GcsPath(gcs_bucket, "images"), files.link
+    for name in ("cat/1.txt", "CAT/2.txt"):
+        files.replace(folder / name, b"text")
+
+    def link_ignoring_case(path: Path, to: Path) -> bool:
+        parent = to.parent.with_name(to.parent.name.lower())
+        parent.mkdir(exist_ok=True)
+        return link(path, parent / to.name)
+
+    (tmp_path / "ignores").mkdir()
+    monkeypatch.setattr(files, "link", link_ignoring_case)
+    with pytest.raises(ConfigError, match=r"changes names, such as CAT/2.txt"):
+        download_cache.localize(text(folder, tmp_path / "ignores"), progress=dataset.silent)
+    monkeypatch.setattr(files, "link", link)
+    source = download_cache.localize(text(folder, tmp_path / "ignores"), progress=dataset.silent)
+    assert isinstance(source, TextSource)
+    assert sorted(path.name for path in Path(source.path).iterdir()) == ["CAT", "cat"]
+
+
 def test_a_truncated_copy_is_downloaded_again(corpus: GcsPath, tmp_path: Path) -> None:
     found = download_cache.localize(text(corpus, tmp_path), progress=dataset.silent)
     assert isinstance(found, TextSource)
