@@ -326,6 +326,8 @@ def _tokenise(
     with contextlib.suppress(TokensDamaged):
         open_cached(corpus, building)
         return _remove_progress(building)
+    if isinstance(corpus.tokenizer, LibraryTokenizer):
+        corpus.tokenizer.require_unambiguous()
     total_bytes = sum(file.size_bytes for file in corpus.files)
     verb = "Copying" if isinstance(corpus.source, ImagesSource) else "Tokenising"
     progress(
