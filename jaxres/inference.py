@@ -18,7 +18,7 @@ from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights.source import Step, commit_of, from_run
 from jaxres.config.schema.data import HuggingfaceTokenizer
 from jaxres.data.tokens import tokenizer as tokenizers
-from jaxres.data.tokens.tokenizer import FILE_NAME, Tokenizer, limited
+from jaxres.data.tokens.tokenizer import FILE_NAME, LibraryTokenizer, Tokenizer, limited
 from jaxres.faults import ConfigError, Unrestorable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir, root_of
@@ -192,6 +192,8 @@ def _load_folder(folder: Path) -> LoadedModel:
     tokenizer = None
     if (folder / FILE_NAME).is_file():
         tokenizer = tokenizers.open_tokenizer(HuggingfaceTokenizer(path=folder))
+        if isinstance(tokenizer, LibraryTokenizer):
+            tokenizer.require_unambiguous()
         tokenizer = limited(tokenizer, section.vocab_size)
     seq_len = fields.get("max_position_embeddings", fields.get("n_positions", 1024))
     section = section.model_copy(update={"compute_dtype": "float32"})

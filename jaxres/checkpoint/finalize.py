@@ -29,6 +29,7 @@ from jaxres.checkpoint.read.manifest import (
     FORMAT,
     FROZEN_DIGESTS,
     FROZEN_FORMAT,
+    HELDOUT_DATA,
     MANIFEST,
     PROGRESS,
     FileInfo,
@@ -95,6 +96,8 @@ def finalize(
             log = pool.submit(_encoded_log, records)
             digests, infos = _digests_and_files(step_dir, arrays, reports, frozen, written.linked)
         content = {PROGRESS: canonical_json(facts), LOG_COPY: log.result(), **written.markers}
+        if progress.heldout_data:
+            content[HELDOUT_DATA] = progress.heldout_data.encode()
         manifest = Manifest(
             format=FROZEN_FORMAT if frozen else FORMAT,
             step=progress.step,

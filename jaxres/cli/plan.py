@@ -49,6 +49,7 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
 from jaxres.supervisor import run_config
+from jaxres.telemetry import stdio
 
 USAGE = """\
 jaxres plan [CONFIG.yaml [section.field=value ...]] [--from RUN_DIR] [--gpus N ...] [--json]
@@ -325,7 +326,7 @@ def _measured(run_dir: RunDir) -> Measured:
     if not timeline.attempts:
         raise UsageError(f"{run_dir.root}: no run here (no log/). Give a run directory.")
     events = [e for a in timeline.attempts for e in read_events(run_dir.events(a.attempt, 0))]
-    from_launcher = launch_events.read(run_dir)
+    from_launcher = launch_events.read(run_dir, warn=lambda _: None)  # The timeline has told it.
     vms = observed_vms.of_events(from_launcher, num_attempts=len(timeline.attempts))
     found = measured.of_run(timeline, summary.summarize(timeline), events, vms)
     return replace(found, simulated=_simulated(run_dir, timeline, events, from_launcher))
@@ -340,7 +341,8 @@ def _simulated(
     """Returns the simulation of the run with its own failures; None: it can't be simulated."""
     try:
         config = run_config.newest_config(run_dir)
-    except ConfigError:
+    except ConfigError as error:
+        stdio.warn(f"{error} Without the config the run is not simulated with its own failures.")
         return None
     observed = observed_attempts.of_run(
         timeline,

@@ -34,6 +34,7 @@ from jaxres.runlog.run_log import Claim
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor import run_config, run_lock
+from jaxres.telemetry import stdio
 
 
 @dataclass(frozen=True)
@@ -117,10 +118,14 @@ def _launch_state(run_dir: RunDir) -> DesiredState | None:
     """Returns the desired state of `launch gce`; None: there is none, or it can't be read."""
     if not is_remote(run_dir.root):
         return None
+    state = StateObject(LaunchPaths(run_dir.root).desired_state)
     try:
-        return StateObject(LaunchPaths(run_dir.root).desired_state).read_valid()
-    except ConfigError:
-        return None
+        found, problem = state.read_valid(), state.damage
+    except ConfigError as error:
+        found, problem = None, str(error)
+    if problem:
+        stdio.warn(f"{problem.rstrip('.')}. The report is without the cost of the VMs.")
+    return found
 
 
 def _vm_spending(state: DesiredState, config: RunConfig) -> VmSpending:
@@ -138,7 +143,7 @@ def _vm_spending(state: DesiredState, config: RunConfig) -> VmSpending:
 
 def read(run_dir: RunDir) -> RunTimeline:
     """Reads log, events and metrics of a run and returns its timeline."""
-    return read_timeline.read(run_dir, is_alive=_is_alive(run_dir))
+    return read_timeline.read(run_dir, is_alive=_is_alive(run_dir), warn=stdio.warn)
 
 
 def _is_alive(run_dir: RunDir) -> bool:
@@ -154,7 +159,7 @@ def _sources(run_dir: RunDir, *, name: str | None) -> Sources:
         records=records,
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
         lines={n: metrics_columns.read_attempt(run_dir, n) for n in numbers},
-        launch_events=launch_events.read(run_dir),
+        launch_events=launch_events.read(run_dir, warn=stdio.warn),
         is_alive=_is_alive(run_dir),
     )
 
@@ -171,10 +176,11 @@ def _timeline(run_dir: RunDir, sources: Sources) -> RunTimeline:
 
 
 def _config(run_dir: RunDir) -> RunConfig | None:
-    """Returns the newest config; None: it can't be read, and the report goes without it."""
+    """Returns the newest config; None, after a warning: it can't be read."""
     try:
         return run_config.newest_config(run_dir)
-    except ConfigError:
+    except ConfigError as error:
+        stdio.warn(f"{error} The report is without the config: no name, no price.")
         return None
 
 

@@ -38,6 +38,7 @@ from jaxres.runlog.run_log import RunHistory
 from jaxres.runlog.scrub_progress import StepCheck
 from jaxres.storage import files
 from jaxres.supervisor import run_lock
+from jaxres.telemetry import stdio
 
 RUN_BUILT, PHASE_CHANGED = EVENTS.tag(RunBuilt), EVENTS.tag(PhaseChanged)
 NUM_INCIDENTS = 5
@@ -110,7 +111,9 @@ def read_status(
     built = _built_steps(events)
     is_known = built is not None and trained == history.attempt
     steps = built if is_known else _configured_steps(run_dir, history.attempt) or built
-    recent = attempt_history.read(run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS)
+    recent = attempt_history.read(
+        run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS, warn=stdio.warn
+    )
     last_exit = recent[-1].exit if recent else None
     supervision = run_health.supervision(read_events(run_dir.supervisor_events))
     health = run_health.outlook(
@@ -145,7 +148,7 @@ def read_status(
         replica=replica_files.read_progress(run_dir),
         marker=replica_files.read_marker(run_dir),
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
-        faulty=faulty_hosts.read(run_dir),
+        faulty=faulty_hosts.read(run_dir, warn=stdio.warn),
     )
 
 

@@ -141,7 +141,7 @@ def describe_corpus(
     name += "" if max_bad else " without bad records"
     cache_dir = cache_dir.expanduser()
     kept_content = content_key.place_of(files, cache_dir)
-    content = content_key.kept(kept_content)
+    content = content_key.kept(kept_content, files)
     if content is None:
         check_begin(files, source)
         content = content_key.digest(files, progress)
@@ -324,6 +324,8 @@ def _tokenise(
     with contextlib.suppress(TokensDamaged):
         open_cached(corpus, building)
         return _remove_progress(building)
+    if isinstance(corpus.tokenizer, LibraryTokenizer):
+        corpus.tokenizer.require_unambiguous()
     total_bytes = sum(file.size_bytes for file in corpus.files)
     verb = "Copying" if isinstance(corpus.source, ImagesSource) else "Tokenising"
     progress(

@@ -392,6 +392,8 @@ def _tokenizer(opened: TokenFolder, config: DataSection) -> Tokenizer | None:
     if not isinstance(config.tokenizer, HuggingfaceTokenizer):
         return tokenizers.of_folder(opened.folder, name)
     tokenizer = open_tokenizer(config.tokenizer)
+    if isinstance(tokenizer, LibraryTokenizer):
+        tokenizer.require_unambiguous()
     if name.startswith((tokenizers.BYTES, LIBRARY)) and name != tokenizer.name:
         raise ConfigError(
             f"data.tokenizer.path: {config.tokenizer.path} is {tokenizer.name}, but the tokens of "

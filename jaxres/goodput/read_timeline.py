@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxres.goodput import run_timeline
 from jaxres.goodput.run_timeline import AFTER_THE_END, Events, RunTimeline
@@ -12,8 +12,16 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim
 
 
-def read(run_dir: RunDir, *, is_alive: bool) -> RunTimeline:
-    """Returns the timeline of a run; `is_alive`: whether the owner of its newest attempt is."""
+def read(
+    run_dir: RunDir, *, is_alive: bool, warn: Callable[[str], None] | None = None
+) -> RunTimeline:
+    """Returns the timeline of a run.
+
+    Args:
+      run_dir: the run directory.
+      is_alive: whether the owner of its newest attempt is.
+      warn: see launch_events.read.
+    """
     records = run_log.in_force(run_log.read_records(run_dir.log))
     numbers = [record.attempt for record in records if isinstance(record.body, Claim)]
     return run_timeline.fold(
@@ -22,7 +30,7 @@ def read(run_dir: RunDir, *, is_alive: bool) -> RunTimeline:
         supervisor_events=supervisor_events(run_dir, numbers),
         lines={n: metrics_columns.read_attempt(run_dir, n) for n in numbers},
         is_alive=is_alive,
-        launch_events=launch_events.read(run_dir),
+        launch_events=launch_events.read(run_dir, warn=warn),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -223,8 +223,17 @@ def phase_seconds(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[AttemptSummary]:
-    """Returns the summaries of a run's attempts, or of the `last` newest ones."""
+def read(
+    run_dir: RunDir,
+    *,
+    is_alive: bool,
+    last: int | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> list[AttemptSummary]:
+    """Returns the summaries of a run's attempts, or of the `last` newest ones.
+
+    `warn`: see launch_events.read.
+    """
     from jaxres.runlog import metrics_columns  # numpy is slow to import.
 
     records = run_log.in_force(run_log.read_records(run_dir.log))
@@ -237,7 +246,7 @@ def read(run_dir: RunDir, *, is_alive: bool, last: int | None = None) -> list[At
         events={n: read_events(run_dir.events(n, 0)) for n in numbers},
         finished={n: int(finished.max()) for n, finished in steps.items() if len(finished)},
         is_alive=is_alive,
-        launch_events=launcher.read(run_dir),
+        launch_events=launcher.read(run_dir, warn=warn),
     )
 
 

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -188,10 +188,26 @@ def forgotten(run_dir: RunDir) -> frozenset[str]:
     return frozenset(files.list_names(run_dir.forgotten_faults))
 
 
-def read(run_dir: RunDir, records: Sequence[Record] | None = None) -> tuple[FaultyHost, ...]:
-    """Returns the hosts of a run that are left out; `records`: its log if that was read already."""
+def _ignore(_: str) -> None:
+    pass
+
+
+def read(
+    run_dir: RunDir,
+    records: Sequence[Record] | None = None,
+    *,
+    warn: Callable[[str], None] = _ignore,
+) -> tuple[FaultyHost, ...]:
+    """Returns the hosts of a run that are left out.
+
+    Args:
+      run_dir: the run directory.
+      records: its log if that was read already.
+      warn: gets the path and the cause of each file that can't be understood, and leaves out no
+        host.
+    """
     known = run_log.read_records(run_dir.log) if records is None else records
-    excluded, reports = excluded_hosts(run_dir), read_reports(run_dir)
+    excluded, reports = excluded_hosts(run_dir, warn=warn), read_reports(run_dir, warn=warn)
     if not excluded and not faulty_hosts(known, reports=reports):
         return ()
     ignored = forgotten(run_dir)
@@ -199,23 +215,30 @@ def read(run_dir: RunDir, records: Sequence[Record] | None = None) -> tuple[Faul
     return (*faulty_hosts(known, forgotten=ignored, reports=reports), *by_hand)
 
 
-def read_reports(run_dir: RunDir) -> list[Report]:
-    """Returns the faults that hosts have reported themselves; skips files it can't understand."""
+def read_reports(run_dir: RunDir, *, warn: Callable[[str], None] = _ignore) -> list[Report]:
+    """Returns the faults that hosts have reported themselves; `warn`: see `read`."""
     found = list[Report]()
-    for name, fields in _decoded(run_dir.reported_faults, number=REPORT_FORMAT):
+    for name, fields in _decoded(run_dir.reported_faults, number=REPORT_FORMAT, warn=warn):
         with contextlib.suppress(KeyError, TypeError):
             found.append(Report(name, fields["time"], HostFault(**fields["fault"])))
     return sorted(found, key=lambda report: report.time)
 
 
-def _decoded(folder: RunPath, *, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and fields of each file of a folder; skips files that it can't decode."""
+def _decoded(
+    folder: RunPath, *, number: int, warn: Callable[[str], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields name and fields of each file of a folder; `warn` gets those it can't decode."""
     names = sorted(files.list_names(folder))
     contents = files.read_all([folder / name for name in names])
     for name, data in zip(names, contents, strict=True):
         try:
             fields = decode_checksummed(data or b"", number=number)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError) as error:
+            warn(
+                f"{folder / name}: can't be understood ({error}), so the host that it is about is "
+                "used. Exclude that host again (jaxres hosts RUN_DIR --exclude HOST), and remove "
+                "the file."
+            )
             continue
         if is_seconds(fields.get("time")):
             yield name, fields
@@ -236,13 +259,15 @@ def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: f
     files.create(run_dir.reported_faults / f"{claim.nonce}-{host}", encode_checksummed(fields))
 
 
-def excluded_hosts(run_dir: RunDir) -> tuple[FaultyHost, ...]:
+def excluded_hosts(
+    run_dir: RunDir, *, warn: Callable[[str], None] = _ignore
+) -> tuple[FaultyHost, ...]:
     """Returns the hosts that were excluded by hand, even if they are used again since then.
 
-    A file that can't be understood excludes no host.
+    A file that can't be understood excludes no host; `warn`: see `read`.
     """
     found = list[FaultyHost]()
-    for name, fields in _decoded(run_dir.excluded_hosts, number=EXCLUSION_FORMAT):
+    for name, fields in _decoded(run_dir.excluded_hosts, number=EXCLUSION_FORMAT, warn=warn):
         with contextlib.suppress(KeyError):
             found.append(
                 FaultyHost(

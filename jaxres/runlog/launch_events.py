@@ -8,11 +8,11 @@ whenever a launcher was killed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxres.faults import RunError
+from jaxres.faults import ConfigError, RunError
 from jaxres.runlog.event_log import is_seconds, json_objects
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import codec, files
@@ -92,8 +92,16 @@ def read_stored(run_dir: RunDir, *, job: str, first: int) -> list[LaunchEvent]:
     return sorted((e for e in found.values() if e.number >= first), key=lambda e: e.number)
 
 
-def read(run_dir: RunDir) -> list[LaunchEvent]:
-    """Reads all events of a run in the order of time; leaves out unreadable ones."""
+def read(run_dir: RunDir, *, warn: Callable[[str], None] | None = None) -> list[LaunchEvent]:
+    """Reads all events of a run in the order of time.
+
+    Args:
+      run_dir: the run directory.
+      warn: gets the cause if some events can't be read; the others are returned.
+
+    Raises:
+      RunError: some can't be read, and there is no `warn`.
+    """
     found: dict[tuple[str, int], LaunchEvent] = {}
     folder = run_dir.launch_events
     try:
@@ -104,9 +112,17 @@ def read(run_dir: RunDir) -> list[LaunchEvent]:
         state = json.loads(files.read(run_dir.launch_state) or b"{}")
         for fields in state.get("events", ()):
             _add(found, state.get("id", ""), fields)
-    except (RunError, ValueError, AttributeError, TypeError):
-        pass  # A damaged state has its own message.
+    except (ValueError, AttributeError, TypeError) as error:
+        _incomplete(ConfigError(f"{run_dir.launch_state}: is damaged ({error})."), warn)
+    except RunError as error:
+        _incomplete(error, warn)
     return sorted(found.values(), key=lambda event: (event.time, event.number))
+
+
+def _incomplete(error: RunError, warn: Callable[[str], None] | None) -> None:
+    if warn is None:
+        raise error
+    warn(f"{error} Events of the launcher are missing in what follows.")
 
 
 def _add(found: dict[tuple[str, int], LaunchEvent], job: str, fields: dict[str, Any]) -> None:

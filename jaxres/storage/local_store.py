@@ -274,7 +274,11 @@ class LocalStore:
             try:
                 own_stat = temporary.stat()
                 try:
-                    os.link(temporary, path)
+                    if not self.link(temporary, path):
+                        raise StorageRefused(
+                            f"{path.parent}: this file system has no hard links (as exFAT, some "
+                            "FUSE and SMB mounts). Choose another one (of a run: run.dir=...)."
+                        )
                 except FileExistsError:
                     # NFS may raise this for its own retry of a link that it has made.
                     if not os.path.samestat(own_stat, path.stat()):

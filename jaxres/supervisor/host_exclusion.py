@@ -17,6 +17,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Record
 from jaxres.supervisor import jax_settings
 from jaxres.supervisor.restart_policy import RestartPolicy, choose_slots
+from jaxres.telemetry import stdio
 
 
 def on_this_machine(
@@ -29,9 +30,8 @@ def on_this_machine(
       UnhealthyHost: the whole machine is one.
     """
     jax_settings.refuse_unusable(records, env=env)
-    found = faulty_hosts.matching(
-        faulty_hosts.read(run_dir, records), identify(env, hostname=socket.gethostname())
-    )
+    known = faulty_hosts.read(run_dir, records, warn=stdio.warn)
+    found = faulty_hosts.matching(known, identify(env, hostname=socket.gethostname()))
     whole = [host for host in found if host.slot is None]
     if whole:
         raise UnhealthyHost(_refused(run_dir, whole, "this host is not used"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxres import config as configs
 from jaxres.config import Loaded, RunConfig
-from jaxres.faults import ConfigError, UsageError
+from jaxres.faults import ConfigError, StorageRefused, UsageError
 from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.secret_values import redact_words
@@ -47,7 +47,7 @@ def parse_target(arguments: Sequence[str], *, command: str) -> tuple[RunPath, li
 def tell_repeated(overrides: Sequence[str]) -> None:
     """Prints a warning for each key that a command line gives twice, with different values."""
     for line in configs.repeated(overrides):
-        stdio.eprint(f"WARNING: {line}\n")
+        stdio.warn(line)
 
 
 def _is_override(argument: str) -> bool:
@@ -79,6 +79,7 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
     else:
         loaded = configs.load(target, overrides)
         run_dir = find_run_dir(loaded)
+        _refuse_other_case(run_dir.root)
         replica_files.prepare_start(run_dir)
         records = run_log.read_records(run_dir.log)
         history = run_log.fold(records)
@@ -94,6 +95,25 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
         _refuse_edited(path, recorded, history, attempt=started[0].attempt)
         configs.check_same(recorded, loaded.config, run_dir.root, origins=loaded.origins)
     return loaded, run_dir
+
+
+def _refuse_other_case(root: RunPath) -> None:
+    """Raises ConfigError if the directory is that of a run whose name differs only in case.
+
+    Some disks (macOS, exFAT, SMB) have one directory for both names.
+    """
+    if is_remote(root) or not files.exists(root):
+        return
+    names = []
+    with contextlib.suppress(StorageRefused):  # A folder that may not be listed names no other run.
+        names = files.list_names(root.parent)
+    for name in names:
+        if root.name not in names and name.casefold() == root.name.casefold():
+            raise ConfigError(
+                f"{root}: on this disk that is {root.parent / name}, because it ignores upper and "
+                "lower case. Give that name to go on with that run, or the new run another name "
+                "(run.name, run.dir)."
+            )
 
 
 def _refuse_edited(

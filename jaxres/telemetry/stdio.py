@@ -148,6 +148,11 @@ def eprint(text: str) -> None:
     stream.flush()
 
 
+def warn(text: str) -> None:
+    """Writes a warning to standard error."""
+    eprint(f"WARNING: {text}\n")
+
+
 def flush() -> None:
     """Flushes standard output and error."""
     SafeStream(sys.stdout).flush()

@@ -373,7 +373,7 @@ def names() -> dict[str, Any]:
         "run directory: paths": lambda: paths_of(paths.RunDir(Path("RUN"))),
         "launch: paths": lambda: paths_of(LaunchPaths(GcsPath("BUCKET", "RUN"))),
         "step directory: paths": lambda: [
-            *(manifest.MANIFEST, manifest.PROGRESS, manifest.DIGESTS),
+            *(manifest.MANIFEST, manifest.PROGRESS, manifest.HELDOUT_DATA, manifest.DIGESTS),
             f"{manifest.DIGESTS}/{finalize.CUT_BLOCKS}",
             *(manifest.FROZEN_DIGESTS, tensorstore_reader.FROZEN),
         ],

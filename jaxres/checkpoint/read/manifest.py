@@ -35,6 +35,9 @@ FORMAT = 3
 FROZEN_FORMAT = 4
 """Format of a step with a folder of frozen parameters, which older versions can't read."""
 PROGRESS = "progress.json"
+HELDOUT_DATA = "heldout_data.txt"
+"""Identity of the rows of the held-out loss; not in progress.json, whose keys older versions know.
+There is none without a held-out loss."""
 DIGESTS = "digests"
 """Folder of the block digests; one file for each process that has written arrays."""
 FROZEN_DIGESTS = "frozen_digests"
@@ -293,6 +296,16 @@ def read_progress(
     if step != commit.step:
         raise damaged(step_dir, commit.step, f"{PROGRESS} belongs to step {step}")
     return facts
+
+
+def read_heldout_data(step_dir: RunPath, commit: Commit, manifest: Manifest) -> str:
+    """Reads the identity of the rows of the held-out loss; raises as `read_progress` does."""
+    if HELDOUT_DATA not in manifest.files:
+        return ""
+    data = _bytes_of(step_dir, commit.step, HELDOUT_DATA)
+    if info_of(data) != manifest.files[HELDOUT_DATA]:
+        raise damaged(step_dir, commit.step, f"{HELDOUT_DATA} differs from the committed file")
+    return data.decode()
 
 
 def read_tables(step_dir: RunPath, commit: Commit, manifest: Manifest) -> dict[str, BlockTable]:

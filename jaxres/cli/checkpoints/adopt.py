@@ -189,15 +189,17 @@ def _commit_of(run_dir: RunDir, found: StepDir) -> Commit:
         bytes=len(data),
     )
     try:
-        listed = manifests.load(step_dir.absolute(), commit).files
-        facts = manifests.read_progress(step_dir.absolute(), commit)
+        manifest = manifests.load(step_dir.absolute(), commit)
+        facts = manifests.read_progress(step_dir.absolute(), commit, manifest)
+        heldout_data = manifests.read_heldout_data(step_dir.absolute(), commit, manifest)
     except CheckpointDamaged:
         return commit
     return replace(
         commit,
-        bytes=len(data) + sum(info.size for info in listed.values()),
+        bytes=len(data) + sum(info.size for info in manifest.files.values()),
         heldout_loss=facts.get("heldout_loss"),
         evaluated_step=facts.get("evaluated_step", 0),
+        heldout_data=heldout_data,
     )
 
 

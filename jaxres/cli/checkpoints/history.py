@@ -11,6 +11,7 @@ from jaxres.runlog import attempt_history, evaluations, metrics
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
+from jaxres.telemetry import stdio
 
 
 def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
@@ -51,7 +52,7 @@ def _losses(evaluation: Mapping[str, Any] | None) -> str:
 def attempts_text(run_dir: RunDir, _: RunHistory, *, as_json: bool) -> str:
     """Returns every attempt with its cause, steps and seconds by phase: text, or JSON."""
     is_alive = run_lock.liveness(run_dir, clock=SystemClock()) != "gone"
-    attempts = attempt_history.read(run_dir, is_alive=is_alive)
+    attempts = attempt_history.read(run_dir, is_alive=is_alive, warn=stdio.warn)
     return attempt_history.as_json(attempts) if as_json else attempt_history.as_text(attempts)
 
 

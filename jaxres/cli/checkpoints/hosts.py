@@ -17,6 +17,7 @@ from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim
 from jaxres.runlog.run_log import RunHistory
+from jaxres.telemetry import stdio
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class SlowHost:
 
 def listed(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
     """Returns a table of the hosts that are left out, and the slow ones; or JSON lines."""
-    hosts, slow = faulty_hosts.read(run_dir), slow_hosts(run_dir, history)
+    hosts, slow = faulty_hosts.read(run_dir, warn=stdio.warn), slow_hosts(run_dir, history)
     if as_json:
         rows = [*map(_row, hosts), *map(_slow_row, slow)]
         return "".join(json.dumps(row) + "\n" for row in rows)

@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -89,9 +89,10 @@ def as_cached(corpus: TokenFolder) -> TokenFolder:
 def discard(entry: Path) -> None:
     """Removes a damaged copy, and its files from the downloaded objects."""
     damaged = {file_id(path) for path in entry.rglob("*") if path.is_file()}
-    for path in (entry.parent / "objects").iterdir():
-        if file_id(path) in damaged:
-            path.unlink(missing_ok=True)
+    objects = list((entry.parent / "objects").iterdir())
+    linked = [path for path in objects if file_id(path) in damaged]
+    for path in linked or objects:  # On a disk without links the entry has copies of them.
+        path.unlink(missing_ok=True)
     _remove(entry)
 
 
@@ -267,11 +268,34 @@ def _copy(
     try:
         for name, path in zip(objects, paths, strict=True):
             (building / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, building / name)
+            if not files.link(path, building / name):
+                _copy_durably(path, building / name)
+        _require_names(building, objects)
         _install(building, entry)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     progress(f"Copied {total_bytes / 1e6:,.1f} MB to {entry}")
+
+
+def _require_names(building: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError if a copy has other names, as on a disk that ignores upper and lower case.
+
+    There folders that differ only in case, such as classes of images, become one.
+    """
+    copied = {path.relative_to(building).as_posix() for path in building.rglob("*")}
+    if wrong := sorted(set(names) - copied):
+        raise ConfigError(
+            f"{building.parent}: its disk changes names, such as {wrong[0]}: two that differ only "
+            "in upper and lower case are one there. Set data.cache_dir to a folder on another disk."
+        )
+
+
+def _copy_durably(path: Path, to: Path) -> None:
+    """Copies a file on a disk without hard links, which then has its bytes twice."""
+    with path.open("rb") as source, to.open("xb") as target:
+        shutil.copyfileobj(source, target)
+        target.flush()
+        os.fsync(target.fileno())
 
 
 def _install(building: Path, entry: Path) -> None:

@@ -4,10 +4,14 @@ So tokens of another content are never taken for the files' tokens, even if size
 equal, and files that were copied again, or moved, find their tokens again. To read all files at
 each start would take too long: the digest is kept under a hash of the listing, with the times at
 which the inodes changed (ctime), which no program can set.
+
+A file with a byte order mark has another digest than earlier versions gave it, because they read
+the mark as text.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +30,7 @@ FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
 REPORT_BYTES = 16 * 2**30
 THREADS = 4
+MARK = codecs.BOM_UTF8
 
 
 def place_of(files: Sequence[SourceFile], cache_dir: Path) -> Path:
@@ -38,19 +43,26 @@ def place_of(files: Sequence[SourceFile], cache_dir: Path) -> Path:
     return cache_dir / "listings" / name
 
 
-def kept(place: Path) -> str | None:
-    """Returns a digest that is kept; None: there is none that can be used."""
+def kept(place: Path, files: Sequence[SourceFile]) -> str | None:
+    """Returns a digest that is kept; None: there is none that can be used.
+
+    Without the field `marks` it is an earlier version's, for which a byte order mark was text.
+    """
     try:
-        return str(decode_checksummed(read_whole(place), number=FORMAT)["content"])
+        fields = decode_checksummed(read_whole(place), number=FORMAT)
+        if fields.get("marks") or not _have_marks(files):
+            return str(fields["content"])
     except (OSError, ValueError, KeyError):
-        return None
+        pass
+    return None
 
 
 def keep(place: Path, content: str) -> None:
     """Keeps a digest. Raises OSError, and the errors of storage."""
-    if kept(place) != content:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        replace(place, encode_checksummed({"format": FORMAT, "content": content}))
+    data = encode_checksummed({"format": FORMAT, "content": content, "marks": True})
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists() or read_whole(place) != data:
+        replace(place, data)
 
 
 def digest(files: Sequence[SourceFile], progress: Callable[[str], None]) -> str:
@@ -100,11 +112,24 @@ def _each(files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, bytes]]:
 
 def _file_digest(file: SourceFile) -> bytes:
     found, left = xxhash.xxh3_128(), file.size_bytes + 1  # So that a file that grows ends.
+    mark = b""
     try:
         with open_file(file.path) as raw:
             while left > 0 and (chunk := raw.read(min(CHUNK_BYTES, left))):
+                mark = MARK if raw.tell() == len(chunk) and chunk.startswith(MARK) else mark
                 found.update(chunk)
                 left -= len(chunk)
     except OSError as error:
         raise unreadable(file.path, error) from error
-    return found.digest()
+    return found.digest() + mark
+
+
+def _have_marks(files: Sequence[SourceFile]) -> bool:
+    """Returns whether a file begins with a byte order mark."""
+
+    def has_mark(file: SourceFile) -> bool:
+        with open_file(file.path) as raw:
+            return raw.read(len(MARK)) == MARK
+
+    with ThreadPoolExecutor(THREADS, "jaxres-digest") as pool:
+        return any(pool.map(has_mark, files))

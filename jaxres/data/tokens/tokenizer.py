@@ -160,6 +160,8 @@ class LibraryTokenizer:
     special_tokens: str = "text"
     note: str = ""
     """A note about it for the user; empty: none."""
+    where: str = FILE_NAME
+    """Begin of messages about it."""
 
     @property
     def encoding(self) -> str:
@@ -195,6 +197,14 @@ class LibraryTokenizer:
         special = {id_ for id_, token in added.items() if token.special} - {self.end_of_document}
         ids = set(self.library.get_vocab(with_added_tokens=True).values())
         return max(ids - special) + 1
+
+    def require_unambiguous(self) -> None:
+        """Raises ConfigError if its file has a word or an id twice.
+
+        It takes 0.4 s with 200,000 words, so only tokens that are made, or those of another program
+        at a start, need it.
+        """
+        _check_vocabulary(self.files[FILE_NAME], self.where)
 
     def drops_text(self) -> bool:
         """Returns whether letters that are not in the vocabulary have no token at all."""
@@ -388,7 +398,6 @@ def parse_tokenizer(
       ConfigError: it can't be used.
     """
     library = _library_tokenizer(data, where)
-    _check_vocabulary(data, where)
     library.encode_special_tokens = special_tokens == "text"
     ids = library.get_vocab(with_added_tokens=True)
     note = ""
@@ -411,6 +420,7 @@ def parse_tokenizer(
         library=library,
         special_tokens=special_tokens,
         note=note,
+        where=where,
     )
 
 

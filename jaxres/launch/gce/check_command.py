@@ -46,6 +46,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath, relative
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
+from jaxres.telemetry import stdio
 
 SUFFIX = ".check"
 STEPS = 1
@@ -280,7 +281,7 @@ def _show(running: Controller, attempts: Sequence[DesiredState], end: JobEnd) ->
     gce = gce_section(running.config)
     events = [
         event
-        for event in launch_events.read(RunDir(folder))
+        for event in launch_events.read(RunDir(folder), warn=stdio.warn)
         if event.time >= desired.started_at  # Those before are of earlier checks.
     ]
     machine_type, tests = "", list[HostTest]()

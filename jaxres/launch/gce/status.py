@@ -33,6 +33,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath
+from jaxres.telemetry import stdio
 
 
 def show_status(
@@ -126,7 +127,7 @@ def _job_status(
     cordoned = vm_commands.excluded(desired, faulty_hosts.read(RunDir(paths.run), records))
     reports = _reports(paths)
     spent = reconcile.dollars(desired, gce, now=now)
-    recovery = newest_recovery(launch_events.read(RunDir(paths.run)), now=now)
+    recovery = newest_recovery(launch_events.read(RunDir(paths.run), warn=stdio.warn), now=now)
     has_prices = all(option.dollars_per_hour is not None for option in gce.capacity_options)
     fields = {
         "run": str(paths.run),

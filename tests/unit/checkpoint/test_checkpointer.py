@@ -20,10 +20,11 @@ from jaxres.checkpoint.read import manifest as manifests
 from jaxres.checkpoint.restore import restore as restoring
 from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.checkpoint.write import array_writer
+from jaxres.cli.checkpoints import adopt
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Fenced, StorageUnavailable, Unrestorable
-from jaxres.runlog import run_log
+from jaxres.runlog import run_log, step_dirs
 from jaxres.runlog.events import SaveCommitted, SaveFailed, SaveStarted, SaveWaited, StepsPruned
 from jaxres.runlog.run_log import Commit, Prune
 from tests.unit.checkpoint.conftest import like, progress, sharding, state
@@ -79,6 +80,8 @@ def test_the_data_of_the_held_out_loss_is_recorded_with_a_step_and_restored(atte
         checkpoints.wait()
     commit = attempt.log.history().newest
     assert (commit.heldout_loss, commit.heldout_data) == (2.5, "easy")
+    (found,) = step_dirs.listed(attempt.run_dir.checkpoints)
+    assert adopt._commit_of(attempt.run_dir, found) == commit, "a rebuilt log loses it"
     _, facts = restore(attempt, commit, like(state(8)))
     assert facts == evaluated
     same, other = facts.evaluated(3.0, data="easy"), facts.evaluated(3.0, data="hard")

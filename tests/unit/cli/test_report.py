@@ -90,6 +90,25 @@ def test_the_command_reads_a_run_directory(
     assert sum(i["end"] - i["start"] for i in found["intervals"]) == pytest.approx(wanted.seconds)
 
 
+@pytest.mark.parametrize("command", ["report", "history --attempts", "status"])
+def test_events_of_the_launcher_that_cannot_be_read_are_named_and_the_rest_is_shown(
+    crashed: SimulatedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+):
+    write(crashed, tmp_path)
+    verb, *options = command.split()
+    words = [verb, str(tmp_path), *options]
+    code, shown = main(words), capsys.readouterr()
+    events = RunDir(tmp_path).launch_events
+    assert str(events) not in shown.err
+    events.parent.mkdir()
+    events.write_text("no folder")
+    assert main(words) == code
+    without = capsys.readouterr()
+    assert without.out == shown.out
+    assert f"WARNING: {events}: can't be used (Not a directory)" in without.err
+    assert without.err.count(str(events)) == 1, without.err
+
+
 def test_the_report_has_the_costs_of_vms_by_option_and_cause(
     crashed: SimulatedRun, tmp_path: Path, gcs_bucket: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -122,7 +141,10 @@ def test_the_report_has_the_costs_of_vms_by_option_and_cause(
     ) in printed, printed
     gcs_objects.write(path, b"damaged", over=None)
     assert checkpoints_cli.main(["report", str(run), "--json"], usage="usage: x") == 0
-    assert json.loads(capsys.readouterr().out)["spending"] == []
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["spending"] == []
+    assert f"WARNING: {path}: is not readable as a desired state" in shown.err
+    assert shown.err.count(str(path)) == 2, "once for the costs, once for the events"
 
 
 def test_the_page_is_written_beside_the_text_and_two_runs_are_compared(

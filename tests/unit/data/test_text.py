@@ -1,3 +1,5 @@
+import dataclasses
+import hashlib
 import os
 import random
 import shutil
@@ -10,15 +12,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
-from jaxres.config.schema.data import DataSection, TextSource
+from jaxres.config.schema.data import BytesTokenizer, DataSection, TextSource
 from jaxres.data import CacheDamaged, open_dataset
-from jaxres.data.corpus import LEFTOVER_SECONDS, describe_corpus, fingerprint_of
-from jaxres.data.sources import token_stream
+from jaxres.data.corpus import (
+    LEFTOVER_SECONDS,
+    _cache_key,
+    describe_corpus,
+    fingerprint_of,
+    open_corpus,
+)
+from jaxres.data.sources import content_key, token_stream
 from jaxres.data.sources.source_files import list_files
 from jaxres.data.tokens.token_folder import open_tokens
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
+from jaxres.storage.checksummed_json import encode_checksummed
 from tests.damage import change_meta, flip_bit_at, remove_digests
 from tests.waiting import SURE_SECONDS
 
@@ -114,6 +124,41 @@ def test_a_file_with_another_content_at_the_same_size_and_time_is_tokenised_agai
     after = open_dataset(config(corpus, tmp_path / "cache"))
     assert before.fingerprint != after.fingerprint
     assert after.fingerprint == open_dataset(config(corpus, tmp_path / "new")).fingerprint
+
+
+def as_kept_by_an_earlier_version(path, cache):
+    """Keeps the tokens of a corpus in which a byte order mark at a text's beginning is text."""
+    listed = list_files(TextSource(path=str(path)))
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(listed, key=lambda file: file.name):
+        content = xxhash.xxh3_128_digest(Path(file.path).read_bytes())
+        digest.update(file.name.encode() + b"\0" + content)
+    fields = {"format": 1, "content": digest.hexdigest()}
+    place = content_key.place_of(listed, cache)
+    place.parent.mkdir(parents=True)
+    place.write_bytes(encode_checksummed(fields))
+    source = TextSource(path=str(path), encoding="binary")
+    built = describe_corpus(source, BytesTokenizer(), cache_dir=cache)
+    entry = cache / "corpora" / _cache_key(source, fields["content"], built.tokenizer_name)
+    open_corpus(dataclasses.replace(built, entry=entry), progress=lambda _: None)
+    place.write_bytes(encode_checksummed(fields))
+    return entry
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
+def test_tokens_of_an_earlier_version_are_used_unless_a_byte_order_mark_is_in_them(tmp_path, mark):
+    """A corpus without marks is neither read nor tokenised again."""
+    path, messages = tmp_path / "corpus", []
+    path.mkdir()
+    (path / "0.txt").write_text(plain := "no mark" * 20)
+    (path / "1.txt").write_text(f"{mark}text", encoding="utf-8")
+    entry = as_kept_by_an_earlier_version(path, tmp_path / "cache")
+    assert open_tokens(entry).meta.num_tokens == len(f"{plain}{mark}text".encode()) + 2
+    for _ in range(2):
+        section = config(path, tmp_path / "cache", heldout_fraction=0.0)
+        dataset = open_dataset(section, progress=messages.append)
+        assert dataset.train.corpus.meta.num_tokens == len(f"{plain}text") + 2
+    assert len(messages) == (2 if mark else 0), "tokenised again, and only once"
 
 
 def test_files_that_are_copied_again_or_moved_find_their_tokens_again(corpus, tmp_path):

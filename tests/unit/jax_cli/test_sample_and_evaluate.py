@@ -224,6 +224,15 @@ def test_a_folder_with_weights_that_are_not_finite_is_refused(folder, tmp_path, 
     assert "params/norm/scale have values that are not finite" in capsys.readouterr().err
 
 
+def test_a_folder_whose_tokenizer_has_a_word_twice_is_refused(folder, tmp_path, capsys):
+    broken = shutil.copytree(folder, tmp_path / "broken")
+    fields = json.loads((broken / "tokenizer.json").read_bytes())
+    fields["model"]["vocab"]["twice"] = 290
+    (broken / "tokenizer.json").write_text(json.dumps(fields))
+    assert main(["sample", str(broken), "--prompt", "a"]) == 78
+    assert "'twice' have the id 290" in capsys.readouterr().err
+
+
 def test_a_task_that_is_a_pipe_is_refused_and_not_waited_for(folder, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.jsonl")
     for path in (tmp_path / "pipe.jsonl", "/dev/zero"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxres import faults
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, StorageRefused, StorageUnavailable
 from jaxres.storage import files, line_writer
@@ -423,6 +424,20 @@ def test_created_link_that_is_reported_as_existing_is_a_win(tmp_path, monkeypatc
     assert files.create(tmp_path / "a", b"mine")
     assert not files.create(tmp_path / "a", b"late")
     assert contents(tmp_path) == {"a": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["EPERM", "EOPNOTSUPP", "ENOTSUP", "EMLINK", "ENOSYS"])
+def test_a_disk_without_hard_links_is_refused_by_name(tmp_path, monkeypatch, name):
+    """Another way to create a file would leave half of it after a kill."""
+    monkeypatch.setattr(os, "link", failing(getattr(errno, name)))
+    with pytest.raises(StorageRefused, match=r"has no hard links.* run\.dir=") as caught:
+        files.create(tmp_path / "record.json", b"data")
+    assert faults.by_phase(caught.value, at_start=True).exit_code == ExitCode.CONFIG
+    assert str(tmp_path) in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "first").write_bytes(b"data")
+    assert not files.link(tmp_path / "first", tmp_path / "second")
+    assert not files.can_link(tmp_path / "first", tmp_path)
 
 
 def test_leftover_temporaries_are_deleted_unless_their_name_does_not_exist(tmp_path):

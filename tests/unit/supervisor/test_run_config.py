@@ -34,6 +34,25 @@ def test_a_run_that_must_exist_is_not_started_where_there_is_none(tmp_path: Path
     assert resolve_run(TINY, overrides)[1] == run_dir
 
 
+def test_a_name_that_differs_only_in_case_from_a_run_is_not_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that ignores case the directory exists, and its folder lists the other name."""
+    for name in ("Mine", "mine"):
+        (tmp_path / name).mkdir()
+        resolve_run(TINY, [f"run.dir={tmp_path / name}"])
+    real = os.listdir
+
+    def listed(folder: Path) -> list[str]:
+        return ["Mine", "other"] if folder == tmp_path else real(folder)
+
+    monkeypatch.setattr(os, "listdir", listed)
+    assert resolve_run(TINY, [f"run.dir={tmp_path}/Mine"])[1].root == tmp_path / "Mine"
+    assert resolve_run(TINY, [f"run.dir={tmp_path}/new"])[1].root == tmp_path / "new"
+    with pytest.raises(ConfigError, match=r"on this disk that is .*/Mine, because it ignores"):
+        resolve_run(TINY, [f"run.dir={tmp_path}/mine"])
+
+
 def test_a_run_whose_records_are_gone_is_not_claimed_as_a_new_one(tmp_path: Path) -> None:
     run_dir, clock = RunDir(tmp_path / "run"), SystemClock()
     config = resolve_run(TINY, [f"run.dir={run_dir.root}"])[0].config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,11 @@ def assert_equal(one: dict[str, jax.Array], other: dict[str, jax.Array]) -> None
 
 @pytest.mark.slow
 def test_every_kind_of_array_is_saved_and_each_object_is_downloaded_once(
-    step_dir: GcsPath, gcs_server: GcsServer
+    step_dir: GcsPath, own_requests: Callable[[], list[str]]
 ) -> None:
-    arrays, gcs_server.log = state(), []
+    arrays = state()
     report = save(step_dir, arrays)
-    requests, gcs_server.log = gcs_server.log, None
+    requests = own_requests()
     assert not report.failure
     assert_equal(load(step_dir, like(arrays)), arrays)
     plain = [f"{DATABASE}/d/{number}" for number in (0, 2)]  # The columns and the rows.

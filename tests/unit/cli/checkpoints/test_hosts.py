@@ -89,7 +89,7 @@ def test_a_host_that_is_excluded_by_hand_is_not_used_until_it_is_forgotten(
     assert refused(here), "an exclusion after it counts again"
 
 
-def test_a_slot_is_excluded_beside_a_fault_and_a_damaged_file_excludes_nothing(
+def test_a_slot_is_excluded_beside_a_fault_and_a_damaged_file_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir, log = claimed(tmp_path, FakeClock())
@@ -98,6 +98,12 @@ def test_a_slot_is_excluded_beside_a_fault_and_a_damaged_file_excludes_nothing(
     files.create(run_dir.excluded_hosts / "damaged", b"{}")
     found = [(host.name, host.slot, host.is_excluded) for host in faulty_hosts.read(run_dir)]
     assert found == [("vm-7:0", 0, False), ("vm-7:1", 1, True)]
+    warning = f"WARNING: {run_dir.excluded_hosts / 'damaged'}: can't be understood"
+    assert warning in command(capsys, str(tmp_path))
+    checkpoints_cli.main(["status", str(tmp_path)], usage="")
+    assert warning in capsys.readouterr().err
+    host_exclusion.on_this_machine(run_dir, [], env={})
+    assert warning in capsys.readouterr().err, "at a start"
 
 
 @pytest.mark.parametrize("name", ["", ":1", "a:b", "a:", "a b", "a\n", "x" * 300])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from jaxres_emulators.gcs import GcsServer
 from tests.waiting import SURE_SECONDS
 
 TEXTS = {f"part/{n:02d}.txt": f"text number {n} ".encode() * 200 for n in range(6)}
+Requests = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -43,36 +45,28 @@ def local_text(tmp_path: Path) -> DataSection:
     return text(tmp_path / "here", tmp_path / "other")
 
 
-def reads(server: GcsServer) -> Iterator[str]:
-    assert server.log is not None
-    return (row for row in server.log if "alt=media" in row)
-
-
-@pytest.fixture
-def recording_server(gcs_server: GcsServer) -> Iterator[GcsServer]:
-    gcs_server.log = []
-    yield gcs_server
-    gcs_server.log = None
+def reads(requests: Requests) -> list[str]:
+    return [row for row in requests() if "alt=media" in row]
 
 
 def test_a_corpus_in_a_bucket_equals_the_local_one_and_is_downloaded_once(
-    corpus: GcsPath, tmp_path: Path, recording_server: GcsServer
+    corpus: GcsPath, tmp_path: Path, own_requests: Requests
 ) -> None:
     first = open_dataset(text(corpus, tmp_path))
     assert first.fingerprint == open_dataset(local_text(tmp_path)).fingerprint
-    assert len(list(reads(recording_server))) == len(TEXTS)
+    assert len(reads(own_requests)) == len(TEXTS)
     assert open_dataset(text(corpus, tmp_path)).fingerprint == first.fingerprint
-    assert len(list(reads(recording_server))) == len(TEXTS), "it was read again"
+    assert len(reads(own_requests)) == len(TEXTS), "it was read again"
 
 
 def test_only_a_changed_object_is_downloaded_again_and_the_fingerprint_changes(
-    corpus: GcsPath, tmp_path: Path, recording_server: GcsServer
+    corpus: GcsPath, tmp_path: Path, own_requests: Requests
 ) -> None:
     first = open_dataset(text(corpus, tmp_path))
     files.replace(corpus / "part/03.txt", b"another text")
     second = open_dataset(text(corpus, tmp_path))
     assert second.fingerprint != first.fingerprint
-    assert len(list(reads(recording_server))) == len(TEXTS) + 1
+    assert len(reads(own_requests)) == len(TEXTS) + 1
 
 
 def test_a_single_object_and_a_token_folder_are_downloaded_too(
@@ -118,25 +112,66 @@ def starter(corpus: GcsPath, cache: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_killed_download_is_resumed_and_concurrent_downloads_do_not_conflict(
-    corpus: GcsPath, tmp_path: Path, recording_server: GcsServer
+    corpus: GcsPath, tmp_path: Path, gcs_server: GcsServer, own_requests: Requests
 ) -> None:
-    recording_server.fail("stall", path="(04|05).txt.*alt=media", times=2, late_seconds=30)
+    gcs_server.fail("stall", path="(04|05).txt.*alt=media", times=2, late_seconds=30)
     killed = starter(corpus, tmp_path)
     whole = tmp_path / "staged" / "objects"
     while len([path for path in whole.glob("*") if path.name[0] != "."]) < 4:
         assert killed.poll() is None
     killed.kill()
     killed.communicate()
-    recording_server.faults.clear()
-    before = len(list(reads(recording_server)))
+    gcs_server.faults.clear()
+    before = len(reads(own_requests))
     several = [starter(corpus, tmp_path) for _ in range(3)]
     outputs = [process.communicate(timeout=SURE_SECONDS)[0].split() for process in several]
     wanted = open_dataset(local_text(tmp_path)).fingerprint
     assert [output[-1] for output in outputs] == [wanted] * 3
     assert before >= 4
-    again = list(reads(recording_server))[before:]
+    again = reads(own_requests)[before:]
     assert all("04.txt" in row or "05.txt" in row for row in again), "whole ones were read again"
     assert not list(whole.glob("*.part"))
+
+
+def test_a_corpus_is_copied_to_a_disk_without_hard_links(
+    corpus: GcsPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = open_dataset(local_text(tmp_path)).fingerprint
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    found = download_cache.localize(text(corpus, tmp_path), progress=dataset.silent)
+    assert isinstance(found, TextSource)
+    assert open_dataset(text(corpus, tmp_path)).fingerprint == expected
+    copies = [path for path in Path(found.path).rglob("*") if path.is_file()]
+    assert [path.stat().st_nlink for path in copies] == [1] * len(TEXTS)
+    download_cache.discard(Path(found.path))
+    assert not list((tmp_path / "staged" / "objects").iterdir()), "a damaged one is copied again"
+
+
+def test_folders_that_differ_only_in_case_are_never_one_class(
+    gcs_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that ignores case has one folder for both."""
+    folder, link = GcsPath(gcs_bucket, "images"), files.link
+    for name in ("cat/1.txt", "CAT/2.txt"):
+        files.replace(folder / name, b"text")
+
+    def link_ignoring_case(path: Path, to: Path) -> bool:
+        parent = to.parent.with_name(to.parent.name.lower())
+        parent.mkdir(exist_ok=True)
+        return link(path, parent / to.name)
+
+    (tmp_path / "ignores").mkdir()
+    monkeypatch.setattr(files, "link", link_ignoring_case)
+    with pytest.raises(ConfigError, match=r"changes names, such as CAT/2.txt"):
+        download_cache.localize(text(folder, tmp_path / "ignores"), progress=dataset.silent)
+    monkeypatch.setattr(files, "link", link)
+    source = download_cache.localize(text(folder, tmp_path / "ignores"), progress=dataset.silent)
+    assert isinstance(source, TextSource)
+    assert sorted(path.name for path in Path(source.path).iterdir()) == ["CAT", "cat"]
 
 
 def test_a_truncated_copy_is_downloaded_again(corpus: GcsPath, tmp_path: Path) -> None:

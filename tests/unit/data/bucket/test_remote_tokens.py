@@ -6,7 +6,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from tests.waiting import SURE_SECONDS
 
 BLOCK = 2**16
 VOCAB = 900
+Requests = Callable[[], list[str]]
 
 
 def documents() -> list[np.ndarray]:
@@ -61,13 +62,6 @@ def there(here: Path, gcs_bucket: str) -> GcsPath:
 
 
 @pytest.fixture
-def server(gcs_server: GcsServer) -> Iterator[GcsServer]:
-    gcs_server.log = []
-    yield gcs_server
-    gcs_server.log = None
-
-
-@pytest.fixture
 def without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs_client, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(remote_items, "PAUSE_SECONDS", 0.01)
@@ -79,8 +73,8 @@ def opened(path: GcsPath | Path, cache: Path, **fields: float | str) -> Dataset:
     return open_dataset(section.model_copy(update=fields))
 
 
-def reads_of_tokens(server: GcsServer) -> int:
-    return sum("tokens.bin" in row and "alt=media" in row for row in server.log or ())
+def reads_of_tokens(requests: Requests) -> int:
+    return sum("tokens.bin" in row and "alt=media" in row for row in requests())
 
 
 def cached(cache: Path) -> list[Path]:
@@ -109,7 +103,7 @@ def test_rows_equal_those_of_the_folder_and_a_block_is_fetched_once(
     here: Path,
     there: GcsPath,
     tmp_path: Path,
-    server: GcsServer,
+    own_requests: Requests,
     monkeypatch: pytest.MonkeyPatch,
     copied_bytes: int,
 ) -> None:
@@ -117,18 +111,18 @@ def test_rows_equal_those_of_the_folder_and_a_block_is_fetched_once(
     monkeypatch.setattr(remote_tokens, "OFFSETS_READ_BYTES", copied_bytes)
     expected = opened(here, tmp_path)
     first = opened(there, tmp_path / "cache")
-    assert reads_of_tokens(server) == 0, "opening reads tokens"
+    assert reads_of_tokens(own_requests) == 0, "opening reads tokens"
     assert isinstance(first.train.corpus.offsets, RemoteItems) == (copied_bytes == 0)  # type: ignore[attr-defined]
     assert_same_rows(first, expected)
     num_blocks = -(-(here / "tokens.bin").stat().st_size // BLOCK)
-    assert reads_of_tokens(server) == num_blocks
-    before = len([row for row in server.log or () if "alt=media" in row])
+    assert reads_of_tokens(own_requests) == num_blocks
+    before = len([row for row in own_requests() if "alt=media" in row])
     assert_same_rows(opened(there, tmp_path / "cache"), expected)
     assert_same_rows(
         opened(there, tmp_path / "cache", packing="best_fit"),
         opened(here, tmp_path, packing="best_fit"),
     )
-    after = [row for row in server.log or () if "alt=media" in row][before:]
+    after = [row for row in own_requests() if "alt=media" in row][before:]
     assert all("offsets.npy" in row for row in after), "a cached block was fetched"
 
 
@@ -149,7 +143,7 @@ def test_a_search_in_remote_offsets_equals_that_of_numpy(
 def test_a_damaged_cached_block_is_fetched_again(
     there: GcsPath,
     tmp_path: Path,
-    server: GcsServer,
+    own_requests: Requests,
     is_open: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -160,17 +154,17 @@ def test_a_damaged_cached_block_is_fetched_again(
     (path,) = [path for path in cached(tmp_path) if path.name == "0"]
     flip_bit_at(path, 20)
     row_of(dataset, len(dataset.train) - 1)  # Memory has one block: now another one.
-    before = reads_of_tokens(server)
+    before = reads_of_tokens(own_requests)
     assert row_of(dataset if is_open else opened(there, tmp_path)) == expected
-    assert reads_of_tokens(server) == before + 1
+    assert reads_of_tokens(own_requests) == before + 1
     path.write_bytes(path.read_bytes()[:100])
     assert row_of(opened(there, tmp_path)) == expected
 
 
 def test_a_block_that_is_damaged_on_the_way_is_fetched_again(
-    there: GcsPath, here: Path, tmp_path: Path, server: GcsServer
+    there: GcsPath, here: Path, tmp_path: Path, gcs_server: GcsServer
 ) -> None:
-    damaged = server.fail("damage", path="tokens.bin.*alt=media", times=2)
+    damaged = gcs_server.fail("damage", path="tokens.bin.*alt=media", times=2)
     assert row_of(opened(there, tmp_path)) == row_of(opened(here, tmp_path))
     assert damaged.hits == 2
 
@@ -233,26 +227,26 @@ def test_an_object_that_changes_while_it_is_read_is_one_error(
 @pytest.mark.usefixtures("without_retries")
 @pytest.mark.parametrize("kind", ["503", "403", "drop"])
 def test_a_read_waits_for_a_bucket_that_is_away_up_to_a_limit(
-    there: GcsPath, here: Path, tmp_path: Path, server: GcsServer, kind: str
+    there: GcsPath, here: Path, tmp_path: Path, gcs_server: GcsServer, kind: str
 ) -> None:
     dataset = opened(there, tmp_path)
-    away = server.fail(kind, path="tokens.bin", times=5)
+    away = gcs_server.fail(kind, path="tokens.bin", times=5)
     assert row_of(dataset) == row_of(opened(here, tmp_path))
     assert away.hits == 5
     short = opened(there, tmp_path / "other", timeout_seconds=0.05)
-    server.fail(kind, path="tokens.bin", times=None)
+    gcs_server.fail(kind, path="tokens.bin", times=None)
     with pytest.raises(StorageUnavailable):
         row_of(short)
 
 
 def test_the_only_row_that_waits_for_the_bucket_is_no_bad_record(
-    there: GcsPath, tmp_path: Path, server: GcsServer
+    there: GcsPath, tmp_path: Path, gcs_server: GcsServer
 ) -> None:
     """The other rows are in the cache."""
     rows = opened(there, tmp_path).train
     ids = np.array([0, 1, len(rows) - 1])
     rows.rows(ids[:2])
-    server.fail("stall", path="tokens.bin.*alt=media", late_seconds=0.3, times=None)
+    gcs_server.fail("stall", path="tokens.bin.*alt=media", late_seconds=0.3, times=None)
     assert bad_records.find_hung_row(rows, ids, seconds=0.05) is None
 
 
@@ -313,7 +307,7 @@ def test_a_folder_without_digests_is_copied(there: GcsPath, here: Path, tmp_path
 
 @pytest.mark.slow
 def test_the_first_batch_of_a_large_folder_reads_only_its_blocks(
-    gcs_bucket: str, tmp_path: Path, server: GcsServer
+    gcs_bucket: str, tmp_path: Path, gcs_server: GcsServer, own_requests: Requests
 ) -> None:
     """5 GB of tokens, and offsets that are too long to be copied."""
     folder, size_bytes, num_documents = GcsPath(gcs_bucket, "large"), 5 * 10**9, 2_200_000
@@ -330,13 +324,13 @@ def test_the_first_batch_of_a_large_folder_reads_only_its_blocks(
     meta = {"format": 1, "dtype": "uint16", "vocab_size": 9, "num_tokens": size_bytes // 2}
     meta |= {"num_documents": num_documents, "tokenizer": "mine", "fingerprint": "f" * 32}
     files.replace(folder / "meta.json", json.dumps({**meta, "block_bytes": BLOCK}).encode())
-    server.objects.put(gcs_bucket, "large/tokens.bin", SparseData(size_bytes), {}, {})  # type: ignore[arg-type]
-    before = server.sent.num_bytes
+    gcs_server.objects.put(gcs_bucket, "large/tokens.bin", SparseData(size_bytes), {}, {})  # type: ignore[arg-type]
+    before = gcs_server.sent.num_bytes
     dataset = opened(folder, tmp_path)
     batch = batch_at(dataset.train, dataset.order(seed=0, rows_per_step=24), global_batch_size=24)(
         0
     )
     assert not batch.arrays["tokens_BT"].any()
-    sent = server.sent.num_bytes - before - 8 * len(digests)
+    sent = gcs_server.sent.num_bytes - before - 8 * len(digests)
     assert sent < 4 * 24 * BLOCK, "more than a block of tokens and some of offsets for each row"
-    assert reads_of_tokens(server) <= 26
+    assert reads_of_tokens(own_requests) <= 26

@@ -180,10 +180,40 @@ def test_a_word_that_a_unigram_tokenizer_has_twice_is_refused(tmp_path: Path) ->
         library.add_special_tokens([bpe.END])
         library.save(str(tmp_path / "tokenizer.json"))
         section = HuggingfaceTokenizer(path=tmp_path, end_of_document=bpe.END)
+        opened = tokenizer.open_tokenizer(section)
+        assert isinstance(opened, tokenizer.LibraryTokenizer)
         if words == "ab":
-            assert tokenizer.open_tokenizer(section).vocab_size == 3
+            opened.require_unambiguous()
+            assert opened.vocab_size == 3
     with pytest.raises(ConfigError, match="'a' has the ids 0 and 2"):
-        tokenizer.open_tokenizer(section)
+        opened.require_unambiguous()
+
+
+def test_an_ambiguous_tokenizer_makes_no_tokens_and_cached_ones_need_no_second_parse(
+    corpus: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, check = list[str](), tokenizer._check_vocabulary
+
+    def counted(data: bytes, where: str) -> None:
+        checked.append(where)
+        check(data, where)
+
+    monkeypatch.setattr(tokenizer, "_check_vocabulary", counted)
+    for _ in range(2):
+        built = open_dataset(section(corpus, trained))
+    assert checked == [f"data.tokenizer.path: {trained / 'tokenizer.json'}"]
+    fields = json.loads((trained / "tokenizer.json").read_bytes())
+    fields["model"]["vocab"]["twice"] = 300
+    (other := tmp_path / "other").mkdir()
+    (other / "tokenizer.json").write_text(json.dumps(fields))
+    given = HuggingfaceTokenizer(path=other, end_of_document=bpe.END)
+    config = section(corpus, trained).model_copy(update={"tokenizer": given})
+    with pytest.raises(ConfigError, match=f"{other}.* which word .*'twice' have the id 300"):
+        open_dataset(config)
+    entry = built.train.corpus.folder  # type: ignore[attr-defined]
+    assert [path for path in entry.parent.iterdir() if path.name[0] != "."] == [entry]
+    with pytest.raises(ConfigError, match="which word has which id is ambiguous"):
+        open_dataset(config.model_copy(update={"source": TokensSource(path=entry)}))
 
 
 HARMLESS = {

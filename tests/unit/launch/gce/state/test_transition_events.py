@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
+from jaxres.faults import ConfigError
 from jaxres.launch.gce import status as gce_status
 from jaxres.launch.gce.state import transition_events
 from jaxres.launch.gce.state.desired_state import DesiredState
@@ -96,7 +97,12 @@ def test_an_event_that_a_killed_launcher_has_stored_is_read_once(tmp_path: Path)
     state.write_bytes(encode_state(kept))
     assert launch_events.read(run_dir) == before
     state.write_text("{")
-    assert launch_events.read(run_dir) == list(stored), "a damaged state hides what is stored"
+    told: list[str] = []
+    assert launch_events.read(run_dir, warn=told.append) == list(stored)
+    assert len(told) == 1
+    assert told[0].startswith(f"{state}: is damaged")
+    with pytest.raises(ConfigError, match="is damaged"):
+        launch_events.read(run_dir)
 
 
 def test_numbers_continue_after_a_move() -> None:
