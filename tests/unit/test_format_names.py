@@ -23,7 +23,7 @@ from jaxres.checkpoint.memory import tier
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
-from jaxres.cli import chaos, plan, report, run_health, status
+from jaxres.cli import chaos, plan, report, run_state, status
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
@@ -197,8 +197,8 @@ def status_names() -> dict[str, Any]:
         evaluation=status._newest_evaluation([evaluated]),
         hosts=[example(status.HostSnapshot)],
         recent=[example(attempt_history.AttemptSummary)],
-        supervision=example(run_health.LastSupervisorEvent),
-        outlook=run_health.RunHealth("running", "x", "x"),
+        supervision=example(run_state.LastSupervisorEvent),
+        outlook=run_state.RunOutlook("running", "x", "x"),
         replica=example(replica_files.ReplicaProgress),
         damaged=(example(scrub_progress.StepCheck),),
     )
