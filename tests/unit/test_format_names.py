@@ -72,10 +72,11 @@ from tests.unit.launch import gce_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_names.json"
 ADVICE = (
-    "this is a format change: bump the format's number (runlog/records.py, "
+    "this is a format change: list the names in CHANGELOG, then write the file again: python -m "
+    "tests.unit.test_format_names. If readers of the old format would misread it "
+    "(docs/formats.md, Compatibility), bump its number (runlog/records.py, "
     "checkpoint/read/manifest.py, cluster/messages.py, launch/gce/state/state_object.py, "
-    "launch/gce/state/lease.py), list the names in CHANGELOG, "
-    "then write the file again: python -m tests.unit.test_format_names"
+    "launch/gce/state/lease.py)"
 )
 SCALARS: Mapping[Any, Any] = {bool: True, int: 7, float: 1.5, str: "x", bytes: b"x", Any: "x"}
 CLOCK = SystemClock()
