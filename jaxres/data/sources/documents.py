@@ -110,6 +110,8 @@ def read_pieces(
 ) -> Iterator[TextPiece] | Iterator[TokenPiece]:
     """Yields the pieces of an open file; a long document is cut where `cuts` allows it.
 
+    The file stays open: the caller compares it with its listing afterwards.
+
     Raises:
       ConfigError: the file is of another kind, damaged, or lacks the field or column.
     """
