@@ -291,7 +291,7 @@ ALL: tuple[Fault, ...] = (
     Fault(
         "unhealthy_device",
         "host",
-        "supervisor/health/health.py",
+        "supervisor/health/gpu_health.py",
         "a GPU has a fault (memory, Xid, lost): save if the state is good, or stop at once; the "
         "host is excluded or replaced, also in later starts of the run; other faults are warnings "
         "(`hardware.health`)",

@@ -14,7 +14,14 @@ from jaxres import config as configs
 from jaxres import data, faults
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser, path_argument
-from jaxres.config.schema.data import CustomSource, DataSection, MixtureSource, TokensSource
+from jaxres.config.schema.data import (
+    CustomSource,
+    DataSection,
+    DocumentSource,
+    MixtureSource,
+    TokensSource,
+    kinds_of,
+)
 from jaxres.config.schema.model import embedding_rows
 from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data import Rows
@@ -122,7 +129,7 @@ def _build_one(
     if isinstance(source, CustomSource | TokensSource):
         raise UsageError(
             f"data.source.kind={source.kind}: there is nothing to tokenise. `data build` takes "
-            "text, jsonl, parquet, huggingface and nanogpt."
+            f"{', '.join(kinds_of(DocumentSource))}."
         )
     corpus = describe_corpus(
         source,

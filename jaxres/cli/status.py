@@ -11,8 +11,8 @@ from datetime import datetime
 from typing import Any
 
 from jaxres import config as configs
-from jaxres.cli import run_health
-from jaxres.cli.run_health import LastSupervisorEvent, RunHealth
+from jaxres.cli import run_state
+from jaxres.cli.run_state import LastSupervisorEvent, RunOutlook
 from jaxres.clock import Clock
 from jaxres.config.schema.data import HELDOUT
 from jaxres.exit_codes import ExitCode, exit_name
@@ -81,7 +81,7 @@ class Status:
     hosts: Sequence[HostSnapshot]
     recent: Sequence[AttemptSummary]
     supervision: LastSupervisorEvent | None
-    outlook: RunHealth
+    outlook: RunOutlook
     replica: replica_files.ReplicaProgress | None = None
     """Progress of the replica; None: there is none."""
     marker: replica_files.Marker | None = None
@@ -115,9 +115,9 @@ def read_status(
         run_dir, is_alive=liveness != "gone", last=NUM_INCIDENTS, warn=stdio.warn
     )
     last_exit = recent[-1].exit if recent else None
-    supervision = run_health.supervision(read_events(run_dir.supervisor_events))
-    health = run_health.outlook(
-        run_health.HealthFacts(
+    supervision = run_state.supervision(read_events(run_dir.supervisor_events))
+    health = run_state.outlook(
+        run_state.OutlookFacts(
             liveness=liveness,
             pid=None if heartbeat is None else heartbeat["pid"],
             is_done=last_exit == ExitCode.DONE or (steps is not None and history.step >= steps),

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from jaxres.config import huggingface_keys
 from jaxres.config.errors import Problem
+from jaxres.config.schema.data import TextualSource, kinds_of
 from jaxres.config.schema.model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.config.yaml import Node, plain
 from jaxres.faults import ConfigError
@@ -86,7 +87,7 @@ FIXED: Mapping[str, Any] = {
 }
 """Settings of config.json that the decoder has no key for, with the values that it computes."""
 _TOKENIZER_FILE = re.compile(r"token|tekken|vocab|merges|spiece|sentencepiece|\.bpe|\.model$")
-WITH_TOKENIZER = ("text", "jsonl", "parquet", "huggingface", "mixture")
+WITH_TOKENIZER = (*kinds_of(TextualSource), "mixture")
 """Kinds of data.source that a tokenizer reads."""
 FACTS = (
     "norm",

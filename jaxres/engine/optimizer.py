@@ -9,18 +9,14 @@ After a rollback it has a factor, which the run history defines (`RunHistory.rat
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
-from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 from jaxtyping import Array, Float
 
@@ -33,7 +29,6 @@ from jaxres.config.schema.optimizer import (
     Optimizer,
     SgdOptimizer,
 )
-from jaxres.engine import mesh as meshes
 from jaxres.engine.trainable import Trainable
 from jaxres.faults import ConfigError
 from jaxres.models.interface import matrix_dims
@@ -293,6 +288,7 @@ def state_axes(state: Tree, *, params: Tree, param_axes: Tree) -> Tree:
     An array belongs to a parameter if its path ends with the parameter's and the shapes are equal;
     others, such as counts and Adafactor's factors, are whole on every device.
 
+    >>> import numpy as np
     >>> shape = np.zeros(3)
     >>> state_axes({"n": np.zeros(()), "mu": {"w": shape}}, params={"w": shape},
     ...            param_axes={"w": ("embed",)})
@@ -330,20 +326,3 @@ def clip(grads: Tree, *, norm: Float[Array, ""], max_norm: Any) -> Tree:
     # The factor is exactly 1 up to max_norm, and NaN if the norm is NaN.
     factor = jnp.where(norm <= max_norm, 1.0, max_norm / norm)
     return jax.tree.map(lambda grad: grad * factor, grads)
-
-
-def rate_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns shape and sharding of the peak learning rate."""
-    return jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
-
-
-def rate_arrays(peak: float, mesh: Mesh) -> Callable[[float], jax.Array]:
-    """Returns a cached function from a factor of the run history to the peak of a step."""
-    sharding = rate_shape(mesh).sharding
-    assert sharding is not None
-
-    @functools.cache  # One entry per rollback; their number is limited.
-    def peak_rate(factor: float) -> jax.Array:
-        return jax.make_array_from_callback((), sharding, lambda index: np.float32(peak * factor))
-
-    return peak_rate

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxres.config.schema.optimizer import (
@@ -19,6 +22,7 @@ from jaxres.config.schema.optimizer import (
     Schedule,
     WsdSchedule,
 )
+from jaxres.engine import mesh as meshes
 
 Rate = Callable[[Int[Array, ""]], Float[Array, ""]]
 """Learning rate of a step, float32; the step is the number of batches consumed before it."""
@@ -28,7 +32,7 @@ def learning_rate(schedule: Schedule, *, total_steps: int, peak: float = 1.0) ->
     """Returns the learning rate: a linear warm-up from 0 to the peak, then the schedule.
 
     The trainer takes it for a peak of 1, because the peak is an input of the step
-    (`optimizer.rate_arrays`).
+    (`rate_arrays`).
 
     From the horizon on (`horizon_steps`, else `total_steps`) it is constant at the final value. A
     warm-up by fraction is rounded down to whole steps. If the warm-up takes the whole horizon there
@@ -85,3 +89,20 @@ def _piecewise(schedule: PiecewiseSchedule, *, warmup: int) -> optax.Schedule:
         return factor * rising
 
     return rate
+
+
+def rate_shape(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Returns shape and sharding of the peak learning rate."""
+    return jax.ShapeDtypeStruct((), np.float32, sharding=meshes.replicated(mesh))
+
+
+def rate_arrays(peak: float, mesh: Mesh) -> Callable[[float], jax.Array]:
+    """Returns a cached function from a factor of the run history to the peak of a step."""
+    sharding = rate_shape(mesh).sharding
+    assert sharding is not None
+
+    @functools.cache  # One entry per rollback; their number is limited.
+    def peak_rate(factor: float) -> jax.Array:
+        return jax.make_array_from_callback((), sharding, lambda index: np.float32(peak * factor))
+
+    return peak_rate

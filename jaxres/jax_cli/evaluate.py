@@ -120,23 +120,23 @@ def _means(loaded: LoadedModel, rows: Any, count: int, size: int) -> Scores:
 
 def _task(path: Path, loaded: LoadedModel, limit: int | None) -> Scores:
     """Returns the scores of the lines of a task: questions, or texts."""
-    from jaxres.engine import likelihood
+    from jaxres.engine import text_scores
 
     tokenizer = loaded.text_tokenizer()
     lines = list(_lines(path))[:limit]
-    parsed = [likelihood.parse(row, f"{path}:{number}") for number, row in lines]
-    measure = likelihood.Likelihood(loaded.model.logits, loaded.params, seq_len=loaded.seq_len)
-    questions = [part for part in parsed if isinstance(part, likelihood.Question)]
+    parsed = [text_scores.parse(row, f"{path}:{number}") for number, row in lines]
+    measure = text_scores.Likelihood(loaded.model.logits, loaded.params, seq_len=loaded.seq_len)
+    questions = [part for part in parsed if isinstance(part, text_scores.Question)]
     texts = [part for part in parsed if isinstance(part, str)]
     if questions and texts:
         raise ConfigError(f"{path}: has texts and questions; put them into two files.")
     if not parsed:
         raise ConfigError(f"{path}: is empty.")
     if questions:
-        return likelihood.score_choices(questions, tokenizer, measure)
+        return text_scores.score_choices(questions, tokenizer, measure)
     if not any(texts):
         raise ConfigError(f"{path}: all of its texts are empty.")
-    return likelihood.score_texts(texts, tokenizer, measure)
+    return text_scores.score_texts(texts, tokenizer, measure)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -1,5 +1,4 @@
-"""The hosts that later attempts of a run leave out: hosts with failed hardware, from its log, and
-hosts excluded by hand.
+"""Hosts that later attempts leave out: of failed hardware, from the log, or excluded by hand.
 
 A host is taken again once its faults are forgotten by `jaxres hosts RUN_DIR --forget HOST`. That
 writes a file for each of the faults, named after the claim of the attempt that met it (and after

@@ -23,7 +23,7 @@ from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStart
 from jaxres.storage.threads import spawn_thread
 from jaxres.supervisor import signal_dispatch
 from jaxres.supervisor.attempt import RunningAttempt, print_message
-from jaxres.supervisor.health.health import Finding
+from jaxres.supervisor.health.gpu_health import Finding
 from jaxres.supervisor.process.worker_process import Worker, kill_process_groups
 from jaxres.supervisor.remote_hosts import LEADER
 from jaxres.supervisor.root_cause import WorkerExit

@@ -24,7 +24,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import KILLED
 from jaxres.runlog.run_log import AttemptEnded, Claim, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
-from jaxres.supervisor.health.health import ECC
+from jaxres.supervisor.health.gpu_health import ECC
 from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.health.nvml import BAD_REASONS
 from jaxres.telemetry.heartbeat import (

@@ -376,8 +376,7 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
 
 
 def of_training(news: TrainingReport | SpeedChanged, *, run: str, attempt: int) -> Incident:
-    """Returns the incident of a rollback, of masked steps or of a change of speed."""
-    begins = KINDS[news.kind].severity is not None
+    """Returns the incident of a report of host 0's worker while it trains."""
     return Incident(
         kind=news.kind,
         run=run,
@@ -385,6 +384,6 @@ def of_training(news: TrainingReport | SpeedChanged, *, run: str, attempt: int) 
         step=news.step,
         host=news.host if isinstance(news, SpeedChanged) else None,
         reason=news.reason,
-        next="training continues: docs/guards.md" if begins else "",
+        next=KINDS[news.kind].next,
         seq=news.number,
     )

@@ -24,7 +24,7 @@ from jaxres.config.schema.training import GuardsSection
 from jaxres.data import Dataset
 from jaxres.data.text_bytes import bytes_per_target
 from jaxres.data.tokens.tokenizer import Tokenizer
-from jaxres.engine import divergence, mesh_plan, optimizer, sharding_report
+from jaxres.engine import divergence, mesh_plan, schedule, sharding_report
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine.guards import Guard
@@ -105,7 +105,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
         init=init,
         shapes=parts.shapes,
         step=compiled.train,
-        peak_rate=optimizer.rate_arrays(config.optimizer.learning_rate, parts.mesh),
+        peak_rate=schedule.rate_arrays(config.optimizer.learning_rate, parts.mesh),
         diagnostics=_diagnostics(config, context),
         metrics_layout=parts.metrics_layout(),
         row_origins=_row_origins(parts),

@@ -17,7 +17,7 @@ from jaxres.config import RunConfig
 from jaxres.data import Batch
 from jaxres.data.mixture import SOURCE_KEY
 from jaxres.engine import mesh as meshes
-from jaxres.engine import optimizer
+from jaxres.engine import schedule
 from jaxres.engine.loss_scale import value_and_grad
 from jaxres.engine.mesh_plan import BatchPart
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
@@ -62,7 +62,7 @@ def replay_step(
     )
     state, progress = _begin(parts, run_dir, commit)
     function = jitted_steps.traced_step(parts).lower().compile()
-    peak_rate = optimizer.rate_arrays(config.optimizer.learning_rate, mesh)
+    peak_rate = schedule.rate_arrays(config.optimizer.learning_rate, mesh)
     rows = parts.rows_per_batch
     order = dataset.order(seed=config.run.seed, rows_per_step=rows)
     batch_at = data.batch_at(

@@ -26,7 +26,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Rollback, RunLog, Start
-from jaxres.supervisor.companions.tracker_process import Copy, has_everything
+from jaxres.supervisor.companions.tracker_copy import Copy, has_everything
 from jaxres.telemetry.trackers import Identity, Row
 from tests.promises import wandb_files
 from tests.promises.trainer import (

@@ -23,7 +23,7 @@ from jaxres.checkpoint.memory import tier
 from jaxres.checkpoint.read import manifest, readback, tensorstore_reader
 from jaxres.checkpoint.restore import restore
 from jaxres.checkpoint.retention import retention
-from jaxres.cli import chaos, plan, report, run_health, status
+from jaxres.cli import chaos, plan, report, run_state, status
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
@@ -72,10 +72,11 @@ from tests.unit.launch import gce_config
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_names.json"
 ADVICE = (
-    "this is a format change: bump the format's number (runlog/records.py, "
+    "this is a format change: list the names in CHANGELOG, then write the file again: python -m "
+    "tests.unit.test_format_names. If readers of the old format would misread it "
+    "(docs/formats.md, Compatibility), bump its number (runlog/records.py, "
     "checkpoint/read/manifest.py, cluster/messages.py, launch/gce/state/state_object.py, "
-    "launch/gce/state/lease.py), list the names in CHANGELOG, "
-    "then write the file again: python -m tests.unit.test_format_names"
+    "launch/gce/state/lease.py)"
 )
 SCALARS: Mapping[Any, Any] = {bool: True, int: 7, float: 1.5, str: "x", bytes: b"x", Any: "x"}
 CLOCK = SystemClock()
@@ -197,8 +198,8 @@ def status_names() -> dict[str, Any]:
         evaluation=status._newest_evaluation([evaluated]),
         hosts=[example(status.HostSnapshot)],
         recent=[example(attempt_history.AttemptSummary)],
-        supervision=example(run_health.LastSupervisorEvent),
-        outlook=run_health.RunHealth("running", "x", "x"),
+        supervision=example(run_state.LastSupervisorEvent),
+        outlook=run_state.RunOutlook("running", "x", "x"),
         replica=example(replica_files.ReplicaProgress),
         damaged=(example(scrub_progress.StepCheck),),
     )

@@ -27,7 +27,7 @@ from jaxres.runlog.paths import RunDir
 from jaxres.secret_values import HIDDEN
 from jaxres.storage.path import GcsPath
 from jaxres.supervisor import run_config
-from jaxres.supervisor.companions import tracker_process
+from jaxres.supervisor.companions import tracker_copy
 from jaxres.telemetry import stdio
 from jaxres.telemetry.incidents import Incident, messages
 from tests.emulators import kubernetes, skypilot
@@ -166,7 +166,7 @@ def test_the_next_attempt_reports_a_changed_secret_once_without_its_value(tmp_pa
 
 def test_trackers_get_no_secret(tmp_path: Path):
     history: Any = SimpleNamespace(rollbacks=(), claims=[SimpleNamespace(nonce="n")])
-    sent = {p: tracker_process._identity(RunDir(tmp_path), load(p), history) for p in PLACES}
+    sent = {p: tracker_copy._identity(RunDir(tmp_path), load(p), history) for p in PLACES}
     assert_no([place for place, found in sent.items() if shows(json.dumps(found.config))])
     assert_no([place for place, found in sent.items() if HIDDEN not in json.dumps(found.config)])
 

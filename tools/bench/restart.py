@@ -131,7 +131,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     from jaxres.data import dataset
     from jaxres.data.tokens.token_folder import open_tokens
     from jaxres.engine import mesh as meshes
-    from jaxres.engine import optimizer
+    from jaxres.engine import schedule
     from jaxres.engine.state import from_plain, to_plain
     from jaxres.train.compiled import assemble, compile_cache, jitted_steps
 
@@ -150,7 +150,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     local = meshes.local_rows(mesh, parts.rows_per_batch)
     some = rows.train.rows(np.arange(parts.rows_per_batch))
     placed = meshes.place_batch(mesh, some, local=local)
-    rate = optimizer.rate_arrays(config.optimizer.learning_rate, mesh)(1.0)
+    rate = schedule.rate_arrays(config.optimizer.learning_rate, mesh)(1.0)
     _, metrics = step(from_plain(state), placed, None, rate)
     metrics.block_until_ready()
     print(time.monotonic(), time.process_time(), flush=True)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxres import config as configs
 from jaxres import data
 from jaxres.engine import mesh as meshes
-from jaxres.engine import optimizer, sharding_report
+from jaxres.engine import schedule, sharding_report
 from jaxres.train.compiled import assemble, jitted_steps
 from jaxres.train.components import Components
 from tools.gpu.runs import NO_GPU, REHEARSED, Figures, every, quickstart, seconds, sized
@@ -59,7 +59,7 @@ def _batch(parts: Components) -> dict[str, jax.Array]:
 def _step_seconds(parts: Components, step: Any) -> float:
     """Returns the median time of a step after two that are not counted."""
     state, batch, taken = parts.init(), _batch(parts), []
-    rate = optimizer.rate_arrays(parts.config.optimizer.learning_rate, parts.mesh)(1.0)
+    rate = schedule.rate_arrays(parts.config.optimizer.learning_rate, parts.mesh)(1.0)
 
     def run() -> None:
         nonlocal state

@@ -45,10 +45,13 @@ class KindRow:
     """PagerDuty's severity; None: the kind only resolves."""
     resolves: tuple[str, ...] = ()
     """Kinds whose open alerts it resolves."""
+    next: str = ""
+    """What follows it, for kinds that a worker reports."""
     ends_run: bool = False
     """Whether the run has ended; the rate limit does not apply then."""
 
 
+GUARDS = "training continues: docs/guards.md"
 _BEGINNINGS: Mapping[str, KindRow] = {
     "restarted": KindRow("failed and is being restarted", "warning"),
     "supervisor_restarted": KindRow(
@@ -60,17 +63,17 @@ _BEGINNINGS: Mapping[str, KindRow] = {
     ),
     "commits_stalled": KindRow("has committed no step for too long", "error"),
     "saves_failing": KindRow("can't save: storage refuses", "error"),
-    "rollback": KindRow("was rolled back to an earlier step", "warning"),
+    "rollback": KindRow("was rolled back to an earlier step", "warning", next=GUARDS),
     "preempted": KindRow("was preempted", "info"),
     "replica_behind": KindRow("has committed steps that its replica lacks for too long", "error"),
     "hardware_fault": KindRow("trains on hardware with a fault", "error"),
     "checkpoint_damaged": KindRow("has a damaged or unreadable checkpoint", "error"),
-    "straggler": KindRow("waits for a slow host", "warning"),
-    "throughput_dropped": KindRow("is slower than usual", "warning"),
+    "straggler": KindRow("waits for a slow host", "warning", next=GUARDS),
+    "throughput_dropped": KindRow("is slower than usual", "warning", next=GUARDS),
     "vm_lost": KindRow("has lost VMs between two attempts", "warning"),
     "no_capacity": KindRow("gets no VMs for too long", "error"),
     "spend_exceeded": KindRow("has cost more than its bound", "warning"),
-    "masked_steps": KindRow("masks many steps", "warning"),
+    "masked_steps": KindRow("masks many steps", "warning", next=GUARDS),
 }
 _RESOLVING: Mapping[str, KindRow] = {
     "commits_resumed": KindRow("commits steps again", resolves=("commits_stalled",)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from types import UnionType
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, JsonValue
 
@@ -146,9 +147,9 @@ class CustomSource(Section):
     """Arguments, such as paths, whose content the object's `fingerprint` covers: they are free."""
 
 
-DocumentSource = (
-    TextSource | JsonlSource | ParquetSource | HuggingfaceSource | NanogptSource | ImagesSource
-)
+TextualSource = TextSource | JsonlSource | ParquetSource | HuggingfaceSource
+"""Sources that a tokenizer reads."""
+DocumentSource = TextualSource | NanogptSource | ImagesSource
 """Sources that are tokenised, or copied, into a cached token folder."""
 SingleSource = DocumentSource | TokensSource | CustomSource
 """Sources that are no mixture."""
@@ -187,6 +188,15 @@ class MixtureSource(Section):
 
 
 Source = Annotated[SingleSource | MixtureSource, Field(discriminator="kind")]
+
+
+def kinds_of(sources: UnionType) -> tuple[str, ...]:
+    """Returns the values of `kind` of a union of sources.
+
+    >>> kinds_of(TextualSource)
+    ('text', 'jsonl', 'parquet', 'huggingface')
+    """
+    return tuple(source.model_fields["kind"].default for source in get_args(sources))
 
 
 def single_sources(source: Source) -> dict[str, SingleSource]:

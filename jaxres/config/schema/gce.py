@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
@@ -64,6 +64,10 @@ NumHosts = Annotated[int | str, PlainValidator(_parse_hosts)]
 class CommonOptionFields(Section):
     """Fields of every capacity option: where and by which machine type VMs are created."""
 
+    uses_reservation: ClassVar[bool] = False
+    """Whether its VMs are of a reservation: their quota is used and paid for without them too."""
+    waits_in_queue: ClassVar[bool] = False
+    """Whether a request waits for capacity; before that no VM exists or is paid for."""
     zones: tuple[Zone, ...] = free(...)
     """Zones, tried in this order; all VMs of a job are in one zone."""
     machine_type: str = free(...)
@@ -88,6 +92,7 @@ class SpotOption(CommonOptionFields):
 class FlexStartOption(CommonOptionFields):
     """Capacity option: flex-start VMs, which wait in a queue."""
 
+    waits_in_queue: ClassVar[bool] = True
     kind: Literal["flex_start"] = "flex_start"
     """Flex-start VMs: wait in a queue, then run for at most seven days."""
     wait_minutes: PositiveInt = free(10)
@@ -97,6 +102,7 @@ class FlexStartOption(CommonOptionFields):
 class ReservationOption(CommonOptionFields):
     """Capacity option: VMs of a reservation."""
 
+    uses_reservation: ClassVar[bool] = True
     kind: Literal["reservation"] = "reservation"
     """VMs of a reservation of your project."""
     reservation: str = free(...)

@@ -51,7 +51,7 @@ IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\
 HEADERS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """First int32 of llm.c's files -> type of their ids (karpathy/llm.c, dev/data/data_common.py)."""
 
-KINDS_BY_NAME = {
+REFUSED_AS_TEXT = {
     ".parquet": "parquet",
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
@@ -60,6 +60,7 @@ KINDS_BY_NAME = {
     ".arrow": "huggingface",
     ".bin": "nanogpt",
 }
+"""End of a name -> the kind of source that reads such a file; `kind: text` refuses it."""
 CONTENTS = {
     b"PAR1": ("Parquet", "parquet"),
     b"ARROW1": ("Arrow", "huggingface"),
@@ -109,6 +110,8 @@ def read_pieces(
 ) -> Iterator[TextPiece] | Iterator[TokenPiece]:
     """Yields the pieces of an open file; a long document is cut where `cuts` allows it.
 
+    The file stays open: the caller compares it with its listing afterwards.
+
     Raises:
       ConfigError: the file is of another kind, damaged, or lacks the field or column.
     """
@@ -143,7 +146,7 @@ def check_text_name(file: SourceFile, source: DocumentSource) -> None:
     """Raises ConfigError if the name of a text file belongs to another kind of file."""
     if isinstance(source, TextSource) and source.encoding != "binary":
         name = file.name.lower()
-        for suffix, kind in KINDS_BY_NAME.items():
+        for suffix, kind in REFUSED_AS_TEXT.items():
             if name.endswith(suffix):
                 raise _wrong_kind(file, f"named as a {suffix} file", kind)
 

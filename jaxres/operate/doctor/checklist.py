@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config import RunConfig
+from jaxres.config.schema.base import Section
 from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, StepsWhen, When
+from jaxres.config.schema.training import GuardsSection
 from jaxres.operate.chaos.results import FAILED, PASSED
 from jaxres.operate.chaos.scenarios import ChecklistKind
 from jaxres.operate.doctor import estimates
@@ -451,12 +453,12 @@ def _budgets(config: RunConfig, _: Facts) -> ItemResult:
 
 def _guards(config: RunConfig, _: Facts) -> ItemResult:
     guards = config.guards
-    sections = ("rollback", "bad_records", "corruption", "throughput", "spikes")
+    defaults = {name: info.default for name, info in GuardsSection.model_fields.items()}
+    sections = [name for name, default in defaults.items() if isinstance(default, Section)]
     off = [f"guards.{name}=null" for name in sections if getattr(guards, name) is None]
-    modes = ("rollback", "corruption", "spikes")
     off += [
         f"guards.{name}.mode=warn"
-        for name in modes
+        for name in sections
         if getattr(getattr(guards, name), "mode", "act") == "warn"
     ]
     off += ["guards.on_nonfinite=warn"] if guards.on_nonfinite == "warn" else []

@@ -12,10 +12,10 @@ from jaxres.exit_codes import ExitCode
 from jaxres.host.side_process import SideProcess, end_all
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
-from jaxres.supervisor.companions.tracker_process import has_everything
+from jaxres.supervisor.companions.tracker_copy import has_everything
 from jaxres.telemetry import stdio, trackers
 
-MODULE = "jaxres.supervisor.companions.tracker_process"
+MODULE = "jaxres.supervisor.companions.tracker_copy"
 CLOSE_SECONDS = 10.0
 """Longest delay of the exit for metrics that were not sent yet; the next start sends the rest."""
 FINISH_SECONDS = 60.0

@@ -25,8 +25,8 @@ from jaxres.config.schema.hardware import HealthSection
 from jaxres.host.side_process import SideProcess
 from jaxres.runlog.supervisor_events import HardwareFaultFound, HealthWatchStarted
 from jaxres.storage.threads import WatcherThreads
-from jaxres.supervisor.health import health, health_messages, host_health, kernel_log, nvml
-from jaxres.supervisor.health.health import Finding, GpuState, XidReports
+from jaxres.supervisor.health import gpu_health, health_messages, host_health, kernel_log, nvml
+from jaxres.supervisor.health.gpu_health import Finding, GpuState, XidReports
 from jaxres.supervisor.health.health_messages import (
     MESSAGES,
     GpuReading,
@@ -133,7 +133,7 @@ class HealthWatcher:
         What can't be read now has no value: the last one would look like that of a healthy GPU.
         """
         states = {} if self._is_silent else self._states.copy()
-        return {gpu: health.readable(state) for gpu, state in states.items()}
+        return {gpu: gpu_health.readable(state) for gpu, state in states.items()}
 
     def host_reading(self) -> HostReading | None:
         """Returns the newest reading of the host, if there is one; from any thread."""
@@ -176,7 +176,9 @@ class HealthWatcher:
             case GpuReading():
                 state = self._states.get(message.gpu, GpuState())
                 now = self._clock.monotonic()
-                self._states[message.gpu], found = health.judge(state, message, section, now=now)
+                self._states[message.gpu], found = gpu_health.judge(
+                    state, message, section, now=now
+                )
                 yield from found
             case HostReading():
                 self._host.append(message)
@@ -188,7 +190,7 @@ class HealthWatcher:
 
     def _judge_xid(self, message: XidReported, section: HealthSection) -> Iterator[Finding]:
         """Yields the finding of an Xid error, unless it is known; a warning is yielded once."""
-        finding, key = health.judge_xid(message, section), (message.gpu, message.xid)
+        finding, key = gpu_health.judge_xid(message, section), (message.gpu, message.xid)
         is_first, reports = key not in self._xids, self._xids.get(key, XidReports())
         now = self._clock.monotonic()
         self._xids[key], is_new = reports.add(message.source, now=now)

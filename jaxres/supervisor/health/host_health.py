@@ -17,7 +17,7 @@ from jaxres.clock import Clock, boot_seconds
 from jaxres.config.schema.hardware import HealthSection
 from jaxres.host.proc_stat import read_proc_stat
 from jaxres.host.processes import available_bytes
-from jaxres.supervisor.health.health import LINK_ERRORS_PER_MINUTE, Finding
+from jaxres.supervisor.health.gpu_health import LINK_ERRORS_PER_MINUTE, Finding
 
 READ_SECONDS = 60.0
 """Seconds between two readings."""

@@ -16,7 +16,6 @@ from jaxres.config import RunConfig
 from jaxres.engine import (
     device_use,
     evaluate,
-    optimizer,
     replica_fingerprint,
     schedule,
     sharding_report,
@@ -98,7 +97,7 @@ def _step_signature(parts: Components, *, facts: Any) -> Signature:
     shapes, mesh = parts.shapes, parts.mesh
     batch = parts.batch_shapes(rows=parts.rows_per_batch)
     return Signature(
-        arguments=(shapes, batch, facts, optimizer.rate_shape(mesh)),
+        arguments=(shapes, batch, facts, schedule.rate_shape(mesh)),
         results=(jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh)),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxres import config
-from jaxres.cli import run_health, runs, status
+from jaxres.cli import run_state, runs, status
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
@@ -291,9 +291,9 @@ def test_a_supervisor_that_waits_differs_from_one_that_has_given_up(tmp_path):
 
 
 def test_events_of_another_version_are_no_error():
-    assert run_health.supervision([]) is None
-    assert run_health.supervision([{"event": "Unknown"}, {}]) is None
-    found = run_health.supervision([{"event": "gave_up"}])
+    assert run_state.supervision([]) is None
+    assert run_state.supervision([{"event": "Unknown"}, {}]) is None
+    found = run_state.supervision([{"event": "gave_up"}])
     assert found is not None
     assert (found.decision, found.attempt, found.budget) == ("gave up", 0, "")
 

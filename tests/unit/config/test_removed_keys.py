@@ -9,7 +9,7 @@ from jaxres.config.schema.fields import iter_fields
 from jaxres.engine import divergence
 from jaxres.faults import ConfigError
 from jaxres.supervisor import restart_policy, slow_hosts
-from jaxres.supervisor.health import health, host_health
+from jaxres.supervisor.health import gpu_health, host_health
 from jaxres.telemetry import alert_sender
 from jaxres.train.checks import device_probe, stragglers
 
@@ -24,8 +24,8 @@ CONSTANTS = {
     "guards.throughput.slow_factor": stragglers.SLOW_FACTOR,
     "hardware.health.clock_step_seconds": host_health.CLOCK_STEP_SECONDS,
     "hardware.health.leak_minutes": host_health.LEAK_MINUTES,
-    "hardware.health.link_errors_per_minute": health.LINK_ERRORS_PER_MINUTE,
-    "hardware.health.slow_minutes": health.SLOW_MINUTES,
+    "hardware.health.link_errors_per_minute": gpu_health.LINK_ERRORS_PER_MINUTE,
+    "hardware.health.slow_minutes": gpu_health.SLOW_MINUTES,
     "restart.max_backoff_seconds": restart_policy.MAX_BACKOFF_SECONDS,
     "restart.max_storage_backoff_seconds": restart_policy.MAX_STORAGE_BACKOFF_SECONDS,
 }

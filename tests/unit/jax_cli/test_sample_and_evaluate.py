@@ -23,7 +23,7 @@ from jaxres.checkpoint.weights import export as weights_export
 from jaxres.config.schema.data import HuggingfaceTokenizer
 from jaxres.config.schema.model import MlpModel
 from jaxres.data.tokens.tokenizer import open_tokenizer
-from jaxres.engine import likelihood
+from jaxres.engine import text_scores
 from jaxres.faults import ConfigError
 from jaxres.jax_cli import evaluate
 from jaxres.models.generate import Sampling, generate
@@ -73,8 +73,8 @@ def test_the_most_probable_tokens_are_those_of_the_whole_row_each_time(loaded, g
 def test_prompts_texts_and_questions_that_spell_special_tokens_are_text(loaded):
     tokenizer, text = loaded.tokenizer, f"a{bpe.END}b <s>"
     special = {tokenizer.library.token_to_id(name) for name in (bpe.END, "<s>", "<pad>")}
-    rows = likelihood.text_rows(text, tokenizer, seq_len=200)
-    rows += likelihood.choice_rows(likelihood.Question(text, ("<s>", "<pad>"), 0), tokenizer)
+    rows = text_scores.text_rows(text, tokenizer, seq_len=200)
+    rows += text_scores.choice_rows(text_scores.Question(text, ("<s>", "<pad>"), 0), tokenizer)
     assert len(rows) == 3
     for tokens in (tokenizer.encode(text), *(tokens[1:] for tokens, _ in rows)):
         assert special.isdisjoint(tokens)
@@ -172,13 +172,13 @@ def test_choices_are_scored_by_their_log_probability_after_the_question(
 def test_perplexity_measures_each_token_once_in_rows_of_the_models_length(loaded, tmp_path):
     text = "import os\n" * 12
     tokenizer, seq_len = loaded.tokenizer, 16
-    rows = likelihood.text_rows(text, tokenizer, seq_len=seq_len)
+    rows = text_scores.text_rows(text, tokenizer, seq_len=seq_len)
     count = len(tokenizer.encode(text))
     assert sum(measured for _, measured in rows) == count
     assert {len(tokens) for tokens, _ in rows} == {seq_len + 1}, "the last row sees as much"
     expected = sum(log_probability(loaded, *row) for row in rows)
-    short = likelihood.Likelihood(loaded.model.logits, loaded.params, seq_len=seq_len)
-    scores = likelihood.score_texts([text], tokenizer, short)
+    short = text_scores.Likelihood(loaded.model.logits, loaded.params, seq_len=seq_len)
+    scores = text_scores.score_texts([text], tokenizer, short)
     assert scores["bits_per_byte"] == pytest.approx(-expected / len(text) / math.log(2), rel=1e-5)
     assert scores["word_perplexity"] == pytest.approx(math.exp(-expected / 24), rel=1e-4)
 
@@ -329,18 +329,18 @@ def test_no_token_is_drawn_from_logits_that_are_no_numbers(loaded, temperature):
 
 
 def test_choices_longer_than_a_row_are_counted(loaded):
-    uniform = likelihood.Likelihood(
+    uniform = text_scores.Likelihood(
         lambda _, tokens_BT: jax.numpy.zeros((*tokens_BT.shape, ROWS)), {}, seq_len=4
     )
-    questions = [likelihood.Question("a", ("b", "import os, sys, math"), 0)]
-    scores = likelihood.score_choices(questions, loaded.tokenizer, uniform)
+    questions = [text_scores.Question("a", ("b", "import os, sys, math"), 0)]
+    scores = text_scores.score_choices(questions, loaded.tokenizer, uniform)
     assert scores["cut_choices"] == 1
-    short = [likelihood.Question("a", ("b", "c"), 0)]
-    assert "cut_choices" not in likelihood.score_choices(short, loaded.tokenizer, uniform)
+    short = [text_scores.Question("a", ("b", "c"), 0)]
+    assert "cut_choices" not in text_scores.score_choices(short, loaded.tokenizer, uniform)
 
 
 def test_no_choice_is_right_if_probabilities_are_no_numbers():
-    measure = likelihood.Likelihood(NOT_FINITE.logits, {}, seq_len=4)
+    measure = text_scores.Likelihood(NOT_FINITE.logits, {}, seq_len=4)
     with pytest.raises(ConfigError, match="texts have no probability"):
         list(measure.of_rows([([1, 2], 1)]))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.config import RunConfig
-from jaxres.config.schema.gce import GceSection, ReservationOption
+from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch.gce.state.boot_report import BootReport, VmBoot
 from jaxres.launch.gce.state.capacity_options import CreateErrorKind
@@ -338,7 +338,7 @@ class RandomWorld:
         used += sum(o == option for o, _ in self._freed)
         if used + len(tuple(names)) <= self.limits.get(option, 10**6):
             return None
-        is_reserved = isinstance(self.gce.capacity_options[option], ReservationOption)
+        is_reserved = self.gce.capacity_options[option].uses_reservation
         return CreateFailed("stockout" if is_reserved else "quota", "the limit is reached")
 
     def _takes(self, *kinds: FaultKind) -> FaultKind | None:

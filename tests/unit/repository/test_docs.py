@@ -9,6 +9,7 @@ import shlex
 import sys
 import tomllib
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from jaxres.cli import branch, chaos, plan, resume_check, runs, sweep
 from jaxres.cli import data as data_command
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cluster import detect
+from jaxres.config.schema.data import Source
+from jaxres.config.schema.gce import CapacityOption
 from jaxres.config.schema.model import CustomModel
 from jaxres.faults import UsageError
 from jaxres.jax_cli import doctor, replay
@@ -408,6 +411,21 @@ def test_every_message_that_a_page_quotes_is_in_the_code(page):
     quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert quoted
     assert [message for message in quoted if not _is_in_one_string(message)] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "choice"),
+    [
+        ("data.md", "| `data.source.kind` | reads |", Source),
+        ("gce-reference.md", "| `kind` | provisioning model | notes |", CapacityOption),
+    ],
+    ids=["sources", "capacity options"],
+)
+def test_a_table_of_kinds_has_every_kind_of_the_schema(page, head, choice):
+    rows = (ROOT / "docs" / page).read_text().split(f"\n{head}\n")[1].split("\n\n")[0]
+    union = typing.get_args(choice)[0]  # Without the name of the field that tells them apart.
+    kinds = [section.model_fields["kind"].default for section in typing.get_args(union)]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", rows, re.MULTILINE)) == sorted(kinds)
 
 
 def _is_in_one_string(message: str) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jaxres.clock import Clock, SystemClock
-from jaxres.config.schema.gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api.aggregated_lists import ListedVms, accept_partial_success, read_pages
 from jaxres.launch.gce.state.desired_state import InstanceGroup, PendingCreate, VmSpec
@@ -183,7 +183,7 @@ class Compute:
         zone = vms[0].zone
         machine = machine.without_notice(self._notice != "requested")
         machine = replace(machine, template_metadata=self._metadata_of_template())
-        if isinstance(machine.option, FlexStartOption) and len(vms) > 1:
+        if machine.option.waits_in_queue and len(vms) > 1:
             return self.resize_requests.request(creation, zone, machine)
         try:
             operation = self._create(creation, zone, machine)
@@ -240,7 +240,7 @@ class Compute:
         compute = _library()
         client = self.client("InstancesClient")
         names = creation.names
-        if isinstance(machine.option, FlexStartOption):
+        if machine.option.waits_in_queue:
             (name,) = names
             request = compute.InsertInstanceRequest(
                 project=self.project,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from jaxres.clock import Clock
-from jaxres.config.schema.gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.state.desired_state import InstanceGroup, PendingCreate
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.vm.instance_spec import Machine
@@ -115,7 +115,7 @@ class ResizeRequests:
     def may_exist(self) -> bool:
         """Whether VMs of the job may be in groups."""
         options = self.gce.capacity_options
-        return self.gce.most_hosts > 1 and any(isinstance(o, FlexStartOption) for o in options)
+        return self.gce.most_hosts > 1 and any(option.waits_in_queue for option in options)
 
     def request(
         self, creation: PendingCreate, zone: str, machine: Machine

@@ -13,7 +13,7 @@ from typing import Any
 from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import shape_of
-from jaxres.config.schema.gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api import resize_requests
@@ -57,7 +57,7 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
     machine = machine_for(paths, config, desired, vm)
     found += ["the first request (its startup script is left out here):"]
     body: Mapping[str, Any] = machine.bulk(names)
-    if isinstance(gce.capacity_options[first.option], FlexStartOption):
+    if gce.capacity_options[first.option].waits_in_queue:
         body = machine.instance(name, first.zone)
         if len(names) > 1:
             body = {**resize_requests.bodies(machine, names)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config.gce_machine_types import num_gpus, quota_of, shape_of
-from jaxres.config.schema.gce import CapacityOption, ReservationOption, SpotOption
+from jaxres.config.schema.gce import CapacityOption, SpotOption
 
 GPUS_ALL_REGIONS, CPUS_ALL_REGIONS = "GPUS_ALL_REGIONS", "CPUS_ALL_REGIONS"
 LOCAL_SSD_GB = 375
@@ -87,11 +87,11 @@ def needs(
     gpus = num_gpus(machine_type) or (None if size is None else size.num_gpus)
     if (quota := quota_of(machine_type, kind)) is not None:
         yield Need((quota[0],), quota[1] * num_hosts)
-    if gpus is not None and not isinstance(option, ReservationOption):
+    if gpus is not None and not option.uses_reservation:
         yield Need((GPUS_ALL_REGIONS,), gpus * num_hosts, is_global=True)
     if disk_gb is not None and disk_type in DISK_METRICS:
         yield Need((DISK_METRICS[disk_type],), disk_gb * num_hosts)
-    if size is None or isinstance(option, ReservationOption):
+    if size is None or option.uses_reservation:
         return
     is_spot = isinstance(option, SpotOption)
     is_certain = shape_of(machine_type) is None or machine_type.startswith("a2-")

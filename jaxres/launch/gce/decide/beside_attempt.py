@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from jaxres.config import RunConfig
-from jaxres.config.schema.gce import FlexStartOption, GceSection
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.decide import provisioning, replacement_budget
 from jaxres.launch.gce.state.desired_state import DesiredState, RequestWait, Transition, VmSpec
 from jaxres.launch.gce.state.observed_state import CreateFailed, ObservedState
@@ -34,7 +34,7 @@ def may_add(desired: DesiredState, like: VmSpec, observed: ObservedState, gce: G
     is_skipped = any(
         (c.option, c.zone) == site and c.until > observed.now for c in desired.capacity.backoffs
     )
-    is_queue = isinstance(gce.capacity_options[like.option], FlexStartOption)
+    is_queue = gce.capacity_options[like.option].waits_in_queue
     return has_budget(desired, observed, gce) and not is_skipped and not is_queue
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxres.config import RunConfig
-from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema.gce import CapacityOption, GceSection
 from jaxres.launch.gce.decide import beside_attempt, elastic, lost_vms, provisioning, spares
 from jaxres.launch.gce.state import capacity_options, spending
 from jaxres.launch.gce.state.capacity_options import ZoneChoice
@@ -56,8 +56,8 @@ def _may_return(option: CapacityOption, current: CapacityOption) -> bool:
     is_cheaper = price is not None and now is not None and price < now
     is_same = option.machine_type == current.machine_type
     is_excluded = (
-        isinstance(option, FlexStartOption)
-        or current.kind == "reservation"
+        option.waits_in_queue
+        or current.uses_reservation
         or (current.kind, option.kind) == ("spot", "standard")
     )
     return is_cheaper and is_same and not is_excluded

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
-from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema.gce import CapacityOption, GceSection
 from jaxres.engine import mesh_plan
 from jaxres.launch.gce.decide import beside_attempt, lost_vms, provisioning, spares
 from jaxres.launch.gce.state import capacity_options
@@ -122,7 +122,7 @@ def resize(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
     ready = spares.find_ready(desired, observed, gce)
     if all(vm.created for vm in desired.vms):
         return _grow(desired, ready, observed, config)
-    is_queue = isinstance(gce.capacity_options[desired.vms[0].option], FlexStartOption)
+    is_queue = gce.capacity_options[desired.vms[0].option].waits_in_queue
     if ready or is_queue or not _is_refused(desired, observed, config):
         return Transition(desired)
     return _shrink(desired, observed, config)

@@ -6,7 +6,7 @@ job that needs the whole quota or reservation is refused a new VM until then.
 
 from __future__ import annotations
 
-from jaxres.config.schema.gce import CapacityOption, ReservationOption
+from jaxres.config.schema.gce import CapacityOption
 from jaxres.launch.gce.state.capacity_options import CreateErrorKind
 from jaxres.launch.gce.state.desired_state import DesiredState
 from jaxres.launch.gce.state.observed_state import ObservedState
@@ -34,7 +34,7 @@ def kind_of(
       observed: the observed state.
       requested_at: when it was requested, in seconds since the epoch.
     """
-    is_full = kind == "quota" or (kind == "stockout" and isinstance(option, ReservationOption))
+    is_full = kind == "quota" or (kind == "stockout" and option.uses_reservation)
     is_freed_late = desired.capacity.freed_at > requested_at - FREE_SECONDS
     if is_full and (is_freed_late or _is_held(desired, observed)):
         return "not_freed"

@@ -18,7 +18,7 @@ def add(desired: DesiredState, gce: GceSection) -> DesiredState:
     assert desired.creation is not None, desired
     names = desired.creation.names
     first = next(vm for vm in desired.vms if vm.name == names[0])
-    if len(names) == 1 or not isinstance(gce.capacity_options[first.option], FlexStartOption):
+    if len(names) == 1 or not gce.capacity_options[first.option].waits_in_queue:
         return desired
     return replace(desired, groups=(*desired.groups, InstanceGroup(names[0], first.zone, names)))
 

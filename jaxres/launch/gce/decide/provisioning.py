@@ -212,7 +212,7 @@ def _zone_is_silent(
     """
     vms = [vm for vm in desired.all_vms if vm.name in creation.names]
     silent = [vm for vm in vms if vm.zone in observed.unreachable]
-    is_queue = any(isinstance(gce.capacity_options[vm.option], FlexStartOption) for vm in silent)
+    is_queue = any(gce.capacity_options[vm.option].waits_in_queue for vm in silent)
     since = max((vm.requested_at for vm in silent), default=observed.now)
     if is_queue or observed.now - since <= 60 * gce.repair_minutes:
         return None

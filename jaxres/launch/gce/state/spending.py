@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
-from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection
+from jaxres.config.schema.gce import CapacityOption, GceSection
 from jaxres.launch.gce.state.desired_state import (
     DesiredState,
     Spending,
@@ -32,7 +32,7 @@ def lifetime_seconds(vm: VmSpec, gce: GceSection, *, now: float) -> float:
 
 def _counts_since(vm: VmSpec, gce: GceSection) -> float:
     """Returns when the lifetime of a VM began, in seconds since the epoch; 0: it has not yet."""
-    if not isinstance(_option(gce, vm.option), FlexStartOption):
+    if not _option(gce, vm.option).waits_in_queue:
         return vm.requested_at
     return vm.boots_since if vm.created else 0.0
 

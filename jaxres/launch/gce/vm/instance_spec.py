@@ -138,7 +138,7 @@ class Machine:
                 "key": "compute.googleapis.com/reservation-name",
                 "values": [self.option.reservation],
             }
-        if isinstance(self.option, FlexStartOption):
+        if self.option.waits_in_queue:
             found["reservation_affinity"] = {"consume_reservation_type": "NO_RESERVATION"}
         return found
 

@@ -40,8 +40,8 @@ def xid_line(gpu, xid):
 def watch(gpus, tmp_path, monkeypatch):
     """Starts a watcher of the fake GPUs; all are closed at the end."""
     monkeypatch.setattr(health_watcher, "START_SECONDS", SURE_SECONDS)
-    monkeypatch.setattr(health_watcher.health, "SLOW_MINUTES", 0.001)
-    monkeypatch.setattr(health_watcher.health, "LINK_ERRORS_PER_MINUTE", 1.0)
+    monkeypatch.setattr(health_watcher.gpu_health, "SLOW_MINUTES", 0.001)
+    monkeypatch.setattr(health_watcher.gpu_health, "LINK_ERRORS_PER_MINUTE", 1.0)
     watchers = []
 
     def start(section=QUICK, **env):
@@ -86,7 +86,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_of_one_gpu_is_found_and_named(gpus, watch, fault, monkeypatch):
-    monkeypatch.setattr(health_watcher.health, "WINDOW_SECONDS", 0.2)
+    monkeypatch.setattr(health_watcher.gpu_health, "WINDOW_SECONDS", 0.2)
     line, kind, text = FAULTS[fault]
     gpus.set("gpus 2")
     watcher = watch()

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxres.config.schema.hardware import HealthSection
-from jaxres.supervisor.health.health import MAX_WAITING, GpuState, XidReports, judge, judge_xid
+from jaxres.supervisor.health.gpu_health import MAX_WAITING, GpuState, XidReports, judge, judge_xid
 from jaxres.supervisor.health.health_messages import GpuReading, XidReported
 
 GPU = "GPU 0"

@@ -41,7 +41,7 @@ LAST_SECONDS = 90
 
 def main(arguments: Sequence[str]) -> int:
     """Follows a run until standard input ends."""
-    parser = argparse.ArgumentParser("jaxres.supervisor.companions.tracker_process")
+    parser = argparse.ArgumentParser("jaxres.supervisor.companions.tracker_copy")
     parser.add_argument("run_dir")
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--number", type=int, required=True)

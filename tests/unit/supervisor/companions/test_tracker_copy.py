@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jaxres.config.schema.telemetry import MlflowTracker
-from jaxres.supervisor.companions import tracker_process
+from jaxres.supervisor.companions import tracker_copy
 
 
 class Refusing:
@@ -24,7 +24,7 @@ def test_a_service_that_fails_only_at_the_end_of_the_run_is_told(monkeypatch, ca
     monkeypatch.setattr("signal.alarm", lambda seconds: None)
     with open(os.devnull) as ended:
         monkeypatch.setattr("sys.stdin", ended)
-        assert tracker_process._follow(Refusing(), MlflowTracker(), every_seconds=5.0) == 1
+        assert tracker_copy._follow(Refusing(), MlflowTracker(), every_seconds=5.0) == 1
     said = capfd.readouterr().err
     assert said == "tracker mlflow: ConnectionError: refused; the rest is sent at the next start\n"
 

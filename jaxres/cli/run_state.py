@@ -1,4 +1,4 @@
-"""Health of a run: its state, its restarts, and the operator's next action. Pure.
+"""State of a run: running, suspended, done, down; and the operator's next action. Pure.
 
 Determines the exit code of `jaxres status`.
 """
@@ -85,7 +85,7 @@ def _number(value: Any) -> float:
 
 
 @dataclass(frozen=True)
-class RunHealth:
+class RunOutlook:
     """State of a run and the next action."""
 
     state: RunState
@@ -101,7 +101,7 @@ class RunHealth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthFacts:
+class OutlookFacts:
     """Facts about a run and its supervisor."""
 
     liveness: Liveness
@@ -129,7 +129,7 @@ class HealthFacts:
     """Path of the stack dump of a hung worker."""
 
 
-def outlook(run: HealthFacts) -> RunHealth:
+def outlook(run: OutlookFacts) -> RunOutlook:
     """Returns the health of a run."""
     supervision, last_exit, stacks = run.supervision, run.last_exit, run.stacks
     command = command_line("python -m jaxres.train", run.root)
@@ -143,7 +143,7 @@ def outlook(run: HealthFacts) -> RunHealth:
     # The heartbeat of a lock holder that has just exited looks recent for some seconds.
     is_over = last_exit is not None and (last_exit == ExitCode.DONE or is_final)
     if run.liveness == "suspended" and not is_over:
-        return RunHealth(
+        return RunOutlook(
             "suspended",
             f"`kill -CONT {run.pid}` continues it; {command} takes the run over",
             f"none: its supervisor (pid {run.pid}) exists, but writes no heartbeat",
@@ -151,24 +151,24 @@ def outlook(run: HealthFacts) -> RunHealth:
     if run.liveness == "alive" and not is_over:
         return _alive(run)
     if run.is_done:
-        return RunHealth("done", remedy(ExitCode.DONE), "")
+        return RunOutlook("done", remedy(ExitCode.DONE), "")
     if supervision is not None and supervision.decision == "gave up" and is_newest:
         advice = remedy(supervision.exit, command=command, stacks=stacks)
         restarts = f"manual: the supervisor has given up ({_reason(supervision)})"
-        return RunHealth("needs a person", advice, restarts)
+        return RunOutlook("needs a person", advice, restarts)
     restarts = "manual: no supervisor is running"
     if last_exit is None:
-        return RunHealth("down", command, restarts)
+        return RunOutlook("down", command, restarts)
     advice = remedy(last_exit, command=command, stacks=stacks)
     state: RunState = "needs a person" if exit_row(last_exit).needs_operator else "down"
-    return RunHealth(state, advice, restarts)
+    return RunOutlook(state, advice, restarts)
 
 
 def _reason(supervision: LastSupervisorEvent) -> str:
     return f"exit {exit_name(supervision.exit)}: {supervision.reason}"
 
 
-def _alive(run: HealthFacts) -> RunHealth:
+def _alive(run: OutlookFacts) -> RunOutlook:
     supervision = run.supervision
     is_current = supervision is not None and supervision.attempt in (run.attempt, run.attempt - 1)
     budget = supervision.budget if supervision is not None and is_current else ""
@@ -176,8 +176,8 @@ def _alive(run: HealthFacts) -> RunHealth:
     if supervision is not None and supervision.attempt == run.attempt and run.last_exit is not None:
         # The attempt has ended, the lock holder is alive: the supervisor is between two attempts.
         after = f"{supervision.after_seconds:.0f} s after the last one"
-        return RunHealth("restarting", f"attempt {run.attempt + 1}, {after}", restarts)
+        return RunOutlook("restarting", f"attempt {run.attempt + 1}, {after}", restarts)
     if not run.is_supervised:
         restarts = "manual, unless a job of `launch slurm`, `k8s`, `sky` or `gce` restarts it"
     stop = command_line("touch", f"{run.root}/stop")
-    return RunHealth("running", f"to stop and save: {stop}", restarts)
+    return RunOutlook("running", f"to stop and save: {stop}", restarts)
