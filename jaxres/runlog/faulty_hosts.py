@@ -12,14 +12,13 @@ host, that host's own report is what is left: a file named after the claim and t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxres.cluster.host_identity import HostIdentity
 from jaxres.runlog import run_log
@@ -33,6 +32,7 @@ from jaxres.storage.path import RunPath
 
 EXCLUSION_FORMAT = 1
 REPORT_FORMAT = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -216,22 +216,30 @@ def read(
 
 def read_reports(run_dir: RunDir, *, warn: Callable[[str], None] = _ignore) -> list[Report]:
     """Returns the faults that hosts have reported themselves; `warn`: see `read`."""
-    found = list[Report]()
-    for name, fields in _decoded(run_dir.reported_faults, number=REPORT_FORMAT, warn=warn):
-        with contextlib.suppress(KeyError, TypeError):
-            found.append(Report(name, fields["time"], HostFault(**fields["fault"])))
+
+    def report(name: str, fields: dict[str, Any]) -> Report:
+        return Report(name, fields["time"], HostFault(**fields["fault"]))
+
+    found = _decoded(run_dir.reported_faults, report, number=REPORT_FORMAT, warn=warn)
     return sorted(found, key=lambda report: report.time)
 
 
 def _decoded(
-    folder: RunPath, *, number: int, warn: Callable[[str], None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields name and fields of each file of a folder; `warn` gets those it can't decode."""
+    folder: RunPath,
+    build: Callable[[str, dict[str, Any]], T],
+    *,
+    number: int,
+    warn: Callable[[str], None],
+) -> Iterator[T]:
+    """Yields what `build` makes of name and fields of each file; `warn` gets those that it can't."""
     names = sorted(files.list_names(folder))
     contents = files.read_all([folder / name for name in names])
     for name, data in zip(names, contents, strict=True):
         try:
             fields = decode_checksummed(data or b"", number=number)
+            if not is_seconds(fields["time"]):
+                raise ValueError("its time is none")
+            found = build(name, fields)
         except (ValueError, KeyError, TypeError) as error:
             warn(
                 f"{folder / name}: can't be understood ({error}), so the host that it is about is "
@@ -239,8 +247,7 @@ def _decoded(
                 "the file."
             )
             continue
-        if is_seconds(fields.get("time")):
-            yield name, fields
+        yield found
 
 
 def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: float) -> None:
@@ -265,21 +272,20 @@ def excluded_hosts(
 
     A file that can't be understood excludes no host; `warn`: see `read`.
     """
-    found = list[FaultyHost]()
-    for name, fields in _decoded(run_dir.excluded_hosts, number=EXCLUSION_FORMAT, warn=warn):
-        with contextlib.suppress(KeyError):
-            found.append(
-                FaultyHost(
-                    identity=HostIdentity(fields["host"]),
-                    slot=fields["slot"],
-                    count=0,
-                    since=fields["time"],
-                    attempt=0,
-                    reason=fields["reason"],
-                    nonces=(name,),
-                    is_drained=fields.get("drain", False),
-                )
-            )
+
+    def excluded(name: str, fields: dict[str, Any]) -> FaultyHost:
+        return FaultyHost(
+            identity=HostIdentity(fields["host"]),
+            slot=fields["slot"],
+            count=0,
+            since=fields["time"],
+            attempt=0,
+            reason=fields["reason"],
+            nonces=(name,),
+            is_drained=fields.get("drain", False),
+        )
+
+    found = _decoded(run_dir.excluded_hosts, excluded, number=EXCLUSION_FORMAT, warn=warn)
     return tuple(sorted(found, key=lambda host: host.since))
 
 

@@ -89,9 +89,13 @@ def test_a_host_that_is_repaired_takes_no_other_host_of_the_same_attempt_with_it
 def test_an_exclusion_that_can_not_be_understood_excludes_no_host(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     faulty_hosts.exclude(run_dir, "b", slot=None, reason="slow", now=1.0)
-    later = encode_checksummed({"format": 1, "rack": "r7"})
-    files.create(run_dir.excluded_hosts / "later", later)
-    assert names(faulty_hosts.read(run_dir, [])) == [("b", 0)]
+    for name, fields in {"later": {"rack": "r7", "time": 2.0}, "odd": {"time": True}}.items():
+        data = encode_checksummed({"format": 1, **fields})
+        files.create(run_dir.excluded_hosts / name, data)
+    told = list[str]()
+    assert names(faulty_hosts.read(run_dir, [], warn=told.append)) == [("b", 0)]
+    paths = [line.partition(": ")[0] for line in told]
+    assert paths == [str(run_dir.excluded_hosts / name) for name in ("later", "odd")]
 
 
 def test_a_machine_is_known_by_its_name_or_its_physical_host():

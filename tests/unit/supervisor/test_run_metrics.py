@@ -184,7 +184,7 @@ def test_every_verdict_and_kind_of_fault_is_exported_before_the_first():
     assert {*get_args(get_type_hints(GuardActed)["verdict"])} < {*VERDICTS}
     code = "".join(
         (ROOT / "jaxres/supervisor/health" / name).read_text()
-        for name in ("health.py", "host_health.py", "health_watcher.py")
+        for name in ("gpu_health.py", "host_health.py", "health_watcher.py")
     )
     kinds = set(re.findall(r'Finding\(\s*"(\w+)"', code))
     kinds |= set(re.findall(r'= \("(\w+)", (?:f?"|text)', code))
