@@ -231,7 +231,7 @@ def _decoded(
     number: int,
     warn: Callable[[str], None],
 ) -> Iterator[T]:
-    """Yields what `build` makes of name and fields of each file; `warn` gets those that it can't."""
+    """Yields what `build` makes of the name and fields of each file; `warn` gets the others."""
     names = sorted(files.list_names(folder))
     contents = files.read_all([folder / name for name in names])
     for name, data in zip(names, contents, strict=True):
