@@ -23,8 +23,9 @@ from jaxres.data.corpus import describe, describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
 from jaxres.data.inspect import image_statistics, show_rows, statistics
 from jaxres.data.mixture import MixedRows, Mixture
-from jaxres.data.sources.images import IMAGES, ImageRows
-from jaxres.data.tokens.token_folder import TokenFolder
+from jaxres.data.sources.images import CLASSES, IMAGES, ImageRows
+from jaxres.data.sources.source_files import read_below
+from jaxres.data.tokens.token_folder import FILES, TokenFolder
 from jaxres.data.verify import DataReport, verify_data
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
@@ -45,6 +46,7 @@ DAMAGED = 1
 """Exit code of `data verify` if the data are damaged, absent, or another run's."""
 MAX_POSITION = 10**15
 UPLOADED_LAST = "meta.json"
+BUILT_FILES = (*FILES, CLASSES, "tokenizer.json", "tokenizer_config.json")
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -118,6 +120,12 @@ def _build(config: RunConfig, options: argparse.Namespace) -> None:
 def _build_one(
     section: DataSection, out: RunPath | None, bad_records: BadRecordsSection | None
 ) -> None:
+    if out is not None and (read := read_below(section.source, out, BUILT_FILES)):
+        raise UsageError(
+            f"--out {out}: lies in the folder of data.source.path, and later starts would read "
+            f"{', '.join(read)} there as documents. Give a folder outside, or leave it out with "
+            "data.source.exclude."
+        )
     source = download_cache.localize(section, progress=_progress)
     if isinstance(source, CustomSource | TokensSource):
         raise UsageError(

@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxres import config as configs
 from jaxres.cli import data as data_command
 from jaxres.config.schema.data import DataSection, TokensSource
 from jaxres.data import open_dataset
+from jaxres.data.sources.source_files import read_below
 from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode
 from jaxres.storage.path import GcsPath
@@ -104,6 +106,47 @@ def test_a_built_folder_trains_like_its_source(
     code, _, err = run(capsys, "build", config, "--out", str(out))
     assert (code, "exists already" in err) == (ExitCode.USAGE, True)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".building")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["data.source={kind: nanogpt, path: HERE}"], "tokens.bin"),
+        (["data.source={kind: text, path: HERE, exclude: ['*.npy']}"], "meta.json, tokens.bin"),
+        (["data.source={kind: text, path: 'HERE/*/*.json'}"], "meta.json"),
+        (["data.source={kind: text, path: HERE, exclude: ['built/*']}"], None),
+        (["data.source={kind: text, path: HERE/a.jsonl}"], None),
+        ([], None),  # Its patterns match .jsonl only.
+    ],
+)
+def test_a_folder_that_the_source_would_read_is_not_built(
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    refused: str | None,
+) -> None:
+    given = [text.replace("HERE", str(tmp_path)) for text in overrides]
+    (tmp_path / "link").symlink_to(tmp_path)
+    out = tmp_path / "link" / "built"
+    source = configs.load(Path(config), given).config.data.source
+    found = read_below(source, out, ("meta.json", "tokens.bin", "offsets.npy"))
+    assert ", ".join(found) == (refused or "")
+    if refused is not None:
+        code, _, err = run(capsys, "build", config, *given, "--out", str(out))
+        assert (code, f"would read {refused}" in err) == (ExitCode.USAGE, True), err
+        assert not out.exists()
+
+
+def test_a_folder_in_a_bucket_that_the_source_would_read_is_not_built(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "data.source={kind: nanogpt, path: gs://bucket/ids/}"
+    code, _, err = run(capsys, "build", config, source, "--out", "gs://bucket/ids/built")
+    assert (code, "would read tokens.bin there" in err) == (ExitCode.USAGE, True), err
+    beside = configs.load(Path(config), [source]).config.data.source
+    assert read_below(beside, GcsPath("bucket", "ids-built"), ["tokens.bin"]) == []
+    assert read_below(beside, Path("/ids/built"), ["tokens.bin"]) == []
 
 
 def test_the_plan_of_packed_rows_is_built_too(
