@@ -215,7 +215,7 @@ def refuse(source: SingleSource) -> None:
 
 
 def read_below(source: Source, folder: RunPath, names: Iterable[str]) -> list[str]:
-    """Returns those of the files in a folder that a source would read: it lies in the source's."""
+    """Returns the names of a folder's files that a source would read, as it lies in its own."""
     if not isinstance(source, FilesSource) or source.path.startswith(SCHEME) != is_remote(folder):
         return []
     if is_remote(folder):
