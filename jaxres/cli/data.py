@@ -247,11 +247,29 @@ def _counts_text(fields: Mapping[str, Any]) -> str:
             f"earlier one, {fields['num_contradictions']:,} of them with another label\n"
             f"images of each label: {labels}\nbytes an image: {lengths}\n"
             + "".join(f"left out in training: {text}\n" for text in fields["undecodable"])
+            + _labels_beyond(fields["labels"], fields["num_classes"])
         )
+    beyond = (
+        f"WARNING: {fields['num_tokens_beyond']:,} tokens have an id of {fields['num_ids']:,} or "
+        "more, beyond vocab_size or the model's embedding: training leaves out, or refuses, each "
+        "row with one\n"
+    )
     return (
         f"documents: {fields['num_documents']:,}, of which {fields['num_duplicates']:,} equal an "
         f"earlier one\ntokens: {fields['num_tokens']:,}; {fields['num_tokens_used']:,} of "
         f"{fields['vocab_size']:,} ids are used\ntokens a document: {lengths}\n"
+        + (beyond if fields["num_tokens_beyond"] else "")
+    )
+
+
+def _labels_beyond(labels: Mapping[int, int], num_classes: int | None) -> str:
+    """Returns a line about the images whose label is no class of the model, if there are some."""
+    beyond = {} if num_classes is None else {k: n for k, n in labels.items() if k >= num_classes}
+    if not beyond:
+        return ""
+    return (
+        f"WARNING: left out in training: {sum(beyond.values()):,} images of the labels "
+        f"{', '.join(map(str, beyond))}, not in 0..{(num_classes or 0) - 1} (model.num_classes)\n"
     )
 
 

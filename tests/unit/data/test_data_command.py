@@ -9,16 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jaxres import config as configs
 from jaxres.cli import data as data_command
 from jaxres.config.schema.data import DataSection, TokensSource
-from jaxres.data import open_dataset
+from jaxres.data import open_dataset, write_tokens
 from jaxres.data.sources.source_files import read_below
 from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode
 from jaxres.storage.path import GcsPath
 from tests import bpe
+from tests.damage import change_meta
 
 TEXTS = ["hello world", "hello world", "a second one", ""]
 
@@ -68,6 +70,36 @@ def test_documents_tokens_lengths_and_duplicates_are_counted(
     code, out, _ = run(capsys, "inspect", config)
     assert "documents: 3, of which 1 equal an earlier one" in out
     assert "an epoch takes 4.5 steps, the run has 30" in out
+
+
+def test_tokens_that_no_row_may_have_are_counted(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokens(tmp_path / "set", [[1, 2, 8], [3, 8, 4, 7]], vocab_size=9, tokenizer="mine")
+    fields = [config, f"data.source={{kind: tokens, path: {tmp_path / 'set'}}}"]
+    code, out, err = run(capsys, "inspect", *fields)
+    assert (code, "WARNING" in out) == (0, False), err
+    change_meta(tmp_path / "set", vocab_size=8, checksum=None)
+    code, out, err = run(capsys, "inspect", *fields)
+    assert (code, "WARNING: 2 tokens have an id of 8 or more" in out) == (0, True), err
+    code, out, err = run(capsys, "inspect", *fields, "--json")
+    assert json.loads(out)["num_tokens_beyond"] == 2
+
+
+def test_images_that_no_row_may_have_are_counted(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for label in range(4):
+        (tmp_path / "photos" / f"c{label}").mkdir(parents=True)
+        for number in range(label + 1):
+            picture = Image.new("RGB", (8, 8), (label, number, 0))
+            picture.save(tmp_path / "photos" / f"c{label}" / f"{number}.png")
+    source = f"data.source={{kind: images, path: {tmp_path / 'photos'}, size: 8}}"
+    for classes, warns in ((4, False), (2, True)):
+        sizes = "num_layers: 1, d_model: 8, num_heads: 1, patch_size: 4, image_size: 8"
+        fields = [config, source, f"model={{kind: vit, {sizes}, num_classes: {classes}}}"]
+        code, out, err = run(capsys, "inspect", *fields)
+        assert (code, "7 images of the labels 2, 3, not in 0..1" in out) == (0, warns), err
 
 
 def test_packed_rows_are_shown_with_their_padding(
