@@ -30,8 +30,9 @@ from jaxres.data.corpus import describe, describe_corpus, open_corpus
 from jaxres.data.dataset import PLAN_MARK, Dataset
 from jaxres.data.inspect import image_statistics, show_rows, statistics
 from jaxres.data.mixture import MixedRows, Mixture
-from jaxres.data.sources.images import IMAGES, ImageRows
-from jaxres.data.tokens.token_folder import TokenFolder
+from jaxres.data.sources.images import CLASSES, IMAGES, ImageRows
+from jaxres.data.sources.source_files import read_below
+from jaxres.data.tokens.token_folder import FILES, TokenFolder
 from jaxres.data.verify import DataReport, verify_data
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
@@ -52,6 +53,7 @@ DAMAGED = 1
 """Exit code of `data verify` if the data are damaged, absent, or another run's."""
 MAX_POSITION = 10**15
 UPLOADED_LAST = "meta.json"
+BUILT_FILES = (*FILES, CLASSES, "tokenizer.json", "tokenizer_config.json")
 
 
 def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -125,6 +127,12 @@ def _build(config: RunConfig, options: argparse.Namespace) -> None:
 def _build_one(
     section: DataSection, out: RunPath | None, bad_records: BadRecordsSection | None
 ) -> None:
+    if out is not None and (read := read_below(section.source, out, BUILT_FILES)):
+        raise UsageError(
+            f"--out {out}: lies in the folder of data.source.path, and later starts would read "
+            f"{', '.join(read)} there as documents. Give a folder outside, or leave it out with "
+            "data.source.exclude."
+        )
     source = download_cache.localize(section, progress=_progress)
     if isinstance(source, CustomSource | TokensSource):
         raise UsageError(
@@ -246,11 +254,29 @@ def _counts_text(fields: Mapping[str, Any]) -> str:
             f"earlier one, {fields['num_contradictions']:,} of them with another label\n"
             f"images of each label: {labels}\nbytes an image: {lengths}\n"
             + "".join(f"left out in training: {text}\n" for text in fields["undecodable"])
+            + _labels_beyond(fields["labels"], fields["num_classes"])
         )
+    beyond = (
+        f"WARNING: {fields['num_tokens_beyond']:,} tokens have an id of {fields['num_ids']:,} or "
+        "more, beyond vocab_size or the model's embedding: training leaves out, or refuses, each "
+        "row with one\n"
+    )
     return (
         f"documents: {fields['num_documents']:,}, of which {fields['num_duplicates']:,} equal an "
         f"earlier one\ntokens: {fields['num_tokens']:,}; {fields['num_tokens_used']:,} of "
         f"{fields['vocab_size']:,} ids are used\ntokens a document: {lengths}\n"
+        + (beyond if fields["num_tokens_beyond"] else "")
+    )
+
+
+def _labels_beyond(labels: Mapping[int, int], num_classes: int | None) -> str:
+    """Returns a line about the images whose label is no class of the model, if there are some."""
+    beyond = {} if num_classes is None else {k: n for k, n in labels.items() if k >= num_classes}
+    if not beyond:
+        return ""
+    return (
+        f"WARNING: left out in training: {sum(beyond.values()):,} images of the labels "
+        f"{', '.join(map(str, beyond))}, not in 0..{(num_classes or 0) - 1} (model.num_classes)\n"
     )
 
 

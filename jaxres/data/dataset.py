@@ -24,7 +24,13 @@ from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data.batching import BadRecord, Rows, first_row
 from jaxres.data.bucket import download_cache, remote_tokens
 from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
-from jaxres.data.heldout import heldout_start, split_images, split_items, split_tokens
+from jaxres.data.heldout import (
+    heldout_start,
+    nearest_boundary,
+    split_images,
+    split_items,
+    split_tokens,
+)
 from jaxres.data.mixture import SOURCE_KEY, MixedRows, MixturePart, mix, mixture_fingerprint
 from jaxres.data.order import Order
 from jaxres.data.row_values import limits_of
@@ -55,6 +61,8 @@ from jaxres.storage.path import is_remote
 
 PLAN_MARK = "+"
 """Separates the digest of the tokens from the digest of the packing plans in a fingerprint."""
+CUT_MARK = f"{PLAN_MARK}cut:"
+"""Separates it from the first held-out token, if earlier versions have held out another part."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ class Dataset:
     fingerprint: str
     """Fingerprint of the content, independent of its path; with the config it defines every row.
 
-    Packed rows: that of the tokens, then PLAN_MARK and the digest of the packing plans."""
+    Packed rows: that of the tokens, then PLAN_MARK and the digest of the packing plans. Others:
+    that of the tokens, for some then CUT_MARK and the first held-out token."""
     vocab_size: int | None
     """Upper bound of the token ids; None: the source does not define one."""
     tokens_per_row: int
@@ -201,11 +210,16 @@ def open_dataset(
         _check_validation(opened, dataset, where)
         sets[part.name] = _not_augmented(opened.train)
         evaluated.append(opened.fingerprint)
-        if opened.fingerprint == dataset.fingerprint:
+        if _content(opened.fingerprint) == _content(dataset.fingerprint):
             progress(f"WARNING: {where} is the training data itself")
         elif shared := shared_files(part.source, config.source):
             progress(f"WARNING: {where}: {shared:,} of its files are trained on")
     return replace(dataset, validation=sets, heldout_fingerprint="".join(evaluated[:1]))
+
+
+def _content(fingerprint: str) -> str:
+    """Returns the part of a fingerprint that does not depend on the rows."""
+    return fingerprint.partition(PLAN_MARK)[0]
 
 
 def _not_augmented(rows: Rows) -> Rows:
@@ -277,7 +291,7 @@ def _mixture(
     earlier = {name: part.earlier_fingerprint or part.fingerprint for name, part in parts.items()}
     padding = float(shares @ [part.padding or 0.0 for part in parts.values()])
     return Dataset(
-        fingerprint=mixture_fingerprint({name: part.fingerprint for name, part in parts.items()}),
+        fingerprint=_mixed({name: part.fingerprint for name, part in parts.items()}),
         vocab_size=parts[first].vocab_size,
         tokens_per_row=parts[first].tokens_per_row,
         train=MixedRows({name: part.train for name, part in parts.items()}),
@@ -286,9 +300,17 @@ def _mixture(
         tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
         validation={name: part.heldout for name, part in parts.items() if len(part.heldout)},
         padding=padding or None,
-        earlier_fingerprint=mixture_fingerprint(earlier),
+        earlier_fingerprint=_mixed(earlier),
         mixture=source,
     )
+
+
+def _mixed(fingerprints: Mapping[str, str]) -> str:
+    """Returns the fingerprint of a mixture: of its sources without their cuts, then the cuts."""
+    parts = {name: text.partition(CUT_MARK) for name, text in fingerprints.items()}
+    cuts = ",".join(cut or "-" for _, _, cut in parts.values())
+    fingerprint = mixture_fingerprint({name: rest for name, (rest, _, _) in parts.items()})
+    return f"{fingerprint}{CUT_MARK}{cuts}" if cuts.strip("-,") else fingerprint
 
 
 def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> None:
@@ -414,8 +436,11 @@ def _tokens(
     train, heldout = split_tokens(
         opened, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
     )
+    fingerprint, cut = opened.meta.fingerprint, train.stop
+    if nearest_boundary(opened, config.heldout_fraction) not in (None, cut):
+        fingerprint += f"{CUT_MARK}{cut}"
     return Dataset(
-        fingerprint=opened.meta.fingerprint,
+        fingerprint=fingerprint,
         vocab_size=opened.meta.vocab_size,
         tokens_per_row=config.seq_len,
         train=train,

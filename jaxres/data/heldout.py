@@ -28,12 +28,29 @@ def _first_heldout(num_items: int, fraction: float, *, what: str) -> int:
 def heldout_start(corpus: TokenFolder, fraction: float) -> int:
     """Returns the first held-out token: at the document boundary nearest to the share.
 
-    One document is cut inside.
+    A document is cut inside if the part after that boundary is less than half or more than twice
+    the share, as it can be with few documents.
     """
     total = corpus.meta.num_tokens
     if fraction == 0:
         return total
-    ideal = round(total * (1 - fraction))
+    boundary, ideal = nearest_boundary(corpus, fraction), _ideal_start(corpus, fraction)
+    share = total - ideal
+    if boundary is not None and share <= 2 * (total - boundary) <= 4 * share:
+        return boundary
+    return min(max(ideal, 1), total - 1)
+
+
+def _ideal_start(corpus: TokenFolder, fraction: float) -> int:
+    return round(corpus.meta.num_tokens * (1 - fraction))
+
+
+def nearest_boundary(corpus: TokenFolder, fraction: float) -> int | None:
+    """Returns the end of a document that is nearest to the share; None: there is one document.
+
+    Earlier versions cut there, however far it is.
+    """
+    total, ideal = corpus.meta.num_tokens, _ideal_start(corpus, fraction)
     after = int(corpus.offsets.searchsorted(np.int64(ideal), side="right"))
     last = min(after, len(corpus.offsets) - 1)
     corpus.check_offsets(np.array([max(after - 1, 0)]), np.array([last + 1]))
@@ -42,9 +59,7 @@ def heldout_start(corpus: TokenFolder, fraction: float) -> int:
         int(corpus.offsets[last]),
     }
     inner = near - {0, total}
-    if not inner:  # There is one document.
-        return min(max(ideal, 1), total - 1)
-    return min(inner, key=lambda boundary: (abs(boundary - ideal), boundary))
+    return min(inner, key=lambda boundary: (abs(boundary - ideal), boundary), default=None)
 
 
 def split_tokens(

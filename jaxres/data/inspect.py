@@ -37,6 +37,10 @@ class CorpusStatistics:
     num_tokens_used: int
     """Number of different token ids."""
     vocab_size: int
+    num_tokens_beyond: int
+    """Tokens with an id that no row may have: beyond the vocabulary, or the model's embedding."""
+    num_ids: int
+    """Number of the ids that a row may have."""
 
 
 def show_rows(dataset: Dataset, order: Order, *, count: int, position: int) -> Iterator[str]:
@@ -95,12 +99,13 @@ def statistics(rows: Rows, *, progress: Callable[[str], None]) -> CorpusStatisti
     offsets = corpus.offsets
     corpus.check_offsets(np.array([0]), np.array([len(offsets)]))
     used = np.zeros(corpus.meta.vocab_size, np.bool_)
-    seen, num_duplicates = set[int](), 0
+    seen, num_duplicates, num_tokens_beyond = set[int](), 0, 0
     for first in range(0, len(offsets) - 1, DOCUMENTS_AT_ONCE):
         bounds = np.asarray(offsets[first : first + DOCUMENTS_AT_ONCE + 1])
         corpus.check_tokens(bounds[:1], bounds[-1:])
         tokens = np.asarray(corpus.tokens[bounds[0] : bounds[-1]])
         used[tokens[tokens < len(used)]] = True
+        num_tokens_beyond += int((tokens >= corpus.num_ids).sum())
         for start, stop in zip(bounds - bounds[0], bounds[1:] - bounds[0], strict=False):
             digest = xxhash.xxh3_64_intdigest(np.ascontiguousarray(tokens[start:stop]).data)
             num_duplicates += digest in seen
@@ -113,6 +118,8 @@ def statistics(rows: Rows, *, progress: Callable[[str], None]) -> CorpusStatisti
         num_duplicates=num_duplicates,
         num_tokens_used=int(used.sum()),
         vocab_size=len(used),
+        num_tokens_beyond=num_tokens_beyond,
+        num_ids=corpus.num_ids,
     )
 
 
@@ -131,6 +138,8 @@ class ImageStatistics:
     """Duplicates that have another label than the first file."""
     undecodable: list[str]
     """The error of each image that can't be decoded."""
+    num_classes: int | None
+    """Classes of the model, beyond which a label makes its image a bad record; None: not known."""
 
 
 def image_statistics(rows: ImageRows, *, progress: Callable[[str], None]) -> ImageStatistics:
@@ -157,6 +166,7 @@ def image_statistics(rows: ImageRows, *, progress: Callable[[str], None]) -> Ima
         num_duplicates=num_duplicates,
         num_contradictions=num_contradictions,
         undecodable=undecodable,
+        num_classes=rows.num_classes,
     )
 
 

@@ -20,10 +20,12 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
 from jaxres.inference import LoadedModel
 from jaxres.jax_cli.sample import model_parser
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir, root_of
 from jaxres.storage import files, foreign_json
 from jaxres.storage.files import refuse_lfs_pointer
 from jaxres.supervisor import run_config
+from jaxres.train.resume import check_cut
 
 Scores = dict[str, float]
 
@@ -71,6 +73,7 @@ def _sets(run_dir: RunDir, loaded: LoadedModel, options: argparse.Namespace) -> 
     config = run_config.newest_config(run_dir)
     dataset = data.open_dataset(config.data, bad_records=config.guards.bad_records)
     dataset = dataset.for_model(config.model, has_64_bits=jax.config.read("jax_enable_x64"))
+    check_cut(dataset.fingerprint, run_log.fold(run_log.read_records(run_dir.log)))
     names = options.set or list(dataset.validation)
     if not names:
         raise UsageError(f"{run_dir.root}: the run has no validation sets; give --task")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxres.cluster.host_group import MESSAGE_SECONDS
-from jaxres.data.dataset import PLAN_MARK
+from jaxres.data.dataset import CUT_MARK, PLAN_MARK
 from jaxres.engine.divergence import looks_back_steps
 from jaxres.engine.state import Progress, TrainState, from_plain, to_plain
 from jaxres.faults import (
@@ -274,6 +274,7 @@ def check_dataset(fingerprint: str, history: RunHistory) -> None:
     recorded = history.dataset or ""
     if history.newest is None or recorded == fingerprint:
         return
+    check_cut(fingerprint, history)
     (tokens, _, plan), (known, _, known_plan) = (
         text.partition(PLAN_MARK) for text in (fingerprint, recorded)
     )
@@ -289,6 +290,18 @@ def check_dataset(fingerprint: str, history: RunHistory) -> None:
         f"{fingerprint} now, {recorded} recorded). Restore the old data, or start a new "
         "run in another run.dir."
     )
+
+
+def check_cut(fingerprint: str, history: RunHistory) -> None:
+    """Raises ConfigError if the run has held out another part of the same documents."""
+    recorded = history.dataset or ""
+    if recorded != fingerprint and recorded == fingerprint.partition(CUT_MARK)[0]:
+        raise ConfigError(
+            "data.heldout_fraction: an earlier version of jaxres has started this run, and held "
+            "out less than half or more than twice that share, up to a document boundary; this "
+            "version cuts a document instead, so it would train on other rows. Use that version, "
+            "or start a new run in another run.dir."
+        )
 
 
 def _check_rows(run: Trainer, history: RunHistory, *, entry: int) -> None:

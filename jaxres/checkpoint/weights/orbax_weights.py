@@ -62,7 +62,7 @@ def from_orbax(place: RunPath) -> Weights:
     _check_files(folder, sizes)
     try:
         metadata = foreign_json.loads(files.read_whole(folder / METADATA))
-        leaves = _leaves(metadata["tree_metadata"])
+        leaves = _leaves(metadata["tree_metadata"], folder)
         is_ocdbt = metadata.get("use_ocdbt", True)
         driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
         # Versions of Orbax without this mark leave out chunks that have only zeros.
@@ -203,19 +203,30 @@ def _is_committed(place: RunPath, is_marked: bool) -> bool:
         ) from error
 
 
-def _leaves(tree: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns name -> keys of the leaves that are arrays."""
+def _leaves(tree: Mapping[str, Any], folder: RunPath) -> dict[str, tuple[str, ...]]:
+    """Returns name -> keys of the leaves that are arrays.
+
+    Raises ConfigError if two of them, such as "a/b" and "b" within "a", have one name or one place.
+    """
     leaves = [
         tuple(str(part["key"]) for part in leaf["key_metadata"])
         for leaf in tree.values()
         if leaf["value_metadata"]["value_type"] in ARRAY_TYPES
     ]
     siblings = Counter(keys[:-1] for keys in leaves)
-    found: dict[str, tuple[str, ...]] = {}
+    named: dict[str, tuple[str, ...]] = {}
+    stored: dict[str, tuple[str, ...]] = {}
     for keys in leaves:
         is_variable = keys[-1] == NNX_LEAF and len(keys) > 1 and siblings[keys[:-1]] == 1
-        found["/".join(keys[:-1] if is_variable else keys)] = keys
-    return found
+        name = "/".join(keys[:-1] if is_variable else keys)
+        others = named.setdefault(name, keys), stored.setdefault(".".join(keys), keys)
+        if others != (keys, keys):
+            both = " and ".join(sorted(f"{list(path)}" for path in {*others, keys}))
+            raise ConfigError(
+                f"{folder}: its tree has two arrays of one name, {name}, with the keys {both}: one "
+                "would be left out. Save the tree again with other keys."
+            )
+    return named
 
 
 def _info(array: Any) -> ArrayInfo:

@@ -27,8 +27,8 @@ from jaxres.storage.path import require_inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-ADAPTERS_FILE = "adapter_model.safetensors"
-"""Name that PEFT gives the adapters of a model, without the model."""
+_ADAPTERS = re.compile(r"adapter_config\.json|adapter_model.*|adapters\.(safetensors|npz)")
+"""Names that PEFT and MLX give the files of adapters, which are no whole model."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format's reference reader."""
@@ -164,12 +164,15 @@ def open_path(path: Path) -> dict[str, Tensor]:
     if not storage.is_dir(path):
         return open_file(path)
     index = storage.read(path / INDEX)
-    files = [name for name in storage.list_names(path) if name.endswith(".safetensors")]
-    if ADAPTERS_FILE in files and (index is not None or len(files) > 1):
+    names = sorted(storage.list_names(path))
+    files = [name for name in names if name.endswith(".safetensors")]
+    adapters = [name for name in names if _ADAPTERS.fullmatch(name)]
+    if adapters and (index is not None or not {*files} <= {*adapters}):
         raise ConfigError(
-            f"{path}: has {ADAPTERS_FILE} beside the weights: whether they include these adapters "
-            "is not known. Move that file away if they do; else merge them into the weights (with "
-            "PEFT's `merge_and_unload`) and give the folder of the result."
+            f"{path}: has {', '.join(adapters[:3])} beside the weights: whether they include these "
+            "adapters is not known. Move the files of the adapters away if they do; else merge "
+            "them into the weights (with PEFT's `merge_and_unload`) and give the folder of the "
+            "result."
         )
     if index is not None:
         tensors = _open_index(path, index)

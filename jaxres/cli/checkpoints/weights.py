@@ -39,6 +39,7 @@ def export(options: argparse.Namespace) -> str:
     run_dir = RunDir(options.run_dir)
     commit = _committed(run_dir, weights_source.parse_step(options.step))
     config = resolve_run(run_dir.root, [])[0].config
+    _refuse_own_folder(run_dir, options.out)
     limit = options.max_shard_bytes
     if limit is None:
         limit = weights_export.MAX_SHARD_BYTES
@@ -69,6 +70,16 @@ def export(options: argparse.Namespace) -> str:
         raise
     fields = _fields(out, params, digest) | {"step": source.step, "names": names}
     return _text(fields, [f"step {source.step}, read back and equal"], as_json=options.json)
+
+
+def _refuse_own_folder(run_dir: RunDir, out: Path | None) -> None:
+    """Raises UsageError for a folder among the steps or the records of the run."""
+    own = [at.resolve() for at in (run_dir.checkpoints, run_dir.log) if isinstance(at, Path)]
+    if out is not None and any(out.resolve().is_relative_to(folder) for folder in own):
+        raise UsageError(
+            f"--out {out}: lies in a folder for the run's own files. Give another folder, or leave "
+            f"--out out: exports are then written to {run_dir.exports}."
+        )
 
 
 def _named(

@@ -13,7 +13,7 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -425,6 +425,10 @@ def _images(file: SourceFile, source: ImagesSource, raw: BinaryIO) -> Iterator[T
                     f"data.source.path: {file.path} has no column {name!r}; its columns are "
                     f"{', '.join(opened.schema_arrow.names)}. Set data.source.{key}."
                 )
+            _refuse_twice(file, opened.schema_arrow.names, name)
+        kind = opened.schema_arrow.field(names[0]).type
+        if importlib.import_module("pyarrow.types").is_struct(kind):
+            _refuse_twice(file, [field.name for field in kind], "bytes", f" in {names[0]!r}")
         row = 0
         for part in opened.iter_batches(batch_size=IMAGES_PER_READ, columns=names):
             values = zip(*(part.column(name).to_pylist() for name in names), strict=True)
@@ -465,6 +469,15 @@ def _image(label: int, content: bytes) -> TokenPiece:
     return TokenPiece(document, np.array([len(document) - 1]))
 
 
+def _refuse_twice(file: SourceFile, names: Sequence[str], column: str, within: str = "") -> None:
+    """Raises ConfigError for a file that has several columns of one name."""
+    if (count := names.count(column)) > 1:
+        raise ConfigError(
+            f"data.source.path: {file.path} has {count} columns {column!r}{within}. Write the file "
+            "again with another name for each of them."
+        )
+
+
 def _check_column(file: SourceFile, schema: Any, column: str) -> None:
     where = f"data.source.path: {file.path}"
     if column not in schema.names:
@@ -473,8 +486,7 @@ def _check_column(file: SourceFile, schema: Any, column: str) -> None:
             "data.source.column to the one that has the text."
         )
     types = importlib.import_module("pyarrow.types")
-    if schema.names.count(column) > 1:
-        raise ConfigError(f"{where} has {schema.names.count(column)} columns {column!r}")
+    _refuse_twice(file, schema.names, column)
     kind = schema.field(column).type
     if types.is_dictionary(kind):
         kind = kind.value_type

@@ -46,6 +46,8 @@ DEEP_PNG, DEEP_BYTE = b"\x89PNG\r\n", 24
 TIFF = (b"II*\0", b"MM\0*")
 BITS_TAG, PHOTOMETRIC_TAG, WHITE_IS_ZERO = 258, 262, 0
 """Of TIFF 6.0, section 8."""
+SAMPLE_FORMAT_TAG, UNSIGNED = 339, {1, 4}
+"""Of TIFF 6.0, section 19; 4 is undefined, which readers take for unsigned."""
 LEAST_WHITE = 16 * 256
 """Values of 16 bits that are all below are of 8, 10 or 12 bits, and nearly black at 8 bits."""
 CENTRE = 7 / 8
@@ -271,6 +273,8 @@ def open_picture(content: bytes) -> Any:
     bits = _bits(opened, content)
     if opened.mode in ("I", "F") or (bits > 8 and opened.mode == "CMYK"):
         raise UnusableDepth(f"it has values of {bits} bits (mode {opened.mode} of Pillow)")
+    if _is_signed(opened):
+        raise UnusableDepth(f"it has values of {bits} bits with a sign")
     is_negative = opened.format == "TIFF" and opened.tag_v2.get(PHOTOMETRIC_TAG) == WHITE_IS_ZERO
     picture = pillow("ImageOps").exif_transpose(opened)
     if picture.mode.startswith("I;16"):
@@ -289,13 +293,14 @@ def open_picture(content: bytes) -> Any:
 
 
 def check_depth(content: bytes) -> None:
-    """Raises UnusableDepth as `open_picture`; decodes only an image of more than 8 bits."""
+    """Raises UnusableDepth as `open_picture`; decodes no image of 8 unsigned bits or fewer."""
     if not content.startswith(TIFF):
         bits = content[DEEP_BYTE : DEEP_BYTE + 1]
         if not (content.startswith(DEEP_PNG) and bits == b"\x10"):
             return
     try:
-        if _bits(_opened(content), content) > 8:
+        opened = _opened(content)
+        if _bits(opened, content) > 8 or _is_signed(opened):
             open_picture(content)
     except (UnusableDepth, MemoryError, ConfigError):
         raise
@@ -312,6 +317,12 @@ def _bits(opened: Any, content: bytes) -> int:
     if opened.format == "TIFF":
         return max(opened.tag_v2.get(BITS_TAG, (1,)))
     return content[DEEP_BYTE] if opened.format == "PNG" else 8
+
+
+def _is_signed(opened: Any) -> bool:
+    """Returns whether a TIFF has values with a sign, which Pillow reads as unsigned ones."""
+    declared = opened.tag_v2.get(SAMPLE_FORMAT_TAG, 1) if opened.format == "TIFF" else 1
+    return not {*np.atleast_1d(declared).tolist()} <= UNSIGNED
 
 
 def _check_range(highest: int) -> None:

@@ -31,7 +31,7 @@ from jaxres.data.sources.folder_tree import WILD, FolderTree, is_match, parts_of
 from jaxres.data.sources.saved_dataset import data_files
 from jaxres.faults import ConfigError
 from jaxres.storage.files import exists, is_folder, status_of
-from jaxres.storage.path import SCHEME, RunPath, parse_path
+from jaxres.storage.path import SCHEME, RunPath, is_remote, parse_path
 
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -212,6 +212,26 @@ def refuse(source: SingleSource) -> None:
         include = source.include
     for pattern in _root_and_patterns(str(source.path), include)[1]:
         parts_of(pattern)
+
+
+def read_below(source: Source, folder: RunPath, names: Iterable[str]) -> list[str]:
+    """Returns the names of a folder's files that a source would read, as it lies in its own."""
+    if not isinstance(source, FilesSource) or source.path.startswith(SCHEME) != is_remote(folder):
+        return []
+    if is_remote(folder):
+        root, patterns, place = source.path.rstrip("/"), source.include, str(folder)
+    else:
+        found, patterns = _root_and_patterns(source.path, source.include)
+        root, place = str(found), str(Path(str(folder)).resolve())
+    if not place.startswith(f"{root}/"):
+        return []
+    below = place.removeprefix(f"{root}/")
+    return [
+        name
+        for name in names
+        if _is_taken(f"{below}/{name}", source.exclude)
+        and any(is_match(f"{below}/{name}", pattern) for pattern in patterns)
+    ]
 
 
 def shared_files(one: SingleSource, other: Source) -> int:

@@ -21,6 +21,7 @@ from jaxres.data.batching import Arrays, BadRecord, check_ids
 from jaxres.data.tokens.read_ahead import ReadAhead
 from jaxres.data.tokens.token_arrays import token_arrays
 from jaxres.data.tokens.token_digests import CheckedBlocks, num_blocks
+from jaxres.data.tokens.token_width import IdPattern
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json
@@ -32,6 +33,8 @@ FILES = ("meta.json", "tokens.bin", "offsets.npy", "digests.npy")
 DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
+NUM_IDS_CHECKED = 2**20
+"""First ids of a folder without digests, whose width and byte order are checked at the opening."""
 OFFSET_BYTES = 8
 
 OFFSETS_READ_BYTES = 16 * 2**20
@@ -217,8 +220,8 @@ def file_id(path: Path) -> tuple[int, int]:
 def open_tokens(folder: Path) -> TokenFolder:
     """Opens a token folder in a time that does not depend on its size.
 
-    Raises TokensDamaged if the sizes disagree, ConfigError if a file is a pointer of Git LFS;
-    values are checked when their row is read.
+    Raises TokensDamaged if the sizes disagree, ConfigError if a file is a pointer of Git LFS, or
+    has ids of another type; other values are checked when their row is read.
     """
     try:
         for name in FILES:
@@ -232,6 +235,8 @@ def open_tokens(folder: Path) -> TokenFolder:
         tokens = np.memmap(folder / "tokens.bin", dtype, mode="r").view(np.ndarray)
         offsets = open_offsets(folder / "offsets.npy", meta)
         blocks = _open_blocks(folder / "digests.npy", meta, tokens, offsets)
+        if meta.block_bytes is None:
+            _refuse_other_type(tokens[:NUM_IDS_CHECKED], folder / "tokens.bin")
     except FileNotFoundError as error:
         raise TokensDamaged(
             f"{error.filename} does not exist. A token folder has tokens.bin, offsets.npy and "
@@ -246,6 +251,19 @@ def open_tokens(folder: Path) -> TokenFolder:
     else:
         corpus.check_offsets(np.array([0, last]), np.array([1, last + 1]))
     return corpus
+
+
+def _refuse_other_type(tokens: NDArray[Any], path: Path) -> None:
+    """Raises ConfigError for ids that another tool has written in another width or byte order."""
+    pattern = IdPattern()
+    pattern.add(tokens)
+    problem = None if tokens.dtype == DTYPES["uint8"] else pattern.problem()
+    if problem is not None:
+        raise ConfigError(
+            f"{path}: read as {tokens.dtype.name}, little-endian, {problem}. Set `dtype` in "
+            "meta.json to its writer's type, or write the file again as uint16 or uint32, "
+            "little-endian."
+        )
 
 
 def read_meta(folder: Path) -> Meta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ PROBES = ("\u4e2d", "\u044f", "\u05d0")
 """A Chinese, a Russian and a Hebrew letter."""
 LIBRARY = "huggingface:"
 """Begin of the name of a tokenizer of the library."""
+LOST = "\ufffd"
+"""Character that a decoder gives for bytes that are no character."""
 FILE_NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
@@ -334,14 +337,35 @@ def _check_encoding(tokenizer: LibraryTokenizer, where: str) -> None:
             f"{where}: its model has dropout={tokenizer.library.model.dropout}: a text would have "
             "other tokens each time. Set it to null in a copy of the file."
         )
-    end = tokenizer.library.id_to_token(tokenizer.end_of_document)
-    if tokenizer.special_tokens == "text" and tokenizer.has_end(end):
+    text = _text_with_end(tokenizer) if tokenizer.special_tokens == "text" else None
+    if text is not None:
         raise ConfigError(
-            f"{where}: a text that has {end!r} has the token that ends a document, which is no "
+            f"{where}: a text that has {text} has the token that ends a document, which is no "
             "special token there. Set data.tokenizer.end_of_document to one that is, make it "
             'special ("special": true in `added_tokens`) in a copy of the file, or accept it: '
             "data.tokenizer.special_tokens=control."
         )
+
+
+def _text_with_end(tokenizer: LibraryTokenizer) -> str | None:
+    """Returns a text in which the end of documents is a token, as it is printed, or None."""
+    decoders = importlib.import_module("tokenizers.decoders")
+    library, end = tokenizer.library, tokenizer.end_of_document
+    spelling = str(library.id_to_token(end))
+    if tokenizer.has_end(spelling):
+        return repr(spelling)
+    words = {
+        library.decode([end], skip_special_tokens=False),
+        decoders.ByteLevel().decode([spelling]),
+        spelling.replace("\u2581", " ").removeprefix("##"),
+    } - {spelling}
+    for word in sorted(words):
+        if any(map(tokenizer.has_end, (word, f" {word}", f"a{word}", f"a {word}"))):
+            return repr(word)
+    is_plain = end not in library.get_added_tokens_decoder()
+    if is_plain and any(LOST in word for word in words) and LOST not in spelling:
+        return f"the bytes of {spelling!r}"  # A part of a character.
+    return None
 
 
 def of_folder(folder: Path, name: str, *, special_tokens: str = "text") -> Tokenizer | None:

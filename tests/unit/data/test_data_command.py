@@ -9,14 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from jaxres import config as configs
 from jaxres.cli import data as data_command
 from jaxres.config.schema.data import DataSection, TokensSource
-from jaxres.data import open_dataset
+from jaxres.data import open_dataset, write_tokens
+from jaxres.data.sources.source_files import read_below
 from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode
 from jaxres.storage.path import GcsPath
 from tests import bpe
+from tests.damage import change_meta
 
 TEXTS = ["hello world", "hello world", "a second one", ""]
 
@@ -68,6 +72,36 @@ def test_documents_tokens_lengths_and_duplicates_are_counted(
     assert "an epoch takes 4.5 steps, the run has 30" in out
 
 
+def test_tokens_that_no_row_may_have_are_counted(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tokens(tmp_path / "set", [[1, 2, 8], [3, 8, 4, 7]], vocab_size=9, tokenizer="mine")
+    fields = [config, f"data.source={{kind: tokens, path: {tmp_path / 'set'}}}"]
+    code, out, err = run(capsys, "inspect", *fields)
+    assert (code, "WARNING" in out) == (0, False), err
+    change_meta(tmp_path / "set", vocab_size=8, checksum=None)
+    code, out, err = run(capsys, "inspect", *fields)
+    assert (code, "WARNING: 2 tokens have an id of 8 or more" in out) == (0, True), err
+    code, out, err = run(capsys, "inspect", *fields, "--json")
+    assert json.loads(out)["num_tokens_beyond"] == 2
+
+
+def test_images_that_no_row_may_have_are_counted(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for label in range(4):
+        (tmp_path / "photos" / f"c{label}").mkdir(parents=True)
+        for number in range(label + 1):
+            picture = Image.new("RGB", (8, 8), (label, number, 0))
+            picture.save(tmp_path / "photos" / f"c{label}" / f"{number}.png")
+    source = f"data.source={{kind: images, path: {tmp_path / 'photos'}, size: 8}}"
+    for classes, warns in ((4, False), (2, True)):
+        sizes = "num_layers: 1, d_model: 8, num_heads: 1, patch_size: 4, image_size: 8"
+        fields = [config, source, f"model={{kind: vit, {sizes}, num_classes: {classes}}}"]
+        code, out, err = run(capsys, "inspect", *fields)
+        assert (code, "7 images of the labels 2, 3, not in 0..1" in out) == (0, warns), err
+
+
 def test_packed_rows_are_shown_with_their_padding(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +138,47 @@ def test_a_built_folder_trains_like_its_source(
     code, _, err = run(capsys, "build", config, "--out", str(out))
     assert (code, "exists already" in err) == (ExitCode.USAGE, True)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".building")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["data.source={kind: nanogpt, path: HERE}"], "tokens.bin"),
+        (["data.source={kind: text, path: HERE, exclude: ['*.npy']}"], "meta.json, tokens.bin"),
+        (["data.source={kind: text, path: 'HERE/*/*.json'}"], "meta.json"),
+        (["data.source={kind: text, path: HERE, exclude: ['built/*']}"], None),
+        (["data.source={kind: text, path: HERE/a.jsonl}"], None),
+        ([], None),  # Its patterns match .jsonl only.
+    ],
+)
+def test_a_folder_that_the_source_would_read_is_not_built(
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    refused: str | None,
+) -> None:
+    given = [text.replace("HERE", str(tmp_path)) for text in overrides]
+    (tmp_path / "link").symlink_to(tmp_path)
+    out = tmp_path / "link" / "built"
+    source = configs.load(Path(config), given).config.data.source
+    found = read_below(source, out, ("meta.json", "tokens.bin", "offsets.npy"))
+    assert ", ".join(found) == (refused or "")
+    if refused is not None:
+        code, _, err = run(capsys, "build", config, *given, "--out", str(out))
+        assert (code, f"would read {refused}" in err) == (ExitCode.USAGE, True), err
+        assert not out.exists()
+
+
+def test_a_folder_in_a_bucket_that_the_source_would_read_is_not_built(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "data.source={kind: nanogpt, path: gs://bucket/ids/}"
+    code, _, err = run(capsys, "build", config, source, "--out", "gs://bucket/ids/built")
+    assert (code, "would read tokens.bin there" in err) == (ExitCode.USAGE, True), err
+    beside = configs.load(Path(config), [source]).config.data.source
+    assert read_below(beside, GcsPath("bucket", "ids-built"), ["tokens.bin"]) == []
+    assert read_below(beside, Path("/ids/built"), ["tokens.bin"]) == []
 
 
 def test_the_plan_of_packed_rows_is_built_too(

@@ -9,6 +9,7 @@ from jaxres.data.mixture import BLOCK_ROWS, MixedRows, MixturePart, describe_row
 from jaxres.data.order import positions_at, sample_ids_at, skip_ranges
 from jaxres.data.shuffle import Permutation
 from jaxres.data.tokens.tokenizer import open_tokenizer
+from jaxres.data.verify import verify_data
 from jaxres.faults import ConfigError
 from tests import bpe
 
@@ -219,6 +220,15 @@ def test_each_source_has_its_rows_and_its_own_held_out_part(tmp_path):
         assert len(mixed.validation[f"s{number}"]) == len(dataset.heldout)
     other = open_dataset(section(tmp_path, two, one))
     assert len({mixed.fingerprint, other.fingerprint, *(one.fingerprint for one in alone)}) == 4
+
+
+def test_a_mixture_records_the_cuts_of_its_sources(tmp_path):
+    one, two = tokens(tmp_path / "one"), {"kind": "tokens", "path": str(tmp_path / "two")}
+    write_tokens(tmp_path / "two", [[1] * 10, [2] * 990], vocab_size=257, tokenizer="bytes")
+    config = section(tmp_path, one, two)
+    mixed = open_dataset(config)
+    assert mixed.fingerprint == f"{verify_data(config).fingerprint}+cut:-,750"
+    assert mixed.earlier_fingerprint == mixed.fingerprint
 
 
 def test_sources_of_other_tokens_are_refused(tmp_path):

@@ -19,6 +19,7 @@ from jaxres.config.schema.data import (
 )
 from jaxres.data import Dataset, open_dataset
 from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
+from jaxres.data.tokens.packing import Packing
 from jaxres.faults import ConfigError
 from tests import bpe
 
@@ -33,11 +34,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def opened(folder: Path, *sets: ValidationSet, messages: list[str] | None = None) -> Dataset:
+def opened(
+    folder: Path,
+    *sets: ValidationSet,
+    messages: list[str] | None = None,
+    packing: Packing = "concat",
+) -> Dataset:
     section = DataSection(
         source=TextSource(path=str(folder / "train" / "a.txt")),
         validation=sets,
         seq_len=8,
+        packing=packing,
         cache_dir=folder / "cache",
     )
     return open_dataset(section, progress=([] if messages is None else messages).append)
@@ -73,10 +80,11 @@ def test_the_first_set_has_a_fingerprint_of_its_content(folder: Path) -> None:
     assert fingerprint(0.2) == held_out != before != fingerprint()
 
 
-def test_training_data_among_the_validation_sets_is_told(folder: Path) -> None:
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_training_data_among_the_validation_sets_is_told(folder: Path, packing: Packing) -> None:
     messages: list[str] = []
     same = TextSource(path=str(folder / "train" / "a.txt"))
-    opened(folder, ValidationSet(name="same", source=same), messages=messages)
+    opened(folder, ValidationSet(name="same", source=same), messages=messages, packing=packing)
     assert "WARNING: data.validation[same] is the training data itself" in messages
 
 
@@ -102,6 +110,7 @@ def test_files_that_are_trained_on_too_are_told(folder: Path) -> None:
             "source": source,
             "validation": ({"name": "v", "source": part.model_dump()},),
             "seq_len": 8,
+            "heldout_fraction": 0.2,
             "cache_dir": folder / "cache",
         }
         open_dataset(DataSection.model_validate(config), progress=messages.append)

@@ -20,14 +20,18 @@ import jaxres
 from jaxres import inference, models
 from jaxres.__main__ import main
 from jaxres.checkpoint.weights import export as weights_export
-from jaxres.config.schema.data import HuggingfaceTokenizer
-from jaxres.config.schema.model import MlpModel
+from jaxres.config.schema.data import DataSection, HuggingfaceTokenizer, TokensSource
+from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.data import write_tokens
+from jaxres.data.tokens.token_folder import open_tokens
 from jaxres.data.tokens.tokenizer import open_tokenizer
 from jaxres.engine import text_scores
 from jaxres.faults import ConfigError
 from jaxres.jax_cli import evaluate
 from jaxres.models.generate import Sampling, generate
+from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.supervisor import run_config
 from jaxres.telemetry.stdio import escaped
 from tests import bpe
 from tests.tiers import slow_but
@@ -258,6 +262,24 @@ def test_a_set_without_weight_has_a_mean_that_is_no_number():
     loaded = SimpleNamespace(model=model, params={}, model_state=None)
     rows = SimpleNamespace(rows=lambda ids: {"x": ids})
     assert math.isnan(evaluate._means(loaded, rows, 2, 2)["loss"])
+
+
+def test_a_held_out_part_that_the_run_has_cut_elsewhere_is_refused(loaded, tmp_path, monkeypatch):
+    write_tokens(tmp_path / "set", [[1] * 10, [2] * 990], vocab_size=9, tokenizer="mine")
+    source = TokensSource(path=tmp_path / "set")
+    config = SimpleNamespace(
+        data=DataSection(source=source, seq_len=4),
+        model=GptModel(num_layers=1, d_model=8, num_heads=1),
+        guards=SimpleNamespace(bad_records=None),
+        train=SimpleNamespace(max_rows_per_device=1),
+    )
+    monkeypatch.setattr(evaluate, "_means", lambda *_: {})
+    monkeypatch.setattr(run_config, "newest_config", lambda _: config)
+    recorded = open_tokens(tmp_path / "set").meta.fingerprint
+    history = SimpleNamespace(newest=10, dataset=recorded)
+    monkeypatch.setattr(run_log, "fold", lambda _: history)
+    with pytest.raises(ConfigError, match="an earlier version of jaxres has started this run"):
+        evaluate._sets(RunDir(tmp_path), loaded, SimpleNamespace(set=None, limit=1))
 
 
 @pytest.mark.parametrize(

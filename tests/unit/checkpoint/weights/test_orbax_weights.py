@@ -105,6 +105,21 @@ def test_an_array_named_value_among_others_keeps_its_name(tmp_path):
     assert set(from_orbax(tmp_path / "a").tensors) == {"attention/value", "attention/key"}
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}},
+        {"a": {"b": {"value": jnp.zeros(2)}}, "a/b": jnp.ones(2)},
+        {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}},
+    ],
+)
+def test_two_arrays_of_one_name_are_refused_and_none_is_dropped(tmp_path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", tree)
+    with pytest.raises(ConfigError, match=r"two arrays of one name, .*keys \['a"):
+        from_orbax(tmp_path / "a")
+
+
 def test_what_is_no_checkpoint_is_told_with_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"no checkpoint of Orbax here \(no file _METADATA\)"):
         from_orbax(tmp_path)

@@ -205,10 +205,27 @@ def test_a_single_file_beside_numbered_files_without_an_index_is_not_guessed_at(
 
 
 @pytest.mark.parametrize("has_index", [False, True])
-def test_adapters_beside_weights_are_not_dropped(tmp_path, has_index):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapter_model.safetensors",
+        "adapter_model-00001-of-00001.safetensors",
+        "adapter_model.safetensors.index.json",
+        "adapter_model.bin",
+        "adapter_config.json",
+        "adapters.safetensors",
+    ],
+)
+def test_adapters_beside_weights_are_not_dropped(tmp_path, name, has_index):
     two_saves(tmp_path)
     if not has_index:
         (tmp_path / safetensors.INDEX).unlink()
-    package.save_file({"lora_A": ARRAYS["a"]}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"adapter_model.*Move that file away if they do"):
+    package.save_file({"lora_A": ARRAYS["a"]}, tmp_path / name)
+    with pytest.raises(ConfigError, match=f"has {name} beside the weights.*away if they do"):
         safetensors.open_path(tmp_path)
+
+
+def test_adapters_alone_are_read(tmp_path):
+    package.save_file({"lora_A": ARRAYS["a"]}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert set(safetensors.open_path(tmp_path)) == {"lora_A"}

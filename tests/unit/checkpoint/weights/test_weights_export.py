@@ -316,6 +316,16 @@ def test_arrays_that_are_not_contiguous_are_written_correctly(tmp_path):
     assert read_by_package(tmp_path)["a"].tolist() == array.tolist()
 
 
+def test_no_export_is_written_among_the_steps_or_the_records_of_a_run(tmp_path, capsys, untied):
+    root = untied[0].root
+    (tmp_path / "link").symlink_to(root)
+    for out in (root / "checkpoints" / "x", root / "log", tmp_path / "link" / "checkpoints" / "x"):
+        before = sorted(root.rglob("*"))
+        err = run_command(capsys, "export", root, "--out", out, code=64).err
+        assert "lies in a folder for the run's own files" in err
+        assert sorted(root.rglob("*")) == before
+
+
 def test_a_refused_export_or_import_reports_the_reason(tmp_path, capsys, untied):
     root = untied[0].root
     err = run_command(capsys, "export", root, "--names", "gpt2", code=64).err

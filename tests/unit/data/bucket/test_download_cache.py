@@ -75,7 +75,7 @@ def test_a_single_object_and_a_token_folder_are_downloaded_too(
     alone = download_cache.localize(text(corpus / "part/01.txt", tmp_path), progress=dataset.silent)
     assert isinstance(alone, TextSource)
     assert Path(alone.path).read_bytes() == TEXTS["part/01.txt"]
-    write_tokens(tmp_path / "tokens", [list(range(100))] * 3, vocab_size=100, tokenizer="none")
+    write_tokens(tmp_path / "tokens", [list(range(100))] * 30, vocab_size=100, tokenizer="none")
     for path in (tmp_path / "tokens").iterdir():
         files.replace(corpus.parent / "tokens" / path.name, path.read_bytes())
     here = DataSection(source=TokensSource(path=tmp_path / "tokens"), seq_len=8)
@@ -99,7 +99,8 @@ import sys
 from pathlib import Path
 from jaxres.config.schema.data import DataSection, TextSource
 from jaxres.data import open_dataset
-section = DataSection(source=TextSource(path=sys.argv[1]), cache_dir=Path(sys.argv[2]), seq_len=16)
+source, cache = TextSource(path=sys.argv[1]), Path(sys.argv[2])
+section = DataSection(source=source, cache_dir=cache, seq_len=16, heldout_fraction=0.1)
 print("began", flush=True)
 print(open_dataset(section).fingerprint)
 """

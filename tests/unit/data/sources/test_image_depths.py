@@ -35,12 +35,13 @@ def saved(image, kind="PNG", **options):
     return file.getvalue()
 
 
-def tiff(values, *, bits, photometric=1, channels=1):
+def tiff(values, *, bits, photometric=1, channels=1, sample_format=None):
     """Returns an uncompressed little-endian TIFF; its bits a value may be other than Pillow's."""
     data, offset = values if isinstance(values, bytes) else values.tobytes(), 8
     depths = struct.pack(f"<{channels}H", *[bits] * channels)
     tags = [(256, SIDE), (257, SIDE), (259, 1), (262, photometric), (273, offset), (277, channels)]
     tags += [(278, SIDE), (279, len(data))]
+    tags += [] if sample_format is None else [(339, sample_format)]
     entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags]
     after = 8 + len(data)
     at = after + 2 + 12 * (len(tags) + 1) + 4
@@ -106,6 +107,8 @@ KNOWN = {
     "TIFF of 16 bits, RGB": tiff(np.stack([ramp(16)] * 3, -1), bits=16, photometric=2, channels=3),
     "TIFF of 12 bits": tiff(packed_12_bits(ramp(12)), bits=12),
     "TIFF of 8 bits, white is 0": tiff(255 - GREY, bits=8, photometric=0),
+    "TIFF of 8 bits without sign": tiff(GREY, bits=8, sample_format=1),
+    "TIFF of 16 bits without sign": tiff(ramp(16), bits=16, sample_format=1),
     "TIFF upside down": turned(RGB, "TIFF"),
     "TIFF of two pages": saved(RGB, "TIFF", save_all=True, append_images=[BLACK]),
     "TIFF in LAB": saved(RGB.convert("LAB"), "TIFF"),
@@ -129,6 +132,8 @@ UNKNOWN = {
     "12 bits in 16 of RGB": deep_png(ramp(12), channels=3),
     "8 bits in 16 of RGBA": deep_png(ramp(8), channels=4),
     "12 bits in 16 of grey with alpha": deep_png(ramp(12), channels=2),
+    "8 bits with a sign": tiff(GREY, bits=8, sample_format=2),
+    "16 bits with a sign": tiff(ramp(16), bits=16, sample_format=2),
     "CMYK of 16 bits": tiff(np.stack([ramp(16)] * 4, -1), bits=16, photometric=5, channels=4),
 }
 

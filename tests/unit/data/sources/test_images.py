@@ -105,6 +105,20 @@ def test_parquet_files_of_the_same_images_give_the_same_rows(folder, tmp_path):
         assert rows["image"].mean((1, 2)).argmax(1).tolist() == rows["label"].tolist()
 
 
+@pytest.mark.parametrize("twice", ["image", "label", "bytes"])
+def test_a_column_that_a_parquet_file_has_twice_is_refused(folder, tmp_path, twice):
+    content = pyarrow.array([next(folder.glob("**/*.png")).read_bytes()])
+    fields = ["bytes", "bytes" if twice == "bytes" else "path"]
+    image = pyarrow.StructArray.from_arrays([content, content], names=fields)
+    columns = {"image": image, "label": pyarrow.array([0])}
+    names = ["image", "label", *([twice] if twice in columns else [])]
+    table = pyarrow.Table.from_arrays([columns[name] for name in names], names=names)
+    (tmp_path / "shards").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "shards" / "all.parquet")
+    with pytest.raises(ConfigError, match=rf"all\.parquet has 2 columns '{twice}'"):
+        open_dataset(section(tmp_path / "shards", heldout_fraction=0.0))
+
+
 def test_a_row_depends_on_its_id_alone_and_changes_with_the_epoch(folder, monkeypatch):
     dataset = open_dataset(section(folder, augment="crop_flip"))
     order = dataset.order(seed=0, rows_per_step=9)

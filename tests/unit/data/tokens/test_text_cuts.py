@@ -297,6 +297,51 @@ def test_a_token_that_ends_documents_but_may_be_in_a_text_is_refused(tmp_path: P
     assert open_tokenizer(section.model_copy(update={"special_tokens": "control"}))
 
 
+def plain(kind: str) -> Tokenizer:
+    """Returns a tokenizer whose words are "cat", " cat", and each single byte."""
+    if kind == "wordpiece":
+        vocab = {"[UNK]": 0, "a": 1, "cat": 2, "##cat": 3}
+        library = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+        library.pre_tokenizer = pre_tokenizers.Whitespace()
+        return library
+    letters = dict.fromkeys(pre_tokenizers.ByteLevel.alphabet())
+    space = "\u2581" if kind == "metaspace" else "\u0120"
+    words = [*letters, *([space] if kind == "metaspace" else []), "ca", "cat", f"{space}cat"]
+    merges = [("c", "a"), ("ca", "t"), (space, "cat")]
+    library = Tokenizer(models.BPE({word: id_ for id_, word in enumerate(words)}, merges))
+    if kind == "metaspace":
+        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        library.decoder = decoders.Metaspace(prepend_scheme="never")
+    else:
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel() if kind == "bytes" else None
+    return library
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("bytes", "\u0120cat"),
+        ("bytes", "\u010a"),
+        ("bytes", "\u00e4"),  # Begins a Chinese character.
+        ("bytes without a decoder", "\u0120cat"),
+        ("metaspace", "\u2581cat"),
+        ("metaspace", "\u2581"),
+        ("wordpiece", "cat"),
+        ("wordpiece", "##cat"),
+    ],
+)
+def test_a_plain_word_does_not_end_documents(tmp_path: Path, kind: str, end: str) -> None:
+    library = plain(kind)
+    library.add_special_tokens([END])
+    saved(library, tmp_path / "t")
+    section = HuggingfaceTokenizer(path=tmp_path / "t", end_of_document=end)
+    with pytest.raises(ConfigError, match="has the token that ends a document"):
+        open_tokenizer(section)
+    assert open_tokenizer(section.model_copy(update={"special_tokens": "control"}))
+    assert open_tokenizer(section.model_copy(update={"end_of_document": END}))
+
+
 def test_a_tokenizer_with_random_merges_is_refused(tmp_path: Path) -> None:
     library = gpt2()
     library.save(str(tmp_path / "tokenizer.json"))

@@ -1,6 +1,7 @@
 import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from jaxres.data.tokens import token_digests, token_folder, token_writer
 from jaxres.data.tokens.token_digests import CheckedBlocks
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
+from jaxres.train.resume import check_dataset
 from tests.damage import change_meta, flip_bit_at, remove_digests, to_pipe
 
 
@@ -91,9 +93,10 @@ def test_training_rows_contain_no_heldout_token(tmp_path, seed):
 
     cut = dataset.heldout.start
     assert read(dataset.train).max() < cut <= read(dataset.heldout).min()
-    assert cut in bounds
     nearest = min(abs(b - total * (1 - fraction)) for b in bounds if 0 < b < total)
     assert abs(cut - total * (1 - fraction)) <= nearest + 1  # 1: the ideal cut is rounded
+    assert 0.5 <= (total - cut) / round(total * fraction) <= 2
+    assert cut in bounds or cut == round(total * (1 - fraction))
 
 
 def test_without_a_heldout_fraction_all_rows_are_training_rows(tmp_path):
@@ -220,10 +223,10 @@ def test_a_terabyte_opens_without_being_read(tmp_path):
     num_tokens = 2**39
     with (tmp_path / "set" / "tokens.bin").open("r+b") as file:
         file.truncate(2 * num_tokens)  # Sparse: takes no space.
-    np.save(tmp_path / "set" / "offsets.npy", np.array([0, num_tokens - 10**6, num_tokens]))
+    np.save(tmp_path / "set" / "offsets.npy", np.array([0, num_tokens - 2**32, num_tokens]))
     change_meta(tmp_path / "set", num_tokens=num_tokens)
     dataset = opened(tmp_path / "set", heldout_fraction=0.01)
-    assert len(dataset.train) == (num_tokens - 10**6 - 1) // 16
+    assert len(dataset.train) == (num_tokens - 2**32 - 1) // 16
     batch = batch_at(dataset.train, dataset.order(seed=0, rows_per_step=4), global_batch_size=24)(
         10**9
     )
@@ -234,6 +237,38 @@ def test_a_single_document_is_cut_inside(tmp_path):
     write_tokens(tmp_path / "set", [np.arange(100), []], vocab_size=100, tokenizer="mine")
     data = opened(tmp_path / "set", seq_len=8)
     assert (data.train.stop, data.heldout.start, data.heldout.stop) == (80, 80, 100)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [
+        ([10, 990], 980),  # The only boundary would hold out 99 %.
+        ([995, 5], 980),
+        ([300, 300, 400], 980),
+        ([959, 41], 980),
+        ([960, 40], 960),
+        ([990, 10], 990),
+        ([991, 9], 980),
+    ],
+)
+def test_the_held_out_part_is_half_to_twice_its_share(tmp_path, lengths, cut):
+    docs = [np.arange(length) for length in lengths]
+    write_tokens(tmp_path / "set", docs, vocab_size=1000, tokenizer="mine")
+    dataset = opened(tmp_path / "set", seq_len=4, heldout_fraction=0.02)
+    assert (dataset.train.stop, dataset.heldout.start, dataset.heldout.stop) == (cut, cut, 1000)
+    content = dataset.train.corpus.meta.fingerprint
+    inside = cut not in np.cumsum(lengths)
+    assert dataset.fingerprint == (f"{content}+cut:{cut}" if inside else content)
+
+
+def test_a_run_that_has_held_out_another_part_is_not_continued(tmp_path):
+    write_tokens(tmp_path / "set", [[1] * 10, [2] * 990], vocab_size=9, tokenizer="mine")
+    dataset = opened(tmp_path / "set", seq_len=4, heldout_fraction=0.02)
+    earlier = SimpleNamespace(newest=10, dataset=dataset.train.corpus.meta.fingerprint)
+    with pytest.raises(ConfigError, match="an earlier version of jaxres has started this run"):
+        check_dataset(dataset.fingerprint, earlier)
+    check_dataset(dataset.fingerprint, SimpleNamespace(newest=10, dataset=dataset.fingerprint))
+    check_dataset(dataset.fingerprint, SimpleNamespace(newest=None, dataset=earlier.dataset))
 
 
 @pytest.mark.parametrize(("seq_len", "part"), [(90, "training"), (20, "held-out")])

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from jaxres.config.schema.data import NanogptSource
+from jaxres.data import write_tokens
+from jaxres.data.tokens.token_folder import open_tokens
 from jaxres.data.tokens.token_width import IdPattern
 from jaxres.faults import ConfigError
+from tests.damage import change_meta, remove_digests
 from tests.unit.data.sources.test_documents import opened
 
 IDS = np.random.default_rng(0).integers(0, 50257, 1000)
@@ -44,6 +49,28 @@ def test_token_ids_of_another_width_or_byte_order_are_refused(tmp_path: Path, na
     assert list((tmp_path / "cache" / "corpora").glob("*")) == []
 
 
+def folder_of(path: Path, ids: NDArray[Any], dtype: str) -> Path:
+    """Writes a token folder as another tool does, without digests."""
+    num_tokens = ids.nbytes // np.dtype(dtype).itemsize
+    write_tokens(path, [[0]], vocab_size=2**18, tokenizer="mine")
+    remove_digests(path)
+    (path / "tokens.bin").write_bytes(ids.tobytes())
+    np.save(path / "offsets.npy", np.array([0, num_tokens]))
+    change_meta(path, dtype=dtype, num_tokens=num_tokens)
+    return path
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_token_folder_with_ids_of_another_width_or_byte_order_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    folder = folder_of(tmp_path / "set", *WRONG[name])
+    why = "as of a wider type|other byte order|narrower type"
+    says = rf"tokens\.bin: read as uint\d\d, .*({why}).*`dtype` in meta\.json"
+    with pytest.raises(ConfigError, match=says):
+        open_tokens(folder)
+
+
 RIGHT = {
     "of GPT-2": IDS,
     "of characters": CHARS,
@@ -64,6 +91,14 @@ def test_token_ids_of_every_vocabulary_are_read(tmp_path: Path, name: str, dtype
     path.write_bytes(ids.astype(dtype).tobytes())
     source = NanogptSource(path=str(path), dtype="uint16" if dtype == "uint16" else "uint32")
     assert opened(source, tmp_path / "cache").train.corpus.tokens.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_token_folder_of_every_vocabulary_is_read(tmp_path: Path, name: str) -> None:
+    ids = RIGHT[name].astype("<u2")
+    assert (
+        open_tokens(folder_of(tmp_path / "set", ids, "uint16")).tokens[:].tolist() == ids.tolist()
+    )
 
 
 def test_how_a_file_is_divided_changes_nothing() -> None:
