@@ -70,10 +70,35 @@ _TOKENS = (
     ("Docker Hub token", r"dckr_(?:pat|oat)_[A-Za-z0-9_-]{20,}"),
     ("DigitalOcean token", r"do[opr]_v1_[0-9a-f]{64}"),
     ("Vault token", r"hv[sb]\.[A-Za-z0-9_-]{24,}"),
-    ("Telegram token", r"[0-9]{8,10}:AA[A-Za-z0-9_-]{33}"),
+    ("Telegram token", r"(?:bot)?[0-9]{8,10}(?::|%3[Aa])AA[A-Za-z0-9_-]{33}"),
+    ("ntfy token", r"tk_[a-z0-9]{29}"),
     ("age key", r"AGE-SECRET-KEY-1[0-9A-Z]{58}"),
-    ("Slack webhook", r"https://hooks\.slack\.com/(?:services|workflows)/[A-Za-z0-9/_-]{20,}"),
-    ("Discord webhook", r"https://discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{20,}"),
+    (
+        "Slack webhook",
+        r"https:/{1,2}hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/-]{20,}",
+    ),
+    (
+        "Discord webhook",
+        r"https:/{1,2}(?:\w+\.)?discord(?:app)?\.com/api/(?:v\d+/)?webhooks/[0-9]+/[\w-]{20,}",
+    ),
+    (
+        "Teams webhook",
+        r"https:/{1,2}(?:[\w-]+\.webhook|outlook)\.office(?:365)?\.com/webhook\w*/[\w@%/-]{30,}",
+    ),
+    ("Healthchecks URL", r"https?:/{1,2}(?:hc-ping\.com|healthchecks\.io/ping)/[\w/-]{20,}"),
+    ("ntfy topic", r"https?:/{1,2}ntfy\.sh/[\w-]{8,}"),
+    (
+        "token in a URL",
+        r"https?:/{1,2}(?:events\.pagerduty\.com/integration|alert\.victorops\.com/integrations"
+        r"|maker\.ifttt\.com/trigger|cronitor\.link/p|nosnch\.in|api\.day\.app"
+        r"|hook\.\w+\.make\.com|hooks\.zapier\.com/hooks)/[\w/-]{10,}",
+    ),
+    (
+        "webhook",
+        r"https?:/{1,2}(?:[^\s/@\"']*@)?[\w.-]+(?::\d+)?/(?:[\w.-]+/)*?"
+        r"(?:webhooks?|webhook-test|hooks?|heartbeat)/(?:[\w.-]+/){0,3}?"
+        r"(?=[\w-]*\d)[\w-]{16,}(?![\w-]|\.\w)",
+    ),
 )
 """Kinds of secrets that are known by their form (the services' documentation)."""
 _PRIVATE_KEY = (
@@ -81,9 +106,14 @@ _PRIVATE_KEY = (
     r"(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[\s\S]*)"
 )
 _KEY_BODY = r"(?:\\[rn]|[\s\"'+,]|[A-Za-z-]+: [^\n]*\n)*[A-Za-z0-9+/=]{32}"
+_AFTER_ESCAPE = (
+    r"(?<=%[0-9A-Fa-f]{2})|(?<=\\[nrt])|(?<=\\x[0-9a-f]{2})|(?<=\\u[0-9a-f]{4})|(?<=[0-9]m)"
+)
+"""The end of an escaped character, or of a terminal's color, right before a word."""
 _ANY_TOKEN = (
-    r"(?<![A-Za-z0-9])(?:" + "|".join(form for _, form in _TOKENS) + r")(?![A-Za-z0-9])"
-    rf"|{_PRIVATE_KEY}"
+    rf"(?:(?<![A-Za-z0-9])|{_AFTER_ESCAPE})(?:"
+    + "|".join(form for _, form in _TOKENS)
+    + rf")(?![A-Za-z0-9])|{_PRIVATE_KEY}"
 )
 _URL = r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)(:/{1,2})([^\s\"'<>]+)"
 """A URL, or one whose two slashes a path has made one."""

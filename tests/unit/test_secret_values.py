@@ -18,7 +18,7 @@ from jaxres.secret_values import (
     redact_text,
     without_rotatable,
 )
-from tests.unit.secret_examples import PRIVATE_KEY, TOKENS, letters
+from tests.unit.secret_examples import PRIVATE_KEY, TOKENS, URLS_WITH_TOKEN, letters
 
 WORD = "hunter2"
 SURE = (
@@ -91,7 +91,27 @@ def test_a_known_token_is_a_secret_wherever_it_is():
     assert_no([kind for kind, token in rows if kind_of_secret(f'KEY = "{token}"\n') is None])
 
 
+def test_a_token_in_the_path_of_a_url_is_hidden():
+    bot = f"https://api.telegram.org/bot{TOKENS['Telegram']}/sendMessage"
+    assert redact_text(bot) == f"https://api.telegram.org/{HIDDEN}/sendMessage"
+    assert redact_text(bot.replace(":AA", "%3AAA")) == redact_text(bot)
+    assert contains({"url": bot})
+    assert kind_of_secret(bot) == "Telegram token"
+    rows = list(URLS_WITH_TOKEN.items())
+    assert_no([(kind, redact(url)) for kind, url in rows if redact(url) != HIDDEN])
+    assert_no([kind for kind, url in rows if without_rotatable({"x": url}) == {"x": url}])
+    assert_no([kind for kind, url in rows if kind_of_secret(f"curl {url}\n") is None])
+
+
+def test_a_known_token_right_after_an_escape_is_hidden():
+    befores = ("\\n", "Bearer%20", "\\x1b", "\\u003d", "\x1b[31m", "\x1b[0;31m")
+    given = [(before, token) for before in befores for token in TOKENS.values()]
+    assert_no([pair for pair in given if pair[1] in redact_text("".join(pair))])
+
+
 PLAIN_TEXTS = (
+    *("https://host/webhooks/my-dataset-2024-long.parquet", "https://host/hooks/readme-of-hooks"),
+    *("https://host/ping/train-2024-10-11-shards", "https://ntfy.sh/mytopic", "http://a:8/hook"),
     *("sk-learn", "sk-learn-classifier-with-a-long-name", "task-" + letters(24), "hf_hub_download"),
     *("hf_transfer", "ghp_", "AKIA", "AKIAIOSFODNN7", "pypi-mirror", "npm_config_cache", "SG.a.b"),
     *("eyJhbGciOi", "glpat-", "xoxb-", "ya29.", "whsec_", "-----BEGIN PUBLIC KEY-----"),
