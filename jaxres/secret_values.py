@@ -117,6 +117,12 @@ _ANY_TOKEN = (
 )
 _URL = r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)(:/{1,2})([^\s\"'<>]+)"
 """A URL, or one whose two slashes a path has made one."""
+_URL_ONLY = r"\A([A-Za-z][A-Za-z0-9+.-]*)(://)(\S+)\Z"
+"""A value that is a URL as a whole: quotes in it are a password's."""
+_OPEN_PASSWORD = r"[^@/?#:\[]*:(?!\d+(?:[/?#]|\Z)|//|\Z)"
+"""A user and a colon, after which no port is: what follows up to an @ is a password."""
+_HOST = r".*[.:].*|localhost|"
+"""What is surely a host, not the rest of a password that has an @."""
 _KEY_PAIR = r"[^@/:]+:[^@]+@"
 """In the place of a bucket's user: the secret key may have slashes."""
 _ASSIGNED = (
@@ -207,7 +213,9 @@ def redact(value: Any, name: str = "") -> Any:
         return [redact(child, name) for child in value]
     if is_secret(name, value):
         return HIDDEN
-    return redact_text(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return redact_text(re.sub(_URL_ONLY, lambda match: _redact_url(match, is_secret), value))
 
 
 def redact_text(text: str) -> str:
@@ -257,8 +265,9 @@ def without_rotatable(value: Any) -> Any:
         return [without_rotatable(child) for child in value]
     if not isinstance(value, str):
         return value
-    shown = re.sub(_URL, lambda match: _redact_url(match, is_rotatable), value)
-    return re.sub(_ANY_TOKEN, HIDDEN, shown)
+    for form in (_URL_ONLY, _URL):
+        value = re.sub(form, lambda match: _redact_url(match, is_rotatable), value)
+    return re.sub(_ANY_TOKEN, HIDDEN, value)
 
 
 def kind_of_secret(text: str) -> str | None:
@@ -280,8 +289,7 @@ def kind_of_secret(text: str) -> str | None:
 
 def _has_password(rest: str) -> bool:
     """Returns whether the text after `://` has a password that is no placeholder."""
-    user, password = _user_and_password(rest)
-    host = rest.partition("@")[2]
+    user, password, host = _user_and_password(rest)
     return bool(
         password
         and not re.search(r"[{}$%*\\()\[\]]", user + password)
@@ -309,23 +317,36 @@ def _looks_like_a_token(value: str) -> bool:
     return bool(re.fullmatch(_OPAQUE, value) or re.fullmatch(_PREFIXED, value))
 
 
-def _user_and_password(rest: str) -> tuple[str, str]:
-    """Returns user and password in the text after `://`; empty: there are none."""
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    user, _, password = authority.rpartition("@")[0].partition(":")
-    return user, password
+def _user_and_password(rest: str, *, most: bool = True) -> tuple[str, str, str]:
+    """Returns user, password, and what follows the @, of the text after `://`; "", "": none.
+
+    A password may have "/", "?" and "#", as SQLAlchemy reads it. Where a URL can be read in two
+    ways, `most` takes what may be a part of the password for one.
+
+    >>> _user_and_password("me:p@ss/w@host/a"), _user_and_password("me:a#b@host/x", most=False)
+    (('me', 'p@ss/w', 'host/a'), ('me', 'a#b', 'host/x'))
+    """
+    end = rest.rfind("@", 0, len(re.split(r"[/?#]", rest, maxsplit=1)[0]))
+    opened = re.match(_OPEN_PASSWORD, rest)
+    if end < 0 and opened:
+        end = rest.find("@", opened.end())
+    last = rest.rfind("@")
+    if most and opened and last > end:
+        host = re.split(r"[/?#]", rest[end + 1 : last], maxsplit=1)[0]
+        end = end if re.fullmatch(_HOST, host) else last
+    user, _, password = rest[: max(end, 0)].partition(":")
+    return user, password, rest[end + 1 :]
 
 
 def _redact_url(match: re.Match[str], hides: Callable[[str, object], bool]) -> str:
     scheme, slashes, rest = match.groups()
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    user, password = _user_and_password(rest)
+    user, password, after = _user_and_password(rest, most=hides is is_secret)
     if scheme.lower() in ("s3", "s3a", "s3n") and re.match(_KEY_PAIR, rest):
         rest = re.sub(_KEY_PAIR, f"{HIDDEN}@", rest)
     elif password and password != HIDDEN:
-        rest = f"{user}:{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
+        rest = f"{user}:{HIDDEN}@{after}"
     elif user and len(user) >= 20 and _looks_like_a_token(user):
-        rest = f"{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
+        rest = f"{HIDDEN}@{after}"
     path, mark, query = rest.partition("?")
     if not mark:
         return f"{scheme}{slashes}{rest}"

@@ -116,6 +116,7 @@ PLAIN_TEXTS = (
     *("hf_transfer", "ghp_", "AKIA", "AKIAIOSFODNN7", "pypi-mirror", "npm_config_cache", "SG.a.b"),
     *("eyJhbGciOi", "glpat-", "xoxb-", "ya29.", "whsec_", "-----BEGIN PUBLIC KEY-----"),
     *("-----BEGIN CERTIFICATE-----\nMIIB" + letters(60), "gs://bucket/a:b@c/d", "ssh://git@host/x"),
+    *("https://host:8080/x@y", "https://h:80?m=a@b", "http://[::1]:80/a@b", "a://https://x/y@z"),
     *("https://host:8080/x?page=2&tokens=5", "http://[::1]:80/", "https://host/a@b:c", letters(64)),
     *("key=5 max_tokens=7 token=9", "password: must be text", "a token: one of"),
     *("sha256:" + "0f" * 32, "tokenizer=abc", "basic configurations", "s3://bucket/a:b@c"),
@@ -165,6 +166,38 @@ def test_passwords_and_signatures_in_urls_are_hidden_and_the_rest_is_not():
         wrong += [(given, "text")] * (redact_text(f"GET {given} 403") != f"GET {found} 403")
         wrong += [(given, "kept")] * (without_rotatable({"url": given})["url"] != found)
     assert_no(wrong)
+
+
+UNQUOTED = {
+    "postgresql://u:pa#{}@host/db": "postgresql://u:@host/db",
+    "mysql+pymysql://u:pa?{}@h/db?x=1": "mysql+pymysql://u:@h/db?x=1",
+    "postgresql://u:/pa/{}@host:5432/db": "postgresql://u:@host:5432/db",
+    "redis://:pa#{}@host/0": "redis://:@host/0",
+    "https://me:p@ss/{}@host/a": "https://me:@host/a",
+    "git+https://me:{}@github.com/o/r@v1": "git+https://me:@github.com/o/r@v1",
+}
+"""URLs whose passwords have characters that other programs quote, and what is shown of them."""
+
+
+def test_an_unquoted_password_of_a_url_is_hidden_and_the_rest_is_not():
+    wrong: list[object] = []
+    for url, shown in UNQUOTED.items():
+        given = url.format(letters(12))
+        found = redact({"url": given})["url"].replace(HIDDEN, "")
+        wrong += [(given, found)] * (found != shown)
+        text = redact_text(f"GET {given} 403").replace(HIDDEN, "")
+        wrong += [(given, text)] * (text != f"GET {shown} 403")
+        wrong += [(given, "packed")] * (kind_of_secret(given) != "password in a URL")
+        wrong += [(given, "0644")] * (not contains({"url": given}))
+    assert_no(wrong)
+    quotes = f"postgresql://u:pa's\"{letters(9)}<>@host/db"
+    assert redact({"url": quotes}) == {"url": f"postgresql://u:{HIDDEN}@host/db"}
+    assert without_rotatable({"url": quotes}) == redact({"url": quotes})
+
+
+def test_a_trajectory_has_all_of_a_url_that_may_be_host_or_path():
+    given = {"url": f"https://me:{letters(9)}@data/rows@v1"}
+    assert without_rotatable(given) == {"url": f"https://me:{HIDDEN}@data/rows@v1"}
 
 
 MESSAGES = {
