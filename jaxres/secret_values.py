@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "<secret>"
 PRIVATE = 0o600
@@ -146,9 +146,30 @@ def hide(data: Any) -> None:
 
     An exception of custom code may have them without the name under which the config has them.
     """
-    for text in _secrets(data, redact(data)):
-        if len(text) >= MIN_HIDDEN_CHARS:
-            _hidden.update((text, repr(text)[1:-1], quote(text, safe="")))
+    parts = [part for text in _secrets(data, redact(data)) for part in _parts(text)]
+    words = {word for part in parts for word in _spellings(part)}
+    _hidden.update(word for word in words if len(word) >= MIN_HIDDEN_CHARS)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yields the parts of a secret that other code shows alone: its lines, the password in it."""
+    yield text
+    yield from text.splitlines()
+    yield from _secrets(text, redact_text(text))  # As of a URL that is a secret as a whole.
+    first, colon, second = unquote(text).partition(":")
+    if colon and "/" not in first:  # KEY:SECRET
+        yield second
+        if _looks_like_a_token(first):
+            yield first
+
+
+def _spellings(text: str) -> Iterator[str]:
+    """Yields a text as parsers, serializers and messages of other code have it."""
+    for word in {text, text.strip(" \t\"'"), unquote(text), unquote_plus(text)}:
+        quoted = {quote(word, safe=""), quote(word), quote_plus(word)}
+        yield from (word, repr(word)[1:-1], ascii(word)[1:-1], repr(word.encode())[2:-1])
+        yield from (json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])
+        yield from quoted | {re.sub("%..", lambda match: match[0].lower(), q) for q in quoted}
 
 
 def _secrets(value: Any, shown: Any) -> Iterator[str]:
@@ -226,7 +247,7 @@ def redact_text(text: str) -> str:
     """
     if any(secret in text for secret in _hidden):
         words = "|".join(re.escape(secret) for secret in sorted(_hidden, key=len, reverse=True))
-        text = re.sub(rf"(?<!\w)(?:{words})(?!\w)", HIDDEN, text)
+        text = re.sub(rf"(?:(?<!\w)|{_AFTER_ESCAPE})(?:{words})(?!\w)", HIDDEN, text)
     if ":/" in text:  # First: where a user is a known token, HIDDEN would end the URL before it.
         text = re.sub(_URL, lambda match: _redact_url(match, is_secret), text)
     text = re.sub(_ANY_TOKEN, HIDDEN, text)
