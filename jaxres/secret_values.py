@@ -129,6 +129,11 @@ _ASSIGNED = (
     r"(?<!\w)([\"']?)([A-Za-z_][\w.-]*)\1(\s*:\s*(?=[\"'])|=)"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
 )
+_SETTING = (
+    r"(?<![\w.-])[\"']?([A-Za-z_][\w.-]*)[\"']?[ \t]*[:=][ \t]*[\"']?"
+    r"([A-Za-z0-9+/_-]{20,}=*)(?![\w.(\[])"
+)
+"""A name and a value of letters and digits, as in a script or a file of settings."""
 _HEADER = r"\b([Bb]earer|[Bb]asic)( +)([A-Za-z0-9._~+/=:-]{12,})"
 _PAIR = r"(?<![\w/:.@+-])([\w.@+-]+):(?!/)[^\s'\",)]{3,}"
 """User and password, without a scheme; also `package.module:function`."""
@@ -302,6 +307,10 @@ def kind_of_secret(text: str) -> str | None:
                 return "private key"
         elif not _is_placeholder(match[0]):
             return next(kind for kind, form in _TOKENS if re.fullmatch(form, match[0]))
+    for name, value in re.findall(_SETTING, text):
+        is_random = len(re.findall(r"[0-9]", value)) >= 4 and not value.isdecimal()
+        if is_random and is_rotatable(name, value) and not _is_placeholder(value):
+            return f"secret named {name}"
     for match in re.finditer(_URL, text):
         if _has_password(match[3]):
             return "password in a URL"

@@ -62,7 +62,7 @@ URLS_WITH_TOKEN = {
     "Teams": f"https://me.webhook.office.com/webhookb2/{UUID}@{UUID}/IncomingWebhook/{UUID}/{UUID}",
     "Teams, older": f"https://outlook.office.com/webhook/{UUID}@{UUID}/IncomingWebhook/{UUID}",
     "Healthchecks": f"https://hc-ping.com/{UUID}/start",
-    "ntfy": f"https://ntfy.sh/training-{letters(6)}",
+    "ntfy": "https://ntfy.sh/" + letters(12),
     "PagerDuty": f"https://events.pagerduty.com/integration/{UUID}/enqueue",
     "Zapier": f"https://hooks.zapier.com/hooks/catch/98{letters(6)}/{letters(7)}",
     "Mattermost": f"https://chat.host.org:8443/hooks/{letters(26).lower()}",
