@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 HIDDEN = "<secret>"
 PRIVATE = 0o600
@@ -70,10 +70,35 @@ _TOKENS = (
     ("Docker Hub token", r"dckr_(?:pat|oat)_[A-Za-z0-9_-]{20,}"),
     ("DigitalOcean token", r"do[opr]_v1_[0-9a-f]{64}"),
     ("Vault token", r"hv[sb]\.[A-Za-z0-9_-]{24,}"),
-    ("Telegram token", r"[0-9]{8,10}:AA[A-Za-z0-9_-]{33}"),
+    ("Telegram token", r"(?:bot)?[0-9]{8,10}(?::|%3[Aa])AA[A-Za-z0-9_-]{33}"),
+    ("ntfy token", r"tk_[a-z0-9]{29}"),
     ("age key", r"AGE-SECRET-KEY-1[0-9A-Z]{58}"),
-    ("Slack webhook", r"https://hooks\.slack\.com/(?:services|workflows)/[A-Za-z0-9/_-]{20,}"),
-    ("Discord webhook", r"https://discord(?:app)?\.com/api/webhooks/[0-9]+/[A-Za-z0-9_-]{20,}"),
+    (
+        "Slack webhook",
+        r"https:/{1,2}hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/[\w/-]{20,}",
+    ),
+    (
+        "Discord webhook",
+        r"https:/{1,2}(?:\w+\.)?discord(?:app)?\.com/api/(?:v\d+/)?webhooks/[0-9]+/[\w-]{20,}",
+    ),
+    (
+        "Teams webhook",
+        r"https:/{1,2}(?:[\w-]+\.webhook|outlook)\.office(?:365)?\.com/webhook\w*/[\w@%/-]{30,}",
+    ),
+    ("Healthchecks URL", r"https?:/{1,2}(?:hc-ping\.com|healthchecks\.io/ping)/[\w/-]{20,}"),
+    ("ntfy topic", r"https?:/{1,2}ntfy\.sh/[\w-]{8,}"),
+    (
+        "token in a URL",
+        r"https?:/{1,2}(?:events\.pagerduty\.com/integration|alert\.victorops\.com/integrations"
+        r"|maker\.ifttt\.com/trigger|cronitor\.link/p|nosnch\.in|api\.day\.app"
+        r"|hook\.\w+\.make\.com|hooks\.zapier\.com/hooks)/[\w/-]{10,}",
+    ),
+    (
+        "webhook",
+        r"https?:/{1,2}(?:[^\s/@\"']*@)?[\w.-]+(?::\d+)?/(?:[\w.-]+/)*?"
+        r"(?:webhooks?|webhook-test|hooks?|heartbeat)/(?:[\w.-]+/){0,3}?"
+        r"(?=[\w-]*\d)[\w-]{16,}(?![\w-]|\.\w)",
+    ),
 )
 """Kinds of secrets that are known by their form (the services' documentation)."""
 _PRIVATE_KEY = (
@@ -81,18 +106,34 @@ _PRIVATE_KEY = (
     r"(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|[\s\S]*)"
 )
 _KEY_BODY = r"(?:\\[rn]|[\s\"'+,]|[A-Za-z-]+: [^\n]*\n)*[A-Za-z0-9+/=]{32}"
+_AFTER_ESCAPE = (
+    r"(?<=%[0-9A-Fa-f]{2})|(?<=\\[nrt])|(?<=\\x[0-9a-f]{2})|(?<=\\u[0-9a-f]{4})|(?<=[0-9]m)"
+)
+"""The end of an escaped character, or of a terminal's color, right before a word."""
 _ANY_TOKEN = (
-    r"(?<![A-Za-z0-9])(?:" + "|".join(form for _, form in _TOKENS) + r")(?![A-Za-z0-9])"
-    rf"|{_PRIVATE_KEY}"
+    rf"(?:(?<![A-Za-z0-9])|{_AFTER_ESCAPE})(?:"
+    + "|".join(form for _, form in _TOKENS)
+    + rf")(?![A-Za-z0-9])|{_PRIVATE_KEY}"
 )
 _URL = r"(?<![A-Za-z0-9+.-])([A-Za-z][A-Za-z0-9+.-]*)(:/{1,2})([^\s\"'<>]+)"
 """A URL, or one whose two slashes a path has made one."""
+_URL_ONLY = r"\A([A-Za-z][A-Za-z0-9+.-]*)(://)(\S+)\Z"
+"""A value that is a URL as a whole: quotes in it are a password's."""
+_OPEN_PASSWORD = r"[^@/?#:\[]*:(?!\d+(?:[/?#]|\Z)|//|\Z)"
+"""A user and a colon, after which no port is: what follows up to an @ is a password."""
+_HOST = r".*[.:].*|localhost|"
+"""What is surely a host, not the rest of a password that has an @."""
 _KEY_PAIR = r"[^@/:]+:[^@]+@"
 """In the place of a bucket's user: the secret key may have slashes."""
 _ASSIGNED = (
     r"(?<!\w)([\"']?)([A-Za-z_][\w.-]*)\1(\s*:\s*(?=[\"'])|=)"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
 )
+_SETTING = (
+    r"(?<![\w.-])[\"']?([A-Za-z_][\w.-]*)[\"']?[ \t]*[:=][ \t]*[\"']?"
+    r"([A-Za-z0-9+/_-]{20,}=*)(?![\w.(\[])"
+)
+"""A name and a value of letters and digits, as in a script or a file of settings."""
 _HEADER = r"\b([Bb]earer|[Bb]asic)( +)([A-Za-z0-9._~+/=:-]{12,})"
 _PAIR = r"(?<![\w/:.@+-])([\w.@+-]+):(?!/)[^\s'\",)]{3,}"
 """User and password, without a scheme; also `package.module:function`."""
@@ -110,9 +151,30 @@ def hide(data: Any) -> None:
 
     An exception of custom code may have them without the name under which the config has them.
     """
-    for text in _secrets(data, redact(data)):
-        if len(text) >= MIN_HIDDEN_CHARS:
-            _hidden.update((text, repr(text)[1:-1], quote(text, safe="")))
+    parts = [part for text in _secrets(data, redact(data)) for part in _parts(text)]
+    words = {word for part in parts for word in _spellings(part)}
+    _hidden.update(word for word in words if len(word) >= MIN_HIDDEN_CHARS)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yields the parts of a secret that other code shows alone: its lines, the password in it."""
+    yield text
+    yield from text.splitlines()
+    yield from _secrets(text, redact_text(text))  # As of a URL that is a secret as a whole.
+    first, colon, second = unquote(text).partition(":")
+    if colon and "/" not in first:  # KEY:SECRET
+        yield second
+        if _looks_like_a_token(first):
+            yield first
+
+
+def _spellings(text: str) -> Iterator[str]:
+    """Yields a text as parsers, serializers and messages of other code have it."""
+    for word in {text, text.strip(" \t\"'"), unquote(text), unquote_plus(text)}:
+        quoted = {quote(word, safe=""), quote(word), quote_plus(word)}
+        yield from (word, repr(word)[1:-1], ascii(word)[1:-1], repr(word.encode())[2:-1])
+        yield from (json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])
+        yield from quoted | {re.sub("%..", lambda match: match[0].lower(), q) for q in quoted}
 
 
 def _secrets(value: Any, shown: Any) -> Iterator[str]:
@@ -177,7 +239,9 @@ def redact(value: Any, name: str = "") -> Any:
         return [redact(child, name) for child in value]
     if is_secret(name, value):
         return HIDDEN
-    return redact_text(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return redact_text(re.sub(_URL_ONLY, lambda match: _redact_url(match, is_secret), value))
 
 
 def redact_text(text: str) -> str:
@@ -188,7 +252,7 @@ def redact_text(text: str) -> str:
     """
     if any(secret in text for secret in _hidden):
         words = "|".join(re.escape(secret) for secret in sorted(_hidden, key=len, reverse=True))
-        text = re.sub(rf"(?<!\w)(?:{words})(?!\w)", HIDDEN, text)
+        text = re.sub(rf"(?:(?<!\w)|{_AFTER_ESCAPE})(?:{words})(?!\w)", HIDDEN, text)
     if ":/" in text:  # First: where a user is a known token, HIDDEN would end the URL before it.
         text = re.sub(_URL, lambda match: _redact_url(match, is_secret), text)
     text = re.sub(_ANY_TOKEN, HIDDEN, text)
@@ -227,8 +291,9 @@ def without_rotatable(value: Any) -> Any:
         return [without_rotatable(child) for child in value]
     if not isinstance(value, str):
         return value
-    shown = re.sub(_URL, lambda match: _redact_url(match, is_rotatable), value)
-    return re.sub(_ANY_TOKEN, HIDDEN, shown)
+    for form in (_URL_ONLY, _URL):
+        value = re.sub(form, lambda match: _redact_url(match, is_rotatable), value)
+    return re.sub(_ANY_TOKEN, HIDDEN, value)
 
 
 def kind_of_secret(text: str) -> str | None:
@@ -242,6 +307,10 @@ def kind_of_secret(text: str) -> str | None:
                 return "private key"
         elif not _is_placeholder(match[0]):
             return next(kind for kind, form in _TOKENS if re.fullmatch(form, match[0]))
+    for name, value in re.findall(_SETTING, text):
+        is_random = len(re.findall(r"[0-9]", value)) >= 4 and not value.isdecimal()
+        if is_random and is_rotatable(name, value) and not _is_placeholder(value):
+            return f"secret named {name}"
     for match in re.finditer(_URL, text):
         if _has_password(match[3]):
             return "password in a URL"
@@ -250,8 +319,7 @@ def kind_of_secret(text: str) -> str | None:
 
 def _has_password(rest: str) -> bool:
     """Returns whether the text after `://` has a password that is no placeholder."""
-    user, password = _user_and_password(rest)
-    host = rest.partition("@")[2]
+    user, password, host = _user_and_password(rest)
     return bool(
         password
         and not re.search(r"[{}$%*\\()\[\]]", user + password)
@@ -279,23 +347,36 @@ def _looks_like_a_token(value: str) -> bool:
     return bool(re.fullmatch(_OPAQUE, value) or re.fullmatch(_PREFIXED, value))
 
 
-def _user_and_password(rest: str) -> tuple[str, str]:
-    """Returns user and password in the text after `://`; empty: there are none."""
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    user, _, password = authority.rpartition("@")[0].partition(":")
-    return user, password
+def _user_and_password(rest: str, *, most: bool = True) -> tuple[str, str, str]:
+    """Returns user, password, and what follows the @, of the text after `://`; "", "": none.
+
+    A password may have "/", "?" and "#", as SQLAlchemy reads it. Where a URL can be read in two
+    ways, `most` takes what may be a part of the password for one.
+
+    >>> _user_and_password("me:p@ss/w@host/a"), _user_and_password("me:a#b@host/x", most=False)
+    (('me', 'p@ss/w', 'host/a'), ('me', 'a#b', 'host/x'))
+    """
+    end = rest.rfind("@", 0, len(re.split(r"[/?#]", rest, maxsplit=1)[0]))
+    opened = re.match(_OPEN_PASSWORD, rest)
+    if end < 0 and opened:
+        end = rest.find("@", opened.end())
+    last = rest.rfind("@")
+    if most and opened and last > end:
+        host = re.split(r"[/?#]", rest[end + 1 : last], maxsplit=1)[0]
+        end = end if re.fullmatch(_HOST, host) else last
+    user, _, password = rest[: max(end, 0)].partition(":")
+    return user, password, rest[end + 1 :]
 
 
 def _redact_url(match: re.Match[str], hides: Callable[[str, object], bool]) -> str:
     scheme, slashes, rest = match.groups()
-    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    user, password = _user_and_password(rest)
+    user, password, after = _user_and_password(rest, most=hides is is_secret)
     if scheme.lower() in ("s3", "s3a", "s3n") and re.match(_KEY_PAIR, rest):
         rest = re.sub(_KEY_PAIR, f"{HIDDEN}@", rest)
     elif password and password != HIDDEN:
-        rest = f"{user}:{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
+        rest = f"{user}:{HIDDEN}@{after}"
     elif user and len(user) >= 20 and _looks_like_a_token(user):
-        rest = f"{HIDDEN}@{authority.rpartition('@')[2]}{rest[len(authority) :]}"
+        rest = f"{HIDDEN}@{after}"
     path, mark, query = rest.partition("?")
     if not mark:
         return f"{scheme}{slashes}{rest}"

@@ -24,7 +24,7 @@ from jaxres.checkpoint.read.verify import verify_step
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
-from jaxres.config.argparser import Parser
+from jaxres.config.argparser import Parser, require_writable
 from jaxres.config.errors import show
 from jaxres.config.schema.data import MixtureSource
 from jaxres.exit_codes import ExitCode
@@ -91,6 +91,7 @@ def branch(
     """
     if files.exists(to.root) or files.list_names(to.root):
         raise UsageError(f"{to.root}: exists already. Choose another directory with --to.")
+    require_writable("--to", to.root)
     commit = weights_source.commit_of(origin, step)
     history = run_log.fold(run_log.read_records(origin.log))
     config = _config(origin, to, overrides, step=commit.step)

@@ -18,7 +18,7 @@ from jaxres import config as configs
 from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import Loaded, builtin_configs
-from jaxres.config.argparser import Parser, local_path_argument
+from jaxres.config.argparser import Parser, local_path_argument, require_writable
 from jaxres.config.errors import did_you_mean
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import RunError, UsageError
@@ -106,6 +106,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--minutes and --faults: give one of them")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: its folder does not exist")
+    require_writable("--json", options.json)
     _sort_words(options)
     return options
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxres import config as configs
 from jaxres import data, faults
 from jaxres.config import RunConfig
-from jaxres.config.argparser import Parser, path_argument
+from jaxres.config.argparser import Parser, path_argument, require_writable
 from jaxres.config.schema.data import (
     CustomSource,
     DataSection,
@@ -149,6 +149,7 @@ def _build_one(
     if isinstance(out, Path):
         if out.exists():
             raise UsageError(f"--out {out}: exists already. Give a new folder, or remove it.")
+        require_writable("--out", out)
         corpus = replace(corpus, entry=out.absolute())
     built = open_corpus(corpus, progress=_progress)
     if section.packing != "concat":  # The plan of the rows too.

@@ -13,6 +13,7 @@ from typing import Any
 from jaxres.cli.runs import differences
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
+from jaxres.config.argparser import require_writable
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.faults import ConfigError, UsageError
 from jaxres.goodput import read_timeline, run_timeline, summary
@@ -73,6 +74,7 @@ def text(
     """
     if isinstance(out, Path) and not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out}: its folder does not exist. Create it, or give another file")
+    require_writable("--out", out)
     there = None if out is None else files.read(out)
     if there and not there.startswith(DOCTYPE):
         raise UsageError(f"--out {out}: exists, and is no page of this command. Give another file")

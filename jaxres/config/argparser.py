@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxres.faults import ConfigError, UsageError
 from jaxres.secret_values import redact_text, redact_words
+from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_address, normalized, parse_path
 
 
@@ -25,6 +27,34 @@ def local_path_argument(text: str) -> Path:
     if is_address(text):
         raise argparse.ArgumentTypeError(f"{redact_text(text)}: must be a local path, not a URL")
     return Path(text)
+
+
+def require_writable(flag: str, path: RunPath | None) -> None:
+    """Creates the folder of a path among the arguments, and tries to create a file in it.
+
+    Args:
+      flag: name of the argument, for the message.
+      path: what a command is going to write; None, and an object of a bucket, are not checked.
+
+    Raises:
+      UsageError: nothing can be created there. No run is the cause, and none is to be restored.
+      StorageUnavailable: the disk is full or fails.
+    """
+    if not isinstance(path, Path):
+        return
+    folder = path.absolute()
+    try:
+        if not folder.is_dir():
+            folder = folder.parent
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxres-"):
+            pass
+    except OSError as error:
+        files.raise_failure(error, path)
+        raise UsageError(
+            f"{flag} {path}: can't be written: nothing can be created in {folder} "
+            f"({error.strerror}). Give another path."
+        ) from error
 
 
 class Parser(argparse.ArgumentParser):

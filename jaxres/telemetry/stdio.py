@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+from jaxres.faults import StorageUnavailable
 from jaxres.secret_values import redact_text
 
 
@@ -50,11 +51,12 @@ class SafeStream:
         Args:
           stream: the stream to write to.
           escapes: whether control characters are escaped; not where custom code prints.
-          drops: whether output is dropped on an OSError, which is raised otherwise.
+          drops: whether output is dropped on an OSError; otherwise it is StorageUnavailable, or
+            BrokenPipeError if the reader of the output has exited.
         """
         self._stream = stream
         self._escapes = escapes
-        self._dropped = (OSError,) if drops else ()
+        self._drops = drops
 
     @property
     def encoding(self) -> str:
@@ -63,14 +65,32 @@ class SafeStream:
 
     def write(self, text: str, /) -> int:
         """Writes the text; drops it on an error."""
-        with contextlib.suppress(*self._dropped):
+        with self._errors():
             self._stream.write(escaped(text) if self._escapes else text)
         return len(text)
 
     def flush(self) -> None:
         """Flushes the wrapped stream."""
-        with contextlib.suppress(*self._dropped):
+        with self._errors():
             self._stream.flush()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Drops an OSError of the stream, or raises it with what it is: it names no file."""
+        try:
+            yield
+        except OSError as error:
+            if self._drops:
+                return
+            if isinstance(error, BrokenPipeError):
+                raise
+            names = {"<stdout>": "standard output", "<stderr>": "standard error"}
+            name = names.get(getattr(self._stream, "name", ""), "the output")
+            raise StorageUnavailable(
+                f"{name}: can't be written ({error.strerror}). "
+                "Send the output to another place, or free space where it goes, then rerun the "
+                "same command."
+            ) from error
 
     def isatty(self) -> bool:
         """Returns whether the wrapped stream is a terminal."""

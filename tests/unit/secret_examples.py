@@ -52,5 +52,22 @@ TOKENS = {
     + upper(8)
     + "/"
     + letters(24),
+    "ntfy": "tk_" + hexadecimal(29),
     "private key": PRIVATE_KEY,
 }
+UUID = "-".join((hexadecimal(8), *("4a1c", "9bd2", "a07e"), hexadecimal(12)))
+URLS_WITH_TOKEN = {
+    "Slack": f"https://hooks.slack.com/triggers/T{upper(8)}/{letters(36)}",
+    "Discord": f"https://canary.discord.com/api/v10/webhooks/9807341826/{letters(60)}",
+    "Teams": f"https://me.webhook.office.com/webhookb2/{UUID}@{UUID}/IncomingWebhook/{UUID}/{UUID}",
+    "Teams, older": f"https://outlook.office.com/webhook/{UUID}@{UUID}/IncomingWebhook/{UUID}",
+    "Healthchecks": f"https://hc-ping.com/{UUID}/start",
+    "ntfy": "https://ntfy.sh/" + letters(12),
+    "PagerDuty": f"https://events.pagerduty.com/integration/{UUID}/enqueue",
+    "Zapier": f"https://hooks.zapier.com/hooks/catch/98{letters(6)}/{letters(7)}",
+    "Mattermost": f"https://chat.host.org:8443/hooks/{letters(26).lower()}",
+    "n8n": f"http://host/webhook/{UUID}",
+    "a heartbeat": f"https://uptime.host.com/api/v1/heartbeat/{letters(24)}",
+    "a form of Feishu": f"https://open.feishu.cn/open-apis/bot/v2/hook/{UUID}",
+}
+"""URLs that are secrets: their paths have a token."""

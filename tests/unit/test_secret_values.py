@@ -18,7 +18,7 @@ from jaxres.secret_values import (
     redact_text,
     without_rotatable,
 )
-from tests.unit.secret_examples import PRIVATE_KEY, TOKENS, letters
+from tests.unit.secret_examples import PRIVATE_KEY, TOKENS, URLS_WITH_TOKEN, letters
 
 WORD = "hunter2"
 SURE = (
@@ -91,11 +91,32 @@ def test_a_known_token_is_a_secret_wherever_it_is():
     assert_no([kind for kind, token in rows if kind_of_secret(f'KEY = "{token}"\n') is None])
 
 
+def test_a_token_in_the_path_of_a_url_is_hidden():
+    bot = f"https://api.telegram.org/bot{TOKENS['Telegram']}/sendMessage"
+    assert redact_text(bot) == f"https://api.telegram.org/{HIDDEN}/sendMessage"
+    assert redact_text(bot.replace(":AA", "%3AAA")) == redact_text(bot)
+    assert contains({"url": bot})
+    assert kind_of_secret(bot) == "Telegram token"
+    rows = list(URLS_WITH_TOKEN.items())
+    assert_no([(kind, redact(url)) for kind, url in rows if redact(url) != HIDDEN])
+    assert_no([kind for kind, url in rows if without_rotatable({"x": url}) == {"x": url}])
+    assert_no([kind for kind, url in rows if kind_of_secret(f"curl {url}\n") is None])
+
+
+def test_a_known_token_right_after_an_escape_is_hidden():
+    befores = ("\\n", "Bearer%20", "\\x1b", "\\u003d", "\x1b[31m", "\x1b[0;31m")
+    given = [(before, token) for before in befores for token in TOKENS.values()]
+    assert_no([pair for pair in given if pair[1] in redact_text("".join(pair))])
+
+
 PLAIN_TEXTS = (
+    *("https://host/webhooks/my-dataset-2024-long.parquet", "https://host/hooks/readme-of-hooks"),
+    *("https://host/ping/train-2024-10-11-shards", "https://ntfy.sh/mytopic", "http://a:8/hook"),
     *("sk-learn", "sk-learn-classifier-with-a-long-name", "task-" + letters(24), "hf_hub_download"),
     *("hf_transfer", "ghp_", "AKIA", "AKIAIOSFODNN7", "pypi-mirror", "npm_config_cache", "SG.a.b"),
     *("eyJhbGciOi", "glpat-", "xoxb-", "ya29.", "whsec_", "-----BEGIN PUBLIC KEY-----"),
     *("-----BEGIN CERTIFICATE-----\nMIIB" + letters(60), "gs://bucket/a:b@c/d", "ssh://git@host/x"),
+    *("https://host:8080/x@y", "https://h:80?m=a@b", "http://[::1]:80/a@b", "a://https://x/y@z"),
     *("https://host:8080/x?page=2&tokens=5", "http://[::1]:80/", "https://host/a@b:c", letters(64)),
     *("key=5 max_tokens=7 token=9", "password: must be text", "a token: one of"),
     *("sha256:" + "0f" * 32, "tokenizer=abc", "basic configurations", "s3://bucket/a:b@c"),
@@ -145,6 +166,38 @@ def test_passwords_and_signatures_in_urls_are_hidden_and_the_rest_is_not():
         wrong += [(given, "text")] * (redact_text(f"GET {given} 403") != f"GET {found} 403")
         wrong += [(given, "kept")] * (without_rotatable({"url": given})["url"] != found)
     assert_no(wrong)
+
+
+UNQUOTED = {
+    "postgresql://u:pa#{}@host/db": "postgresql://u:@host/db",
+    "mysql+pymysql://u:pa?{}@h/db?x=1": "mysql+pymysql://u:@h/db?x=1",
+    "postgresql://u:/pa/{}@host:5432/db": "postgresql://u:@host:5432/db",
+    "redis://:pa#{}@host/0": "redis://:@host/0",
+    "https://me:p@ss/{}@host/a": "https://me:@host/a",
+    "git+https://me:{}@github.com/o/r@v1": "git+https://me:@github.com/o/r@v1",
+}
+"""URLs whose passwords have characters that other programs quote, and what is shown of them."""
+
+
+def test_an_unquoted_password_of_a_url_is_hidden_and_the_rest_is_not():
+    wrong: list[object] = []
+    for url, shown in UNQUOTED.items():
+        given = url.format(letters(12))
+        found = redact({"url": given})["url"].replace(HIDDEN, "")
+        wrong += [(given, found)] * (found != shown)
+        text = redact_text(f"GET {given} 403").replace(HIDDEN, "")
+        wrong += [(given, text)] * (text != f"GET {shown} 403")
+        wrong += [(given, "packed")] * (kind_of_secret(given) != "password in a URL")
+        wrong += [(given, "0644")] * (not contains({"url": given}))
+    assert_no(wrong)
+    quotes = f"postgresql://u:pa's\"{letters(9)}<>@host/db"
+    assert redact({"url": quotes}) == {"url": f"postgresql://u:{HIDDEN}@host/db"}
+    assert without_rotatable({"url": quotes}) == redact({"url": quotes})
+
+
+def test_a_trajectory_has_all_of_a_url_that_may_be_host_or_path():
+    given = {"url": f"https://me:{letters(9)}@data/rows@v1"}
+    assert without_rotatable(given) == {"url": f"https://me:{HIDDEN}@data/rows@v1"}
 
 
 MESSAGES = {

@@ -313,6 +313,41 @@ def test_messages_alerts_and_records_show_no_secret(capsys: pytest.CaptureFixtur
     assert_no(wrong)
 
 
+LINES = 'open-sesame\nsesame "two"\nsésame-drei'
+SPELLED = [
+    ({"url": "https://me:hunter%4022x@host"}, "login with hunter@22x failed"),
+    ({"url": "https://me:hunter%4022x@host"}, "login with hunter%4022x failed"),
+    ({"url": "https://host/x?token=a%2Fb%20hunter"}, "no a/b hunter"),
+    ({"url": "s3://minioadmin:abc/def+hunter@b"}, "no match for abc/def+hunter"),
+    ({"url": "s3://minioadmin:abc/def+hunter@b"}, "GET /?k=abc%2fdef%2bhunter"),
+    ({"dsn": "postgresql://me:hunter22@host/db"}, "login with hunter22 failed"),
+    ({"connection_string": "Server=a;Password=hunter22;"}, "login with hunter22 failed"),
+    ({"authorization": "Bearer hunter22hunter"}, "hunter22hunter has expired"),
+    ({"credentials": '{"type": "a", "password": "hunter 7"}'}, "login with hunter 7 failed"),
+    ({"password": "\n hunter22 \n"}, "login with hunter22 failed"),
+    ({"password": LINES}, "login with open-sesame failed"),
+    ({"password": LINES}, json.dumps('a sesame "two"')),
+    ({"password": LINES}, json.dumps("sésame-drei")),
+    ({"password": LINES}, json.dumps("sésame-drei", ensure_ascii=False)),
+    ({"password": LINES}, repr("sésame-drei".encode())),
+    ({"password": LINES}, repr("a\nopen-sesame")),
+]
+"""A config's secrets, and messages of other code that have a part of one, or another spelling."""
+
+
+@pytest.mark.parametrize(("data", "message"), SPELLED)
+def test_parts_and_other_spellings_of_a_secret_of_the_config_are_hidden(
+    data: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(secret_values, "_hidden", set())
+    before = secret_values.redact_text(message)
+    secret_values.hide({"args": data})
+    text = secret_values.redact_text(message)
+    assert not any(word in text for word in ("hunter", "sesame", "same-drei")), text
+    assert before != text
+    assert secret_values.redact_text("me of host: db a") == "me of host: db a"
+
+
 WORD = "open-sesame\n'42"
 
 

@@ -21,6 +21,7 @@ from jaxres import faults
 from jaxres.checkpoint.replica import Replica, ReplicaUpdate
 from jaxres.checkpoint.throttle import BandwidthLimit
 from jaxres.clock import Clock
+from jaxres.config.argparser import require_writable
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.runlog import replica_files
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace, *, clock: Clock) -> int:
     if options.follow:
         report = Reporter(source, target, is_on=options.until_stdin_closes)
         return _follow(replica, target, options, report=report, clock=clock)
+    require_writable("checkpoints replicate", target.root)
     replica.has_news()
     done = _update(replica, target, clock=clock)
     _show(done, target, as_json=options.json)

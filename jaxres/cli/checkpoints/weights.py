@@ -13,6 +13,7 @@ from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.export import ExportedParams
 from jaxres.checkpoint.weights.source import Weights
 from jaxres.config import RunConfig, huggingface
+from jaxres.config.argparser import require_writable
 from jaxres.config.schema.data import TextSource
 from jaxres.config.schema.model import GptModel
 from jaxres.config.yaml import dump
@@ -31,6 +32,7 @@ DIFFERENT = 1
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Exports or imports; returns the output (text or JSON) and the exit code."""
+    require_writable("--out", options.out)
     return import_(options) if options.sub == "import" else (export(options), ExitCode.DONE)
 
 

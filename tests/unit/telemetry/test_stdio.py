@@ -32,6 +32,18 @@ def test_a_failed_write_is_ignored():
     stream.flush()
 
 
+def test_a_full_standard_output_is_named_and_no_run_directory(monkeypatch, capsys):
+    stream = FullStream()
+    stream.name = "<stdout>"
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert __main__.main(["--help"]) == ExitCode.STORAGE
+    text = capsys.readouterr().err
+    assert "standard output: can't be written (No space left on device)" in text
+    assert "run directory" not in text
+    with pytest.raises(BrokenPipeError):
+        SafeStream(FullStream(), drops=False).flush()
+
+
 def test_output_is_written_and_other_attributes_are_those_of_the_wrapped_stream():
     wrapped = io.StringIO()
     SafeStream(wrapped).write("output")

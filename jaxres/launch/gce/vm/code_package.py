@@ -9,12 +9,12 @@ begins with `!` names one file that is packed though it looks like a secret.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
 import io
 import os
-import re
 import subprocess
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jaxres
-from jaxres import secret_values
 from jaxres.faults import ConfigError
+from jaxres.launch.gce.vm import secret_files
 
 CODE, WORK = "code", "work"
 """Folders of the packed code: jaxres itself, and the user's folder."""
@@ -33,82 +33,11 @@ EXCLUDED = {
     *(".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints"),
 }
 """Folders that are never packed."""
-SECRET_NAMES = (
-    # Keys and stores of keys.
-    *("*.pem", "*.key", "*.p8", "*.p12", "*.pkcs12", "*.pfx", "*.jks", "*.keystore", "*.bcfks"),
-    *(
-        "*.kdb",
-        "*.kdbx",
-        "*.psafe3",
-        "*.ppk",
-        "*.keychain",
-        "*.keychain-db",
-        "*.agekey",
-        "secring.*",
-    ),
-    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*_rsa", "*_dsa", "*_ecdsa", "*_ed25519"),
-    # Settings with passwords or tokens.
-    *(".env*", "*.env", "secrets.json", "secrets.toml", "secrets.ini", "secrets.y*ml", "*.secret"),
-    *("secrets.env", "*.secrets", ".secrets", "*.tfvars", "*.tfvars.json", "*.tfstate*"),
-    *(".netrc", "_netrc", ".pgpass", "pgpass.conf", ".my.cnf", ".mylogin.cnf", ".htpasswd"),
-    *(".pypirc", ".npmrc", ".yarnrc.yml", ".terraformrc", "terraform.rc", "*.tfrc.json"),
-    *(".git-credentials", ".boto", "boto.cfg", ".s3cfg", "*passwd-s3fs", "rclone.conf"),
-    *(".dockercfg", ".dockerconfigjson", "kubeconfig*", "*.kubeconfig", ".databrickscfg"),
-    *(".vault-token", ".vault_pass*", ".modal.toml", "kaggle.json", "ngrok.yml", "*.ovpn"),
-    # Credentials of clouds and services.
-    *("credentials", "credentials.*", "*[-_]credentials", "*credentials*.json", "*accesskeys.csv"),
-    *("client_secret*.json", "access_tokens.db", "service[-_]account*.json", "sa-key*.json"),
-    *(
-        "token",
-        ".token",
-        "token.json",
-        "token.pickle",
-        "hf_token*",
-        ".hf_token*",
-        "stored_tokens",
-        "cookies.txt",
-    ),
-    # What was typed.
-    *(".bash_history", ".zsh_history", ".python_history", ".psql_history", ".mysql_history"),
-)
-SECRET_FOLDERS = (
-    *(".aws", ".ssh", ".gnupg", ".azure", ".kube", ".docker", ".oci", ".kaggle", ".mc"),
-    *(".config/gcloud", ".config/gh", ".config/rclone", ".config/wandb", ".password-store"),
-    *(".huggingface", ".cache/huggingface", ".terraform.d", ".pulumi", ".config/doctl"),
-)
-CODE_ENDINGS = (".py", ".pyi", ".ipynb", ".md", ".rst", ".pub")
-"""Of files that are no secret by their name: `credentials.py` is code, `id_rsa.pub` is public."""
-PRIVATE_KEY = re.compile(r"\s*-----BEGIN [A-Z0-9 ]*PRIVATE KEY")
-SETTINGS = (
-    ("the key of a service account", r'"private_key"\s*:\s*"[^"]'),
-    ("credentials of a Google account", r'"refresh_token"\s*:\s*"[^"]{8}'),
-    ("logins of container registries", r'"auths"\s*:\s*\{[^{}]*\{[^{}]*"auth"\s*:\s*"[^"]{8}'),
-    (
-        "credentials of a cluster",
-        r"(?m)^[ \t]*-?[ \t]*(?:client-key-data|token):[ \t]*[\w+/=.-]{40}",
-    ),
-    ("the state of Terraform", r'"terraform_version"[\s\S]*"lineage"'),
-    ("logins of machines", r"(?m)^machine\s+\S+\s+login\s+\S+\s+password\s+\S"),
-    (
-        "an AWS secret key",
-        r"(?i)secret_access_key[\"']?\s*[=:]\s*[\"']?(?!\S*example)[a-z0-9/+]{40}\b",
-    ),
-    ("a token of a package registry", r"(?m)^(?://\S+:)?_(?:authToken|auth|password)=[^\s$]"),
-    ("hashes of passwords", r"(?m)^[^\s:#]+:\$(?:apr1|2[aby]|[156])\$[./A-Za-z0-9$]{10}"),
-    ("a key of PuTTY", r"\APuTTY-User-Key-File-"),
-    ("a key of WireGuard", r"(?m)^PrivateKey\s*=\s*[A-Za-z0-9+/]{43}="),
-    ("an account key of Azure", r"AccountKey=[A-Za-z0-9+/]{40}"),
-)
-"""Patterns of secrets in files that programs write or read; any file name."""
-IN_CODE = ("an AWS secret key", "an account key of Azure")
-"""Secrets that are searched for in code and texts too, which name the other ones."""
-MAX_SEARCHED_BYTES = 4 * 2**20
-"""First bytes of a file that are searched for secrets; none, if its beginning is no text."""
 MAX_BYTES = 100 * 2**20
 MAX_NAMED = 20
+"""Most refused files that a message names."""
 COMPRESSION = 6
 """Of gzip: a third of the time of its highest level, for one percent more bytes."""
-"""Most refused files that a message names."""
 GIT = (
     *("env", "-u", "GIT_DIR", "-u", "GIT_WORK_TREE", "-u", "GIT_INDEX_FILE", "LC_ALL=C"),
     *("git", "-c", "core.fsmonitor=false"),
@@ -310,40 +239,19 @@ def _refusal(
             return f"a link to {inner}, which is not copied"
     if not path.is_file() or name in wanted:
         return None
-    return _secret_by_name(root, name) or _secret_by_content(path)
+    with _typed_read_errors(path):
+        return secret_files.kind_of_file(root, name)
 
 
-def _secret_by_name(root: Path, name: str) -> str | None:
-    folders = f"/{root.parent.name}/{root.name}/{name}".lower().rpartition("/")[0] + "/"
-    if any(f"/{folder}/" in folders for folder in SECRET_FOLDERS):
-        return "in a folder of credentials"
-    last = name.rpartition("/")[2].lower()
-    if last.endswith(CODE_ENDINGS):
-        return None
-    if any(fnmatch.fnmatchcase(last, pattern) for pattern in SECRET_NAMES):
-        return "by its name, a secret"
-    return None
+def _read(path: Path) -> bytes:
+    with _typed_read_errors(path):
+        return path.read_bytes()
 
 
-def _secret_by_content(path: Path) -> str | None:
-    data = _read(path, MAX_SEARCHED_BYTES)
-    if b"\0" in data[:8192]:
-        return None
-    text = data.decode("utf-8", "replace")
-    if PRIVATE_KEY.match(text):
-        return "a private key"
-    is_code = path.suffix.lower() in CODE_ENDINGS
-    for kind, form in SETTINGS:
-        if (kind in IN_CODE or not is_code) and re.search(form, text):
-            return kind
-    kind = secret_values.kind_of_secret(text)
-    return None if kind is None else f"has a {kind}"
-
-
-def _read(path: Path, most: int = -1) -> bytes:
+@contextlib.contextmanager
+def _typed_read_errors(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as file:
-            return file.read(most)
+        yield
     except OSError as error:
         raise ConfigError(
             f"launch.gce.package: {path} can't be read ({error.strerror}). Make it readable, or "

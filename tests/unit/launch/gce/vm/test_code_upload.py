@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import gzip
 import io
+import lzma
 import os
 import subprocess
 import tarfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -191,6 +196,10 @@ CONTENT = {
     "wg0.txt": f"[Interface]\nPrivateKey = {letters(43)}=\n",
     "azure.txt": f"AccountName=a;AccountKey={WORDS}{WORDS}==\n",
     "remote.txt": f"url = https://me:{letters(12)}@git.internal/a.git\n",
+    "run.sh.txt": f"export WANDB_API_KEY={hexadecimal(40)}\n",
+    "conf.yaml": f"tracker:\n  api_key: {hexadecimal(40)}\n",
+    "conf.json": f'{{"datadog-api-key": "{hexadecimal(32)}"}}',
+    "client.py": f"login(password={letters(24)!r})\n",
     "late.log": "x\n" * 10**6 + TOKENS["GitHub"],
 }
 """Files that are refused for what is in them."""
@@ -204,6 +213,8 @@ NO_SECRETS = {
     "tokens.txt": "the\nof\n",
     "special_tokens_map.json": '{"eos_token": "</s>"}',
     "docs.md": "`https://user:password@host`, machine a login b password c, AKIAIOSFODNN7EXAMPLE\n",
+    "by_name.py": "api_key=keys2024.of_the_tracker[0]; token = make_token_of_2024_rows(1)\n",
+    "by_name.yaml": "secret_key: xxxxxxxxxxxxxxxx1234\napi_key: my-key-of-the-tracker-here\n",
     "compose.yaml": "url: postgres://app:${PASSWORD}@db/app\ntoken: ${TOKEN}\n",
     "id_rsa.pub": "ssh-rsa AAAA me@host\n",
     "weights.bin": "\0" + TOKENS["Hugging Face"],
@@ -218,6 +229,45 @@ def write(folder: Path, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
+
+def compressed(text: str) -> dict[str, bytes]:
+    """Returns files that have a text in another encoding, or within an archive."""
+    tar, packed = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as file:
+        info = tarfile.TarInfo("conf.yaml")
+        info.size = len(text.encode())
+        file.addfile(info, io.BytesIO(text.encode()))
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("a/weights.bin", bytes(100))
+        archive.writestr("a/conf.yaml", text)
+    encodings = ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig")
+    return {
+        **{f"{encoding}.txt": text.encode(encoding) for encoding in encodings},
+        "utf-16-be-bom.txt": codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
+        "a.tar": tar.getvalue(),
+        "a.tgz": gzip.compress(tar.getvalue()),
+        "a.zip": packed.getvalue(),
+        **{f"a.{module.__name__}": module.compress(text.encode()) for module in (gzip, bz2, lzma)},
+        "cut.gz": gzip.compress(text.encode() + letters(2000).encode())[:-20],
+    }
+
+
+def test_a_secret_in_another_encoding_or_an_archive_is_refused(tmp_path: Path) -> None:
+    files = compressed(f"export HF_TOKEN={TOKENS['Hugging Face']}\n")
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    text = refusal(tmp_path)
+    assert not [name for name in files if f"\n  {name} (" not in text], text
+    assert "a.tgz (a.tgz/conf.yaml in it: has a Hugging Face token)" in text
+    (tmp_path / "copied").mkdir()
+    plain = compressed("export HF_TOKEN=$HF_TOKEN\n") | {"damaged.zip": b"PK\3\4" + bytes(600)}
+    for name, data in plain.items():
+        (tmp_path / "copied" / name).write_bytes(data)
+    assert names(tmp_path / "copied") == plain.keys()
+    with zipfile.ZipFile(tmp_path / "copied" / "home.zip", "w") as archive:
+        archive.writestr("me/.env", "A=1")
+    assert "home.zip (home.zip/me/.env in it: by its name" in refusal(tmp_path / "copied")
 
 
 @pytest.mark.slow
