@@ -407,6 +407,11 @@ def _source(key: str, source: SingleSource, tokenizer: Tokenizer) -> Iterator[Pr
             yield Problem(f"{key}.path", f"{error}; {key}.include takes patterns")
     if isinstance(source, FilesSource) and not source.include:
         yield Problem(f"{key}.include", "is empty, so no file is taken; leave it out for all")
+    if isinstance(source, ImagesSource):
+        classes = source.classes
+        for name in sorted({name for name in classes if classes.count(name) > 1}):
+            text = f"{name!r} is there twice, so it would have two labels; give each class once"
+            yield Problem(f"{key}.classes", text)
     if isinstance(source, TextSource) and source.encoding == "binary" and is_library:
         text = f"binary files need the bytes tokenizer, not {tokenizer.kind}; use utf-8"
         yield Problem(f"{key}.encoding", text, others=("data.tokenizer.kind",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -45,11 +46,11 @@ from jaxres.data.sources.custom import (
 from jaxres.data.sources.images import IMAGES, ImageRows, classes_of
 from jaxres.data.sources.source_files import shared_files, token_folder_of
 from jaxres.data.tokens import tokenizer as tokenizers
+from jaxres.data.tokens import tokenizer_names
 from jaxres.data.tokens.packed_rows import PackedRows, open_packed_rows
 from jaxres.data.tokens.packing import Packing
 from jaxres.data.tokens.token_folder import TokenFolder, TokenRows, open_tokens
 from jaxres.data.tokens.tokenizer import (
-    LIBRARY,
     LibraryTokenizer,
     Tokenizer,
     limited,
@@ -82,6 +83,8 @@ class Dataset:
     """Held-out rows, which share no token or item with `train`; empty if the fraction is 0."""
     tokenizer: Tokenizer | None
     """None: it is not known."""
+    tokenizer_names: tuple[str, ...] = ()
+    """Names of the tokenizers of the tokens, as in meta.json; none: images or custom rows."""
     validation: Mapping[str, Rows] = field(default_factory=dict)
     """Name -> rows to evaluate on; first the held-out part, of a mixture one for each source."""
     heldout_fingerprint: str = ""
@@ -208,6 +211,8 @@ def open_dataset(
         where = f"data.validation[{part.name}]"
         opened = _open_part(alone, where, progress, bad_records)
         _check_validation(opened, dataset, where)
+        for warning in _compare_tokenizers(opened, dataset, where):
+            progress(warning)
         sets[part.name] = _not_augmented(opened.train)
         evaluated.append(opened.fingerprint)
         if _content(opened.fingerprint) == _content(dataset.fingerprint):
@@ -245,6 +250,15 @@ def _check_validation(opened: Dataset, dataset: Dataset, where: str) -> None:
     specs = [_spec(rows) for rows in (opened.train, dataset.train)]
     if None not in specs and specs[0] != specs[1]:
         raise ConfigError(f"{where} has rows of {specs[0]}, the training data of {specs[1]}")
+
+
+def _compare_tokenizers(opened: Dataset, dataset: Dataset, where: str) -> list[str]:
+    """Returns warnings of a validation set; raises ConfigError if it has other tokens."""
+    pairs = itertools.product(opened.tokenizer_names, dataset.tokenizer_names)
+    found = [
+        tokenizer_names.check({where: one, "the training data": other}) for one, other in pairs
+    ]
+    return list(itertools.chain.from_iterable(found))
 
 
 def _spec(rows: Rows) -> dict[str, str] | None:
@@ -286,6 +300,9 @@ def _mixture(
     first, *others = parts
     for name in others:
         _check_alike(parts[first], first, parts[name], name)
+    sources = {f"data.source.sources[{name}]": part for name, part in parts.items()}
+    for warning in tokenizer_names.check(_names_of(sources)):
+        progress(warning)
     weights = np.array([part.weight for part in source.sources])
     shares = weights / weights.sum()
     earlier = {name: part.earlier_fingerprint or part.fingerprint for name, part in parts.items()}
@@ -298,6 +315,7 @@ def _mixture(
         heldout=MixedRows({name: part.heldout for name, part in parts.items()}),
         classes=parts[first].classes,
         tokenizer=next((part.tokenizer for part in parts.values() if part.tokenizer), None),
+        tokenizer_names=tuple(dict.fromkeys(_names_of(parts).values())),
         validation={name: part.heldout for name, part in parts.items() if len(part.heldout)},
         padding=padding or None,
         earlier_fingerprint=_mixed(earlier),
@@ -316,12 +334,10 @@ def _mixed(fingerprints: Mapping[str, str]) -> str:
 def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> None:
     """Raises ConfigError if rows of two sources can't be in one batch, or have other tokens."""
     specs = (_spec(one.train), _spec(other.train))
-    tokenizers = [part.tokenizer.name for part in (one, other) if part.tokenizer]
     compared = {
         "rows of": specs if None not in specs else (),
         "the classes": (one.classes, other.classes) if one.classes and other.classes else (),
         "a vocabulary of": (one.vocab_size, other.vocab_size),
-        "the tokenizer": tokenizers if len(tokenizers) == 2 else (),
         "tokens a row:": (one.tokens_per_row, other.tokens_per_row),
     }
     for what, values in compared.items():
@@ -332,6 +348,11 @@ def _check_alike(one: Dataset, name: str, other: Dataset, other_name: str) -> No
                 "both with the same tokenizer (`jaxres data build`), or give the same `classes`; a "
                 "custom object tells its vocabulary as `vocab_size`."
             )
+
+
+def _names_of(parts: Mapping[str, Dataset]) -> dict[str, str]:
+    """Returns the names of the tokenizers of sources that have tokens."""
+    return {name: part.tokenizer_names[0] for name, part in parts.items() if part.tokenizer_names}
 
 
 def _open(
@@ -416,13 +437,17 @@ def _tokenizer(opened: TokenFolder, config: DataSection) -> Tokenizer | None:
     tokenizer = open_tokenizer(config.tokenizer)
     if isinstance(tokenizer, LibraryTokenizer):
         tokenizer.require_unambiguous()
-    if name.startswith((tokenizers.BYTES, LIBRARY)) and name != tokenizer.name:
+    if tokenizer_names.compare(name, tokenizer.name) == "other":
         raise ConfigError(
             f"data.tokenizer.path: {config.tokenizer.path} is {tokenizer.name}, but the tokens of "
             f"{opened.source or opened.folder} were made with {name}. Give that tokenizer, or "
             "leave data.tokenizer out: the folder has its own."
         )
     return tokenizer
+
+
+def _names(opened: TokenFolder, tokenizer: Tokenizer | None) -> tuple[str, ...]:
+    return (opened.meta.tokenizer if tokenizer is None else tokenizer.name,)
 
 
 def _tokens(
@@ -446,6 +471,7 @@ def _tokens(
         train=train,
         heldout=heldout,
         tokenizer=tokenizer,
+        tokenizer_names=_names(opened, tokenizer),
     )
 
 
@@ -484,6 +510,7 @@ def _packed(
         train=train,
         heldout=heldout,
         tokenizer=tokenizer,
+        tokenizer_names=_names(opened, tokenizer),
         padding=train.plan.padding,
     )
 

@@ -354,7 +354,7 @@ class Doctor:
         source = init_params.resolve_source(section, self._config.model, self._shapes, step=step)
         yield Check("pass", "init_from", source.summary())
         if self._dataset is not None:
-            note = init_params.check_tokenizer(section, self._dataset.tokenizer)
+            note = init_params.check_tokenizer(section, self._dataset)
             if note is not None:
                 yield Check("warn", "init_from", note)
 

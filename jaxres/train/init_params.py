@@ -28,8 +28,10 @@ from jaxres.checkpoint.weights.orbax_weights import from_orbax
 from jaxres.checkpoint.weights.source import ADAPTERS, PARAMS, Weights
 from jaxres.config.schema.model import AnyModel
 from jaxres.config.schema.training import FromOrbax, FromRun, FromSafetensors, FromSeed, FromStored
-from jaxres.data.tokens import hf_bytes_tokenizer
+from jaxres.data.dataset import Dataset
+from jaxres.data.tokens import hf_bytes_tokenizer, tokenizer_names
 from jaxres.data.tokens.tokenizer import BYTES, FILE_NAME, Tokenizer
+from jaxres.data.tokens.tokenizer_names import Likeness
 from jaxres.engine import mesh as meshes
 from jaxres.engine import state as states
 from jaxres.engine.state import TrainState
@@ -196,7 +198,7 @@ def _from_source(section: FromStored, parts: Components, context: AttemptContext
     if isinstance(section, FromRun):
         step = section.at_step or _same_step(section, context.log.history(), context, seconds)
     source = resolve_source(section, parts.config.model, parts.shapes, step=step)
-    note = check_tokenizer(section, parts.dataset.tokenizer)
+    note = check_tokenizer(section, parts.dataset)
     calls = itertools.count()
 
     def init(history: RunHistory) -> tuple[TrainState, dict[str, str]]:
@@ -213,41 +215,57 @@ def _from_source(section: FromStored, parts: Components, context: AttemptContext
     return init
 
 
-def check_tokenizer(section: FromStored, tokenizer: Tokenizer | None) -> str | None:
+def check_tokenizer(section: FromStored, dataset: Dataset) -> str | None:
     """Refuses weights of another tokenizer than the data's, and a run's of an unknown one.
 
-    Returns what is to be told of weights whose tokenizer is not known. A config whose weights have
-    no tokenizer beside them, and that names none, is refused when it is read.
+    Returns what is to be told if one of both is not known. A config whose weights have no tokenizer
+    beside them, and that names none, is refused when it is read.
 
     Raises:
       ConfigError: the weights' tokenizer is another one, or no run has recorded it.
     """
-    if tokenizer is None or TOKENIZER in section.allow_changed:
+    tokenizer = dataset.tokenizer
+    if TOKENIZER in section.allow_changed:
         return None
-    if isinstance(section, FromRun):
-        name = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
-        is_known, is_other = name is not None, name != tokenizer.name
-    else:
-        folder = section.path if files.is_dir(section.path) else section.path.parent
-        there = files.read(folder / FILE_NAME)
-        files.refuse_lfs_pointer(there or b"", f"init_from.path: {folder / FILE_NAME}")
-        own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
-        is_known, is_other = there is not None, there != own[FILE_NAME]
-    if is_known and is_other:
+    names = dataset.tokenizer_names if tokenizer is None else (tokenizer.name,)
+    names_by_likeness = {_compare_tokenizer(section, x, tokenizer): x for x in names}
+    if (name := names_by_likeness.get("other")) is not None:
         raise ConfigError(
             f"init_from.path: the model of {section.path} has another tokenizer than the data "
-            f"({tokenizer.name}), so its embedding is of other tokens. Set data.tokenizer to its "
+            f"({name}), so its embedding is of other tokens. Set data.tokenizer to its "
             f"tokenizer, or accept that: init_from.allow_changed=[{TOKENIZER}]."
         )
-    if is_known or tokenizer.name != BYTES:
+    if (name := names_by_likeness.get("unknown")) is None:
         return None
-    if isinstance(section, FromRun):
+    if name == BYTES and isinstance(section, FromRun):
         raise ConfigError(
             f"init_from.path: {section.path}: the run has not recorded the tokenizer of its "
             "tokens. Give the model's tokenizer by data.tokenizer, or, if its tokens are bytes, "
             f"accept that: init_from.allow_changed=[{TOKENIZER}]."
         )
-    return f"{section.path} has no tokenizer beside it: its tokens are taken for bytes"
+    if tokenizer is not None:
+        return f"{section.path} has no tokenizer beside it: its tokens are taken for {name}"
+    return (
+        f"WARNING: whether the tokens of the data ({name}) are those of {section.path} is not "
+        "known. Give the tokenizer of the data by data.tokenizer, or accept that they are: "
+        f"init_from.allow_changed=[{TOKENIZER}]."
+    )
+
+
+def _compare_tokenizer(section: FromStored, name: str, tokenizer: Tokenizer | None) -> Likeness:
+    """Compares the tokenizer of weights with the data's, of which at least the name is known."""
+    if isinstance(section, FromRun):
+        recorded = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
+        return "unknown" if recorded is None else tokenizer_names.compare(name, recorded)
+    folder = section.path if files.is_dir(section.path) else section.path.parent
+    there, where = files.read(folder / FILE_NAME), f"init_from.path: {folder / FILE_NAME}"
+    files.refuse_lfs_pointer(there or b"", where)
+    if there is None:
+        return "unknown"
+    if tokenizer is None:
+        return tokenizer_names.compare_with_file(name, there, where)
+    own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
+    return "same" if there == own[FILE_NAME] else "other"
 
 
 def _check_moved_weights(

@@ -30,6 +30,7 @@ from jaxres.config.schema.data import (
     Source,
     TokensSource,
 )
+from jaxres.data.sources import own_folders
 from jaxres.data.tokens.token_folder import CacheDamaged, TokenFolder, TokensDamaged, file_id
 from jaxres.faults import ConfigError, StorageRefused
 from jaxres.storage import files, gcs_objects
@@ -113,7 +114,7 @@ def localize(config: DataSection, *, progress: Callable[[str], None]) -> SingleS
         remote = parse_path(str(source.path))
         assert is_remote(remote), remote
         root = config.cache_dir.expanduser().absolute() / "staged"
-        listed = _list(remote, exclude, root=root)
+        listed = _list(remote, exclude, root=root, progress=progress)
         copy_objects(listed.remote, listed.objects, root=root, progress=progress)
     except ValueError as error:
         raise ConfigError(f"{KEY}: {source.path} {error}") from error
@@ -157,8 +158,14 @@ class _Listed:
     """The copy of the data set: the folder, or the one file in it."""
 
 
-def _list(remote: GcsPath, exclude: Sequence[str], *, root: Path) -> _Listed:
-    objects = list_objects(remote, exclude)
+def _list(
+    remote: GcsPath,
+    exclude: Sequence[str],
+    *,
+    root: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> _Listed:
+    objects = list_objects(remote, exclude, progress)
     if list(objects) != [""]:
         entry = root / _key(remote, objects)
         return _Listed(remote, objects, entry, entry)
@@ -202,15 +209,26 @@ def crc32c(path: Path) -> str:
         return "absent"
 
 
-def list_objects(remote: GcsPath, exclude: Sequence[str]) -> dict[str, gcs_objects.Stat]:
-    """Returns relative name -> stat of each object; the only name is "" if the path is one."""
+def list_objects(
+    remote: GcsPath, exclude: Sequence[str], progress: Callable[[str], None] = lambda _: None
+) -> dict[str, gcs_objects.Stat]:
+    """Returns relative name -> stat of each object; the only name is "" if the path is one.
+
+    Objects of run directories below the path are left out.
+    """
     listed = gcs_objects.list_stats(remote)
     if not listed:
         if (single := gcs_objects.stat(remote)) is None:
             raise ConfigError(f"{remote} does not exist: the bucket has no such object or folder")
         return {"": single}
+    own = own_folders.run_dirs(listed)
+    prefixes = tuple(f"{folder}/" for folder in own)
+    for line in own_folders.describe(own):
+        progress(f"WARNING: {line}")
     found: dict[str, gcs_objects.Stat] = {}
     for name, stat in listed.items():
+        if name.startswith(prefixes):
+            continue
         if name.endswith("/") or any(fnmatchcase(name, pattern) for pattern in exclude):
             continue  # Web consoles represent an empty folder by an object of that name.
         if {"", ".", ".."} & set(name.split("/")):

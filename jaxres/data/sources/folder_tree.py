@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
+from jaxres.data.sources import own_folders
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.files import fault_of, is_folder, name_exists, raise_failure, status_of
 
@@ -42,6 +43,8 @@ def parts_of(pattern: str) -> tuple[str, ...]:
 class FolderTree:
     """A folder and its tree. Links to folders are followed, but no folder is there twice.
 
+    Folders that jaxres itself writes are left out: `own` has their relative paths and kinds.
+
     Args:
       root: the folder, without links in its path.
       exclude: patterns of relative paths, as in fnmatch; `NAME/*` also leaves out the folder.
@@ -54,6 +57,8 @@ class FolderTree:
         self._cut = len(str(root).rstrip("/")) + 1
         self._exclude = exclude
         self._skip = skip
+        self._own: dict[Path, str | None] = {}
+        """Each folder that was seen -> its kind if jaxres has written it."""
         self._listed: dict[Path, tuple[Entry, ...]] = {}
         self._first: dict[tuple[int, int], Path] = {}
         """Device and inode of a folder -> its first path."""
@@ -82,6 +87,11 @@ class FolderTree:
             for entry in entries
             if not entry.is_dir and not entry.is_dangling
         ]
+
+    @property
+    def own(self) -> dict[str, str]:
+        """The folders of jaxres that were seen -> their kinds."""
+        return {self._name(path): kind for path, kind in self._own.items() if kind}
 
     def leaves_out(self, pattern: str) -> bool | None:
         """Returns whether a pattern of `exclude` fits a name that was listed; None: none was."""
@@ -130,7 +140,13 @@ class FolderTree:
     def _is_left(self, entry: Entry) -> bool:
         if self._skip and (entry.is_link or entry.path.name in self._skip):
             return True
-        return any(self._is_excluded(entry, pattern) for pattern in self._exclude)
+        if any(self._is_excluded(entry, pattern) for pattern in self._exclude):
+            return True
+        if self._skip or not entry.is_dir:
+            return False
+        if entry.path not in self._own:
+            self._own[entry.path] = own_kind(entry.path)
+        return self._own[entry.path] is not None
 
     def _is_excluded(self, entry: Entry, pattern: str) -> bool:
         """Returns whether a pattern of `exclude` fits a file, a link, or a folder and all in it."""
@@ -176,6 +192,14 @@ class FolderTree:
 
     def _name(self, path: Path) -> str:
         return str(path)[self._cut :]
+
+
+def own_kind(folder: Path) -> str | None:
+    """Returns the kind of a folder that jaxres itself has written; None: it is another's."""
+    try:
+        return own_folders.kind_of(lambda name: name_exists(folder / name))
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def is_match(name: str, pattern: str) -> bool:

@@ -27,7 +27,15 @@ from jaxres.config.schema.data import (
     TokensSource,
     single_sources,
 )
-from jaxres.data.sources.folder_tree import WILD, FolderTree, is_match, parts_of, unreadable
+from jaxres.data.sources import own_folders
+from jaxres.data.sources.folder_tree import (
+    WILD,
+    FolderTree,
+    is_match,
+    own_kind,
+    parts_of,
+    unreadable,
+)
 from jaxres.data.sources.saved_dataset import data_files
 from jaxres.faults import ConfigError
 from jaxres.storage.files import exists, is_folder, status_of
@@ -115,6 +123,7 @@ def list_corpus(source: DocumentSource) -> Listing:
     include, exclude = _patterns(source)
     root, patterns = _root_and_patterns(source.path, include)
     stdlib = _stdlib() if STDLIB in source.path else None
+    _refuse_own_root(root, patterns)
     tree = FolderTree(root, exclude, skip=STDLIB_EXCLUDED if stdlib else frozenset())
     files: dict[str, SourceFile] = {}
     links = _Links()
@@ -140,10 +149,20 @@ def list_corpus(source: DocumentSource) -> Listing:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
-    warnings = _missing_shards(files) + links.warnings()
+    warnings = own_folders.describe(tree.own) + _missing_shards(files) + links.warnings()
     if not stdlib:
         warnings += _useless_patterns(source, patterns, tree, files)
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
+
+
+def _refuse_own_root(root: Path, patterns: tuple[str, ...]) -> None:
+    """Raises ConfigError if the root is a folder of jaxres and patterns would take files in it."""
+    parts = [parts_of(pattern) for pattern in patterns]
+    if any(len(each) > 1 and WILD & set(each[0]) for each in parts) and (kind := own_kind(root)):
+        raise ConfigError(
+            f"data.source.path: {root} is a {kind} of jaxres, whose files would become documents. "
+            "Give the folder or the glob of your own files, or another run.dir or data.cache_dir."
+        )
 
 
 def _useless_patterns(

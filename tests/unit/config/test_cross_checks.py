@@ -225,6 +225,20 @@ def test_an_impossible_combination_is_rejected(write: Write, overrides: list[str
     assert text.endswith(f"): {line}")
 
 
+def test_a_class_of_images_that_is_named_twice_is_refused_in_every_source(write: Write):
+    images = "{kind: images, path: x, classes: [dog, cat, cat, Cat]}"
+    part = f"{{name: a, weight: 1, source: {images}}}"
+    for key, override in (
+        ("data.source", f"data.source={images}"),
+        ("data.source.sources[0].source", f"data.source={{kind: mixture, sources: [{part}]}}"),
+        ("data.validation[0].source", f"data.validation=[{{name: a, source: {images}}}]"),
+    ):
+        text = f"{key}.classes: 'cat' is there twice, so it would have two labels"
+        with pytest.raises(ConfigError) as caught:
+            load(write(), [override])
+        assert text in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -1,3 +1,4 @@
+import re
 import shutil
 
 import numpy as np
@@ -246,7 +247,38 @@ def test_sources_of_other_tokens_are_refused(tmp_path):
         folders.append(tokens(tmp_path / f"of {size}", vocab_size=390, tokenizer=name))
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(trained / file, tmp_path / f"of {size}" / file)
-    assert "s0 has the tokenizer huggingface:" in refused(*folders)
+    told = (
+        r"sources\[s(\d)\] has the tokenizer huggingface:.*\[s(\d)\] has the tokenizer huggingface:"
+    )
+    assert re.search(told, refused(*folders))[1] == "0"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "of 380" / file).unlink()
+    assert re.search(told, refused(*folders)), "without a tokenizer.json another one was taken"
+    unnamed = tokens(tmp_path / "unnamed", vocab_size=390, tokenizer="mine")
+    assert re.search(told, refused(unnamed, *folders)).groups() == ("1", "2")
+
+
+def test_tokens_of_an_unknown_tokenizer_beside_others_are_told_until_data_tokenizer_says_it(
+    tmp_path,
+):
+    trained = bpe.train(tmp_path / "tokenizer", vocab_size=300)
+    tokenizer = open_tokenizer(HuggingfaceTokenizer(path=trained))
+    made = {"vocab_size": tokenizer.vocab_size}
+    known = tokens(tmp_path / "known", tokenizer=tokenizer.name, **made)
+    mine, again = (tokens(tmp_path / n, tokenizer="mine", **made) for n in ("mine", "again"))
+
+    def told(*sources, **fields):
+        messages = []
+        open_dataset(section(tmp_path, *sources, **fields), progress=messages.append)
+        return [text for text in messages if "have the same tokens is not known" in text]
+
+    names = rf"sources\[s0\] \({tokenizer.name}\) and data\.source\.sources\[s1\] \(mine\)"
+    assert re.search(
+        f"WARNING: .*{names}.*data.tokenizer={{kind: huggingface", "".join(told(known, mine))
+    )
+    assert told(mine, again) == told(known) == []
+    assert "not known, and 1 more pairs" in "".join(told(known, mine, again))
+    assert told(known, mine, tokenizer=HuggingfaceTokenizer(path=trained)) == []
 
 
 def test_tokens_of_bytes_are_refused_with_another_tokenizer(tmp_path):

@@ -15,9 +15,10 @@ from jaxres.config.schema.data import (
     JsonlSource,
     NanogptSource,
     TextSource,
+    TokensSource,
     ValidationSet,
 )
-from jaxres.data import Dataset, open_dataset
+from jaxres.data import Dataset, open_dataset, write_tokens
 from jaxres.data.text_bytes import bits_per_byte, bytes_per_target
 from jaxres.data.tokens.packing import Packing
 from jaxres.faults import ConfigError
@@ -145,3 +146,21 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(folder: Path) -> None:
         num_bytes = len(("é valid. " * 30).encode())
         exact = num_bytes / (corpus.meta.num_tokens - 1)
         assert count == pytest.approx(exact, rel=0.1)  # Less the first byte and an incomplete row.
+
+
+def test_a_set_of_another_tokenizer_is_refused_and_one_of_an_unknown_one_is_told(
+    folder: Path,
+) -> None:
+    def valid(name: str) -> list[str]:
+        place = folder / f"tokens-{name.partition(':')[0]}"
+        write_tokens(place, [range(9)] * 9, vocab_size=257, tokenizer=name)
+        messages: list[str] = []
+        opened(folder, ValidationSet(name="v", source=TokensSource(path=place)), messages=messages)
+        return [text for text in messages if "is not known" in text]
+
+    assert valid("bytes") == []
+    both = r"validation\[v\] has the tokenizer huggingface:1, the training data .* bytes"
+    with pytest.raises(ConfigError, match=both):
+        valid("huggingface:1")
+    told = "data.validation[v] (mine) and the training data (bytes) have the same tokens is not"
+    assert told in "".join(valid("mine"))

@@ -106,7 +106,8 @@ def huggingface_model(path: Path) -> object:
 def tokenizer_of_weights(path: Path) -> object:
     (path / "x" / safetensors.SINGLE_FILE).write_bytes(b"")
     own: Any = SimpleNamespace(name="huggingface:1", files={"tokenizer.json": b"{}"})
-    return init_params.check_tokenizer(FromSafetensors(path=path / "x"), own)
+    dataset: Any = SimpleNamespace(tokenizer=own, tokenizer_names=(own.name,))
+    return init_params.check_tokenizer(FromSafetensors(path=path / "x"), dataset)
 
 
 READERS: dict[str, tuple[str, Reads]] = {

@@ -22,6 +22,7 @@ from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
 from jaxres.config import RunConfig
 from jaxres.config.schema.data import HuggingfaceTokenizer
+from jaxres.config.schema.training import FromRun, FromSafetensors
 from jaxres.data.tokens.tokenizer import BYTES, open_tokenizer
 from jaxres.engine import mesh as meshes
 from jaxres.engine import mesh_plan
@@ -421,7 +422,8 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
         for allowed in ((), ("tokenizer",)):
             parts = parts_of(corpus, tmp_path, **where, allow_changed=allowed)
             if tokenizer is not None:
-                dataset = dataclasses.replace(parts.dataset, tokenizer=tokenizer)
+                named = {"tokenizer": tokenizer, "tokenizer_names": (tokenizer.name,)}
+                dataset = dataclasses.replace(parts.dataset, **named)
                 parts = dataclasses.replace(parts, dataset=dataset)
             context, _ = context_at(tmp_path)
             if allowed:
@@ -429,6 +431,41 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
                 continue
             with pytest.raises(ConfigError, match="another tokenizer than the data"):
                 started(parts, context)
+
+
+@pytest.mark.slow
+def test_tokens_that_only_a_name_identifies_are_compared_with_the_tokenizer_of_weights(
+    tmp_path, source
+):
+    root, _ = source
+    trained = bpe.train(tmp_path / "tokenizer")
+    name = open_tokenizer(HuggingfaceTokenizer(path=trained)).name
+    other_end = open_tokenizer(
+        HuggingfaceTokenizer(path=trained, end_of_document="a", special_tokens="control")
+    ).name
+    copied = shutil.copytree(root, tmp_path / "copy")
+    record_tokenizer(copied, name)
+    weights = shutil.copytree(next((root / "exports").iterdir()), tmp_path / "weights")
+    bare = shutil.copytree(weights, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    shutil.copy(trained / "tokenizer.json", weights / "tokenizer.json")
+
+    def told(tokens, kind, path, **more):
+        fields = {"path": path, **more}
+        section = FromRun(**fields) if kind == "run" else FromSafetensors(**fields)
+        dataset = SimpleNamespace(tokenizer=None, tokenizer_names=(tokens,))
+        return init_params.check_tokenizer(section, dataset)
+
+    known = (("run", copied), ("safetensors", weights))
+    for kind, path in known:
+        assert told(name, kind, path) is None
+        with pytest.raises(ConfigError, match="another tokenizer than the data"):
+            told("huggingface:0123", kind, path)
+    assert other_end != name
+    assert told(other_end, "safetensors", weights) is None, "only the end of documents differs"
+    for tokens, kind, path in (("mine", *known[0]), ("ids", *known[1]), (name, known[1][0], bare)):
+        assert "is not known. Give the tokenizer of the data" in told(tokens, kind, path)
+        assert told(tokens, kind, path, allow_changed=("tokenizer",)) is None
 
 
 @pytest.mark.slow
@@ -442,5 +479,7 @@ def test_a_run_of_unknown_tokens_is_not_trained_on_unchosen_bytes(corpus, tmp_pa
     assert bits(started(chosen, context_at(tmp_path)[0])[0])
     other = open_tokenizer(HuggingfaceTokenizer(path=bpe.train(tmp_path / "tokenizer")))
     parts = parts_of(corpus, tmp_path, **where)
-    parts = dataclasses.replace(parts, dataset=dataclasses.replace(parts.dataset, tokenizer=other))
+    parts = dataclasses.replace(
+        parts, dataset=dataclasses.replace(parts.dataset, tokenizer=other, tokenizer_names=("x",))
+    )
     assert bits(started(parts, context_at(tmp_path)[0])[0]), "a tokenizer with a path was chosen"

@@ -69,6 +69,20 @@ def test_only_a_changed_object_is_downloaded_again_and_the_fingerprint_changes(
     assert len(reads(own_requests)) == len(TEXTS) + 1
 
 
+def test_a_run_directory_below_the_data_in_a_bucket_is_not_copied(
+    corpus: GcsPath, tmp_path: Path
+) -> None:
+    first = open_dataset(text(corpus, tmp_path))
+    for name in ("config.yaml", "log/00000001.json", "attempts/0001/sharding.txt"):
+        files.replace(corpus / "runs" / "a" / name, b"from a run")
+    messages: list[str] = []
+    second = open_dataset(text(corpus, tmp_path), progress=messages.append)
+    assert second.fingerprint == first.fingerprint
+    assert set(download_cache.list_objects(corpus, ())) == set(TEXTS)
+    told = "WARNING: data.source.path: left out: runs/a, a run directory of jaxres"
+    assert told in messages
+
+
 def test_a_single_object_and_a_token_folder_are_downloaded_too(
     corpus: GcsPath, tmp_path: Path
 ) -> None:

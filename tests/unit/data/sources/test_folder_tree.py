@@ -231,3 +231,38 @@ def test_a_pipe_is_refused_for_what_it_is(tmp_path, direct):
     with pytest.raises(ConfigError, match=r"b\.txt can't be read: it is a pipe, a socket or a dev"):
         names("text", tmp_path / "b.txt" if direct else tmp_path)
     assert names("text", tmp_path, exclude=("b.txt",)) == ["a.txt"]
+
+
+def run_dir(folder, *names):
+    """Writes what makes a folder a run directory, and files in it."""
+    for name in ("config.yaml", "log/00000001.json", "attempts/0001/sharding.txt", *names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("from a run")
+    return folder
+
+
+def test_run_directories_and_caches_below_the_data_are_no_documents(corpus, kind):
+    ending, wanted = ENDINGS[kind], names(kind, corpus)
+    for number in range(2):
+        write(kind, run_dir(corpus / "runs" / str(number)) / "attempts" / "0001" / f"x.{ending}")
+    write(kind, corpus / "cache" / "corpora" / "0" / f"tokens.{ending}")
+    write(kind, corpus / "cache" / "listings" / f"0.{ending}")
+    assert names(kind, corpus) == names(kind, corpus / "**" / f"*.{ending}") == wanted
+    told = "data.source.path: left out: cache, a data cache of jaxres, and 2 more"
+    assert told in warnings(kind, corpus)
+    assert told.replace("2", "1") in warnings(kind, corpus, exclude=("runs/0/*",))
+    (corpus / "runs" / "0" / "log" / "00000001.json").unlink()
+    (corpus / "runs" / "0" / "log").rmdir()
+    others = f"runs/0/attempts/0001/x.{ending}"
+    assert others in names(kind, corpus), "a folder of another program was left out"
+
+
+def test_a_run_directory_itself_is_refused_as_data_but_not_files_in_it(tmp_path, kind):
+    folder = run_dir(tmp_path / "run")
+    write(kind, folder / "own" / f"0.{ENDINGS[kind]}")
+    for pattern in ({}, {"include": (f"*/*.{ENDINGS[kind]}",)}):
+        with pytest.raises(ConfigError, match=r"run is a run directory of jaxres, whose files"):
+            names(kind, folder, **pattern)
+    given = {"include": (f"own/*.{ENDINGS[kind]}",)}
+    assert names(kind, folder / "own") == [f"0.{ENDINGS[kind]}"]
+    assert names(kind, folder, **given) == [f"own/0.{ENDINGS[kind]}"]
