@@ -89,7 +89,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     is_due = save_scheduler.attach(config.checkpoint.when, context)
     on_step, sync, flush = _metrics(context, stack)
     checkpoints = _checkpoints(config, context, trainable=parts.trainable, before_commit=sync)
-    computation = _computation(parts, context, compiled.train, compiled.text)
+    computation = _computation(parts, context, compiled)
     _note_resume_check(config, context, devices=computation["devices"])
     memory = _memory(parts, context, stack, flush)
     run = Trainer(
@@ -160,11 +160,9 @@ def _data_loader(
 
 
 def _computation(
-    parts: Components, context: AttemptContext, step: Any, program: str
+    parts: Components, context: AttemptContext, compiled: CompiledSteps
 ) -> dict[str, str]:
-    return numerics_fingerprint(
-        parts.config, context.claim, parts.mesh, parts.plan, step, program=program
-    )
+    return numerics_fingerprint(parts.config, context.claim, parts.mesh, parts.plan, compiled)
 
 
 def _note_resume_check(config: RunConfig, context: AttemptContext, *, devices: str) -> None:
