@@ -6,7 +6,7 @@ XLA compiles for the device that tools/gpu/h100.txt describes; nothing is execut
 jax-cuda12-plugin, jax-cuda12-pjrt (of the installed jax) and nvidia-cuda-nvcc-cu12, as `pip install
 --no-deps --target FOLDER` leaves them. There is no cuDNN (set model.attention=xla), and no kernel
 is timed. The output is JSON: for each kind of collective their number, their MB, and how many MB
-are hidden: a product of matrices is scheduled between start and end. A loop counts once.
+are hidden: a product of matrices is scheduled between start and end.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ DEVICE = Path(__file__).with_name("h100.txt")
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 START = re.compile(rf"%(\S+) = (.*?) (?:{'|'.join(KINDS)})-start\(")
 DONE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})-done\(%([\w.\-]+)\)")
+LOOP = re.compile(r"body=%([\w.\-]+).*?known_trip_count\":\{\"n\":\"(\d+)\"")
+COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.\-]+) \(")
 PRODUCT = re.compile(r" = .*(?:fusion|custom-call)\(.*(?:gemm|cublas|dot_general)")
 ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
 
@@ -83,23 +85,27 @@ def compiled(path: Path, overrides: list[str], found: list[Any]) -> Any:
 
 
 def collectives(text: str) -> dict[str, dict[str, float]]:
-    """Returns the collectives of a scheduled program by kind.
+    """Returns the collectives of a scheduled program by kind, those in a loop once for each pass.
 
-    Their number and MB, and the share of the MB that a product of matrices may hide, since one is
-    scheduled between start and end.
+    Their number and MB, and the MB that a product of matrices may hide: one is scheduled between
+    start and end.
     """
+    passes = {loop[1]: int(loop[2]) for loop in LOOP.finditer(text)}
     begun: dict[str, list[float]] = {}
     found: dict[str, dict[str, float]] = {}
+    times = 1
     for line in text.splitlines():
+        if computation := COMPUTATION.match(line):
+            times = passes.get(computation[1], 1)
         if start := START.search(line):
             begun[start[1]] = [_megabytes(start[2]), 0]
         elif (done := DONE.search(line)) and done[3] in begun:
             (whole, products), results = begun.pop(done[3]), _megabytes(done[1])
             total = found.setdefault(done[2], {"number": 0, "MB": 0.0, "hidden_MB": 0.0})
             size = max(results, whole - results)  # A start has its operands too, but for one kind.
-            total["number"] += 1
-            total["MB"] += size
-            total["hidden_MB"] += size if products else 0
+            total["number"] += times
+            total["MB"] += times * size
+            total["hidden_MB"] += times * size if products else 0
         elif PRODUCT.search(line):
             for each in begun.values():
                 each[1] += 1

@@ -28,12 +28,10 @@ LEAST_BYTES = 30 * 2**20
 """XLA's own threshold for combined collectives: smaller ones are bound by their latency."""
 MOST_BYTES = 2**30
 """Most memory that one combined collective takes; NVIDIA's scripts for AXLearn have this value."""
-PIPELINED = (
-    "xla_gpu_enable_pipelined_all_gather",
-    "xla_gpu_enable_pipelined_all_reduce",
-    "xla_gpu_enable_pipelined_reduce_scatter",
-)
-"""Options by which the collectives of one pass of a loop, of a layer, run beside the next pass."""
+PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
+"""Collectives of which those of a layer, a pass of a loop, run beside the next pass."""
+RENAMED_IN = (0, 11, 1)
+"""Version of jaxlib whose options of pipelined collectives have other names than their flags."""
 UNKNOWN_OPTION = re.compile(r"No such compile option: '(\w+)'")
 BAD_VALUE = re.compile(r"While setting option (\w+), (.*)")
 
@@ -102,25 +100,38 @@ def choose(section: CompileSection, profile: Mapping[str, Value], *, flags: str)
     """
     wanted = {**(profile if section.profile == "auto" else {}), **section.xla_options}
     named = {flag.removeprefix("--").partition("=")[0] for flag in flags.split()}
+    named |= {name.replace("enable_pipelined", "pipeline") for name in named}
     kept = {name: value for name, value in wanted.items() if name not in named}
     return XlaOptions(kept, tuple(sorted(wanted.keys() & named)))
 
 
-def profile_options(layer: int, *, shape: Mapping[str, int]) -> dict[str, Value]:
+def profile_options(
+    layer: int,
+    *,
+    shape: Mapping[str, int],
+    version: tuple[int, ...] = jaxlib.version.__version_info__,
+) -> dict[str, Value]:
     """Returns the options of `compilation.profile: auto` on several GPUs.
 
     Args:
       layer: bytes of the parameters of a layer on all devices; 0: not known.
       shape: number of devices along each axis of the mesh.
+      version: version of jaxlib.
     """
     whole = min(max(layer // shape["tensor"], LEAST_BYTES), MOST_BYTES)
     return {
-        **dict.fromkeys(PIPELINED, True),
+        **_pipelined(version),
         "xla_gpu_all_gather_combine_threshold_bytes": whole,
         "xla_gpu_all_reduce_combine_threshold_bytes": whole,
         # XLA counts the result here, which is one device's part.
         "xla_gpu_reduce_scatter_combine_threshold_bytes": whole // shape["fsdp"],
     }
+
+
+def _pipelined(version: tuple[int, ...]) -> dict[str, Value]:
+    if version < RENAMED_IN:
+        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in PIPELINED}
+    return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in PIPELINED}
 
 
 def layer_bytes(shapes: TrainState, model: Model, *, dtype: str | None) -> int:

@@ -19,7 +19,7 @@ def lowered():
 
 def thresholds(layer):
     found = profile_options(layer, shape=SHAPE)
-    return {name: value for name, value in found.items() if value is not True}
+    return {name: value for name, value in found.items() if name.endswith("_bytes")}
 
 
 def test_the_profile_combines_collectives_up_to_the_size_of_a_layer():
@@ -32,6 +32,15 @@ def test_the_profile_combines_collectives_up_to_the_size_of_a_layer():
     small, large = (thresholds(layer) for layer in (0, 10**12))
     assert set(small.values()) == {30 * 2**20, 30 * 2**20 // 8}
     assert set(large.values()) == {2**30, 2**27}
+
+
+def test_a_flag_of_pipelined_collectives_wins_over_the_option_that_newer_versions_have():
+    flags = "--xla_gpu_enable_pipelined_all_gather=false"
+    for version, name in [((0, 11, 0), "enable_pipelined"), ((0, 11, 1), "pipeline")]:
+        profile = profile_options(LAYER, shape=SHAPE, version=version)
+        found = choose(CompileSection(), profile, flags=flags)
+        assert found.in_flags == (f"xla_gpu_{name}_all_gather",)
+        assert f"xla_gpu_{name}_reduce_scatter" in found.values
 
 
 def test_xla_knows_all_options_of_the_profile():
