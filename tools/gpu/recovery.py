@@ -200,15 +200,15 @@ def restart(folder: Path) -> Iterator[Figures]:
 
 def restart_large(folder: Path) -> Iterator[Figures]:
     """Yields seconds from SIGKILL of a forked worker to its next step, with a state of 12 GiB."""
-    shared = quickstart(folder, "restart.backoff_seconds=0", "checkpoint.keep_last=1")
+    shared = quickstart(folder, "restart.backoff_seconds=0", "checkpoint.keep_last=2")
     shared += ["checkpoint.save_every_steps=2"] if REHEARSED else [*LARGE]
     found: dict[str, list[dict[str, float]]] = {"forked": []}
     for number in range(sized(2, 1)):
-        run_dir = RunDir(folder / f"run{number}")
-        arguments = ["local", *shared, f"run.dir={run_dir.root}", "--hosts", "1"]
+        root = folder / f"run{number}"
+        arguments = ["local", *shared, f"run.dir={root}", "--hosts", "1"]
         supervised = command(arguments, module="jaxres.launch")
-        found["forked"].append(restart_bench.measure(supervised, run_dir, forked=True))
-        shutil.rmtree(run_dir.root)  # A disk has room for one.
+        found["forked"].append(restart_bench.measure(supervised, RunDir(root), forked=True))
+        shutil.rmtree(root)  # A disk has room for one.
         yield _medians(found)
 
 

@@ -18,9 +18,7 @@ import numpy as np
 
 from jaxres.config.schema.model import GptModel, VitModel
 from jaxres.config.schema.run_config import CompileSection
-from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError
-from jaxres.models import Model
 from jaxres.train.components import Components
 
 Value = bool | int | float | str
@@ -55,7 +53,7 @@ class XlaOptions:
         return " ".join(f"{name}={_text(self.values[name])}" for name in sorted(self.values))
 
     def note(self) -> str | None:
-        """Returns what a start reports about the options; None: there are none."""
+        """Returns the report of a start about the options; None: there are none."""
         if not self.values and not self.in_flags:
             return None
         text = f"options of XLA: {self.text or 'none'}"
@@ -87,7 +85,7 @@ def profile_of(parts: Components) -> dict[str, Value]:
     """Returns the options of `compilation.profile: auto` on several GPUs of CUDA."""
     model = parts.config.model
     dtype = model.compute_dtype if isinstance(model, GptModel | VitModel) else None
-    layer = layer_bytes(parts.shapes, parts.model, dtype=dtype)
+    layer = layer_bytes(parts.shapes.params, parts.model.axes, dtype=dtype)
     return profile_options(layer, shape=parts.mesh.shape)
 
 
@@ -134,17 +132,17 @@ def _pipelined(version: tuple[int, ...]) -> dict[str, Value]:
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in PIPELINED}
 
 
-def layer_bytes(shapes: TrainState, model: Model, *, dtype: str | None) -> int:
+def layer_bytes(params: Any, axes: Any, *, dtype: str | None) -> int:
     """Returns the bytes of a layer's parameters; 0: no parameters are stacked over layers.
 
     Args:
-      shapes: shapes of the state.
-      model: the model, which names the dims of the parameters.
+      params: tree of parameters or their shapes.
+      axes: tree of the names of their dims.
       dtype: type in which the model computes; None: that of the parameters.
     """
     total = 0
-    leaves, tree = jax.tree.flatten(shapes.params)
-    for leaf, names in zip(leaves, tree.flatten_up_to(model.axes), strict=True):
+    leaves, tree = jax.tree.flatten(params)
+    for leaf, names in zip(leaves, tree.flatten_up_to(axes), strict=True):
         if names and names[0] == "layers":
             total += math.prod(leaf.shape[1:]) * np.dtype(dtype or leaf.dtype).itemsize
     return total
@@ -164,7 +162,7 @@ def compile_with(lowered: Any, options: XlaOptions) -> Any:
             raise
         name, value = problem[1], _text(options.values[problem[1]])
         raise ConfigError(
-            f"compilation.xla_options.{name}={value}: XLA of jaxlib {jaxlib.__version__} refuses "
+            f"compilation.xla_options.{name}={value}: XLA of jaxlib {jaxlib.version.__version__} refuses "
             f"it: {problem[0]}. Correct or remove it; an option of compilation.profile=auto is "
             "absent with compilation.profile=none"
         ) from error

@@ -84,14 +84,10 @@ def test_options_in_xla_flags_win_and_are_reported():
 
 
 def test_the_layer_is_what_is_stacked_over_layers_in_the_type_of_the_computation():
-    class Shapes:
-        params = {  # noqa: RUF012
-            "blocks": {"w": jax.ShapeDtypeStruct((4, 10, 5), jnp.float32)},
-            "wte": jax.ShapeDtypeStruct((100, 10), jnp.float32),
-        }
-
-    class Model:
-        axes = {"blocks": {"w": ("layers", "embed", None)}, "wte": ("vocab", "embed")}  # noqa: RUF012
-
-    assert xla_options.layer_bytes(Shapes, Model, dtype="bfloat16") == 100
-    assert xla_options.layer_bytes(Shapes, Model, dtype=None) == 200
+    params = {
+        "blocks": {"w": jax.ShapeDtypeStruct((4, 10, 5), jnp.float32)},
+        "wte": jax.ShapeDtypeStruct((100, 10), jnp.float32),
+    }
+    axes = {"blocks": {"w": ("layers", "embed", None)}, "wte": ("vocab", "embed")}
+    assert xla_options.layer_bytes(params, axes, dtype="bfloat16") == 100
+    assert xla_options.layer_bytes(params, axes, dtype=None) == 200
