@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
 from tools.gpu import results  # noqa: E402
 from tools.gpu.parts import PARTS, Part, code_digest, unknown_names  # noqa: E402

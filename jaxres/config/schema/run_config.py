@@ -13,6 +13,7 @@ from pydantic import Field
 
 from jaxres.config.schema.alerts import AlertsSection
 from jaxres.config.schema.base import (
+    MOST_FLOAT,
     Dimension,
     LocalPath,
     NonNegativeInt,
@@ -141,6 +142,10 @@ XlaOption = Annotated[
     form(r"xla_[a-z0-9_]{1,120}", "an option of XLA such as xla_gpu_autotune_level, without --"),
 ]
 
+XlaInteger = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""XLA has no longer ones."""
+XlaFloat = Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT)]
+
 
 class CompileSection(Section):
     """How the steps are compiled, and the caches of compiled programs."""
@@ -149,7 +154,7 @@ class CompileSection(Section):
     """auto: on several CUDA GPUs, options of XLA by which collectives overlap with computations.
 
     The list is in docs/benchmarks.md. Without effect on one GPU and on CPUs."""
-    xla_options: dict[XlaOption, bool | int | float | str] = free({})
+    xla_options: dict[XlaOption, bool | XlaInteger | XlaFloat | str] = free({})
     """Further options of XLA for the compiled steps, as {xla_gpu_autotune_level: 2}.
 
     They replace options of the profile. Options in XLA_FLAGS win over both."""

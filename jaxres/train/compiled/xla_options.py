@@ -161,8 +161,9 @@ def compile_with(lowered: Any, options: XlaOptions) -> Any:
         if problem is None or problem[1] not in options.values:
             raise
         name, value = problem[1], _text(options.values[problem[1]])
+        version = jaxlib.version.__version__
         raise ConfigError(
-            f"compilation.xla_options.{name}={value}: XLA of jaxlib {jaxlib.version.__version__} refuses "
+            f"compilation.xla_options.{name}={value}: XLA of jaxlib {version} refuses "
             f"it: {problem[0]}. Correct or remove it; an option of compilation.profile=auto is "
             "absent with compilation.profile=none"
         ) from error
