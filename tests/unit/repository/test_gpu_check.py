@@ -146,9 +146,9 @@ def test_each_part_passes_in_a_rehearsal_on_cpus(part, tmp_path):
 def test_a_part_that_does_not_fit_into_the_minutes_that_are_left_waits(tmp_path):
     parts = [
         Part(name, "tests.unit.repository.gpu_parts", minutes, "")
-        for name, minutes in [("hangs", 5), ("fine", 1)]
+        for name, minutes in [("hangs", 5), ("fine", 0.4)]
     ]
-    assert main(["--out", str(tmp_path), "--minutes", "2"], parts) == 1
+    assert main(["--out", str(tmp_path), "--minutes", "0.5"], parts) == 1
     found = results(tmp_path)
     assert {name: one["status"] for name, one in found.items()} == {
         "hangs": "no time left",
