@@ -15,10 +15,18 @@ from jaxres.cluster import detect
 from jaxres.launch.gce.decide import reconcile
 from jaxres.operate.chaos import coverage
 from jaxres.operate.plan.assumptions import ASSUMPTIONS
+from tools.gpu import results as gpu_results
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jaxres"
-PAGES = ("ARCHITECTURE.md", "gce-reference.md", "many-hosts.md", "planning.md", "prove.md")
+PAGES = (
+    "ARCHITECTURE.md",
+    "benchmarks.md",
+    "gce-reference.md",
+    "many-hosts.md",
+    "planning.md",
+    "prove.md",
+)
 DOCSTRING = re.compile(r'r?"""(\S[^\n]*?)(?:\n|""")')
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
@@ -89,6 +97,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "assumptions": assumptions,
     "covered-faults": lambda: coverage.table().rstrip("\n"),
     "folders": folders,
+    "gpu-results": gpu_results.committed_table,
     "launch-stages": reconcile.table,
     "modules": modules,
     "places": lambda: detect.table().rstrip("\n"),

@@ -61,12 +61,23 @@ def check(config: RunConfig) -> list[Problem]:
         *_data(config),
         *_alerts(config),
         *_gce(config),
+        *_compilation(config),
     ]
 
 
 def _numbers(config: RunConfig) -> Iterator[Problem]:
     if math.frexp(config.train.loss_scale.first)[0] != 0.5:
         yield Problem("train.loss_scale.first", "must be a power of two, such as 65536")
+
+
+def _compilation(config: RunConfig) -> Iterator[Problem]:
+    for name in ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops"):
+        if name in config.compilation.xla_options:
+            yield Problem(
+                f"compilation.xla_options.{name}",
+                "is set by run.determinism, on which the guarantee depends; remove it here",
+                others=("run.determinism",),
+            )
 
 
 def _nearest(value: int, divisor: int) -> str:

@@ -374,7 +374,7 @@ class Doctor:
             platform=self._platform,
         )
         try:
-            needed = sharding_report.step_bytes(jitted_steps.traced_step(parts).lower().compile())
+            needed = sharding_report.step_bytes(jitted_steps.compile_alone(parts))
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not oom_advice.is_oom(error):
                 raise

@@ -32,6 +32,8 @@ LOWERING = (
 )
 """Entries of Start.computation on which the lowered text of the same code depends, besides the
 settings of JAX."""
+XLA_OPTIONS = "xla_options"
+"""Entry of options of XLA that a run sets for its compiled steps, which is there if it sets any."""
 SETTING = "JAX_"
 """Beginning of the entries of settings of JAX, which are there unless they have their defaults."""
 
@@ -170,6 +172,8 @@ def _compared(name: str, computation: Mapping[str, str]) -> str:
 def _missing(name: str) -> str:
     if name.startswith(SETTING):
         return "default"
+    if name == XLA_OPTIONS:
+        return "none"
     return UNKNOWN if name in CODE else "not recorded"
 
 

@@ -90,7 +90,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     on_step, sync, flush = _metrics(context, stack)
     checkpoints = _checkpoints(config, context, trainable=parts.trainable, before_commit=sync)
     computation = numerics_fingerprint(
-        parts.config, context.claim, parts.mesh, parts.plan, compiled.train, program=compiled.text
+        parts.config, context.claim, parts.mesh, parts.plan, compiled
     )
     _note_resume_check(config, context, devices=computation["devices"])
     memory = _memory(parts, context, stack, flush)

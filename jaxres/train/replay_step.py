@@ -61,7 +61,7 @@ def replay_step(
         config, dataset, plan=plan, mesh=mesh, platform=jax.default_backend()
     )
     state, progress = _begin(parts, run_dir, commit)
-    function = jitted_steps.traced_step(parts).lower().compile()
+    function = jitted_steps.compile_alone(parts)
     peak_rate = schedule.rate_arrays(config.optimizer.learning_rate, mesh)
     rows = parts.rows_per_batch
     order = dataset.order(seed=config.run.seed, rows_per_step=rows)

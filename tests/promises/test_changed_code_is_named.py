@@ -106,6 +106,26 @@ def test_bitwise_determinism_reaches_xla(workspace: Workspace, inline: bool) -> 
 
 
 @pytest.mark.slow
+def test_options_of_xla_are_recorded_and_a_change_of_them_is_named(workspace: Workspace) -> None:
+    arguments = [*MLP, "optimizer.schedule.kind=constant"]
+    first = workspace.start("run", *arguments, "train.steps=2")
+    assert first.wait_exit() == ExitCode.DONE, first.printed()
+    (start,) = run_history(first.run_dir).starts
+    assert "xla_options" not in start_of(start).computation, "the profile has none on CPUs"
+    options = "{xla_backend_optimization_level: 1, xla_cpu_enable_fast_math: true}"
+    resumed = workspace.start(
+        *("run", *arguments, "train.steps=4", f"compilation.xla_options={options}"),
+        env={"XLA_FLAGS": "--xla_cpu_enable_fast_math=false"},
+    )
+    assert resumed.wait_exit() == ExitCode.DONE, resumed.printed()
+    expected = "xla_options none -> xla_backend_optimization_level=1"
+    assert expected in guarantee(resumed), "XLA_FLAGS win"
+    assert "XLA_FLAGS has xla_cpu_enable_fast_math, which jaxres does not" in resumed.printed()
+    refused = workspace.start("run", *arguments, "compilation.xla_options.xla_no_such=true")
+    refused.assert_fails(ExitCode.CONFIG, "xla_options.xla_no_such=true: XLA of jaxlib")
+
+
+@pytest.mark.slow
 def test_a_setting_of_jax_that_changes_at_a_resume_is_named(workspace: Workspace) -> None:
     """Its program is another one, of the same code."""
     first = workspace.start("run", *MLP, "train.steps=2", "optimizer.schedule.kind=constant")

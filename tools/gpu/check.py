@@ -1,15 +1,17 @@
 """Measures and checks jaxres on this machine's GPU: one command, one process for each part.
 
-    python tools/gpu/check.py [--minutes 25] [--out build/gpu] [--only PART ...] [--again]
-                              [--wheels FOLDER] [--rehearse]
+    python tools/gpu/check.py [--minutes 8] [--out build/gpu] [--only PART ...] [--again]
+                              [--wheels FOLDER] [--rehearse] [--record RESULTS]
 
 Needs a checkout and an installed jax, flax, optax, orbax-checkpoint and tensorstore. Packages that
 are missing are named; pure-Python ones are taken from wheels in a folder (--wheels). The parts run
-in order of worth, each with a time limit. One that fails or hangs stops no other. After each part
-OUT/results.jsonl gets a line, OUT/results.md the table, OUT/PART.txt has its output. Started again,
-the command goes on with the parts that have not passed, those that have never run first (--again:
-with all). `--rehearse` runs every part at a tiny size on the CPU. Exits with 1 if a part has not
-passed. See docs/benchmarks.md.
+in the order of tools/gpu/parts.py, what is unknown first, each in a process with a time limit; one
+that would not fit into the minutes that are left waits for the next call. One that fails or hangs
+stops no other. After each part OUT/results.jsonl gets a line, OUT/results.md the table, and
+OUT/PART.txt has its output. Left out is what has passed in OUT, or for this code and kind of GPU in
+the committed results (--again: nothing). `--record OUT/results.jsonl` adds results to those: commit
+them, and the page that tools/golden.py then writes. `--rehearse` runs every part at a tiny size on
+the CPU. Exits with 1 if a part has not passed. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -33,6 +35,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.gpu import results  # noqa: E402
+from tools.gpu.parts import PARTS, Part, code_digest, unknown_names  # noqa: E402
+from tools.gpu.results import FAILED, NO_TIME, PASSED, TIMED_OUT, UNKNOWN, Result  # noqa: E402
+
+MINUTES, REHEARSE_MINUTES = 8.0, 60.0
+ASK = (
+    "import jax, platform; d = jax.devices()[0]; print(d.platform, d.device_kind, "
+    "f'Python {platform.python_version()}, jax {jax.__version__}, ' "
+    "+ d.client.platform_version.split()[-1], sep='|')"
+)
+"""Code that prints the platform, the kind of the device, and versions."""
 NEEDED = {
     **{name: name for name in ("jax", "flax", "optax", "tensorstore", "numpy", "ml_dtypes")},
     **{name: name for name in ("jaxtyping", "pydantic", "rich", "plotext", "xxhash")},
@@ -46,7 +61,6 @@ NEEDED = {
     "yaml": "PyYAML",
 }
 """Module -> package; what pydantic and rich import too, since only the files are looked for."""
-PASSED, FAILED, TIMED_OUT, NO_TIME = "passed", "failed", "timed out", "no time left"
 TAG = "JAXRES_GPU_CHECK"
 """Environment variable of all processes of a part, by which what it leaves is found."""
 REHEARSE_SECONDS = 1800.0
@@ -61,51 +75,21 @@ TAIL_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of the check: the function of its name in a module."""
+class Machine:
+    """The GPU that JAX uses, in words."""
 
-    name: str
-    module: str
-    minutes: float
-    """Longest time on a GPU."""
-    question: str
-
-
-PARTS = (
-    Part("environment", "tools.gpu.machine", 2, "what the machine is, and how fast it copies"),
-    Part("quickstart", "tools.gpu.training", 3, "the quickstart trains"),
-    Part("resume_bitwise", "tools.gpu.recovery", 4, "with bitwise kernels killed equals unbroken"),
-    Part("resume_fast", "tools.gpu.recovery", 4, "without them: how often bits differ"),
-    Part("speed_124m", "tools.gpu.training", 3, "tokens/s and MFU of a 124M model"),
-    Part("speed_1b", "tools.gpu.training", 6, "tokens/s and MFU of a 1B model, sequence 2048"),
-    Part("step_path", "tools.gpu.training", 4, "jaxres's loop against a bare one"),
-    Part("restart", "tools.gpu.recovery", 4, "seconds from SIGKILL to the next step"),
-    Part("saves", "tools.gpu.saves", 4, "what a save costs"),
-    Part("attention", "tools.gpu.kernels", 2, "cuDNN's attention against XLA's"),
-    Part("determinism_cost", "tools.gpu.training", 3, "step time with bitwise kernels"),
-    Part("out_of_memory", "tools.gpu.recovery", 3, "too large a batch ends as 86 with advice"),
-    Part("hang", "tools.gpu.recovery", 3, "a stuck step ends as 80 and leaves no process"),
-    Part("memory", "tools.gpu.steps", 2, "the estimate of memory against what is used"),
-    Part("variants", "tools.gpu.steps", 4, "float16, remat, microbatches, donation"),
-    Part("bit_flip", "tools.gpu.recovery", 2, "replay finds a step with a flipped bit"),
-    Part("health", "tools.gpu.machine", 1, "temperature, ECC, throttling"),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a part ended."""
-
-    name: str
-    status: str
-    seconds: float
-    figures: dict[str, object]
-    error: str = ""
+    device: str = ""
+    versions: str = ""
 
 
 def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
     """Runs the parts; returns the exit code."""
     options = _parse(arguments)
+    if options.record is not None:
+        names = results.record(options.record)
+        print(f"recorded: {', '.join(names) or 'none'}. Now: python tools/golden.py")
+        return 0
+    ends_at = time.monotonic() + 60 * _minutes(options)
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     if not (options.rehearse or parts is not PARTS or _has_gpu()):
@@ -123,54 +107,67 @@ def main(arguments: Sequence[str], parts: Sequence[Part] = PARTS) -> int:
             file=sys.stderr,
         )
         return 64
-    unknown = set(options.only) - {part.name for part in parts}
-    if unknown:
+    if unknown := unknown_names(options.only, parts):
         names = ", ".join(part.name for part in parts)
-        print(
-            f"--only {', '.join(sorted(unknown))}: no such part (parts: {names})", file=sys.stderr
-        )
+        print(f"--only {', '.join(unknown)}: no such part (parts: {names})", file=sys.stderr)
         return 64
-    if not (options.rehearse or parts is not PARTS) and (why := _no_backend(path)):
-        print(f"JAX does not use this machine's GPU: {why}", file=sys.stderr)
-        return 64
-    ends_at = time.monotonic() + 60 * options.minutes
-    results = {} if options.again else _read(out)
+    machine = Machine()
+    if not (options.rehearse or parts is not PARTS):
+        machine, why = _machine(path)
+        if why:
+            print(f"JAX does not use this machine's GPU: {why}", file=sys.stderr)
+            return 64
     asked = [part for part in parts if not options.only or part.name in options.only]
-    due = _due(asked, results)
+    found = {} if options.again else _earlier(out, machine)
+    due = _due(asked, found)
 
     def run(part: Part) -> Result:
+        left = ends_at - time.monotonic()
         longest = REHEARSE_SECONDS if options.rehearse else 60 * part.minutes
-        limit = min(ends_at - time.monotonic(), longest)
-        if limit <= 0:
+        if left <= 0 or (left < longest and not options.rehearse):
             return Result(part.name, NO_TIME, 0.0, {})
-        return _run(part, out, path, limit=limit, rehearse=options.rehearse)
+        ended = _run(part, out, path, limit=min(left, longest), rehearse=options.rehearse)
+        code = code_digest(part) if machine.device else UNKNOWN
+        today = time.strftime("%Y-%m-%d", time.gmtime())
+        return dataclasses.replace(ended, **dataclasses.asdict(machine), date=today, code=code)
 
     for part in asked:
         if part not in due:
             print(f"{part.name}: passed before", flush=True)
     with ThreadPoolExecutor(2 if options.rehearse else 1) as pool:
         for result in pool.map(run, due):
-            results[result.name] = result
+            found[result.name] = result
             with (out / "results.jsonl").open("a") as file:
-                file.write(json.dumps(dataclasses.asdict(result)) + "\n")
-            (out / "results.md").write_text(table(parts, results))
+                file.write(results.line(result))
+            (out / "results.md").write_text(results.table(parts, found))
             print(
                 f"{result.name}: {result.status} ({result.seconds:.0f} s) {result.error}",
                 flush=True,
             )
-    return int(not all(_has_passed(results[part.name]) for part in asked))
+    return int(not all(found[part.name].has_passed for part in asked))
+
+
+def _minutes(options: argparse.Namespace) -> float:
+    default = REHEARSE_MINUTES if options.rehearse else MINUTES
+    return default if options.minutes is None else options.minutes
+
+
+def _earlier(out: Path, machine: Machine) -> dict[str, Result]:
+    """Returns the last result of each part: committed ones of this code, and those in a folder."""
+    committed = results.known(machine.device) if machine.device else {}
+    return committed | {result.name: result for result in results.read(out / "results.jsonl")}
 
 
 def _has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
 
 
-def _no_backend(path: Sequence[str]) -> str:
-    """Returns why JAX has no GPU in a new process; empty if it has one.
+def _machine(path: Sequence[str]) -> tuple[Machine, str]:
+    """Returns the GPU of JAX in a new process, and why it has none; empty if it has one.
 
     It skips a platform of JAX_PLATFORMS whose devices it does not see, and computes on the CPU.
     """
-    command = [sys.executable, "-c", "import jax; print(jax.devices()[0].platform)"]
+    command = [sys.executable, "-c", ASK]
     try:
         ended = subprocess.run(
             command,
@@ -181,10 +178,12 @@ def _no_backend(path: Sequence[str]) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"importing it has taken more than {BACKEND_SECONDS:.0f} s"
-    platform = (ended.stdout.split() or [""])[-1]
+        return Machine(), f"importing it has taken more than {BACKEND_SECONDS:.0f} s"
+    platform, _, rest = (ended.stdout.splitlines() or [""])[-1].partition("|")
+    device, _, versions = rest.partition("|")
     said = ended.stderr.strip()[-TAIL_CHARACTERS:]
-    return "" if platform == "gpu" else f"its platform is {platform or 'unknown'}. {said}"
+    why = "" if platform == "gpu" else f"its platform is {platform or 'unknown'}. {said}"
+    return Machine(device, versions), why
 
 
 def _environment(path: Sequence[str]) -> dict[str, str]:
@@ -192,15 +191,11 @@ def _environment(path: Sequence[str]) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cuda,cpu", **os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def _due(asked: Sequence[Part], results: Mapping[str, Result]) -> list[Part]:
+def _due(asked: Sequence[Part], found: Mapping[str, Result]) -> list[Part]:
     """Returns the parts that have not passed; parts that have never run come first."""
-    due = [part for part in asked if not _has_passed(results.get(part.name))]
-    ran = {name for name, result in results.items() if result.status != NO_TIME}
+    due = [part for part in asked if part.name not in found or not found[part.name].has_passed]
+    ran = {name for name, result in found.items() if result.status != NO_TIME}
     return sorted(due, key=lambda part: part.name in ran)
-
-
-def _has_passed(result: Result | None) -> bool:
-    return result is not None and result.status == PASSED
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -209,12 +204,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--minutes", type=float)
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--only", nargs="+", default=[], metavar="PART")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--record", type=Path, metavar="RESULTS")
     return parser.parse_args(arguments)
 
 
@@ -253,21 +249,6 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _read(out: Path) -> dict[str, Result]:
-    """Returns the last result of each part of an earlier start."""
-    lines = (out / "results.jsonl").read_text().splitlines() if _has_results(out) else []
-    found: dict[str, Result] = {}
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # A line may be cut off.
-            result = Result(**json.loads(line))
-            found[result.name] = result
-    return found
-
-
-def _has_results(out: Path) -> bool:
-    return (out / "results.jsonl").exists()
 
 
 def _run(part: Part, out: Path, path: Sequence[str], *, limit: float, rehearse: bool) -> Result:
@@ -336,24 +317,6 @@ def _kill_marked(mark: str) -> int:
         killed |= found
         time.sleep(0.05)
     return len(killed)
-
-
-def table(parts: Sequence[Part], results: dict[str, Result]) -> str:
-    """Returns the results as a Markdown table."""
-    rows = ["| part | question | result | figures |", "|---|---|---|---|"]
-    for part in parts:
-        result = results.get(part.name)
-        status = (
-            "not measured yet" if result is None else f"{result.status}, {result.seconds:.0f} s"
-        )
-        figures = {} if result is None else result.figures
-        cell = "; ".join(f"{name} {_text(value)}" for name, value in figures.items())
-        rows.append(f"| {part.name} | {part.question} | {status} | {cell} |")
-    return "\n".join(rows) + "\n"
-
-
-def _text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -32,6 +33,12 @@ from tools.gpu.runs import (
     train,
 )
 
+LARGE = (
+    *("model.num_layers=21", "model.d_model=2048", "model.num_heads=16", "data.seq_len=512"),
+    *("model.compute_dtype=bfloat16", "train.global_batch_size=4", "train.steps=100000"),
+    *("checkpoint.save_every_steps=200", "evaluation.every_steps=0", "telemetry.sample_tokens=0"),
+)
+"""A billion parameters and their moments in float32, and steps of about 0.1 s."""
 KILLED_SECONDS = 10.0
 RELEASE_SECONDS = 20.0
 NOISE_MIB = 64
@@ -188,6 +195,20 @@ def restart(folder: Path) -> Iterator[Figures]:
             arguments = ["local", *shared, *own, f"run.dir={run_dir.root}", "--hosts", "1"]
             supervised = command(arguments, module="jaxres.launch")
             found[name].append(restart_bench.measure(supervised, run_dir, forked=name == "forked"))
+        yield _medians(found)
+
+
+def restart_large(folder: Path) -> Iterator[Figures]:
+    """Yields seconds from SIGKILL of a forked worker to its next step, with a state of 12 GiB."""
+    shared = quickstart(folder, "restart.backoff_seconds=0", "checkpoint.keep_last=2")
+    shared += ["checkpoint.save_every_steps=2"] if REHEARSED else [*LARGE]
+    found: dict[str, list[dict[str, float]]] = {"forked": []}
+    for number in range(sized(2, 1)):
+        root = folder / f"run{number}"
+        arguments = ["local", *shared, f"run.dir={root}", "--hosts", "1"]
+        supervised = command(arguments, module="jaxres.launch")
+        found["forked"].append(restart_bench.measure(supervised, RunDir(root), forked=True))
+        shutil.rmtree(root)  # A disk has room for one.
         yield _medians(found)
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from jaxres.config.schema.alerts import AlertsSection
 from jaxres.config.schema.base import (
+    MOST_FLOAT,
     Dimension,
     LocalPath,
     NonNegativeInt,
@@ -136,8 +137,27 @@ class EvaluationSection(Section):
     """Held-out batches (of train.global_batch_size rows) per evaluation, always the first ones."""
 
 
+XlaOption = Annotated[
+    str,
+    form(r"xla_[a-z0-9_]{1,120}", "an option of XLA such as xla_gpu_autotune_level, without --"),
+]
+
+XlaInteger = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""XLA has no longer ones."""
+XlaFloat = Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT)]
+
+
 class CompileSection(Section):
-    """Caches of compiled programs."""
+    """How the steps are compiled, and the caches of compiled programs."""
+
+    profile: Literal["auto", "none"] = free("auto")
+    """auto: on several CUDA GPUs, options of XLA by which collectives overlap with computations.
+
+    The list is in docs/benchmarks.md. Without effect on one GPU and on CPUs."""
+    xla_options: dict[XlaOption, bool | XlaInteger | XlaFloat | str] = free({})
+    """Further options of XLA for the compiled steps, as {xla_gpu_autotune_level: 2}.
+
+    They replace options of the profile. Options in XLA_FLAGS win over both."""
 
     cache_dir: LocalPath | None = free(Path("~/.cache/jaxres/xla"))
     """Folder of compiled programs on each host, shared by the runs of one account; null: none.
@@ -191,6 +211,6 @@ class RunConfig(Section):
     launch: LaunchSection = LaunchSection()
     """Limits on time and cost, and the VMs of `launch gce`."""
     compilation: CompileSection = CompileSection()
-    """Caches of compiled programs."""
+    """Options of the compiler, and caches of compiled programs."""
     alerts: AlertsSection = AlertsSection()
     """Webhooks that report incidents of a supervised run: restarts, give-ups, its end."""

@@ -32,6 +32,7 @@ from jaxres.runlog.events import CompiledStepsLoaded, Emit, Noted, PhaseChanged,
 from jaxres.runlog.guarantee import xla_flags
 from jaxres.secret_values import without_rotatable
 from jaxres.storage import files
+from jaxres.train.compiled.xla_options import XlaOptions, compile_with
 from jaxres.train.context import AttemptContext
 
 PACKAGE = Path(__file__).parents[2]
@@ -221,6 +222,7 @@ def get(
     devices: Sequence[Any],
     made_of: Mapping[str, Any] | None,
     section: CompileSection,
+    options: XlaOptions,
     seconds: float,
 ) -> dict[str, CompiledStep]:
     """Returns the compiled steps by name.
@@ -231,6 +233,7 @@ def get(
       devices: devices of the mesh, in its order.
       made_of: what determines the lowered text; None: only the text itself does.
       section: where programs are stored, and how many.
+      options: options of XLA for all of them.
       seconds: how long the hosts wait for each other.
     """
     begun = context.clock.monotonic()
@@ -238,7 +241,11 @@ def get(
     context.emit(PhaseChanged("compile", "looking for compiled steps of an earlier attempt"))
     programs = [
         Program(
-            name, step, executable.here(step.devices or devices, environment=os.environ), made_of
+            name,
+            step,
+            executable.here(step.devices or devices, environment=os.environ)
+            | {"xla_options": options.text},
+            made_of,
         )
         for name, step in steps.items()
     ]
@@ -247,10 +254,12 @@ def get(
         why, compiled = "compilation.keep_programs=0, or compilation.cache_dir=null", {}
         for program in programs:
             context.emit(PhaseChanged("compile", f"{program.name} step"))
-            compiled[program.name] = CompiledStep(program.lowered.compile(), program.text, "")
+            call = compile_with(program.lowered, options)
+            compiled[program.name] = CompiledStep(call, program.text, "")
         context.emit(StepsCompiled(why, context.clock.monotonic() - begun))
         return compiled
-    cache = _Cache(context, folder, devices, most=section.keep_programs, seconds=seconds)
+    most = section.keep_programs
+    cache = _Cache(context, folder, devices, options, most=most, seconds=seconds)
     found, why = cache.load({program.key: program for program in programs}, "steps")
     if found is not None:
         context.emit(CompiledStepsLoaded(tuple(found), context.clock.monotonic() - begun))
@@ -269,12 +278,13 @@ class _Cache:
         context: AttemptContext,
         folder: Path,
         devices: Sequence[Any],
+        options: XlaOptions,
         *,
         most: int,
         seconds: float,
     ) -> None:
         self._context, self._folder, self._devices = context, folder, devices
-        self._most, self._seconds = most, seconds
+        self._options, self._most, self._seconds = options, most, seconds
 
     def load(
         self, programs: Mapping[str, Program], topic: str
@@ -327,7 +337,7 @@ class _Cache:
             f"compilation/{name}", lambda: secrets.token_hex(8), seconds=self._seconds
         )
         with _without_jax_cache():
-            call = program.lowered.compile()
+            call = compile_with(program.lowered, self._options)
         facts, data = {"text": program.text, "compilation": compilation}, None
         try:
             data = executable.dump(call, program.signature, facts)

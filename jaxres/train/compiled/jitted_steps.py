@@ -30,7 +30,7 @@ from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError
 from jaxres.runlog.events import Noted
 from jaxres.train.checks import oom_advice
-from jaxres.train.compiled import compile_cache
+from jaxres.train.compiled import compile_cache, xla_options
 from jaxres.train.compiled.compile_cache import CompiledStep, StepToCompile
 from jaxres.train.components import Components
 from jaxres.train.consensus import facts_shape
@@ -120,6 +120,14 @@ class CompiledSteps:
     """The train step for the rotated devices; None: replays are on the same devices, or off."""
     rotated_replay: Any = None
     """The fingerprints of all parts of a state on the rotated devices."""
+    xla_options: str = ""
+    """The options of XLA with which they were compiled."""
+
+
+def compile_alone(parts: Components) -> Any:
+    """Compiles the train step of a single host with the options of a run, without the cache."""
+    options = xla_options.of(parts, flags=compile_cache.xla_flags_here())
+    return xla_options.compile_with(traced_step(parts).lower(), options)
 
 
 def load_or_compile(
@@ -152,22 +160,28 @@ def load_or_compile(
         plan=str(parts.plan),
         mesh=str(mesh.shape),
     )
+    options = xla_options.of(parts, flags=compile_cache.xla_flags_here())
+    if (note := options.note()) is not None:
+        context.emit(Noted(note))
     compiled = compile_cache.get(
         to_compile,
         context,
         devices=list(mesh.devices.flat),
         made_of=made_of,
         section=config.compilation,
+        options=options,
         seconds=config.deadlines.compile_seconds,
     )
     needed = sharding_report.step_bytes(compiled["training"].call)
     large = oom_advice.warn_device_memory(config, needed, sharding_report.device_limit(mesh))
     if large is not None:
         context.emit(Noted(large))
-    return _compiled_steps(parts, compiled)
+    return _compiled_steps(parts, compiled, options.text)
 
 
-def _compiled_steps(parts: Components, compiled: Mapping[str, CompiledStep]) -> CompiledSteps:
+def _compiled_steps(
+    parts: Components, compiled: Mapping[str, CompiledStep], options: str
+) -> CompiledSteps:
     """Returns the steps, each of which is executed alone when it is first."""
     calls = {name: device_use.alone_at_first(each.call) for name, each in compiled.items()}
     evaluation = calls.get("evaluation")
@@ -179,6 +193,7 @@ def _compiled_steps(parts: Components, compiled: Mapping[str, CompiledStep]) -> 
         replay=calls.get("replay"),
         rotated_train=calls.get("rotated training"),
         rotated_replay=calls.get("rotated replay"),
+        xla_options=options,
     )
 
 

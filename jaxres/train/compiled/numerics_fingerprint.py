@@ -18,9 +18,18 @@ from jaxres.config.schema.data import single_sources
 from jaxres.engine import executable
 from jaxres.engine import mesh as meshes
 from jaxres.engine.mesh_plan import MeshPlan
-from jaxres.runlog.guarantee import DATA_CODE, INVARIANT, MODEL_CODE, PROGRAM, REDUCTION, UNKNOWN
+from jaxres.runlog.guarantee import (
+    DATA_CODE,
+    INVARIANT,
+    MODEL_CODE,
+    PROGRAM,
+    REDUCTION,
+    UNKNOWN,
+    XLA_OPTIONS,
+)
 from jaxres.runlog.run_log import Claim
 from jaxres.train.compiled import compile_cache
+from jaxres.train.compiled.jitted_steps import CompiledSteps
 
 UNSET = object()
 """The default of a setting that is in no table: it is recorded if the environment has it."""
@@ -65,7 +74,7 @@ def jax_settings_here() -> dict[str, str]:
 
 
 def numerics_fingerprint(
-    config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, step: Any, *, program: str
+    config: RunConfig, claim: Claim, mesh: Mesh, plan: MeshPlan, compiled: CompiledSteps
 ) -> dict[str, str]:
     """Returns all that affects bits besides the config's trajectory; equal ones, equal bits.
 
@@ -76,16 +85,15 @@ def numerics_fingerprint(
       claim: claim of the attempt.
       mesh: mesh of the devices.
       plan: how the devices share the work.
-      step: the compiled train step. On a GPU the compiler chooses kernels by timing them, so only
-        the executable itself identifies them.
-      program: digest of the lowered train step.
+      compiled: the compiled steps. On a GPU the compiler chooses kernels by timing them, so only
+        the executable of the train step identifies them.
     """
     fingerprint = {
         "devices": meshes.format_devices(mesh),
         "mesh": " ".join(f"{axis}={mesh.shape[axis]}" for axis in mesh.axis_names),
         "microbatches": str(plan.microbatches),
         "threads": str(claim.threads),
-        PROGRAM: program[:16],
+        PROGRAM: compiled.text[:16],
         MODEL_CODE: _code_digest(("engine", "models"), [config.model, config.optimizer]),
         DATA_CODE: _code_digest(("data",), single_sources(config.data.source).values()),
     }
@@ -100,7 +108,9 @@ def numerics_fingerprint(
     if any(part.kind == "images" for part in single_sources(config.data.source).values()):
         fingerprint["pillow"] = importlib.metadata.version("pillow")
     if mesh.devices.flat[0].platform != "cpu":
-        fingerprint["executable"] = str(step.runtime_executable().fingerprint)
+        fingerprint["executable"] = str(compiled.train.runtime_executable().fingerprint)
+    if compiled.xla_options:
+        fingerprint[XLA_OPTIONS] = compiled.xla_options
     flags = {"xla_flags": compile_cache.xla_flags_here(), **jax_settings_here()}
     flags |= library_settings_here()
     return fingerprint | dict(claim.fingerprint) | dict(claim.versions) | flags

@@ -210,6 +210,11 @@ LATER = "{after_step: 5, factor: 0.1}, {after_step: 5, factor: 0.2}"
             ["data.packing=pad", CUSTOM],
             "data.packing: pad packs documents, not custom rows; leave it out",
         ),
+        (
+            ["compilation.xla_options.xla_gpu_deterministic_ops=false"],
+            "compilation.xla_options.xla_gpu_deterministic_ops: is set by run.determinism, on "
+            "which the guarantee depends; remove it here",
+        ),
         (["data.source.path="], "data.source.path: is empty; name a folder, file or glob"),
         (
             ["data.source.include=[]"],
@@ -249,6 +254,7 @@ def test_a_class_of_images_that_is_named_twice_is_refused_in_every_source(write:
         ["model.num_kv_heads=4", "model.vocab_size=257"],
         ["model.vocab_size=2", CUSTOM],
         ["model.attention=cudnn"],
+        ["compilation.xla_options={xla_gpu_autotune_level: 2, xla_a: true, xla_b: x}"],
         ["evaluation.every_steps=5"],
         ["telemetry.sample_tokens=5", "model.kind=mlp"],
         ["telemetry.sample_tokens=5", "model={kind: custom, target: 'a.b:c'}"],

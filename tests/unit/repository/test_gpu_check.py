@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from tools.gpu import check
+from tools.gpu import results as gpu_results
 from tools.gpu.check import Part, main
+from tools.gpu.parts import PARTS as ALL
+from tools.gpu.parts import code_digest
+from tools.gpu.results import Result
 
 PARTS = [
     Part(name, "tests.unit.repository.gpu_parts", minutes, f"what {name} asks")
@@ -40,7 +44,7 @@ def test_a_part_that_fails_hangs_or_leaves_a_process_is_told_and_stops_no_other(
     assert found["hangs"]["error"] == "after 9 s: hangs"
     table = (tmp_path / "results.md").read_text()
     assert re.search(
-        r"\| fine \| what fine asks \| passed, \d+ s \| speed 1.5; device a/b \|", table
+        r"\| `fine` \| what fine asks \| passed, \d+ s, [\d-]+ \| speed 1.5; device a/b \|", table
     )
     assert "fails: failed" in capsys.readouterr().out
 
@@ -90,7 +94,8 @@ def test_a_second_start_goes_on_with_what_has_not_passed(tmp_path, capsys):
     assert main(["--out", str(tmp_path), "--minutes", "0", "--only", "fails"], PARTS) == 1
     assert results(tmp_path)["fails"]["status"] == "no time left"
     assert (
-        "| hangs | what hangs asks | not measured yet |  |" in (tmp_path / "results.md").read_text()
+        "| `hangs` | what hangs asks | not measured yet |  |"
+        in (tmp_path / "results.md").read_text()
     )
 
 
@@ -136,3 +141,73 @@ def test_every_part_is_a_function_with_a_question():
 def test_each_part_passes_in_a_rehearsal_on_cpus(part, tmp_path):
     code = main(["--rehearse", "--only", part, "--out", str(tmp_path)])
     assert code == 0, (tmp_path / f"{part}.txt").read_text()[-4000:]
+
+
+def test_a_part_that_does_not_fit_into_the_minutes_that_are_left_waits(tmp_path):
+    parts = [
+        Part(name, "tests.unit.repository.gpu_parts", minutes, "")
+        for name, minutes in [("hangs", 5), ("fine", 0.4)]
+    ]
+    assert main(["--out", str(tmp_path), "--minutes", "0.5"], parts) == 1
+    found = results(tmp_path)
+    assert {name: one["status"] for name, one in found.items()} == {
+        "hangs": "no time left",
+        "fine": "passed",
+    }
+
+
+def test_the_digest_of_a_part_is_that_of_the_code_that_decides_its_figures(tmp_path):
+    part = Part("p", "tools.gpu.p", 1, "", ("models",))
+    for name in ("tools/gpu/p.py", "tools/gpu/runs.py", "jaxres/models/a.py", "jaxres/data/b.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a = 1\n")
+    first = code_digest(part, root=tmp_path)
+    (tmp_path / "jaxres/data/b.py").write_text("a = 2\n")
+    assert code_digest(part, root=tmp_path) == first, "the part does not depend on data"
+    for name in ("tools/gpu/p.py", "tools/gpu/runs.py", "jaxres/models/a.py"):
+        before = code_digest(part, root=tmp_path)
+        (tmp_path / name).write_text("a = 3\n")
+        assert code_digest(part, root=tmp_path) != before, name
+    for part in ALL:
+        folders = [check.ROOT / "jaxres" / folder for folder in part.code]
+        assert all(any(folder.rglob("*.py")) for folder in folders), part.name
+
+
+def row(status="passed", device="H100", code="", seconds=1.0, name="saves"):
+    part = next(part for part in ALL if part.name == name)
+    return Result(name, status, seconds, {}, device=device, code=code or code_digest(part))
+
+
+@pytest.mark.parametrize(
+    ("given", "is_known"),
+    [
+        (row(), True),
+        (row(code="unknown"), False),
+        (row(device="H200"), False),
+        (row(status="failed"), False),
+    ],
+    ids=["the same", "other code", "another device", "failed"],
+)
+def test_what_is_known_for_this_code_and_device_is_left_out(tmp_path, given, is_known):
+    path = tmp_path / "results.jsonl"
+    path.write_text(gpu_results.line(given))
+    assert gpu_results.known("H100", path=path) == ({"saves": given} if is_known else {})
+
+
+def test_recorded_results_replace_older_ones_of_the_same_part_and_device(tmp_path, capsys):
+    committed, new = tmp_path / "committed.jsonl", tmp_path / "new.jsonl"
+    old = [row(), row(device="A100"), row(name="hang")]
+    committed.write_text("".join(map(gpu_results.line, old)))
+    given = [row(seconds=2.0), row(seconds=3.0), row(name="hang", status="no time left")]
+    rehearsed = row(name="health", device="")
+    new.write_text("".join(map(gpu_results.line, [*given, rehearsed])) + '{"name": "cut')
+    assert gpu_results.record(new, into=committed) == ["saves"]
+    assert gpu_results.read(committed) == [row(seconds=3.0), *old[1:]]
+
+
+def test_committed_results_are_of_parts_that_exist():
+    rows = gpu_results.read(gpu_results.COMMITTED)
+    assert len(rows) == len(gpu_results.COMMITTED.read_text().splitlines()), "a line is cut off"
+    assert {row.name for row in rows} <= {part.name for part in ALL}
+    assert all(row.device and row.date and row.versions for row in rows)

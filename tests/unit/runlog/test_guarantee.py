@@ -70,6 +70,15 @@ def test_another_setting_of_jax_is_named_and_not_taken_for_other_code():
     assert level(SAME, rbg, SAME | {"program": "p3"}).startswith("none: ")
 
 
+def test_other_options_of_xla_are_statistical_and_named():
+    gpu = SAME | {"devices": "8 x gpu H100", "xla_flags": "--xla_gpu_deterministic_ops=true"}
+    set_options = gpu | {"xla_options": "xla_a=1"}
+    expected = "statistical: xla_options {} since step 20 (attempt 2)"
+    assert level(gpu, set_options) == expected.format("none -> xla_a=1")
+    assert level(set_options, gpu) == expected.format("xla_a=1 -> none")
+    assert level(set_options, set_options) == BITWISE
+
+
 def test_with_other_devices_the_source_of_the_model_is_compared():
     """The lowered program has the number of devices in it."""
     fewer = SAME | {"devices": "2 x cpu cpu", "program": "p2"}

@@ -16,6 +16,7 @@ from jaxres.engine.executable import Signature
 from jaxres.runlog.events import CompiledStepsLoaded, Noted, StepsCompiled
 from jaxres.train.compiled import compile_cache
 from jaxres.train.compiled.compile_cache import StepToCompile
+from jaxres.train.compiled.xla_options import XlaOptions
 
 
 @functools.cache
@@ -73,7 +74,7 @@ class FirstOfTwoHosts(SingleHost):
 def get(tmp_path):
     """Returns a function that gets a step `x + constant`, and the events of doing so."""
 
-    def get(*, constant=1, peers=None, made_of=None, cache_dir=tmp_path):
+    def get(*, constant=1, peers=None, made_of=None, cache_dir=tmp_path, **options):
         events = []
         step = jax.jit(lambda x: x + constant, out_shardings=here())
         compiled = compile_cache.get(
@@ -82,6 +83,7 @@ def get(tmp_path):
             devices=jax.devices()[:1],
             made_of=made_of,
             section=CompileSection(cache_dir=cache_dir),
+            options=XlaOptions(options),
             seconds=1.0,
         )
         assert compiled["training"].call(jax.device_put(jnp.ones(3), here()))[0] == 1 + constant
@@ -127,6 +129,17 @@ def test_a_program_of_the_same_text_is_loaded_and_one_of_another_is_compiled(get
     assert kind == StepsCompiled
     assert other.compilation != step.compilation
     assert other.text != step.text
+
+
+def test_a_program_of_other_options_of_xla_is_compiled(get, stored):
+    """The lowered text does not have the options."""
+    step, _ = stored
+    other, kind, _ = get(made_of={"a": 1}, xla_llvm_disable_expensive_passes=True)
+    assert kind == StepsCompiled
+    assert other.text == step.text
+    assert other.compilation != step.compilation, "a program of other options is in use"
+    _, kind, _ = get(made_of={"a": 1}, xla_llvm_disable_expensive_passes=True)
+    assert kind == CompiledStepsLoaded
 
 
 def test_without_a_private_folder_the_steps_are_compiled_and_the_run_continues(
