@@ -150,7 +150,7 @@ def _build_one(
         if out.exists():
             raise UsageError(f"--out {out}: exists already. Give a new folder, or remove it.")
         require_writable("--out", out)
-        corpus = replace(corpus, entry=out.absolute())
+        corpus = replace(corpus, entry=out.absolute(), named_by="--out")
     built = open_corpus(corpus, progress=_progress)
     if section.packing != "concat":  # The plan of the rows too.
         same = TokensSource(path=built.folder)

@@ -98,6 +98,8 @@ class Corpus:
     """Most documents that are left out as bad records; one more is an error."""
     warnings: tuple[str, ...] = ()
     """Warnings of a build about the listing."""
+    named_by: str = "data.cache_dir"
+    """Key or flag that names the place of `entry`, for messages."""
 
     @property
     def tokenizer_name(self) -> str:
@@ -190,8 +192,8 @@ def open_corpus(corpus: Corpus, *, progress: Callable[[str], None]) -> TokenFold
         return _as_cached(_build(corpus, progress, clock), corpus.entry)
     except OSError as error:
         raise fault_of(error)(
-            f"data.cache_dir: the tokenised corpus can't be written to {corpora}: {error}. "
-            "Free space there, or set data.cache_dir to a folder that can be written."
+            f"{corpus.named_by}: the tokenised corpus can't be written to {corpora}: {error}. Free "
+            f"space there, or give {corpus.named_by} another folder, that can be written."
         ) from error
 
 

@@ -10,15 +10,20 @@ settings that may change bits are in the start record (`train/compiled/numerics_
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from jaxres.faults import ConfigError, RunError, UnhealthyHost
 from jaxres.runlog import run_log
 from jaxres.runlog.records import Record
+from jaxres.storage import local_store
+from jaxres.storage.path import is_address
 from jaxres.supervisor.process.worker_group import versions
 
 FLAGS = "XLA_FLAGS"
@@ -29,12 +34,23 @@ OWN_PLUGINS = ("xla_cuda", "xla_rocm")
 """How the names of the plugins of these platforms begin."""
 NUM_DEVICES = "JAX_NUM_CPU_DEVICES"
 MOST_DEVICES = 10_000
-READABLE = (*PLATFORM_VARIABLES, NUM_DEVICES, "JAX_COMPILATION_CACHE_DIR")
+DUMPS = "JAX_DUMP_IR_TO"
+"""Folder that JAX creates, and to which it writes each function that it compiles."""
+SOURCE_PATTERN = "JAX_HLO_SOURCE_FILE_CANONICALIZATION_REGEX"
+"""Regular expression that JAX applies to the paths of source files."""
+READABLE = (
+    *(*PLATFORM_VARIABLES, NUM_DEVICES, DUMPS, SOURCE_PATTERN),
+    "JAX_COMPILATION_CACHE_DIR",
+)
 """Variables that are judged here, or have any text as value."""
 ON = ("1", "true", "t", "yes", "y", "on")
 """Values that JAX reads as true, in any case."""
 GUARDED = (
     "a step that is not finite would end the run instead of being masked. `jaxres replay "
+    "--explain` finds the operation"
+)
+CHECKED = (
+    "the steps are compiled without the error state that these checks need. `jaxres replay "
     "--explain` finds the operation"
 )
 REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -43,6 +59,8 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "JAX_NO_EXECUTION": (ON, "nothing would be computed"),
     "JAX_DEBUG_NANS": (ON, GUARDED),
     "JAX_DEBUG_INFS": (ON, GUARDED),
+    "JAX_ERROR_CHECKING_BEHAVIOR_NAN": (("raise",), CHECKED),
+    "JAX_ERROR_CHECKING_BEHAVIOR_DIVIDE": (("raise",), CHECKED),
     "JAX_NUMPY_DTYPE_PROMOTION": (
         ("strict",),
         "the steps, and optax and Flax, rely on the promotion of dtypes",
@@ -119,8 +137,39 @@ def _problem(name: str, value: str) -> str | None:
             f"{name}={value}: XLA takes this for the name of a file with flags, which no record of "
             f"the run would have. Give the flags themselves, such as {name}=--xla_dump_to=/tmp/x"
         )
+    if name == DUMPS and value:
+        return _dumps_problem(value)
+    if name == SOURCE_PATTERN:
+        return _pattern_problem(value)
     values, why = REFUSED.get(name, ((), ""))
     return f"{name}={value}: {why}. Unset it." if value.lower() in values else None
+
+
+def _dumps_problem(value: str) -> str | None:
+    """Returns why JAX can't write to its folder of dumps, which this creates; None: it can."""
+    try:
+        if value == "sponge":  # JAX reads it as a variable of Google's test runner.
+            raise NotADirectoryError(errno.ENOTDIR, "the name has another meaning for JAX")
+        if not is_address(value):
+            Path(value).mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=value):
+                pass
+    except OSError as error:
+        if error.errno in local_store.FULL:
+            return None  # No error of the setting: the run's own checks report a full disk.
+        return (
+            f"{DUMPS}={value}: JAX can't write its dumps there ({error.strerror}). Give a folder "
+            "that can be written, or unset it."
+        )
+    return None
+
+
+def _pattern_problem(value: str) -> str | None:
+    try:
+        re.compile(value)
+    except re.error as error:
+        return f"{SOURCE_PATTERN}={value}: is no regular expression ({error}). Unset it."
+    return None
 
 
 def _platforms_problem(name: str, value: str) -> str | None:

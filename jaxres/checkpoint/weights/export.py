@@ -104,6 +104,28 @@ def _model_of(place: Path) -> GptModel:
     return model
 
 
+def check_finite(params: ExportedParams, *, where: Path) -> ExportedParams:
+    """Returns the parameters with a check of each array that is read, as a start of a run has it.
+
+    Raises at a read:
+      ConfigError: the array has values that are not finite, as float32.
+    """
+
+    def read(path: str) -> np.ndarray:
+        array = params.read(path)
+        with np.errstate(over="ignore"):
+            number = array.size - np.count_nonzero(np.isfinite(array.astype(np.float32)))
+        if number:
+            raise ConfigError(
+                f"{where}: {number:,} of {array.size:,} values of {path} are not finite (NaN, or "
+                "beyond the range of float32): no run can start from them. Take the weights of an "
+                "earlier step or of another copy."
+            )
+        return array
+
+    return ExportedParams(params.infos, read)
+
+
 def digest_of(params: ExportedParams) -> str:
     """Returns the digest of parameters."""
     return weights_source.params_digest(array_row(path, params.read(path)) for path in params.infos)

@@ -230,6 +230,7 @@ def _import_one(
     folder: Path, run_dir: RunDir | None, options: argparse.Namespace
 ) -> tuple[str, int]:
     params, model = weights_export.of_folder(folder)
+    params = weights_export.check_finite(params, where=folder)
     digest = weights_export.digest_of(params)
     fields: dict[str, Any] = _fields(folder, params, digest)
     rows, code = [], int(ExitCode.DONE)

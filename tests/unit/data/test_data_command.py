@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from PIL import Image
 from jaxres import config as configs
 from jaxres.cli import data as data_command
 from jaxres.config.schema.data import DataSection, TokensSource
-from jaxres.data import open_dataset, write_tokens
+from jaxres.data import corpus, open_dataset, write_tokens
 from jaxres.data.sources.source_files import read_below
 from jaxres.data.verify import DataReport
 from jaxres.exit_codes import ExitCode
@@ -179,6 +180,20 @@ def test_a_folder_in_a_bucket_that_the_source_would_read_is_not_built(
     beside = configs.load(Path(config), [source]).config.data.source
     assert read_below(beside, GcsPath("bucket", "ids-built"), ["tokens.bin"]) == []
     assert read_below(beside, Path("/ids/built"), ["tokens.bin"]) == []
+
+
+def test_a_full_disk_is_named_by_the_argument_that_names_the_place(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(corpus, "_build", full)
+    code, _, err = run(capsys, "build", config, "--out", str(tmp_path / "out"))
+    assert (code, "data.cache_dir" in err) == (ExitCode.STORAGE, False), err
+    assert f"--out: the tokenised corpus can't be written to {tmp_path}" in err
+    code, _, err = run(capsys, "build", config)
+    assert (code, "give data.cache_dir another folder" in err) == (ExitCode.STORAGE, True), err
 
 
 def test_the_plan_of_packed_rows_is_built_too(

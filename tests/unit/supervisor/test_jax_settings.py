@@ -17,6 +17,12 @@ REFUSED = {
     "JAX_NO_EXECUTION=on": "nothing would be computed",
     "JAX_DEBUG_NANS=1": "instead of being masked",
     "JAX_DEBUG_INFS=true": "instead of being masked",
+    "JAX_ERROR_CHECKING_BEHAVIOR_NAN=raise": "without the error state",
+    "JAX_ERROR_CHECKING_BEHAVIOR_DIVIDE=Raise": "without the error state",
+    "JAX_DUMP_IR_TO=/proc/x": "can't write its dumps there",
+    "JAX_DUMP_IR_TO=/etc/hosts/x": "Not a directory",
+    "JAX_DUMP_IR_TO=sponge": "another meaning",
+    "JAX_HLO_SOURCE_FILE_CANONICALIZATION_REGEX=(": "no regular expression",
     "JAX_NUMPY_DTYPE_PROMOTION=strict": "promotion of dtypes",
     "JAX_NUMPY_RANK_PROMOTION=raise": "broadcasting",
     "JAX_TRANSFER_GUARD=disallow_explicit": "are copied",
@@ -82,11 +88,13 @@ def test_all_wrong_settings_are_named_at_once():
         check(environment("JAX_PLATFORMS=x", "JAX_DISABLE_JIT=1"))
 
 
-def test_settings_that_a_run_can_have_are_let_through(monkeypatch):
+def test_settings_that_a_run_can_have_are_let_through(monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(jax_settings, "_errors", lambda code, env: started.append(code) or "")
     check(environment("JAX_PLATFORMS=cuda,cpu", "JAX_NUM_CPU_DEVICES=8", "XLA_FLAGS="))
-    check(environment("JAX_PLATFORMS=", "JAX_COMPILATION_CACHE_DIR=maybe"))
+    check(environment("JAX_PLATFORMS=", "JAX_COMPILATION_CACHE_DIR=maybe", "JAX_DUMP_IR_TO="))
+    check(environment(f"JAX_DUMP_IR_TO={tmp_path / 'a'}"))
+    check(environment("JAX_DUMP_IR_TO=gs://bucket/a", f"{jax_settings.SOURCE_PATTERN}=/home/.*?/"))
     assert started == [], "each start would wait for a process that imports jax"
     check(environment("JAX_DISABLE_JIT=0", "JAX_DEBUG_NANS=False", "JAX_TRANSFER_GUARD=log"))
     assert started == [jax_settings.READ_SETTINGS]

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights import hf_tensors, safetensors
@@ -372,3 +373,21 @@ def test_a_step_that_is_pruned_while_it_is_exported_is_not_reported_as_damaged(
         assert checkpoints_cli.main(command, usage="") == 64
     assert "step 4 is not committed (committed: 8)" in err.getvalue()
     assert list(run_dir.exports.iterdir()) == []
+
+
+def test_weights_from_which_no_run_can_start_are_not_imported_as_valid(untied, tmp_path, capsys):
+    run_dir, _, _ = untied
+    folder = tmp_path / "foreign"
+    run_command(capsys, "export", run_dir.root, "--out", folder)
+    (folder / weights_source.ABOUT).unlink()
+    (place,) = folder.glob("*.safetensors")
+    tensors = {name: np.array(value) for name, value in load_file(place).items()}
+    tensors["model.norm.weight"][0] = np.nan
+    save_file(tensors, place, metadata={"format": "pt"})
+    shown = run_command(capsys, "import", folder, code=78)
+    assert f"{folder}: 1 of " in shown.err
+    assert "are not finite" in shown.err
+    assert "to start a run" not in shown.out
+    tensors["model.norm.weight"][0] = 1
+    save_file(tensors, place, metadata={"format": "pt"})
+    assert "to start a run" in run_command(capsys, "import", folder).out
