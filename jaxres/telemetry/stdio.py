@@ -173,6 +173,20 @@ def warn(text: str) -> None:
     eprint(f"WARNING: {text}\n")
 
 
+def write_result(text: str) -> None:
+    """Writes the text for which a command is called, such as a manifest, to standard output.
+
+    Raises:
+      StorageUnavailable: it can't be written as a whole.
+    """
+    before = sys.stdout
+    wrapped = before._stream if isinstance(before, SafeStream) else before
+    stream = SafeStream(wrapped, drops=False)
+    with contextlib.suppress(BrokenPipeError):  # The reader has what it wants.
+        stream.write(text)
+        stream.flush()
+
+
 def flush() -> None:
     """Flushes standard output and error."""
     SafeStream(sys.stdout).flush()

@@ -45,6 +45,7 @@ from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import RESTART_VARIABLE
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 from jaxres.supervisor.run_config import find_run_dir, parse_target, resolve_run
+from jaxres.telemetry import stdio
 
 COMMAND = "python -m jaxres.launch k8s"
 USAGE = """\
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     objects, options = _render(target, overrides, given)
     if given.submit:
         return _submit(objects, options, env=env)
-    sys.stdout.write(k8s_manifest.to_yaml(objects))
+    stdio.write_result(k8s_manifest.to_yaml(objects))
     return ExitCode.DONE
 
 

@@ -42,6 +42,7 @@ from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.attempt_runner import RECORD_SECONDS, RESTART_VARIABLE
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 from jaxres.supervisor.run_config import find_run_dir, parse_target
+from jaxres.telemetry import stdio
 
 COMMAND = "python -m jaxres.launch sky"
 USAGE = """\
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
     options = _options(given, root)
     gpus = options.accelerators[1] if options.accelerators else 0
     argument_checks.require_feasible(loaded.config, nodes=options.nodes, gpus_per_node=gpus)
-    sys.stdout.write(sky_task.to_yaml(sky_task.task(loaded.config, root, options)))
+    stdio.write_result(sky_task.to_yaml(sky_task.task(loaded.config, root, options)))
     return ExitCode.DONE
 
 

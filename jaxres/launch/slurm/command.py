@@ -55,6 +55,7 @@ from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor.attempt import print_message
 from jaxres.supervisor.preemption import time_limit
 from jaxres.supervisor.run_config import parse_target, recorded_root, resolve_run
+from jaxres.telemetry import stdio
 
 T = TypeVar("T")
 COMMAND = "python -m jaxres.launch slurm"
@@ -182,7 +183,7 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
     journal = _journal(run_dir, options.folder)
     text = _script(options, loaded.config, run_dir, journal)
     if options.is_dry_run:
-        sys.stdout.write(text)
+        stdio.write_result(text)
         return ExitCode.DONE
     folder = ("--folder", options.folder) if options.folder else ()
     for job, state in _unfinished(run_dir, journal).items():

@@ -11,10 +11,11 @@ from rich.console import Console as Terminal
 from jaxres import __main__
 from jaxres.clock import SystemClock
 from jaxres.exit_codes import ExitCode
+from jaxres.faults import StorageUnavailable
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunLog
 from jaxres.telemetry.console import Console
-from jaxres.telemetry.stdio import SafeStream, eprint, escaped
+from jaxres.telemetry.stdio import SafeStream, eprint, escaped, write_result
 from tests.unit.runlog.example_records import CLAIM
 
 
@@ -42,6 +43,13 @@ def test_a_full_standard_output_is_named_and_no_run_directory(monkeypatch, capsy
     assert "run directory" not in text
     with pytest.raises(BrokenPipeError):
         SafeStream(FullStream(), drops=False).flush()
+
+
+def test_a_result_that_is_not_written_is_an_error_also_where_other_output_is_dropped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SafeStream(FullStream()))
+    sys.stdout.write("progress")
+    with pytest.raises(StorageUnavailable, match="can't be written"):
+        write_result("a manifest")
 
 
 def test_output_is_written_and_other_attributes_are_those_of_the_wrapped_stream():
