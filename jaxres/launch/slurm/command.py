@@ -277,10 +277,6 @@ def _counts(options: _Options, config: RunConfig, devices_per_node: int | None) 
     return local.feasible_hosts(least, most, config, per_host=devices_per_node)
 
 
-def _gpus_on_node(env: Mapping[str, str]) -> int:
-    return local.devices_per_host(env, "SLURM_GPUS_ON_NODE", "JAX_NUM_CPU_DEVICES")
-
-
 def _job(options: _Options, *, env: Mapping[str, str]) -> int:
     """The process of the job's script: trains until something else has to follow."""
     number, names = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NODELIST", "")
@@ -299,7 +295,8 @@ def _job(options: _Options, *, env: Mapping[str, str]) -> int:
             return _ended_between_attempts()
         loaded, run_dir = found
         journal, config = _journal(run_dir, options.folder), loaded.config
-        counts = _counts(options, config, _gpus_on_node(env))
+        gpus = local.devices_per_host(env, "SLURM_GPUS_ON_NODE", "JAX_NUM_CPU_DEVICES")
+        counts = _counts(options, config, gpus)
         job = _Job(options, config, run_dir, journal, number, nodes, counts, wakeup, env)
         try:
             return job.run()
