@@ -145,6 +145,33 @@ def test_a_fork_server_that_does_not_answer_is_killed_and_forks_no_worker_later(
 
 
 @pytest.mark.slow
+def test_the_last_fork_waits_for_the_imports(tmp_path):
+    """They last until the supervisor waits for them."""
+    (modules := tmp_path / "modules").mkdir()
+    hold = f"while not os.path.exists('{tmp_path}/waited'): time.sleep(0.01)"
+    real = f"sys.path.remove({str(modules)!r})\ndel sys.modules['pydantic']\nimport pydantic"
+    (modules / "pydantic.py").write_text(f"import os, sys, time\n{hold}\n{real}")
+    is_forked, notes = supervisor(
+        tmp_path,
+        f"""
+        env["PYTHONPATH"] = other["PYTHONPATH"] = {f"{modules}:{ROOT}"!r}
+        fork_server.ensure_started(env)
+
+        def may_wait():
+            Path({str(tmp_path / "waited")!r}).touch()
+            return True
+
+        worker = fork_server.fork_last(command, env=other, status_fd=beat, may_wait=may_wait)
+        if worker is not None:
+            worker.send_signal(signal.SIGKILL)
+            worker.wait(timeout=SURE_SECONDS)
+        print(json.dumps([worker is not None, [getattr(e, "message", "") for e in events]]))
+        """,
+    )
+    assert is_forked, notes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["ready", "imports"])
 def test_the_fork_server_dies_with_its_supervisor(tmp_path, state):
     """Also one whose imports hang, as on storage that is away."""
