@@ -28,6 +28,7 @@ from jaxres.data.corpus import BAD_RECORDS, describe_corpus, open_corpus
 from jaxres.data.heldout import (
     heldout_start,
     nearest_boundary,
+    share_warning,
     split_images,
     split_items,
     split_tokens,
@@ -462,6 +463,8 @@ def _tokens(
         opened, seq_len=config.seq_len, heldout_fraction=config.heldout_fraction
     )
     fingerprint, cut = opened.meta.fingerprint, train.stop
+    if warning := share_warning(opened, config.heldout_fraction, start=cut):
+        progress(warning)
     if nearest_boundary(opened, config.heldout_fraction) not in (None, cut):
         fingerprint += f"{CUT_MARK}{cut}"
     return Dataset(
@@ -482,7 +485,8 @@ def _packed(
     packing: Packing,
     progress: Callable[[str], None],
 ) -> Dataset:
-    cut, total = heldout_start(opened, config.heldout_fraction), opened.meta.num_tokens
+    total = opened.meta.num_tokens
+    cut = heldout_start(opened, config.heldout_fraction, least=2)
     train, heldout = (
         open_packed_rows(
             opened,

@@ -25,20 +25,41 @@ def _first_heldout(num_items: int, fraction: float, *, what: str) -> int:
     return num_items - num_heldout
 
 
-def heldout_start(corpus: TokenFolder, fraction: float) -> int:
+def heldout_start(corpus: TokenFolder, fraction: float, *, least: int) -> int:
     """Returns the first held-out token: at the document boundary nearest to the share.
 
     A document is cut inside if the part after that boundary is less than half or more than twice
     the share, as it can be with few documents.
+
+    Args:
+      corpus: the tokens.
+      fraction: the share to hold out.
+      least: tokens of the smallest part that has a row; a smaller share is no reason to cut.
     """
     total = corpus.meta.num_tokens
     if fraction == 0:
         return total
     boundary, ideal = nearest_boundary(corpus, fraction), _ideal_start(corpus, fraction)
     share = total - ideal
-    if boundary is not None and share <= 2 * (total - boundary) <= 4 * share:
+    if boundary is not None and (share < least or _is_near_share(total - boundary, share)):
         return boundary
     return min(max(ideal, 1), total - 1)
+
+
+def _is_near_share(num_tokens: int, share: int) -> bool:
+    return share <= 2 * num_tokens <= 4 * share
+
+
+def share_warning(corpus: TokenFolder, fraction: float, *, start: int) -> str | None:
+    """Returns a warning of a held-out part that is not near the share; None: it is."""
+    total = corpus.meta.num_tokens
+    if start == total or _is_near_share(total - start, total - _ideal_start(corpus, fraction)):
+        return None
+    return (
+        f"WARNING: {(total - start) / total:.1%} of the tokens are held out, not "
+        f"{fraction:.1%} (data.heldout_fraction): a row takes more than that share, so the data is "
+        "cut at the end of a document. Use more data, or lower data.seq_len"
+    )
 
 
 def _ideal_start(corpus: TokenFolder, fraction: float) -> int:
@@ -66,7 +87,7 @@ def split_tokens(
     corpus: TokenFolder, *, seq_len: int, heldout_fraction: float
 ) -> tuple[TokenRows, TokenRows]:
     """Returns training and held-out rows, split where `heldout_start` says."""
-    cut = heldout_start(corpus, heldout_fraction)
+    cut = heldout_start(corpus, heldout_fraction, least=seq_len + 1)
     total = corpus.meta.num_tokens
     train = TokenRows(corpus, seq_len, 0, cut)
     heldout = TokenRows(corpus, seq_len, cut, total)

@@ -261,6 +261,18 @@ def test_the_held_out_part_is_half_to_twice_its_share(tmp_path, lengths, cut):
     assert dataset.fingerprint == (f"{content}+cut:{cut}" if inside else content)
 
 
+def test_a_share_of_less_than_a_row_is_held_out_by_whole_documents_and_told(tmp_path):
+    write_tokens(tmp_path / "set", [[1] * 30, [2] * 70], vocab_size=9, tokenizer="mine")
+    data, told = DataSection(source=TokensSource(path=tmp_path / "set"), seq_len=4), []
+    dataset = open_dataset(data, progress=told.append)
+    assert (dataset.train.stop, dataset.heldout.start) == (30, 30)
+    assert dataset.fingerprint == dataset.train.corpus.meta.fingerprint, "as earlier versions did"
+    assert [line[:50] for line in told] == ["WARNING: 70.0% of the tokens are held out, not 2.0"]
+    told.clear()
+    open_dataset(data.model_copy(update={"heldout_fraction": 0.0}), progress=told.append)
+    assert not told
+
+
 def test_a_run_that_has_held_out_another_part_is_not_continued(tmp_path):
     write_tokens(tmp_path / "set", [[1] * 10, [2] * 990], vocab_size=9, tokenizer="mine")
     dataset = opened(tmp_path / "set", seq_len=4, heldout_fraction=0.02)
