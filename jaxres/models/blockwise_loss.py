@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxres.models.interface import LossSums
+from jaxres.models.interface import LossSums, row_sums
 
 
 def blockwise_cross_entropy(
@@ -40,8 +40,7 @@ def blockwise_cross_entropy(
       blocks: number of blocks; it has to divide V.
     """
     nats_BT: Any = _nats(x_BTD, head_DV, targets_BT, blocks)
-    weights_BT = weights_BT.astype(jnp.float32)
-    return jnp.sum(nats_BT * weights_BT, axis=1), jnp.sum(weights_BT, axis=1)
+    return row_sums(nats_BT, weights_BT)
 
 
 def _blocks_of(head_DV: Array, dtype: jnp.dtype, blocks: int) -> Float[Array, "N D W"]:

@@ -209,18 +209,6 @@ class Gpt(nnx.Module):
         positions_BT: Int[Array, "B T"],
         key: Key[Array, ""] | None,
         keep_rows: KeepRows = anywhere,
-    ) -> Float[Array, "B T V"]:
-        """Returns float32 logits; a key draws the dropout."""
-        x_BTD = self.hidden(tokens_BT, segment_ids_BT, positions_BT, key, keep_rows)
-        return keep_rows(self.unembed(x_BTD))
-
-    def hidden(
-        self,
-        tokens_BT: Int[Array, "B T"],
-        segment_ids_BT: Int[Array, "B T"],
-        positions_BT: Int[Array, "B T"],
-        key: Key[Array, ""] | None,
-        keep_rows: KeepRows = anywhere,
     ) -> Float[Array, "B T D"]:
         """Returns the input of the output layer; a key draws the dropout."""
         config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
@@ -454,21 +442,23 @@ def build(
 
     init, axes, definition = split(module(kernel))
 
-    def forward(params: Params, *inputs: Any) -> Float[Array, "B T V"]:
-        return nnx.merge(definition, params)(*inputs)
+    def forward(params: Params, *inputs: Any) -> tuple[Gpt, Float[Array, "B T D"]]:
+        decoder = nnx.merge(definition, params)
+        return decoder, decoder(*inputs)
 
     def loss(params: Params, batch: BatchArrays, key: Key[Array, ""] | None) -> LossSums:
         inputs = (batch["tokens_BT"], batch["segment_ids_BT"], batch["positions_BT"])
-        truth = (batch["targets_BT"], batch["weights_BT"])
-        if config.loss_blocks == 1:
-            return cross_entropy(forward(params, *inputs, key, keep_rows), *truth)
-        gpt = nnx.merge(definition, params)
-        x_BTD = gpt.hidden(*inputs, key, keep_rows)
-        return blockwise_cross_entropy(x_BTD, gpt.head_matrix(), *truth, blocks=config.loss_blocks)
+        truth, blocks = (batch["targets_BT"], batch["weights_BT"]), config.loss_blocks
+        decoder, x_BTD = forward(params, *inputs, key, keep_rows)
+        if blocks == 1:
+            return cross_entropy(keep_rows(decoder.unembed(x_BTD)), *truth)
+        return blockwise_cross_entropy(x_BTD, decoder.head_matrix(), *truth, blocks=blocks)
 
     def logits(params: Params, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        return forward(params, tokens_BT, jnp.zeros_like(tokens_BT), positions_BT, None)
+        segment_ids_BT = jnp.zeros_like(tokens_BT)
+        decoder, x_BTD = forward(params, tokens_BT, segment_ids_BT, positions_BT, None)
+        return decoder.unembed(x_BTD)
 
     learned = config.max_positions or seq_len
     max_positions = learned if config.positions == "learned" else None

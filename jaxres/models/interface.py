@@ -184,7 +184,11 @@ def cross_entropy(
     # is undefined on a GPU; and a vocabulary split over devices needs no communication.
     is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
     target_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
-    nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
+    return row_sums(jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT, weights_BT)
+
+
+def row_sums(nats_BT: Float[Array, "B T"], weights_BT: Float[Array, "B T"]) -> LossSums:
+    """Returns each row's sum of weighted losses and of weights; float32."""
     weights_BT = weights_BT.astype(jnp.float32)
     return jnp.sum(nats_BT * weights_BT, axis=1), jnp.sum(weights_BT, axis=1)
 
