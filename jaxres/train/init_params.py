@@ -228,7 +228,8 @@ def check_tokenizer(section: FromStored, dataset: Dataset) -> str | None:
     if TOKENIZER in section.allow_changed:
         return None
     names = dataset.tokenizer_names if tokenizer is None else (tokenizer.name,)
-    names_by_likeness = {_compare_tokenizer(section, x, tokenizer): x for x in names}
+    compare = _comparison(section, tokenizer)
+    names_by_likeness = {compare(each): each for each in names}
     if (name := names_by_likeness.get("other")) is not None:
         raise ConfigError(
             f"init_from.path: the model of {section.path} has another tokenizer than the data "
@@ -252,20 +253,22 @@ def check_tokenizer(section: FromStored, dataset: Dataset) -> str | None:
     )
 
 
-def _compare_tokenizer(section: FromStored, name: str, tokenizer: Tokenizer | None) -> Likeness:
-    """Compares the tokenizer of weights with the data's, of which at least the name is known."""
+def _comparison(section: FromStored, tokenizer: Tokenizer | None) -> Callable[[str], Likeness]:
+    """Returns the comparison of the weights' tokenizer with that of a name, the data's."""
     if isinstance(section, FromRun):
         recorded = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
-        return "unknown" if recorded is None else tokenizer_names.compare(name, recorded)
+        if recorded is None:
+            return lambda name: "unknown"
+        return functools.partial(tokenizer_names.compare, recorded)
     folder = section.path if files.is_dir(section.path) else section.path.parent
     there, where = files.read(folder / FILE_NAME), f"init_from.path: {folder / FILE_NAME}"
     files.refuse_lfs_pointer(there or b"", where)
     if there is None:
-        return "unknown"
+        return lambda name: "unknown"
     if tokenizer is None:
-        return tokenizer_names.compare_with_file(name, there, where)
+        return lambda name: tokenizer_names.compare_with_file(name, there, where)
     own = tokenizer.files or hf_bytes_tokenizer.bytes_tokenizer(seq_len=1)
-    return "same" if there == own[FILE_NAME] else "other"
+    return lambda name: "same" if there == own[FILE_NAME] else "other"
 
 
 def _check_moved_weights(

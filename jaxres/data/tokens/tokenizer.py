@@ -486,22 +486,34 @@ def _other_ends(
     )
 
 
+Words = list[tuple[str, int]]
+"""Tokens with their ids."""
+
+
+def vocabulary(data: bytes) -> tuple[Words, Words]:
+    """Returns the added tokens of a tokenizer.json, and the words of its model.
+
+    Raises:
+      ValueError, TypeError, KeyError, AttributeError, IndexError: it has another form.
+    """
+    fields = foreign_json.loads(data)
+    added = [(token["content"], token["id"]) for token in fields.get("added_tokens") or []]
+    words = fields["model"].get("vocab") or {}
+    if isinstance(words, dict):
+        return added, list(words.items())
+    # A Unigram model has a list of words with their scores, in the order of their ids. Its trainer
+    # adds a special token again if a text spells it: the library takes the last.
+    special = {content for content, _ in added}
+    return added, [(word[0], i) for i, word in enumerate(words) if word[0] not in special]
+
+
 def _check_vocabulary(data: bytes, where: str) -> None:
     """Raises ConfigError if a tokenizer.json, which is valid, has a word or an id twice.
 
     The library keeps one of them without a word, and not every reader the same one.
     """
     try:
-        fields = foreign_json.loads(data)
-        added = [(token["content"], token["id"]) for token in fields.get("added_tokens") or []]
-        words = fields["model"].get("vocab") or {}
-        if isinstance(words, dict):
-            own = list(words.items())
-        else:
-            # A Unigram model has a list of words with their scores, in the order of their ids. Its
-            # trainer adds a special token again if a text spells it: the library takes the last.
-            special = {content for content, _ in added}
-            own = [(word[0], i) for i, word in enumerate(words) if word[0] not in special]
+        added, own = vocabulary(data)
         of_id, of_word = dict[int, str](), dict[str, int]()
         for word, id_ in (*own, *added):
             if of_id.setdefault(id_, word) != word:

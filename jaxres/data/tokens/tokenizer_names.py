@@ -6,15 +6,14 @@ files, is a word of the program that wrote the tokens: two such names may be of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 from typing import Literal
 
 import xxhash
 
-from jaxres.data.tokens.tokenizer import BYTES, LIBRARY
+from jaxres.data.tokens.tokenizer import BYTES, LIBRARY, vocabulary
 from jaxres.faults import ConfigError
-from jaxres.storage import foreign_json
 
 Likeness = Literal["same", "other", "unknown"]
 
@@ -37,8 +36,12 @@ def compare_with_file(name: str, data: bytes, where: str) -> Likeness:
     """
     if not _is_known(name):
         return "unknown"
+    try:
+        added, own = vocabulary(data)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{where} is not a tokenizer.json: {error!r}") from error
     begin = xxhash.xxh3_128(data + b"\0")
-    for word in _words(data, where):
+    for word, _ in (*added, *own):
         digest = begin.copy()
         digest.update(word.encode())
         if name == f"{LIBRARY}{digest.hexdigest()}":
@@ -78,14 +81,3 @@ def check(names: Mapping[str, str]) -> list[str]:
 
 def _is_known(name: str) -> bool:
     return name == BYTES or name.startswith(LIBRARY)
-
-
-def _words(data: bytes, where: str) -> Iterator[str]:
-    """Yields the tokens of a tokenizer.json, special ones first."""
-    try:
-        fields = foreign_json.loads(data)
-        yield from [token["content"] for token in fields.get("added_tokens") or []]
-        words = fields["model"].get("vocab") or {}
-        yield from words if isinstance(words, dict) else (word[0] for word in words)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{where} is not a tokenizer.json: {error!r}") from error
