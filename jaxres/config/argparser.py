@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,9 +45,7 @@ def require_writable(flag: str, path: RunPath | None) -> None:
     try:
         if not folder.is_dir():
             folder = folder.parent
-            folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxres-"):
-            pass
+        files.try_to_create_in(folder)
     except OSError as error:
         files.raise_failure(error, path)
         raise UsageError(

@@ -7,6 +7,7 @@ temporary one as StorageUnavailable (exit 74).
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,6 +115,13 @@ class Store(Protocol[P_contra]):
 
 
 _LOCAL, _GCS = LocalStore(), GcsStore()
+
+
+def try_to_create_in(folder: Path) -> None:
+    """Creates a folder, and a file in it that is deleted; raises the OSError of what can't be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".jaxres-"):
+        pass
 
 
 def store_of(path: RunPath) -> Store[Any]:

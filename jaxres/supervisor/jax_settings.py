@@ -15,14 +15,13 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxres.faults import ConfigError, RunError, UnhealthyHost
 from jaxres.runlog import run_log
 from jaxres.runlog.records import Record
-from jaxres.storage import local_store
+from jaxres.storage import files, local_store
 from jaxres.storage.path import is_address
 from jaxres.supervisor.process.worker_group import versions
 
@@ -151,9 +150,7 @@ def _dumps_problem(value: str) -> str | None:
         if value == "sponge":  # JAX reads it as a variable of Google's test runner.
             raise NotADirectoryError(errno.ENOTDIR, "the name has another meaning for JAX")
         if not is_address(value):
-            Path(value).mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=value):
-                pass
+            files.try_to_create_in(Path(value))
     except OSError as error:
         if error.errno in local_store.FULL:
             return None  # No error of the setting: the run's own checks report a full disk.
