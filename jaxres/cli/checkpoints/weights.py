@@ -32,6 +32,8 @@ DIFFERENT = 1
 
 def run(options: argparse.Namespace) -> tuple[str, int]:
     """Exports or imports; returns the output (text or JSON) and the exit code."""
+    if options.sub == "export":
+        _refuse_own_folder(RunDir(options.run_dir), options.out)  # Before a folder is made there.
     require_writable("--out", options.out)
     return import_(options) if options.sub == "import" else (export(options), ExitCode.DONE)
 
@@ -41,7 +43,6 @@ def export(options: argparse.Namespace) -> str:
     run_dir = RunDir(options.run_dir)
     commit = _committed(run_dir, weights_source.parse_step(options.step))
     config = resolve_run(run_dir.root, [])[0].config
-    _refuse_own_folder(run_dir, options.out)
     limit = options.max_shard_bytes
     if limit is None:
         limit = weights_export.MAX_SHARD_BYTES
