@@ -130,7 +130,7 @@ class OutlookFacts:
 
 
 def outlook(run: OutlookFacts) -> RunOutlook:
-    """Returns the health of a run."""
+    """Returns the state of a run and the next action."""
     supervision, last_exit, stacks = run.supervision, run.last_exit, run.stacks
     command = command_line("python -m jaxres.train", run.root)
     if run.is_slurm_job:

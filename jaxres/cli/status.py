@@ -116,7 +116,7 @@ def read_status(
     )
     last_exit = recent[-1].exit if recent else None
     supervision = run_state.supervision(read_events(run_dir.supervisor_events))
-    health = run_state.outlook(
+    outlook = run_state.outlook(
         run_state.OutlookFacts(
             liveness=liveness,
             pid=None if heartbeat is None else heartbeat["pid"],
@@ -134,7 +134,7 @@ def read_status(
     return Status(
         run_dir=run_dir,
         history=history,
-        is_alive=health.state in ("running", "restarting"),
+        is_alive=outlook.state in ("running", "restarting"),
         watched=watch,
         heartbeat=heartbeat,
         now=clock.wall(),
@@ -144,7 +144,7 @@ def read_status(
         hosts=_hosts(run_dir, history, now=clock.wall()),
         recent=recent,
         supervision=supervision,
-        outlook=health,
+        outlook=outlook,
         replica=replica_files.read_progress(run_dir),
         marker=replica_files.read_marker(run_dir),
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),

@@ -6,16 +6,17 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "run directory": ("config.yaml", "log", "attempts"),
-    "data cache": ("corpora", "listings"),
+    "run directory": ("attempts", "log", "config.yaml"),
+    "data cache": ("listings", "corpora"),
 }
-"""Kind of folder -> the names by which it is recognised; replicas have those of their run."""
+"""Kind of folder -> the names by which it is recognised, the least common first; replicas have
+those of their run."""
 
 
 def kind_of(has_name: Callable[[str], bool]) -> str | None:
     """Returns the kind of a folder, by a function that tests for a name in it; None: another's."""
     for kind, names in KINDS.items():
-        if all(map(has_name, reversed(names))):
+        if all(map(has_name, names)):
             return kind
     return None
 
