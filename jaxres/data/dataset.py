@@ -407,6 +407,8 @@ def _of_folder(
             f"{kinds[0]}. Set data.source.kind={kinds[0]}."
         )
     if isinstance(config.source, ImagesSource):
+        if config.source.classes and not classes_of(opened.folder):
+            progress("WARNING: data.source.classes names folders; the labels are those of Parquet")
         return _images(opened, config.source, config)
     return _tokens(opened, tokenizer or _tokenizer(opened, config), config, progress)
 

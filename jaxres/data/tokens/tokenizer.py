@@ -168,8 +168,12 @@ class LibraryTokenizer:
 
     @property
     def encoding(self) -> str:
-        """Changes the corpora that are cached: 1 took special tokens in a text for control."""
-        return f" encoding 2 {self.special_tokens}"
+        """Changes the corpora that are cached: 1 took special tokens in a text for control.
+
+        2 did so with words of a Unigram model.
+        """
+        is_unigram = self.special_tokens == "text" and tokenizer_settings.is_unigram(self.library)
+        return f" encoding {3 if is_unigram else 2} {self.special_tokens}"
 
     @property
     def cuts(self) -> Cuts:
@@ -352,15 +356,13 @@ def _text_with_end(tokenizer: LibraryTokenizer) -> str | None:
     decoders = importlib.import_module("tokenizers.decoders")
     library, end = tokenizer.library, tokenizer.end_of_document
     spelling = str(library.id_to_token(end))
-    if tokenizer.has_end(spelling):
-        return repr(spelling)
     words = {
         library.decode([end], skip_special_tokens=False),
         decoders.ByteLevel().decode([spelling]),
         spelling.replace("\u2581", " ").removeprefix("##"),
     } - {spelling}
-    for word in sorted(words):
-        if any(map(tokenizer.has_end, (word, f" {word}", f"a{word}", f"a {word}"))):
+    for word in (spelling, *sorted(words)):  # Within a word too: a Unigram model takes it there.
+        if any(map(tokenizer.has_end, (word, f" {word}", f"a{word}", f"a {word}", f"{word}a"))):
             return repr(word)
     is_plain = end not in library.get_added_tokens_decoder()
     if is_plain and any(LOST in word for word in words) and LOST not in spelling:
@@ -423,6 +425,8 @@ def parse_tokenizer(
     """
     library = _library_tokenizer(data, where)
     library.encode_special_tokens = special_tokens == "text"
+    if special_tokens == "text" and tokenizer_settings.is_unigram(library):
+        tokenizer_settings.spell_special_words(library)
     ids = library.get_vocab(with_added_tokens=True)
     note = ""
     if end_of_document is None:

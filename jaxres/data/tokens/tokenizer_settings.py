@@ -6,7 +6,9 @@ So each must agree with it, or be known to change no token, or it is refused.
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -222,3 +224,28 @@ def _token(token: Any, is_special: bool) -> Any:
 
     content = token.get("content") if isinstance(token, Mapping) else token
     return AddedToken(content, **_flags(token) | {"special": is_special})
+
+
+def is_unigram(library: Any) -> bool:
+    """Returns whether a tokenizer of the library has a Unigram model."""
+    return type(library.model).__name__ == "Unigram"
+
+
+def spell_special_words(library: Any) -> None:
+    """Makes a text that spells a special word of a Unigram model have the tokens of its letters.
+
+    The library's setting only keeps it from being looked for before the model, which finds it among
+    its words. SentencePiece never takes a control symbol from a text. So a text is split within it.
+    """
+    pre_tokenizers = importlib.import_module("tokenizers.pre_tokenizers")
+    endings = dict[str, list[str]]()
+    for token in library.get_added_tokens_decoder().values():
+        word = token.content
+        if token.special and len(word) > 1 and library.model.token_to_id(word) is not None:
+            endings.setdefault(re.escape(word[0]), []).append(re.escape(word[1:]))
+    if not endings:
+        return
+    within = "|".join(f"(?<={first})(?={'|'.join(rest)})" for first, rest in endings.items())
+    regex = importlib.import_module("tokenizers").Regex(within)
+    split, before = pre_tokenizers.Split(regex, "isolated"), library.pre_tokenizer
+    library.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])

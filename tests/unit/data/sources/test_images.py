@@ -281,6 +281,17 @@ def test_an_image_whose_label_is_no_class_of_the_model_is_a_bad_record(tmp_path)
         assert evaluated.max() < 3, "the next image takes its place in an evaluation"
 
 
+def test_names_of_folders_are_told_to_have_no_effect_on_parquet(tmp_path):
+    good = [encoded(picture(COLORS["cat"], seed=seed)) for seed in range(8)]
+    table = pyarrow.table({"image": good, "label": [0, 1] * 4})
+    (tmp_path / "shards").mkdir()
+    pyarrow.parquet.write_table(table, tmp_path / "shards" / "a.parquet")
+    for classes in ((), ("cat", "dog")):
+        told = []
+        open_dataset(section(tmp_path / "shards", classes=classes), progress=told.append)
+        assert any("data.source.classes names folders" in line for line in told) == bool(classes)
+
+
 def test_labels_mean_the_same_classes_in_every_set(folder, tmp_path):
     (tmp_path / "few").mkdir()
     (folder / "eel").rename(tmp_path / "few" / "eel")

@@ -297,6 +297,29 @@ def test_a_token_that_ends_documents_but_may_be_in_a_text_is_refused(tmp_path: P
     assert open_tokenizer(section.model_copy(update={"special_tokens": "control"}))
 
 
+@pytest.mark.parametrize("prepended", [False, True])
+def test_a_text_that_spells_a_word_of_a_unigram_model_has_no_control_token(
+    tmp_path: Path, prepended: bool
+) -> None:
+    letters = [(letter, -3.0) for letter in sorted({*END, *"<s>", "a", "\u2581"})]
+    library = Tokenizer(models.Unigram([("<unk>", 0.0), (END, 0.0), ("<s>", 0.0), *letters], 0))
+    library.pre_tokenizer = pre_tokenizers.Metaspace() if prepended else None
+    library.add_special_tokens(["<unk>", END, "<s>"])
+    words = (END, f"a{END}", f"a {END} a", f"{END}<s>{END}", f"<{END}")
+    plain_ids = library.encode("a aa a").ids
+    section = HuggingfaceTokenizer(path=tmp_path / "t", end_of_document=END)
+    tokenizer = saved(library, tmp_path / "t")
+    assert tokenizer.encode("a aa a") == plain_ids
+    for word in words:
+        assert {1, 2}.isdisjoint(tokenizer.encode(word)), word
+        assert {1, 2}.isdisjoint(tokenizer.encode_all([word])[0].tolist()), word
+        assert 1 in library.encode(word).ids, "the library alone takes it"
+    control = open_tokenizer(section.model_copy(update={"special_tokens": "control"}))
+    assert all(1 in control.encode(word) for word in words)
+    assert tokenizer.encoding == " encoding 3 text", "cached corpora of before are not used"
+    assert control.encoding == " encoding 2 control"
+
+
 def plain(kind: str) -> Tokenizer:
     """Returns a tokenizer whose words are "cat", " cat", and each single byte."""
     if kind == "wordpiece":
