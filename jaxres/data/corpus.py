@@ -56,7 +56,7 @@ from jaxres.data.tokens.token_writer import PARTIAL_OFFSETS, TokenWriter, Writte
 from jaxres.data.tokens.tokenizer import LibraryTokenizer, Tokenizer, open_tokenizer
 from jaxres.faults import ConfigError, RunError
 from jaxres.storage.checksummed_json import canonical_json, decode_checksummed, encode_checksummed
-from jaxres.storage.files import exists, fault_of, read_whole, sync_dir
+from jaxres.storage.files import exists, fault_of, read, read_whole, sync_dir
 
 LEFTOVER_SECONDS = 7 * 24 * 3600.0
 """Age at which the folder of a killed build, which another start could continue, is removed."""
@@ -68,6 +68,9 @@ LONG_BUILD_SECONDS = 600.0
 WAIT_SECONDS = 0.2
 NUM_INSTALL_TRIES = 10
 JOURNAL = "build.json"
+BAD_DOCUMENTS = "bad_documents.txt"
+"""File of an entry with the number of documents that were left out; missing: none, or unknown."""
+BAD_TOLD = "WARNING: bad records, which are left out: {:,}"
 NUM_BYTES = 256
 ROW_KEYS = ("size", "augment", "augment_seed")
 """Keys of a source of images that only say how rows are made from them."""
@@ -169,6 +172,8 @@ def _cache_key(source: DocumentSource, content: str, tokenizer: str) -> str:
     if not isinstance(source, TextSource):
         omitted = {"path", "include", "exclude", *ROW_KEYS}
         parts.append(canonical_json(source.model_dump(mode="json", exclude=omitted)))
+    elif source.encoding != "utf-8":
+        parts.append(source.encoding.encode())
     return hashlib.blake2b(b"\0".join(parts), digest_size=16).hexdigest()
 
 
@@ -185,7 +190,9 @@ def open_corpus(corpus: Corpus, *, progress: Callable[[str], None]) -> TokenFold
         content_key.keep(corpus.kept_content, corpus.content)
     if exists(corpus.entry):
         try:
-            return _as_cached(open_cached(corpus), corpus.entry)
+            opened = open_cached(corpus)
+            _tell_bad_records(corpus, progress)
+            return _as_cached(opened, corpus.entry)
         except TokensDamaged as error:
             progress(f"The cached corpus is damaged and will be rebuilt: {error}")
     try:
@@ -255,7 +262,9 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
     try:
         with contextlib.suppress(TokensDamaged):
             if exists(entry):
-                return open_cached(corpus)
+                opened = open_cached(corpus)
+                _tell_bad_records(corpus, progress)
+                return opened
         try:
             _tokenise(corpus, building, progress, clock)
             content_key.check_unchanged(corpus.files, corpus.content)
@@ -353,7 +362,7 @@ def _tokenise(
         if not writer.num_documents:
             what = "every document is empty" + (f" or a bad record: {bad}" if bad else "")
             raise ConfigError(f"data.source.path: {corpus.source.path}: {what}")
-        _write_files(corpus, building)
+        _write_files(corpus, building, num_bad=at.num_bad)
     _report_rows(corpus.source, writer.num_documents, at, progress)
     unknown.report(progress)
     return _remove_progress(building)
@@ -366,7 +375,7 @@ def _report_rows(
     if at.num_empty:
         progress(f"Documents without text, which are left out: {at.num_empty:,}")
     if at.num_bad:
-        progress(f"WARNING: bad records, which are left out: {at.num_bad:,}")
+        progress(BAD_TOLD.format(at.num_bad))
     if isinstance(source, HuggingfaceSource):
         num_rows = num_documents + at.num_empty + at.num_bad
         if (other := other_rows(Path(source.path).expanduser(), num_rows)) is not None:
@@ -415,11 +424,34 @@ def _write_journal(building: Path, position: Position, written: Written) -> None
     sync_dir(building)
 
 
-def _write_files(corpus: Corpus, folder: Path) -> None:
-    """Writes the files of the tokenizer, or the names of the classes."""
+def _tell_bad_records(corpus: Corpus, progress: Callable[[str], None]) -> None:
+    """Tells how many documents a cached corpus lacks as bad records.
+
+    Raises:
+      ConfigError: they are more than the config allows.
+      TokensDamaged: the number can't be read.
+    """
+    path = corpus.entry / BAD_DOCUMENTS
+    text = (read(path) or b"0").decode(errors="replace").strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise TokensDamaged(f"{path}: is no number")
+    num_bad = int(text)
+    if num_bad > corpus.max_bad:
+        raise ConfigError(
+            f"{corpus.source.path}: {num_bad:,} documents are left out of it as bad records, and "
+            f"guards.bad_records.max={corpus.max_bad}. Mend or remove them, or raise that number."
+        )
+    if num_bad:
+        progress(BAD_TOLD.format(num_bad))
+
+
+def _write_files(corpus: Corpus, folder: Path, *, num_bad: int) -> None:
+    """Writes the files of the tokenizer or the names of the classes, and the number left out."""
     written = {} if corpus.tokenizer is None else dict(corpus.tokenizer.files)
     if corpus.classes:
         written[CLASSES] = canonical_json(list(corpus.classes))
+    if num_bad:
+        written[BAD_DOCUMENTS] = f"{num_bad}\n".encode()
     for name, data in written.items():
         with (folder / name).open("wb") as file:
             file.write(data)

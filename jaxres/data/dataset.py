@@ -304,6 +304,17 @@ def _mixture(
     sources = {f"data.source.sources[{name}]": part for name, part in parts.items()}
     for warning in tokenizer_names.check(_names_of(sources)):
         progress(warning)
+    if config.heldout_fraction:
+        for one, other in itertools.combinations(source.sources, 2):
+            contents = {_content(parts[each.name].fingerprint) for each in (one, other)}
+            shared = shared_files(one.source, other.source)
+            if shared or len(contents) == 1:
+                what = f"{shared:,} files in common" if shared else "the same content"
+                progress(
+                    f"WARNING: data.source.sources[{one.name}] and [{other.name}] have {what}: "
+                    "data held out of one are trained on in the other. Leave them out of one with "
+                    "`exclude`, or evaluate on data.validation"
+                )
     weights = np.array([part.weight for part in source.sources])
     shares = weights / weights.sum()
     earlier = {name: part.earlier_fingerprint or part.fingerprint for name, part in parts.items()}

@@ -290,3 +290,32 @@ def test_tokens_of_bytes_are_refused_with_another_tokenizer(tmp_path):
     ):
         with pytest.raises(ConfigError, match="were made with bytes"):
             open_dataset(config)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
+def test_files_of_two_sources_of_which_a_part_is_held_out_are_told(tmp_path, fraction):
+    for name in ("a.txt", "code/b.txt", "code/c.txt"):
+        (tmp_path / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "all" / name).write_text(f"the text of {name}. " * 50)
+    parts = tuple(
+        {"name": name, "weight": 0.5, "source": {"kind": "text", "path": str(tmp_path / path)}}
+        for name, path in (("all", "all"), ("code", "all/code"), ("one", "all/a.txt"))
+    )
+    shutil.copytree(tmp_path / "all" / "code", tmp_path / "copy")
+    copy = {"kind": "text", "path": str(tmp_path / "copy")}
+    parts += ({"name": "copy", "weight": 0.5, "source": copy},)
+    config = DataSection.model_validate(
+        {
+            "source": {"kind": "mixture", "sources": parts},
+            "seq_len": 8,
+            "heldout_fraction": fraction,
+            "cache_dir": tmp_path / "cache",
+        }
+    )
+    told = []
+    open_dataset(config, progress=told.append)
+    pairs = [
+        [*re.findall(r"\[(\w+)\]", line), "files" in line] for line in told if "held out of" in line
+    ]
+    known = [["all", "code", True], ["all", "one", True], ["code", "copy", False]]
+    assert pairs == (known if fraction else [])

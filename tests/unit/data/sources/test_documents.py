@@ -446,10 +446,30 @@ def test_a_line_that_is_no_text_is_left_out_as_the_policy_says(tmp_path: Path, n
     error = strict_error(source, tmp_path, bad_records=None)
     assert f"{path}, line 4" in error
     assert "guards.bad_records=null" in error
-    one = BadRecordsSection(max=1)
+    one, again = BadRecordsSection(max=1), list[str]()
     error = strict_error(source, tmp_path / "other", bad_records=one)
     assert f"{path}, line 7" in error
     assert "1 documents are left out" in error
+    open_dataset(section, progress=again.append)
+    assert again == ["WARNING: bad records, which are left out: 2"], "a cached corpus tells it too"
+    error = strict_error(source, tmp_path, bad_records=one)
+    assert "2 documents are left out of it as bad records, and guards.bad_records.max=1" in error
+
+
+def test_what_an_encoding_has_read_is_not_what_another_one_reads(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa text")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9 and more")
+    mark, latin = (TextSource(path=str(tmp_path / name)) for name in ("a.txt", "b.txt"))
+    binary = {"encoding": "binary"}
+    cache = tmp_path / "cache"
+    fields = {"seq_len": 4, "heldout_fraction": 0.0, "cache_dir": cache}
+    found = [
+        open_dataset(DataSection(source=one, **fields)).fingerprint
+        for one in (mark, mark.model_copy(update=binary), mark)
+    ]
+    assert found[0] == found[2] != found[1]
+    open_dataset(DataSection(source=latin.model_copy(update=binary), **fields))
+    assert "b.txt" in strict_error(latin, cache)
 
 
 def test_a_number_of_any_length_in_another_field_changes_nothing(tmp_path: Path) -> None:
