@@ -184,6 +184,10 @@ def open_corpus(corpus: Corpus, *, progress: Callable[[str], None]) -> TokenFold
       ConfigError: a file can't be tokenised, or it changes meanwhile.
       StorageUnavailable: the disk is full.
     """
+    for warning in corpus.warnings:  # Also of a cached one: files may be beside it since.
+        progress(f"WARNING: {warning}")
+    if corpus.left_out:
+        progress(_describe_left_out(corpus))
     clock, corpora = SystemClock(), corpus.entry.parent
     _remove_leftovers(corpora, clock)
     with contextlib.suppress(OSError, RunError):  # Then the next start reads the files again.
@@ -280,10 +284,6 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
             building.rmdir()  # Only if it is empty.
         os.close(lock)
     progress(describe(opened.meta))
-    for warning in corpus.warnings:
-        progress(f"WARNING: {warning}")
-    if corpus.left_out:
-        progress(_describe_left_out(corpus))
     return replace(opened, folder=entry)
 
 

@@ -149,7 +149,7 @@ def list_corpus(source: DocumentSource) -> Listing:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
-    warnings = own_folders.describe(tree.own) + _missing_shards(files) + links.warnings()
+    warnings = own_folders.describe(tree.own) + _doubtful_names(files.keys()) + links.warnings()
     if not stdlib:
         warnings += _useless_patterns(source, patterns, tree, files)
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
@@ -368,14 +368,28 @@ def _name_hash(name: str) -> bytes:
     return hashlib.blake2b(os.fsencode(name), digest_size=16).digest()
 
 
-def _missing_shards(names: Iterable[str]) -> list[str]:
-    """Returns a line for each set of shards that is not complete, in the order of their names."""
-    found = defaultdict[tuple[str, str, str], set[int]](set)
+def _doubtful_names(names: Collection[str]) -> list[str]:
+    """Returns a line for each set of shards that is not complete, or is beside another one.
+
+    Also for files that are there compressed too.
+    """
+    found = defaultdict[tuple[str, str], dict[str, set[int]]](dict)
     for name in names:
         if match := _SHARD.fullmatch(name):
-            found[match["before"], match["total"], match["after"]].add(int(match["number"]))
-    return [
-        f"{before}*-of-{total}{after}: {len(numbers):,} of {int(total):,} shards are there"
-        for (before, total, after), numbers in sorted(found.items())
-        if len(numbers) < int(total)
-    ]
+            sets = found[match["before"], match["after"]]
+            sets.setdefault(match["total"], set()).add(int(match["number"]))
+    lines = list[str]()
+    for (before, after), sets in sorted(found.items()):
+        if len(sets) > 1:
+            others = " and ".join(f"*-of-{total}" for total in sorted(sets))
+            lines.append(f"{before}{others}{after}: shards of {len(sets)} saves, all are taken")
+        lines += [
+            f"{before}*-of-{total}{after}: {len(numbers):,} of {int(total):,} shards are there"
+            for total, numbers in sorted(sets.items())
+            if len(numbers) < int(total)
+        ]
+    twice = sorted(name for name in names if {f"{name}.gz", f"{name}.zst"} & {*names})
+    if twice:
+        more = f", and {len(twice) - 1:,} more" if len(twice) > 1 else ""
+        lines.append(f"{twice[0]} is there compressed too{more}: both are taken")
+    return lines

@@ -139,6 +139,7 @@ def as_kept_by_an_earlier_version(path, cache):
     place.write_bytes(encode_checksummed(fields))
     source = TextSource(path=str(path), encoding="binary")
     built = describe_corpus(source, BytesTokenizer(), cache_dir=cache)
+    source = TextSource(path=str(path))
     entry = cache / "corpora" / _cache_key(source, fields["content"], built.tokenizer_name)
     open_corpus(dataclasses.replace(built, entry=entry), progress=lambda _: None)
     place.write_bytes(encode_checksummed(fields))

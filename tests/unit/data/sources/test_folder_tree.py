@@ -1,5 +1,6 @@
 """A listing of a corpus leaves out no file without a message, whatever the source."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -163,11 +164,10 @@ def test_files_that_no_pattern_matches_are_counted_and_reported(tmp_path):
         source=source, seq_len=2, heldout_fraction=0.3, cache_dir=tmp_path / "cache"
     )
     open_dataset(section, progress=messages.append)
-    assert messages[-1].startswith(
-        "Left out: 2 files that no pattern of data.source.include matches ("
-    )
-    assert "1 with .json" in messages[-1]
-    assert "1 with no ending" in messages[-1]
+    (left_out,) = [line for line in messages if line.startswith("Left out: ")]
+    assert "2 files that no pattern of data.source.include matches (" in left_out
+    assert "1 with .json" in left_out
+    assert "1 with no ending" in left_out
 
 
 def test_a_class_without_a_matching_image_is_refused_before_labels_shift(tmp_path):
@@ -189,13 +189,13 @@ def test_a_class_without_a_matching_image_is_refused_before_labels_shift(tmp_pat
     assert labels(classes=("ant", "bee", "cat", "dog")) == {"ant": 0, "cat": 2, "dog": 3}
 
 
-def told(path, cache):
+def told(path, cache, *, all_lines=False):
     messages = []
     section = DataSection(
         source=JsonlSource(path=str(path)), seq_len=2, heldout_fraction=0, cache_dir=cache
     )
     open_dataset(section, progress=messages.append)
-    return [message for message in messages if message.startswith("WARNING: ")]
+    return [one for one in messages if all_lines or one.startswith("WARNING: ")]
 
 
 def test_a_file_that_a_link_leads_to_twice_is_refused_and_hard_links_are_told(tmp_path):
@@ -222,6 +222,25 @@ def test_shards_that_are_missing_by_the_names_of_the_others_are_told(tmp_path):
     assert told(tmp_path / "corpus", tmp_path / "cache") == [
         "WARNING: train-*-of-00005.jsonl: 3 of 5 shards are there"
     ]
+
+
+def test_a_data_set_that_is_there_twice_is_told_at_each_start(tmp_path):
+    corpus = tmp_path / "corpus"
+    for name in ("0-of-01", "0-of-02", "1-of-02"):
+        write("jsonl", corpus / f"train-0{name}.jsonl")
+    expected = ["WARNING: train-*-of-01 and *-of-02.jsonl: shards of 2 saves, all are taken"]
+    assert told(corpus, tmp_path / "cache") == expected
+    for name in ("a.jsonl", "b.jsonl"):
+        write("jsonl", corpus / name)
+        (corpus / f"{name}.gz").write_bytes(gzip.compress((corpus / name).read_bytes()))
+    expected.append("WARNING: a.jsonl is there compressed too, and 1 more: both are taken")
+    assert told(corpus, tmp_path / "cache") == expected
+    (corpus / "new.ndjson").write_text('{"text": "of another ending"}')
+    assert told(corpus, tmp_path / "cache", all_lines=True) == [
+        *expected,
+        "Left out: 1 files that no pattern of data.source.include matches (1 with .ndjson), such "
+        "as new.ndjson",
+    ], "the same corpus is cached"
 
 
 @pytest.mark.parametrize("direct", [False, True])
