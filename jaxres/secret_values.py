@@ -11,6 +11,7 @@ state of this module: the secrets of the configs that this process has loaded.
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -174,6 +175,8 @@ def _spellings(text: str) -> Iterator[str]:
         quoted = {quote(word, safe=""), quote(word), quote_plus(word)}
         yield from (word, repr(word)[1:-1], ascii(word)[1:-1], repr(word.encode())[2:-1])
         yield from (json.dumps(word)[1:-1], json.dumps(word, ensure_ascii=False)[1:-1])
+        yield from (html.escape(word), html.escape(word, quote=False))
+        yield html.escape(word).replace("&#x27;", "&apos;")  # XML's name of it.
         yield from quoted | {re.sub("%..", lambda match: match[0].lower(), q) for q in quoted}
 
 

@@ -6,7 +6,6 @@ defaults are those of the family's class in transformers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,15 +38,6 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """model_type of config.json -> keys of the model section that differ from Llama's."""
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -318,139 +308,6 @@ def _gpt2(family: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         "norm_eps": float(fields.get("layer_norm_epsilon", 1e-5)),
     }
     return section, {} if act in ACTIVATIONS else {"activation_function": act}
-
-
-def family_of(model: GptModel) -> str:
-    """Returns the model_type as which a decoder can be stored.
-
-    Raises ConfigError if no family computes what it computes.
-    """
-    for family, style in STYLES.items():
-        has_window = model.sliding_window is not None
-        if (family == "llama" and has_window) or (family == "mistral" and not has_window):
-            continue
-        if family in ("mistral", "gemma") and model.full_attention_every is not None:
-            continue
-        if family == "gemma" and has_window:
-            continue
-        expected = {**_style(GptModel(), family), **style}
-        if all(getattr(model, key) == expected[key] for key in _style(model, family)):
-            return family
-    raise ConfigError(
-        "no family of Hugging Face's models has these keys of `model` together: "
-        f"{json.dumps(_style(model, ''))}. Export it with --names jaxres."
-    )
-
-
-def _style(model: GptModel, family: str) -> dict[str, Any]:
-    names = ["norm", "post_norms", "qk_norm", "bias", "gated", "positions", "scale_embeddings"]
-    if family in ("gemma", "gemma3_text"):
-        names.append("activation")  # Of the others config.json has a setting.
-    return {name: getattr(model, name) for name in names}
-
-
-STORED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-"""Our name of an activation -> that of config.json; GPT-2 has another one of the last."""
-
-
-def _gpt2_fields(model: GptModel, seq_len: int) -> dict[str, Any]:
-    return {
-        "n_layer": model.num_layers,
-        "n_embd": model.d_model,
-        "n_head": model.num_heads,
-        "n_inner": model.ff_width,
-        "n_positions": model.max_positions or seq_len,
-        "activation_function": {**STORED_ACTIVATIONS, "gelu_tanh": "gelu_new"}[model.activation],
-        "layer_norm_epsilon": model.norm_eps,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), model.dropout),
-    }
-
-
-def fields_of(
-    model: GptModel, *, rows: int, dtype: str, seq_len: int, eos: int | None
-) -> dict[str, Any]:
-    """Returns the fields of config.json of a decoder.
-
-    Args:
-      model: the decoder.
-      rows: rows of its embedding.
-      dtype: type of the stored numbers.
-      seq_len: positions of a row, in training.
-      eos: token that ends a document; None: unknown.
-
-    Raises:
-      ConfigError: no family computes what it computes.
-    """
-    family = family_of(model)
-    common = {
-        "architectures": [ARCHITECTURES[family]],
-        "model_type": family,
-        "vocab_size": rows,
-        "tie_word_embeddings": model.tie_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": eos,
-        "pad_token_id": None,
-        "torch_dtype": dtype,
-    }
-    if family == "gpt2":
-        return common | _gpt2_fields(model, seq_len)
-    fields = common | {
-        "hidden_size": model.d_model,
-        "intermediate_size": model.ff_width,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads or model.num_heads,
-        "head_dim": model.head_width,
-        "hidden_act": STORED_ACTIVATIONS[model.activation],
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": _stored_scaling(model.rope_scaling),
-        "attention_bias": model.bias == "qkv",
-        "mlp_bias": False,
-        "max_position_embeddings": seq_len,
-    }
-    if family == "qwen2":
-        fields.pop("attention_bias")  # It has them always.
-    if family.startswith("gemma"):
-        fields |= {"hidden_activation": fields["hidden_act"]}
-    return fields | _stored_windows(model, family)
-
-
-def _stored_scaling(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    fields = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if isinstance(scaling, LinearScaling):
-        return fields
-    return fields | {
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
-
-
-def _stored_windows(model: GptModel, family: str) -> dict[str, Any]:
-    window, every = model.sliding_window, model.full_attention_every
-    kinds = [
-        "full_attention"
-        if window is None or (every is not None and layer % every == 0)
-        else "sliding_attention"
-        for layer in range(1, model.num_layers + 1)
-    ]
-    if family == "mistral":
-        return {"sliding_window": window}
-    if family.startswith("qwen"):
-        if window is None:
-            return {"use_sliding_window": False}
-        return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-    if family == "gemma3_text":
-        return {
-            "sliding_window": window or 4096,
-            "layer_types": kinds,
-            "query_pre_attn_scalar": model.head_width,
-            "rope_local_base_freq": model.sliding_rope_theta or model.rope_theta,
-        }
-    return {}
 
 
 def resolve(config: Node) -> tuple[Node, list[Problem]]:

@@ -37,7 +37,7 @@ from jaxres.config.schema.data import (
 from jaxres.config.schema.data import Tokenizer as TokenizerSection
 from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data.sources import content_key
-from jaxres.data.sources.images import CLASSES, IMAGES, pillow, with_labels
+from jaxres.data.sources.images import CLASSES, IMAGES, parquet_classes, pillow, with_labels
 from jaxres.data.sources.saved_dataset import other_rows
 from jaxres.data.sources.source_files import SourceFile, list_corpus
 from jaxres.data.sources.token_stream import Position, check_begin, token_blocks
@@ -337,6 +337,9 @@ def _tokenise(
         return _remove_progress(building)
     if isinstance(corpus.tokenizer, LibraryTokenizer):
         corpus.tokenizer.require_unambiguous()
+    if isinstance(corpus.source, ImagesSource) and not corpus.classes:
+        names = parquet_classes(corpus.files, corpus.source.label_column)
+        corpus = replace(corpus, classes=names)
     total_bytes = sum(file.size_bytes for file in corpus.files)
     verb = "Copying" if isinstance(corpus.source, ImagesSource) else "Tokenising"
     progress(

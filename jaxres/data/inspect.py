@@ -82,7 +82,7 @@ def _other_row(arrays: Arrays, classes: Sequence[str]) -> Iterator[str]:
             text = " ".join(str(values[0]).split())
         if values[0].ndim >= 3:  # Of an image, numbers say nothing.
             text = f"mean {values[0].mean():.4g}, from {values[0].min()} to {values[0].max()}"
-        if name == "label" and classes:
+        if name == "label" and classes and int(values[0]) < len(classes):
             text += f" ({classes[int(values[0])]})"
         yield f"{name} {values.dtype}{list(values.shape[1:])}: {text}"
 

@@ -331,6 +331,8 @@ SPELLED = [
     ({"password": LINES}, json.dumps("sésame-drei", ensure_ascii=False)),
     ({"password": LINES}, repr("sésame-drei".encode())),
     ({"password": LINES}, repr("a\nopen-sesame")),
+    ({"password": "hunter&22<7"}, "<Code>no hunter&amp;22&lt;7</Code>"),
+    ({"password": "hunter'22\"7"}, "<p>no hunter&#x27;22&quot;7, hunter&apos;22&quot;7</p>"),
 ]
 """A config's secrets, and messages of other code that have a part of one, or another spelling."""
 

@@ -249,6 +249,8 @@ def _changed_facts(
         return [] if _matches("config.json", allowed) else [row]
     if "kind" not in there:
         return [f"config.json: {there['model_type']}"]
+    if "args" not in there:  # Of a custom model; exports of earlier versions do not have them.
+        here = {name: value for name, value in here.items() if name != "args"}
     shown = {**FIXED, **here}
     return [
         f"{name}: {there.get(name)}, expected {shown.get(name)}"

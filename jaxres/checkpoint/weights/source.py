@@ -28,6 +28,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.history import RunHistory
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit
+from jaxres.secret_values import without_rotatable
 from jaxres.storage import files, foreign_json
 from jaxres.storage.checksummed_json import canonical_json
 from jaxres.storage.path import run_root
@@ -70,7 +71,10 @@ def facts_of(model: AnyModel) -> WeightFacts:
         return {"kind": "gpt", **numbers, **others, **dumped}
     if isinstance(model, VitModel):
         return {"kind": "vit", "num_heads": model.num_heads, "patch_size": model.patch_size}
-    return {"kind": model.kind} | ({} if isinstance(model, MlpModel) else {"target": model.target})
+    if isinstance(model, MlpModel):
+        return {"kind": model.kind}
+    args = without_rotatable(model.args)  # Secrets change no number.
+    return {"kind": model.kind, "target": model.target, "args": args}
 
 
 def from_run(

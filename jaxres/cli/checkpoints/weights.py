@@ -12,7 +12,7 @@ from jaxres.checkpoint.weights import hf_tensors
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.export import ExportedParams
 from jaxres.checkpoint.weights.source import Weights
-from jaxres.config import RunConfig, huggingface
+from jaxres.config import RunConfig, huggingface, huggingface_export
 from jaxres.config.argparser import require_writable
 from jaxres.config.schema.data import TextSource
 from jaxres.config.schema.model import GptModel
@@ -146,7 +146,7 @@ def _family(names: str | None, config: RunConfig) -> str | None:
             f"--names {names}: the model is of kind {config.model.kind}, not a decoder of this "
             "family. Use --names jaxres."
         )
-    family = huggingface.family_of(config.model)
+    family = huggingface_export.family_of(config.model)
     if names not in (None, "huggingface", family):
         raise UsageError(f"--names {names}: the model is a {family}. Use --names {family}.")
     return family
@@ -160,7 +160,9 @@ def _extra_files(
     seq_len = config.data.seq_len
     eos, files = _tokenizer_files(run_dir, config, seq_len=seq_len)
     rows = source.tensors["params/embedding"].shape[0]
-    fields = huggingface.fields_of(config.model, rows=rows, dtype=dtype, seq_len=seq_len, eos=eos)
+    fields = huggingface_export.fields_of(
+        config.model, rows=rows, dtype=dtype, seq_len=seq_len, eos=eos
+    )
     return {"config.json": json.dumps(fields, indent=1).encode(), **files}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -145,7 +146,7 @@ def read_item(
         error.add_note(f"(while reading item {index} of data.source.target {target})")
         raise
     if isinstance(item, Mapping):
-        row = {str(key): np.asarray(value) for key, value in item.items()}
+        row = {str(key): _native(np.asarray(value)) for key, value in item.items()}
         invalid = [key for key, value in row.items() if not _is_number(value.dtype)]
         if invalid or not row:
             raise BadRecord(
@@ -163,6 +164,11 @@ def read_item(
     if len(wrong):
         raise BadRecord(f"{where}: token {wrong[0]} is {tokens[wrong[0]]}, not in 0..{limit - 1}")
     return _token_row(tokens.astype(np.int32))
+
+
+def _native(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns an array in this machine's byte order; files of IDX, FITS or HDF5 have another."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _is_number(dtype: np.dtype[Any]) -> bool:
@@ -223,12 +229,21 @@ def _row_as_bytes(
 
 
 def vocab_size_of(items: CustomItems) -> int | None:
-    """Returns the object's `vocab_size`, or None."""
-    size = getattr(items, "vocab_size", None)
-    return size if isinstance(size, int) else None
+    """Returns the object's `vocab_size`, or None. Raises ConfigError if it is no whole number."""
+    return _count(items, "vocab_size")
 
 
 def tokens_per_row_of(items: CustomItems, *, default: int) -> int:
-    """Returns the object's `tokens_per_row`, or the default."""
-    tokens = getattr(items, "tokens_per_row", None)
-    return tokens if isinstance(tokens, int) else default
+    """Returns the object's `tokens_per_row`, or the default. Raises as `vocab_size_of`."""
+    tokens = _count(items, "tokens_per_row")
+    return default if tokens is None else tokens
+
+
+def _count(items: CustomItems, name: str) -> int | None:
+    value: Any = getattr(items, name, None)
+    try:
+        return None if value is None else operator.index(value)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.source.target: {name} of the object is {value!r}; it must be a whole number"
+        ) from error

@@ -48,6 +48,9 @@ BITS_TAG, PHOTOMETRIC_TAG, WHITE_IS_ZERO = 258, 262, 0
 """Of TIFF 6.0, section 8."""
 SAMPLE_FORMAT_TAG, UNSIGNED = 339, {1, 4}
 """Of TIFF 6.0, section 19; 4 is undefined, which readers take for unsigned."""
+NO_END = bytes(16)
+ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82", "GIF": b";"}
+"""How a whole file ends, before zeros that some cameras add."""
 LEAST_WHITE = 16 * 256
 """Values of 16 bits that are all below are of 8, 10 or 12 bits, and nearly black at 8 bits."""
 CENTRE = 7 / 8
@@ -125,6 +128,30 @@ def _refuse_doubtful_classes(images: Sequence[SourceFile]) -> None:
             "classes. Give the path of one of them; if they are classes, name them with "
             "data.source.classes."
         )
+
+
+def parquet_classes(files: Sequence[SourceFile], column: str) -> tuple[str, ...]:
+    """Returns the names of the labels that Parquet files of `datasets` have in their schema.
+
+    Raises ConfigError if they differ. None are known for files without them, and for one that can't
+    be read, which is told when its rows are.
+    """
+    arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    first: tuple[SourceFile, tuple[str, ...]] | None = None
+    for file in filter(is_table, files):
+        try:
+            fields = json.loads((parquet.read_schema(file.path).metadata or {})[b"huggingface"])
+            names = tuple(map(str, fields["info"]["features"][column]["names"]))
+        except (KeyError, TypeError, ValueError, OSError, arrow.ArrowException):
+            continue
+        if first is not None and names != first[1]:
+            raise ConfigError(
+                f"data.source.path: the labels of {first[0].path} are those of "
+                f"{', '.join(first[1][:10])}, of {file.path} those of {', '.join(names[:10])}, in "
+                "this order: one number means two classes. Save both with the same ClassLabel."
+            )
+        first = first or (file, names)
+    return () if first is None else first[1]
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:
@@ -265,11 +292,15 @@ def open_picture(content: bytes) -> Any:
     of several pages or frames the first one is taken.
 
     Raises:
+      ValueError: the file is not whole.
       UnusableDepth: the values are of 32 bits, fractions or signed, or have fewer bits than the
         file says: Pillow would clip them to black or white.
     """
     library = pillow("Image")
     opened = _opened(content)
+    end = ENDS.get(opened.format, b"")
+    if content.endswith(NO_END) and not content.rstrip(b"\0").endswith(end):
+        raise ValueError("it ends with zeros, as an unfinished copy does")
     bits = _bits(opened, content)
     if opened.mode in ("I", "F") or (bits > 8 and opened.mode == "CMYK"):
         raise UnusableDepth(f"it has values of {bits} bits (mode {opened.mode} of Pillow)")

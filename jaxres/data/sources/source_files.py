@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import sysconfig
-from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -27,7 +26,7 @@ from jaxres.config.schema.data import (
     TokensSource,
     single_sources,
 )
-from jaxres.data.sources import own_folders
+from jaxres.data.sources import doubtful_names, own_folders
 from jaxres.data.sources.folder_tree import (
     WILD,
     FolderTree,
@@ -44,11 +43,6 @@ from jaxres.storage.path import SCHEME, RunPath, is_remote, parse_path
 STDLIB = "{stdlib}"
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 """Folders below {stdlib} that are not part of it, or that a running Python changes."""
-_SHARD = re.compile(
-    r"(?P<before>.*?)(?P<number>\d{2,})-of-(?P<total>\d{2,})(?P<after>.*)", re.DOTALL
-)
-"""Name of a shard, such as train-00000-of-00005.parquet."""
-
 TABLES = {
     "_delta_log": "a table of Delta Lake",
     "metadata": "a table of Apache Iceberg",
@@ -125,13 +119,15 @@ def list_corpus(source: DocumentSource) -> Listing:
     stdlib = _stdlib() if STDLIB in source.path else None
     _refuse_own_root(root, patterns)
     tree = FolderTree(root, exclude, skip=STDLIB_EXCLUDED if stdlib else frozenset())
-    files: dict[str, SourceFile] = {}
+    files, folders = dict[str, SourceFile](), list[str]()
     links = _Links()
     for path in itertools.chain.from_iterable(map(tree.matches, patterns)):
         name = path.relative_to(root).as_posix()
         if _is_taken(name, exclude) and not (stdlib and _is_foreign(path, stdlib)):
             status = _status(path, is_lenient=stdlib is not None)
-            if status is not None and name not in files:
+            if status is None:
+                folders.append(name)
+            elif name not in files:
                 times = status.st_mtime_ns, status.st_ctime_ns
                 files[name] = SourceFile(name, path, status.st_size, *times)
                 if not stdlib:
@@ -149,9 +145,16 @@ def list_corpus(source: DocumentSource) -> Listing:
     if not any(file.size_bytes for file in files.values()):
         raise ConfigError(f"data.source.path: all files of {source.path} are empty")
     ordered = sorted(files.values(), key=lambda file: (_name_hash(file.name), file.name))
-    warnings = own_folders.describe(tree.own) + _doubtful_names(files.keys()) + links.warnings()
+    warnings = own_folders.describe(tree.own) + doubtful_names.describe(files) + links.warnings()
     if not stdlib:
         warnings += _useless_patterns(source, patterns, tree, files)
+    if not stdlib and patterns != include:
+        used = {str(above) for name in files for above in PurePath(name).parents}
+        warnings += [
+            f"data.source.path: left out: the folder {name}; '{name}/**/*' takes what is in it"
+            for name in sorted(folders)
+            if name not in used and not any(fnmatchcase(f"{name}/", each) for each in exclude)
+        ]
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
 
 
@@ -180,7 +183,10 @@ def _useless_patterns(
             folder = pattern.strip("/").removeprefix("./")
             hint = f"; for the folder give '{folder}/*'" if folder in tree.folders() else ""
             found.append(f"data.source.exclude: {pattern!r} leaves out nothing{hint}")
-    if len(patterns) > 1 and patterns != type(source).model_fields["include"].default:
+    is_default = source.include == type(source).model_fields["include"].default
+    if patterns != source.include and not is_default:
+        found.append("data.source.include has no effect: data.source.path is a file or a glob")
+    elif len(patterns) > 1 and not is_default:
         found += [
             f"data.source.include: {pattern!r} fits no file"
             for pattern in patterns
@@ -366,30 +372,3 @@ class _Links:
 
 def _name_hash(name: str) -> bytes:
     return hashlib.blake2b(os.fsencode(name), digest_size=16).digest()
-
-
-def _doubtful_names(names: Collection[str]) -> list[str]:
-    """Returns a line for each set of shards that is not complete, or is beside another one.
-
-    Also for files that are there compressed too.
-    """
-    found = defaultdict[tuple[str, str], dict[str, set[int]]](dict)
-    for name in names:
-        if match := _SHARD.fullmatch(name):
-            sets = found[match["before"], match["after"]]
-            sets.setdefault(match["total"], set()).add(int(match["number"]))
-    lines = list[str]()
-    for (before, after), sets in sorted(found.items()):
-        if len(sets) > 1:
-            others = " and ".join(f"*-of-{total}" for total in sorted(sets))
-            lines.append(f"{before}{others}{after}: shards of {len(sets)} saves, all are taken")
-        lines += [
-            f"{before}*-of-{total}{after}: {len(numbers):,} of {int(total):,} shards are there"
-            for total, numbers in sorted(sets.items())
-            if len(numbers) < int(total)
-        ]
-    twice = sorted(name for name in names if {f"{name}.gz", f"{name}.zst"} & {*names})
-    if twice:
-        more = f", and {len(twice) - 1:,} more" if len(twice) > 1 else ""
-        lines.append(f"{twice[0]} is there compressed too{more}: both are taken")
-    return lines

@@ -122,12 +122,23 @@ def cuts_of(data: str, *, control: bool) -> tuple[Cuts, str | None]:
     """
     fields = json.loads(data)
     found = [one for one in fields["added_tokens"] if control or not one["special"]]
-    if any(one["rstrip"] or re.search(r"\S\s", one["content"]) for one in found):
+    # One of a single word is none after a letter; at the beginning of a part it would be one.
+    if any(
+        one["rstrip"] or re.search(r"\S\s" if not one["single_word"] else r"\s", one["content"])
+        for one in found
+    ):
         return NOWHERE, None
     normalizers = list(sequence(fields["normalizer"], "normalizers"))
     splits = list(sequence(fields["pre_tokenizer"], "pretokenizers"))
     kinds = {part["type"] for part in normalizers}
-    if kinds <= CHARWISE and any(map(_ends_words, splits)) and all(map(_is_local, splits)):
+    # That of BERT writes blanks beside Chinese characters, which count where blanks are text.
+    is_bert = "BertNormalizer" in kinds and not any(each["type"] in WORD_SPLITS for each in splits)
+    if (
+        not is_bert
+        and kinds <= CHARWISE
+        and any(map(_ends_words, splits))
+        and all(map(_is_local, splits))
+    ):
         return Cuts(AFTER_WORD, normalizers=tuple(part["type"] for part in normalizers)), None
     places = _places_between_tokens(fields, normalizers, splits)
     if places is None:

@@ -21,7 +21,8 @@ from jaxres import models
 from jaxres.checkpoint.read.manifest import ArrayInfo
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights import hf_tensors, safetensors
-from jaxres.config import huggingface
+from jaxres.config import huggingface, huggingface_export
+from jaxres.config.schema.model import GptModel
 from jaxres.faults import ConfigError
 from jaxres.models.param_paths import nested
 from tests.tiers import campaign, slow_but
@@ -85,12 +86,12 @@ def test_a_family_is_exported_as_it_was_imported(tmp_path, case):
         params,
         out,
         names="hf",
-        rules=hf_tensors.rules_of(huggingface.family_of(model)),
+        rules=hf_tensors.rules_of(huggingface_export.family_of(model)),
         max_shard_bytes=10**9,
         about={},
         beside={},
     )
-    fields = huggingface.fields_of(
+    fields = huggingface_export.fields_of(
         model, rows=families.ROWS, dtype="float32", seq_len=families.T, eos=None
     )
     assert huggingface.model_of(json.loads(json.dumps(fields))) == (model, {})
@@ -222,7 +223,30 @@ def test_weights_without_tokenizer_json_are_not_trained_on_unchosen_bytes(tmp_pa
 def test_sizes_of_a_mixed_model_have_no_family():
     model = huggingface.model_of(families.CONFIGS["gemma"])[0]
     with pytest.raises(ConfigError, match="--names jaxres"):
-        huggingface.family_of(model.model_copy(update={"bias": "qkv"}))
+        huggingface_export.family_of(model.model_copy(update={"bias": "qkv"}))
+
+
+def test_a_decoder_that_config_json_can_not_say_is_not_exported_as_another():
+    sizes = {"num_layers": 4, "d_model": 32, "num_heads": 4, "d_ff": 64, "vocab_size": 128}
+    llama3 = {"kind": "llama3", "factor": 8.0}
+    for family, keys, lost in (
+        ("gpt2", {"sliding_window": 4}, "model.sliding_window=4"),
+        ("gpt2", {"head_dim": 16}, "model.head_dim=16"),
+        ("llama", {"sliding_window": 4, "sliding_rope_theta": 500.0}, "model.sliding_rope_theta"),
+        ("gemma3_text", {"sliding_window": 4, "rope_scaling": llama3}, "model.sliding_rope_theta"),
+        ("gemma3_text", {"sliding_window": 4, "full_attention_every": 2}, ""),
+        ("qwen3", {"sliding_window": 4, "full_attention_every": 9}, ""),
+        ("qwen3", {"sliding_window": 4, "full_attention_every": 1}, ""),
+        ("llama", {"rope_scaling": llama3, "head_dim": 16, "num_kv_heads": 2}, ""),
+        ("gpt2", {"rope_theta": 500.0, "rope_scaling": llama3}, ""),
+    ):
+        model = GptModel.model_validate({**sizes, **huggingface.STYLES[family], **keys})
+        given = {"rows": 128, "dtype": "float32", "seq_len": 32, "eos": None}
+        if lost:
+            with pytest.raises(ConfigError, match=f"can't say {lost}.*--names jaxres"):
+                huggingface_export.fields_of(model, **given)
+        else:
+            assert huggingface_export.fields_of(model, **given)["vocab_size"] == 128, family
 
 
 @pytest.mark.campaign

@@ -11,7 +11,7 @@ from jaxres.checkpoint.weights import mapping as weights_mapping
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.source import Weights
 from jaxres.config import huggingface
-from jaxres.config.schema.model import GptModel, MlpModel
+from jaxres.config.schema.model import CustomModel, GptModel, MlpModel
 from jaxres.config.schema.training import FromSafetensors
 from jaxres.faults import ConfigError
 from tests.unit.checkpoint.llama_run import ROWS, SIZES
@@ -141,6 +141,23 @@ def test_settings_that_do_not_affect_shapes_are_compared():
     assert row.startswith("config.json: absent")
     assert bind(source(facts=None), allow_changed=["config.json"]).fresh == ()
     assert weights_source.facts_of(MlpModel()) == {"kind": "mlp"}
+
+
+def test_arguments_of_a_custom_model_are_compared_without_its_secrets():
+    def facts(**args):
+        return weights_source.facts_of(CustomModel(target="my:build", args=args))
+
+    def bind_custom(there, **settings):
+        section = FromSafetensors.model_validate_json(json.dumps({"path": "x", **settings}))
+        here = facts(heads=4, password="new")
+        return weights_mapping.map_weights(source(facts=there), WANTED, facts=here, section=section)
+
+    assert bind_custom(facts(heads=4, password="old")).fresh == ()
+    with pytest.raises(ConfigError, match=r"args: {'heads': 9}, expected {'heads': 4}"):
+        bind_custom(facts(heads=9))
+    assert bind_custom(facts(heads=9), allow_changed=["args"]).fresh == ()
+    earlier = {"kind": "custom", "target": "my:build"}
+    assert bind_custom(earlier).fresh == (), "an export that does not have them"
 
 
 HF = {

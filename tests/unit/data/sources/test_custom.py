@@ -16,6 +16,8 @@ from tests.unit.secret_examples import letters
 
 
 class Images:
+    order = "="
+
     def __init__(self, count=50, broken=None):
         self.count = count
         self.broken = broken or {}
@@ -24,7 +26,8 @@ class Images:
         return self.count
 
     def __getitem__(self, index):
-        row = {"image": np.full((2, 3), index, np.float32), "label": index % 7}
+        image = np.full((2, 3), index, f"{self.order}f4")
+        row = {"image": image, "label": np.array(index % 7, f"{self.order}i8")}
         return self.broken.get(index, row)
 
 
@@ -162,6 +165,28 @@ def test_an_invalid_target_is_rejected_with_its_name(source, target, args, messa
     with pytest.raises(ConfigError, match=message) as caught:
         open_dataset(source(target, **args))
     assert target in str(caught.value)
+
+
+def test_counts_of_an_object_may_be_of_numpy_and_are_never_ignored(source, monkeypatch):
+    monkeypatch.setattr(Documents, "vocab_size", np.int64(60))
+    monkeypatch.setattr(Documents, "tokens_per_row", np.uint8(5))
+    dataset = open_dataset(source("user_rows:documents"))
+    assert (dataset.vocab_size, dataset.tokens_per_row) == (60, 5)
+    for name, value in (("vocab_size", 60.0), ("tokens_per_row", "5")):
+        with monkeypatch.context() as changed:
+            changed.setattr(Documents, name, value)
+            with pytest.raises(ConfigError, match=f"{name} of the object is {value!r}"):
+                open_dataset(source("user_rows:documents"))
+
+
+def test_arrays_in_another_byte_order_are_the_same_numbers(source, monkeypatch):
+    little = open_dataset(source("user_rows:images")).train
+    monkeypatch.setattr(Images, "order", ">")
+    big = open_dataset(source("user_rows:images")).train
+    assert not Images()[0]["image"].dtype.isnative
+    for name, array in big.rows(np.arange(45)).items():
+        assert array.dtype.isnative
+        assert np.array_equal(array, little.rows(np.arange(45))[name])
 
 
 def test_an_error_of_the_users_code_keeps_its_class(source):

@@ -218,7 +218,7 @@ def test_shards_that_are_missing_by_the_names_of_the_others_are_told(tmp_path):
     for number in (0, 1, 3):
         write("jsonl", tmp_path / "corpus" / f"train-0000{number}-of-00005.jsonl")
     for number in (1, 2):
-        write("jsonl", tmp_path / "corpus" / f"test.0000{number}-of-00002.jsonl")
+        write("jsonl", tmp_path / "corpus" / f"more.0000{number}-of-00002.jsonl")
     assert told(tmp_path / "corpus", tmp_path / "cache") == [
         "WARNING: train-*-of-00005.jsonl: 3 of 5 shards are there"
     ]
@@ -241,6 +241,38 @@ def test_a_data_set_that_is_there_twice_is_told_at_each_start(tmp_path):
         "Left out: 1 files that no pattern of data.source.include matches (1 with .ndjson), such "
         "as new.ndjson",
     ], "the same corpus is cached"
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        (("train.jsonl", "valid.jsonl", "test.jsonl"), "data.source.path"),
+        (("data/train-0-of-1.jsonl", "data/validation-0-of-1.jsonl"), "data"),
+        (("train/a.jsonl", "dev/a.jsonl"), "data.source.path"),
+        (("training_1.jsonl", "tests.jsonl", "a/test.jsonl", "b/train.jsonl"), None),
+    ],
+)
+def test_a_split_that_is_trained_on_beside_the_training_data_is_told(tmp_path, files, where):
+    for name in files:
+        write("jsonl", tmp_path / "corpus" / name)
+    found = [line for line in told(tmp_path / "corpus", tmp_path / "cache") if "splits" in line]
+    beginning = f"WARNING: {where} has splits, all are trained on: "
+    assert [line.startswith(beginning) for line in found] == [True] * (where is not None)
+
+
+def test_what_a_glob_leaves_out_or_overrides_is_told(tmp_path):
+    for name in ("a.txt", "sub/b.txt", "sub/deep/c.txt", "left/d.txt"):
+        write("text", tmp_path / name)
+    folder = "data.source.path: left out: the folder {0}; '{0}/**/*' takes what is in it"
+    given = {"path": str(tmp_path / "*"), "exclude": ("left/*",)}
+    assert list_corpus(TextSource(**given)).warnings == [folder.format("sub")]
+    given["path"] = str(tmp_path / "**" / "*.txt")
+    assert list_corpus(TextSource(**given)).warnings == []
+    given["include"] = ("**/c.txt",)
+    ignored = "data.source.include has no effect: data.source.path is a file or a glob"
+    assert list_corpus(TextSource(**given)).warnings == [ignored]
+    given["path"] = str(tmp_path / "a.txt")
+    assert ignored in list_corpus(TextSource(**given)).warnings
 
 
 @pytest.mark.parametrize("direct", [False, True])

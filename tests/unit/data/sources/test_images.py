@@ -1,4 +1,5 @@
 import io
+import json
 import shutil
 from dataclasses import replace
 
@@ -265,6 +266,18 @@ def test_what_is_no_image_or_has_no_class_is_refused_with_what_to_do(folder, tmp
     assert "leaves none to train on" in refused(section(tmp_path / "one"))
 
 
+def test_an_image_whose_end_is_zeros_is_a_bad_record_and_zeros_after_its_end_are_not():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
+    for kind in ("JPEG", "GIF", "PNG"):
+        whole = encoded(image, kind)
+        pixels = np.asarray(open_picture(whole))
+        assert np.array_equal(pixels, open_picture(whole + bytes(99))), kind
+        for share in (0.3, 0.98):
+            begin = int(len(whole) * share)
+            with pytest.raises(ValueError, match="as an unfinished copy does"):
+                open_picture(whole[:begin] + bytes(len(whole) - begin))
+
+
 def test_an_image_whose_label_is_no_class_of_the_model_is_a_bad_record(tmp_path):
     (tmp_path / "shards").mkdir()
     good = [encoded(picture(COLORS["cat"], seed=seed)) for seed in range(8)]
@@ -314,6 +327,35 @@ def test_labels_mean_the_same_classes_in_every_set(folder, tmp_path):
     assert np.array_equal(*found), "what is evaluated is not augmented"
     with pytest.raises(ConfigError, match=r"data.source.classes: has no 'dog'"):
         open_dataset(section(folder, classes=("cat",)))
+
+
+def shard(path, *names):
+    """Writes a Parquet file of images as `datasets` does, with the names of its labels."""
+    rows = [encoded(picture(COLORS["cat"], seed=seed)) for seed in range(8)]
+    table = pyarrow.table({"image": rows, "label": [0, 1] * 4})
+    if names:
+        label = {"names": names, "_type": "ClassLabel"}
+        info = json.dumps({"info": {"features": {"label": label, "image": {"_type": "Image"}}}})
+        table = table.replace_schema_metadata({"huggingface": info})
+    path.parent.mkdir(exist_ok=True)
+    pyarrow.parquet.write_table(table, path)
+
+
+def test_labels_of_parquet_files_have_the_names_in_their_schemas(tmp_path):
+    for name, names in (("a", ("cat", "dog")), ("b", ("cat", "dog")), ("c", ())):
+        shard(tmp_path / "all" / f"{name}.parquet", *names)
+    assert open_dataset(section(tmp_path / "all")).classes == ("cat", "dog")
+    shard(tmp_path / "other" / "a.parquet", "dog", "cat")
+    config = section(tmp_path / "all").model_dump()
+    other = {"kind": "images", "path": str(tmp_path / "other"), "size": 8}
+    config |= {"validation": ({"name": "other", "source": other},)}
+    with pytest.raises(
+        ConfigError, match=r"other. has the classes dog, cat, the training data cat"
+    ):
+        open_dataset(DataSection.model_validate(config))
+    shard(tmp_path / "all" / "b.parquet", "dog", "cat")
+    with pytest.raises(ConfigError, match="one number means two classes"):
+        open_dataset(section(tmp_path / "all"))
 
 
 def test_a_changed_image_or_class_changes_the_fingerprint_and_other_settings_do_not(folder):

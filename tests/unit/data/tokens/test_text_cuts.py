@@ -166,6 +166,12 @@ WHOLE: dict[str, Callable[[], Tokenizer]] = {
     "no bytes": lambda: sentencepiece(LLAMA2, byte_fallback=False),
     "found in a text": lambda: with_added(sentencepiece(LLAMA2), "<|x|>"),
     "an added token with a blank": lambda: with_added(gpt2(), "s w"),
+    "of a single word after a blank": lambda: with_added(
+        gpt2(), AddedToken(" if", single_word=True, special=False)
+    ),
+    "blanks beside Chinese characters": lambda: trained(
+        pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.BertNormalizer()
+    ),
     "takes the blank after it": lambda: with_added(gpt2(), AddedToken("<|x|>", rstrip=True)),
 }
 """Tokenizers of which a document is encoded as one."""
