@@ -113,7 +113,7 @@ def fields_of(
 
 
 def _function(model: GptModel, *, seq_len: int) -> dict[str, Any]:
-    """Returns what decides the function that a decoder computes, each in one form only."""
+    """Returns the settings that decide the function of a decoder, each in one form only."""
     fields = model.model_dump(exclude=NOT_OF_THE_FUNCTION) | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,
         "head_dim": model.head_width,

@@ -442,7 +442,7 @@ def _tell_bad_records(corpus: Corpus, progress: Callable[[str], None]) -> None:
     if num_bad > corpus.max_bad:
         raise ConfigError(
             f"{corpus.source.path}: {num_bad:,} documents are left out of it as bad records, and "
-            f"guards.bad_records.max={corpus.max_bad}. Mend or remove them, or raise that number."
+            f"guards.bad_records.max={corpus.max_bad}. Correct or remove them, or raise it."
         )
     if num_bad:
         progress(BAD_TOLD.format(num_bad))

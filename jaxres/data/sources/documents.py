@@ -517,6 +517,8 @@ def _arrow_errors(file: SourceFile) -> Iterator[None]:
     pyarrow = importlib.import_module("pyarrow")
     try:
         yield
+    except MemoryError:  # That of pyarrow is an ArrowException too.
+        raise
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable(file.path, error) from error

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from jaxres.data.batching import NUM_TRIED, Arrays, BadRecord
 from jaxres.data.shuffle import Permutation
+from jaxres.data.sources.doubtful_names import HELD_OUT, TRAINING
 from jaxres.data.sources.source_files import SourceFile
 from jaxres.data.tokens.token_folder import TokenFolder
 from jaxres.faults import ConfigError
@@ -120,13 +121,16 @@ def _refuse_doubtful_classes(images: Sequence[SourceFile]) -> None:
                 "data.source.classes."
             )
         within.setdefault(first, set()).add(rest[0] if rest[1:] else "")
-    shared = set[str].intersection(*within.values()) if len(within) > 1 else set[str]()
-    if shared and all("" not in names for names in within.values()):
+    if not within or any("" in names for names in within.values()):
+        return
+    shared = set[str].intersection(*within.values())
+    splits = [name for name in within if name.lower() in TRAINING | HELD_OUT]
+    if shared or splits:
         raise ConfigError(
-            f"data.source.path: the folders {', '.join(sorted(within))} have the same folders "
-            f"within ({', '.join(sorted(shared))}), so they are rather parts of the data set than "
-            "classes. Give the path of one of them; if they are classes, name them with "
-            "data.source.classes."
+            f"data.source.path: the folders {', '.join(sorted(within))} have only folders within "
+            f"({', '.join(sorted(set().union(*within.values()))[:10])}), so they are rather parts "
+            "of the data set than classes. Give the path of one of them; if they are classes, name "
+            "them with data.source.classes."
         )
 
 

@@ -83,7 +83,8 @@ def token_folder_of(source: Source) -> RunPath | None:
     if source.path.startswith(SCHEME):
         return parse_path(source.path)
     folder = Path(source.path)
-    return folder if exists(folder.expanduser() / "meta.json") else None
+    files = [folder.expanduser() / name for name in ("meta.json", "tokens.bin")]
+    return folder if all(map(exists, files)) else None
 
 
 @dataclass(frozen=True)

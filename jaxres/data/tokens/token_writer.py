@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from array import array
 from collections.abc import Iterable
@@ -68,8 +69,10 @@ class TokenWriter:
 
         Raises:
           FileExistsError: the folder exists and has files.
+          TypeError: `vocab_size` is no whole number.
           ValueError: the folder to resume does not have what `sync` made durable.
         """
+        vocab_size = operator.index(vocab_size)  # A NumPy integer can't be written to meta.json.
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError(f"vocab_size {vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
         self._folder = folder

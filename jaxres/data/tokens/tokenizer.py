@@ -206,12 +206,19 @@ class LibraryTokenizer:
         return max(ids - special) + 1
 
     def require_unambiguous(self) -> None:
-        """Raises ConfigError if its file has a word or an id twice.
+        """Raises ConfigError if its file has a word or an id twice, or the library takes other ids.
 
         It takes 0.4 s with 200,000 words, so only tokens that are made, or those of another program
         at a start, need it.
         """
         _check_vocabulary(self.files[FILE_NAME], self.where)
+        for word, id_ in vocabulary(self.files[FILE_NAME])[0]:
+            if (taken := self.library.token_to_id(word)) != id_:
+                raise ConfigError(
+                    f"{self.where}: its added token {word!r} has the id {id_}, and the library "
+                    f"takes {taken}, the next free one: other programs would read other rows of "
+                    "the embedding. Give the ids between words that are not used, in a copy of it."
+                )
 
     def drops_text(self) -> bool:
         """Returns whether letters that are not in the vocabulary have no token at all."""

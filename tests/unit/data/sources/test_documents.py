@@ -531,3 +531,11 @@ def test_texts_of_every_type_are_read_as_utf_8(tmp_path: Path, name: str) -> Non
     assert texts_of(source, tmp_path / "c") == TEXTS
     (named,) = [one for one in told if one.startswith("BAD RECORD: ")]
     assert f"{tmp_path / 'a.parquet'}, row 3: 'body' is not UTF-8" in named
+
+
+def test_missing_memory_is_no_damage_of_a_file(tmp_path: Path) -> None:
+    file = SourceFile("a", tmp_path / "a.parquet", 1, 1, 1)
+    with pytest.raises(MemoryError), documents._arrow_errors(file):
+        raise pyarrow.ArrowMemoryError("malloc of size 5120000000 failed")
+    with pytest.raises(ConfigError, match="truncated, damaged"), documents._arrow_errors(file):
+        raise pyarrow.ArrowInvalid("no magic bytes")

@@ -403,6 +403,11 @@ def test_a_folder_of_tokens_is_no_folder_of_images_and_the_other_way(folder, tmp
         open_dataset(section(tmp_path / "tokens"))
 
 
+def test_a_file_of_another_program_makes_no_token_folder_of_images(folder):
+    (folder / "meta.json").write_text('{"camera": "a"}')
+    assert open_dataset(section(folder)).classes == tuple(COLORS)
+
+
 def test_only_formats_without_programs_are_opened_and_palettes_give_no_warning():
     picture = Image.fromarray(np.zeros((9, 9, 3), np.uint8))
     eps, palette = io.BytesIO(), io.BytesIO()
@@ -419,8 +424,18 @@ def test_folders_that_are_rather_parts_than_classes_are_refused(folder, tmp_path
         for name in COLORS:
             (tmp_path / "parts" / part / name).mkdir(parents=True)
             (tmp_path / "parts" / part / name / "0.png").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"train, val have the same folders within \(cat, dog"):
+    with pytest.raises(ConfigError, match=r"train, val have only folders within \(cat, dog"):
         open_dataset(section(tmp_path / "parts"))
+    (tmp_path / "above").mkdir()
+    shutil.copytree(folder, tmp_path / "above" / "photos")
+    with pytest.raises(ConfigError, match=r"photos have only folders within \(cat, dog, eel\)"):
+        open_dataset(section(tmp_path / "above"))
+    for part, name in (("train", "cat"), ("val", "dog")):
+        place = tmp_path / "others" / part / name / "0.png"
+        place.parent.mkdir(parents=True)
+        place.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"train, val have only folders within \(cat, dog\)"):
+        open_dataset(section(tmp_path / "others"))
     chosen = section(tmp_path / "parts", classes=("train", "val"), heldout_fraction=0)
     assert len(open_dataset(chosen).train) == 6
     (folder / ".ipynb_checkpoints").mkdir()

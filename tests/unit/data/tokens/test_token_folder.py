@@ -431,3 +431,11 @@ def test_digests_of_a_stream_do_not_depend_on_how_it_is_cut(sizes, monkeypatch):
     data[-1] ^= 1
     last = len(digests) - 1
     assert CheckedBlocks(data.view("<u2"), digests, block_bytes=SMALL).all_damaged() == [last]
+
+
+def test_a_vocabulary_may_be_an_integer_of_numpy_and_nothing_else(tmp_path):
+    write_tokens(tmp_path / "a", documents(0), vocab_size=np.int64(1000), tokenizer="mine")
+    assert token_folder.open_tokens(tmp_path / "a").meta.vocab_size == 1000
+    with pytest.raises(TypeError):
+        write_tokens(tmp_path / "b", documents(0), vocab_size=1000.0, tokenizer="mine")
+    assert not (tmp_path / "b").exists()

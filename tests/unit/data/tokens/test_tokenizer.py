@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -187,6 +188,25 @@ def test_a_word_that_a_unigram_tokenizer_has_twice_is_refused(tmp_path: Path) ->
             assert opened.vocab_size == 3
     with pytest.raises(ConfigError, match="'a' has the ids 0 and 2"):
         opened.require_unambiguous()
+
+
+def test_an_added_token_whose_id_the_library_changes_is_refused(
+    corpus: Path, trained: Path, tmp_path: Path
+) -> None:
+    fields = json.loads((trained / "tokenizer.json").read_bytes())
+    ids = [token["id"] for token in fields["added_tokens"]]
+    free = max(*ids, *fields["model"]["vocab"].values()) + 1
+    for gap in (0, 50):
+        folder = tmp_path / str(gap)
+        shutil.copytree(trained, folder)
+        added = {**fields["added_tokens"][0], "content": "<|more|>", "id": free + gap}
+        changed = {**fields, "added_tokens": [*fields["added_tokens"], added]}
+        (folder / "tokenizer.json").write_text(json.dumps(changed))
+        if gap:
+            with pytest.raises(ConfigError, match=r"'<\|more\|>' has the id .* the library takes"):
+                open_dataset(section(corpus, folder, end_of_document=bpe.END))
+        else:
+            assert open_dataset(section(corpus, folder, end_of_document=bpe.END)).vocab_size
 
 
 def test_an_ambiguous_tokenizer_makes_no_tokens_and_cached_ones_need_no_second_parse(
