@@ -23,6 +23,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
+from jaxres.telemetry import stdio
 from jaxres.train import completion
 
 
@@ -35,7 +36,29 @@ def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
     if completion.is_complete(run_dir, config):
         return True
     require_inputs(run_dir, config)
+    for line in unreached(config):
+        stdio.warn(line)
     return False
+
+
+def unreached(config: RunConfig) -> list[str]:
+    """Returns a line for each setting whose step comes after the run's last one.
+
+    They count if train.steps grows later, so none is an error.
+    """
+    schedule, source, last = config.optimizer.schedule, config.data.source, config.train.steps
+    changes = {
+        "optimizer.schedule.changes": getattr(schedule, "changes", ()),
+        "data.source.schedule": getattr(source, "schedule", ()),
+    }
+    found = [
+        f"{key}: the change after step {made[-1].after_step}"
+        for key, made in changes.items()
+        if made and made[-1].after_step >= last
+    ]
+    if (schedule.warmup_steps or 0) > last:
+        found.append(f"optimizer.schedule: warmup_steps={schedule.warmup_steps}")
+    return [f"{each} lies beyond the last step, train.steps={last}" for each in found]
 
 
 def require_inputs(run_dir: RunDir, config: RunConfig) -> None:

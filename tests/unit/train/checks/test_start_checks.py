@@ -71,3 +71,35 @@ def test_what_is_there_or_can_not_be_known_is_left_to_the_attempt(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own.py").write_text("raise ImportError('it is imported')")
     start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optimizer.schedule.warmup_steps=11", "optimizer.schedule: warmup_steps=11 lies beyond"),
+        ("optimizer.schedule.warmup_steps=10", None),
+        (
+            "optimizer.schedule={kind: piecewise, changes: [{after_step: 10, factor: 0.1}]}",
+            "optimizer.schedule.changes: the change after step 10 lies beyond",
+        ),
+        ("optimizer.schedule={kind: piecewise, changes: [{after_step: 9, factor: 0.1}]}", None),
+        (
+            f"data.source={{kind: mixture, sources: [{{name: a, weight: 1, source: {HERE}}}],"
+            " schedule: [{after_step: 99, weights: {a: 2}}]}",
+            "data.source.schedule: the change after step 99 lies beyond",
+        ),
+    ],
+)
+def test_a_setting_beyond_the_last_step_is_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    says: str | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_of(override, "train.steps=10")
+    assert not start_checks.is_complete(RunDir(tmp_path / "run"), config)
+    told = capsys.readouterr().err
+    assert ("lies beyond" in told) == (says is not None)
+    assert says is None or says in told
