@@ -237,8 +237,8 @@ class StatusWriter:
                 self._num_rollbacks += 1
                 text = f"step {onset}: {reason}"
                 self._send(TrainingReport("rollback", target, text, self._num_rollbacks))
-            case UpdateSkipped(step=step, overflowed_scale=None):
-                self._masked.add(step)
+            case UpdateSkipped(step=step, cause=cause) if cause != "loss_scale":
+                self._masked.add(step, cause)
             case _:
                 pass
 

@@ -339,12 +339,12 @@ def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
         spike_score=measured.spike_score,
         applied=measured.applied,
         state_is_finite=measured.state_is_finite,
-        backs_off=measured.backs_off,
+        backs_off=measured.skip_cause == "loss_scale",
     )
 
 
 def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarray) -> None:
-    rows = measured.bad_rows
+    rows, cause = measured.bad_rows, measured.skip_cause
     run.emit(
         UpdateSkipped(
             step=step,
@@ -356,7 +356,8 @@ def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarra
             rows=tuple(
                 (row, int(ids[row]), *run.row_origins[row]) for row in rows[:MAX_ROWS_REPORTED]
             ),
-            overflowed_scale=measured.loss_scale if measured.backs_off else None,
+            overflowed_scale=measured.loss_scale if cause == "loss_scale" else None,
+            cause=cause,
         )
     )
 

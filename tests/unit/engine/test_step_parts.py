@@ -176,6 +176,28 @@ def test_a_masked_step_changes_neither_model_state_nor_average() -> None:
     assert stepper(batch(2)).applied
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm", "scale", "cause"),
+    [
+        (np.nan, np.nan, 2.0, "nonfinite_loss"),
+        (np.inf, 1.0, None, "nonfinite_loss"),
+        (1.0, np.inf, None, "nonfinite_gradient"),
+        (1.0, np.nan, 1.0, "nonfinite_gradient"),
+        (1.0, np.nan, 2.0, "loss_scale"),
+        (1.0, 9e9, 2.0, "norm_spike"),
+    ],
+)
+def test_the_cause_of_a_masked_step_follows_from_its_numbers(
+    loss: float, norm: float, scale: float | None, cause: str
+) -> None:
+    layout = step.MetricsLayout(params=("w",), num_rows=1, is_scaled=scale is not None)
+    scales = [] if scale is None else [scale]
+    for applied, expected in ((0.0, cause), (1.0, None)):
+        numbers = [loss, norm, 0.1, 0.0, applied, 1.0, *scales, 1.0, 0.0]
+        measured, _ = layout.read(np.array(numbers, np.float32))
+        assert measured.skip_cause == expected
+
+
 @pytest.mark.slow
 def test_the_average_follows_the_trained_parameters_and_is_what_is_evaluated() -> None:
     config = SGD.model_copy(update={"ema_decay": 0.75, "freeze": ("head/*",)})

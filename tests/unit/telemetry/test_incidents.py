@@ -254,10 +254,10 @@ def test_masked_steps_are_reported_once_for_a_series():
     masked, reports = MaskedSteps(2, window_steps=10), {}
     for step in range(1, 40):
         if step in (3, 4, 5, 6, 30):
-            masked.add(step)
+            masked.add(step, "norm_spike")
         if (kind := masked.check(step)) is not None:
             reports[step] = kind
     assert reports == {5: "masked_steps", 15: "masked_steps_recovered"}
-    masked.add(41)
+    masked.add(41, None)
     masked.rewind(40)
-    assert masked.steps == [30], "it is computed again"
+    assert masked.steps == {30: "norm_spike"}, "it is computed again"
