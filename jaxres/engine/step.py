@@ -82,11 +82,11 @@ class StepMetrics:
         if self.applied:
             return None
         if not math.isfinite(self.loss):
-            return "nonfinite_loss"
+            return SkipCause.NONFINITE_LOSS
         if math.isfinite(self.grad_norm):
-            return "norm_spike"
+            return SkipCause.NORM_SPIKE
         can_be_halved = self.loss_scale is not None and self.loss_scale > LEAST
-        return "loss_scale" if can_be_halved else "nonfinite_gradient"
+        return SkipCause.LOSS_SCALE if can_be_halved else SkipCause.NONFINITE_GRADIENT
 
 
 @dataclass(frozen=True)

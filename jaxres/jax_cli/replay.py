@@ -22,7 +22,7 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
-from jaxres.runlog.skip_causes import SKIP_CAUSES, SkipCause
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor.run_config import resolve_run, tell_repeated
@@ -145,10 +145,10 @@ def skip_lines(
     """
     lines = []
     if computed is not None:
-        why = SKIP_CAUSES[computed]
+        why = skip_causes.text(computed)
         lines.append(f"its update was skipped ({why}, score {spike_score:.1f})")
     if is_skipped and recorded != computed:
-        lines.append(f"recorded: its update was skipped ({SKIP_CAUSES[recorded]})")
+        lines.append(f"recorded: its update was skipped ({skip_causes.text(recorded)})")
     elif computed is not None and not is_skipped:
         lines.append("recorded: its update was applied")
     return lines

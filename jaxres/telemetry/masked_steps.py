@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.runlog.skip_causes import SkipCause, counts_text
 
 
@@ -35,7 +35,7 @@ class MaskedSteps:
         """Forgets the steps above one from which training is computed again."""
         self.steps = {known: cause for known, cause in self.steps.items() if known <= step}
 
-    def check(self, step: int) -> Literal["masked_steps", "masked_steps_recovered"] | None:
+    def check(self, step: int) -> Kind | None:
         """Returns the kind of report to send after a finished step, once per change."""
         first = step - self.window_steps + 1
         self.steps = {known: cause for known, cause in self.steps.items() if known >= first}
@@ -44,8 +44,8 @@ class MaskedSteps:
         if not self.is_exceeded and len(self.steps) > self.limit:
             self.is_exceeded = True
             self.num_series += 1
-            return "masked_steps"
+            return Kind.MASKED_STEPS
         if self.is_exceeded and 2 * len(self.steps) <= self.limit:
             self.is_exceeded = False
-            return "masked_steps_recovered"
+            return Kind.MASKED_STEPS_RECOVERED
         return None

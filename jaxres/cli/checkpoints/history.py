@@ -11,7 +11,6 @@ from jaxres.runlog import attempt_history, evaluations, metrics, skip_causes
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
-from jaxres.runlog.skip_causes import SKIP_CAUSES
 from jaxres.supervisor import run_lock
 from jaxres.telemetry import stdio
 
@@ -41,7 +40,7 @@ def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
         f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
         f"{_cell(m.learning_rate)} {m.tokens:>14,}"
         f"{_losses(evaluated.get((m.attempt, m.step)))}"
-        f"{f'  skipped: {SKIP_CAUSES[causes[m.attempt].get(m.step)]}' if m.skipped else ''}\n"
+        f"{f'  skipped: {skip_causes.text(causes[m.attempt].get(m.step))}' if m.skipped else ''}\n"
         for m in metric_lines
     )
 

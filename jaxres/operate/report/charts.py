@@ -18,8 +18,9 @@ from jaxres.operate.report import curves, number_text
 from jaxres.operate.report.contents import Contents, InterruptionMark
 from jaxres.operate.report.curves import COLUMNS
 from jaxres.operate.report.markup import Markup, element, joined, number
+from jaxres.runlog import skip_causes
 from jaxres.runlog.metrics_columns import MetricsColumns
-from jaxres.runlog.skip_causes import SKIP_CAUSES, SkipCause, counts_text
+from jaxres.runlog.skip_causes import SkipCause
 
 T = TypeVar("T")
 HEIGHT = 200
@@ -268,9 +269,9 @@ def _skip_marks(
     """Yields a point at the bottom for the masked steps of each pixel column."""
     for at, own in _by_column(skipped.tolist(), steps, int):
         first, last = f"{own[0]:,}", f"{own[-1]:,}"
-        title = f"step {first}: update masked ({SKIP_CAUSES[causes.get(own[0])]})"
+        title = f"step {first}: update masked ({skip_causes.text(causes.get(own[0]))})"
         if len(own) > 1:
-            of_each = counts_text(map(causes.get, own))
+            of_each = skip_causes.counts_text(map(causes.get, own))
             title = f"{len(own):,} masked updates, steps {first} to {last} ({of_each})"
         d = f"M{number(at)} {HEIGHT - 6}h.01"
         yield element("path", element("title", title), d=d, class_="dots skip")
