@@ -6,7 +6,7 @@ outside contract: launchers rely on them.
 
 import contextlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -118,6 +118,18 @@ def refusals(*, at_start: bool) -> Iterator[None]:
         yield
     except StorageRefused as error:
         raise by_phase(error, at_start=at_start) from error
+
+
+def warn_or_raise(
+    error: RunError, warn: Callable[[str], None] | None, *, follows: str = ""
+) -> None:
+    """Passes an error to `warn`, with what follows from it; raises it if there is no `warn`.
+
+    A function with a parameter `warn` returns what it can read, and drops nothing silently.
+    """
+    if warn is None:
+        raise error
+    warn(f"{error} {follows}".rstrip())
 
 
 def error_from_exit_code(code: int, reason: str) -> RunError:

@@ -15,6 +15,7 @@ from jaxres.cluster import detect
 from jaxres.launch.gce.decide import reconcile
 from jaxres.operate.chaos import coverage
 from jaxres.operate.plan.assumptions import ASSUMPTIONS
+from jaxres.supervisor import run_metrics
 from tools.gpu import results as gpu_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,7 @@ PAGES = (
     "many-hosts.md",
     "planning.md",
     "prove.md",
+    "watch.md",
 )
 DOCSTRING = re.compile(r'r?"""(\S[^\n]*?)(?:\n|""")')
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
@@ -99,6 +101,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "folders": folders,
     "gpu-results": gpu_results.committed_table,
     "launch-stages": reconcile.table,
+    "metrics": run_metrics.table,
     "modules": modules,
     "places": lambda: detect.table().rstrip("\n"),
 }

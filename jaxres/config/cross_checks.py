@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
-from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import PagerdutyTarget, variable
 from jaxres.config.schema.data import (
     HELDOUT,
@@ -447,8 +447,8 @@ def _alerts(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key, f"appears twice: {target.kind} with {name[1]}; leave one out")
         seen.add(name)
         for kind in target.kinds or ():
-            if kind not in KINDS:
-                text = f"there is no {show(kind)}{did_you_mean(kind, KINDS)} ({', '.join(KINDS)})"
+            if kind not in list(Kind):
+                text = f"there is no {show(kind)}{did_you_mean(kind, Kind)} ({', '.join(Kind)})"
                 yield Problem(f"{key}.kinds", text)
         safe = ("https://", "http://127.0.0.1:", "http://127.0.0.1/")
         if isinstance(target, PagerdutyTarget) and not target.url.startswith(safe):

@@ -31,6 +31,7 @@ from jaxres.engine.state import TrainState
 from jaxres.engine.trainable import ALL, Trainable
 from jaxres.faults import ConfigError
 from jaxres.models.interface import Model, ModelState, Params, anywhere, compute_loss
+from jaxres.runlog.skip_causes import SkipCause
 
 BatchArrays = Mapping[str, jax.Array]
 """Arrays whose first dim is the row of the global batch."""
@@ -76,10 +77,16 @@ class StepMetrics:
     mixture; NaN where the weight is 0."""
 
     @property
-    def backs_off(self) -> bool:
-        """Whether the gradient overflowed with a scale that can still be halved."""
-        has_overflowed = math.isfinite(self.loss) and not math.isfinite(self.grad_norm)
-        return has_overflowed and self.loss_scale is not None and self.loss_scale > LEAST
+    def skip_cause(self) -> SkipCause | None:
+        """Why the update was masked; None: it was applied."""
+        if self.applied:
+            return None
+        if not math.isfinite(self.loss):
+            return SkipCause.NONFINITE_LOSS
+        if math.isfinite(self.grad_norm):
+            return SkipCause.NORM_SPIKE
+        can_be_halved = self.loss_scale is not None and self.loss_scale > LEAST
+        return SkipCause.LOSS_SCALE if can_be_halved else SkipCause.NONFINITE_GRADIENT
 
 
 @dataclass(frozen=True)

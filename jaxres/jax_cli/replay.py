@@ -10,19 +10,25 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxres import data, faults
 from jaxres.config.argparser import Parser, path_argument
 from jaxres.data import Batch
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
-from jaxres.runlog import metrics, run_log
+from jaxres.runlog import metrics, run_log, skip_causes
+from jaxres.runlog.event_log import read_events
+from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.storage import files
 from jaxres.storage.path import is_remote
 from jaxres.supervisor.run_config import resolve_run, tell_repeated
+
+if TYPE_CHECKING:
+    from jaxres.engine.step import StepMetrics  # jax, which a bad argument must not wait for.
 
 USAGE = "jaxres replay RUN_DIR --step N [--explain] [section.field=value ...]"
 
@@ -96,24 +102,55 @@ class StepReplay:
         )
         origin = f"step {commit.step}" if commit else "the initial state"
         yield f"step {self.step}, recomputed from {origin}"
-        yield from _compare(replayed.measured, recorded[0], replayed.batch, config.guards.spikes)
+        recorded_cause = None
+        if recorded[0].skipped:
+            events = read_events(self.run_dir.events(recorded[0].attempt, 0))
+            recorded_cause = skip_causes.of_events(events).get(self.step)
+        yield from _compare(replayed.measured, recorded[0], replayed.batch, recorded_cause)
         yield from replayed.explained
 
 
-def _compare(measured: Any, recorded: Any, batch: Batch, spikes: Any) -> list[str]:
-    """Returns the lines that compare the recomputed step with the recorded one."""
+def _compare(
+    measured: StepMetrics, recorded: MetricsLine, batch: Batch, cause: SkipCause | None
+) -> list[str]:
+    """Returns the lines that compare the recomputed step with the recorded one, and its cause."""
     same = "as recorded" if _same(measured.loss, recorded.loss) else f"recorded: {recorded.loss}"
     lines = [f"loss {measured.loss:.6g} ({same}), gradient norm {measured.grad_norm:.6g}"]
     is_same_batch = data.sample_digest(batch.ids) == recorded.samples
     if not is_same_batch:
         lines.append("the rows differ from those of the run at this step")
-    if not measured.applied:
-        why = "" if measured.bad_rows or measured.bad_params else " because of its norm"
-        lines.append(f"its update was not applied{why} (score {measured.spike_score:.1f})")
+    lines += skip_lines(
+        measured.skip_cause,
+        cause,
+        is_skipped=recorded.skipped,
+        spike_score=measured.spike_score,
+    )
     lines += [
         f"row {row}: sample {int(batch.ids[row])}: loss not finite" for row in measured.bad_rows
     ]
     lines += [f"gradient of {name}: not finite" for name in measured.bad_params]
+    return lines
+
+
+def skip_lines(
+    computed: SkipCause | None, recorded: SkipCause | None, *, is_skipped: bool, spike_score: float
+) -> list[str]:
+    """Returns the lines about a skipped update.
+
+    Args:
+      computed: the cause; None: the update of the recomputed step is applied.
+      recorded: the cause in the events of the run; None: not recorded.
+      is_skipped: whether the run has skipped the update.
+      spike_score: deviations by which the gradient norm exceeds the usual.
+    """
+    lines = []
+    if computed is not None:
+        why = skip_causes.text(computed)
+        lines.append(f"its update was skipped ({why}, score {spike_score:.1f})")
+    if is_skipped and recorded != computed:
+        lines.append(f"recorded: its update was skipped ({skip_causes.text(recorded)})")
+    elif computed is not None and not is_skipped:
+        lines.append("recorded: its update was applied")
     return lines
 
 

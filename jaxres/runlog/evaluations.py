@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxres.runlog.event_log import read_events, read_json_lines_since
@@ -23,10 +23,17 @@ def of_event(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def read(run_dir: RunDir, attempts: Collection[int]) -> dict[tuple[int, int], dict[str, Any]]:
     """Returns (attempt, step) -> the fields of its evaluation."""
+    return of_attempts({number: read_events(run_dir.events(number, 0)) for number in attempts})
+
+
+def of_attempts(
+    events: Mapping[int, Iterable[Mapping[str, Any]]],
+) -> dict[tuple[int, int], dict[str, Any]]:
+    """Returns (attempt, step) -> the fields of its evaluation, from the events of attempts."""
     return {
         (attempt, event.get("step", 0)): of_event(event)
-        for attempt in attempts
-        for event in read_events(run_dir.events(attempt, 0))
+        for attempt, own in events.items()
+        for event in own
         if event["event"] == EVALUATED
     }
 

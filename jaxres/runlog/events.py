@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from jaxres.runlog.skip_causes import UPDATE_SKIPPED, SkipCause
 from jaxres.runlog.supervisor_events import (
     AttemptRestarted,
     CheckpointDamageFound,
@@ -279,6 +280,8 @@ class UpdateSkipped:
     overflowed_scale: float | None = None
     """The loss scale with which the gradient has overflowed; the next one is half of it. None:
     another cause."""
+    cause: SkipCause | None = None
+    """None: an earlier version, which recorded no cause, has written the event."""
 
 
 @dataclass(frozen=True)
@@ -502,7 +505,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "save_committed": SaveCommitted,
         "part_committed": PartCommitted,
         "save_failed": SaveFailed,
-        "update_skipped": UpdateSkipped,
+        UPDATE_SKIPPED: UpdateSkipped,
         "guard_warned": GuardWarned,
         "corruption_detected": CorruptionDetected,
         "straggler_found": StragglerFound,

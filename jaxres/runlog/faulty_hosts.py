@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from jaxres.cluster.host_identity import HostIdentity
+from jaxres.faults import ConfigError, warn_or_raise
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import is_seconds
 from jaxres.runlog.history import in_force
@@ -187,15 +188,11 @@ def forgotten(run_dir: RunDir) -> frozenset[str]:
     return frozenset(files.list_names(run_dir.forgotten_faults))
 
 
-def _ignore(_: str) -> None:
-    pass
-
-
 def read(
     run_dir: RunDir,
     records: Sequence[Record] | None = None,
     *,
-    warn: Callable[[str], None] = _ignore,
+    warn: Callable[[str], None] | None = None,
 ) -> tuple[FaultyHost, ...]:
     """Returns the hosts of a run that are left out.
 
@@ -204,6 +201,9 @@ def read(
       records: its log if that was read already.
       warn: gets the path and the cause of each file that can't be understood, and leaves out no
         host.
+
+    Raises:
+      ConfigError: there is such a file, and no `warn`.
     """
     known = run_log.read_records(run_dir.log) if records is None else records
     excluded, reports = excluded_hosts(run_dir, warn=warn), read_reports(run_dir, warn=warn)
@@ -214,7 +214,7 @@ def read(
     return (*faulty_hosts(known, forgotten=ignored, reports=reports), *by_hand)
 
 
-def read_reports(run_dir: RunDir, *, warn: Callable[[str], None] = _ignore) -> list[Report]:
+def read_reports(run_dir: RunDir, *, warn: Callable[[str], None] | None = None) -> list[Report]:
     """Returns the faults that hosts have reported themselves; `warn`: see `read`."""
 
     def report(name: str, fields: dict[str, Any]) -> Report:
@@ -229,7 +229,7 @@ def _decoded(
     build: Callable[[str, dict[str, Any]], T],
     *,
     number: int,
-    warn: Callable[[str], None],
+    warn: Callable[[str], None] | None,
 ) -> Iterator[T]:
     """Yields what `build` makes of the name and fields of each file; `warn` gets the others."""
     names = sorted(files.list_names(folder))
@@ -241,11 +241,12 @@ def _decoded(
                 raise ValueError("its time is none")
             found = build(name, fields)
         except (ValueError, KeyError, TypeError) as error:
-            warn(
+            text = (
                 f"{folder / name}: can't be understood ({error}), so the host that it is about is "
                 "used. Exclude that host again (jaxres hosts RUN_DIR --exclude HOST), and remove "
                 "the file."
             )
+            warn_or_raise(ConfigError(text), warn)
             continue
         yield found
 
@@ -266,7 +267,7 @@ def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: f
 
 
 def excluded_hosts(
-    run_dir: RunDir, *, warn: Callable[[str], None] = _ignore
+    run_dir: RunDir, *, warn: Callable[[str], None] | None = None
 ) -> tuple[FaultyHost, ...]:
     """Returns the hosts that were excluded by hand, even if they are used again since then.
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxres.faults import ConfigError, RunError
+from jaxres.faults import ConfigError, RunError, warn_or_raise
 from jaxres.runlog.event_log import is_seconds, json_objects
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import codec, files
 
+INCOMPLETE = "Events of the launcher are missing in what follows."
 LaunchEventKind = Literal[
     "attempt_started",
     "attempt_ended",
@@ -113,16 +114,11 @@ def read(run_dir: RunDir, *, warn: Callable[[str], None] | None = None) -> list[
         for fields in state.get("events", ()):
             _add(found, state.get("id", ""), fields)
     except (ValueError, AttributeError, TypeError) as error:
-        _incomplete(ConfigError(f"{run_dir.launch_state}: is damaged ({error})."), warn)
+        damage = ConfigError(f"{run_dir.launch_state}: is damaged ({error}).")
+        warn_or_raise(damage, warn, follows=INCOMPLETE)
     except RunError as error:
-        _incomplete(error, warn)
+        warn_or_raise(error, warn, follows=INCOMPLETE)
     return sorted(found.values(), key=lambda event: (event.time, event.number))
-
-
-def _incomplete(error: RunError, warn: Callable[[str], None] | None) -> None:
-    if warn is None:
-        raise error
-    warn(f"{error} Events of the launcher are missing in what follows.")
 
 
 def _add(found: dict[tuple[str, int], LaunchEvent], job: str, fields: dict[str, Any]) -> None:

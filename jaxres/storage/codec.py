@@ -88,7 +88,7 @@ class TaggedCodec(Generic[T]):
 
 
 def encode(value: Any, *, omit_defaults: bool = False) -> dict[str, Any]:
-    """Returns the fields of a dataclass, nested dataclasses as objects, exit codes as integers.
+    """Returns the fields of a dataclass, nested dataclasses as objects, enums as values.
 
     Args:
       value: a dataclass instance.
@@ -103,7 +103,8 @@ def encode(value: Any, *, omit_defaults: bool = False) -> dict[str, Any]:
 
 
 def _plain(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: int(v) if isinstance(v, enum.IntEnum) else v for name, v in fields}
+    enums = enum.IntEnum, enum.StrEnum
+    return {name: v.value if isinstance(v, enums) else v for name, v in fields}
 
 
 def decode(kind: type[T], fields: Any, *, ignore_unknown: bool = False) -> T:
@@ -205,6 +206,8 @@ def _value(hint: Any, value: Any, *, name: str, ignore_unknown: bool) -> Any:
         }
     elif _is_scalar(hint, value):
         return value
+    elif isinstance(hint, type) and issubclass(hint, enum.StrEnum) and value in list(hint):
+        return hint(value)
     raise ValueError(f"field {name!r} has the value {value!r:.60}")
 
 

@@ -54,29 +54,69 @@ LABELS = ("run", "host")
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("jaxres_run_info", "gauge", "1; facts of the run", ("version", "trajectory")),
-        Metric("jaxres_supervisor_start_time_seconds", "gauge", "Start of the supervisor (epoch)"),
+        Metric(
+            "jaxres_run_info",
+            "gauge",
+            "1; version of jaxres, digest of the trajectory keys",
+            ("version", "trajectory"),
+        ),
+        Metric(
+            "jaxres_supervisor_start_time_seconds",
+            "gauge",
+            "Start of the supervisor, in seconds since the epoch",
+        ),
         Metric("jaxres_attempt", "gauge", "Number of the newest attempt"),
-        Metric("jaxres_phase", "gauge", "1; phase of the worker, or down", ("phase",)),
+        Metric(
+            "jaxres_phase",
+            "gauge",
+            "1 for the phase of the worker; down: between attempts",
+            ("phase",),
+        ),
         Metric("jaxres_step", "gauge", "Newest finished step"),
-        Metric("jaxres_target_step", "gauge", "Last step of the run (train.steps)"),
+        Metric("jaxres_target_step", "gauge", "train.steps"),
         Metric("jaxres_steps_total", "counter", "Finished steps, those trained again included"),
         Metric("jaxres_skipped_steps_total", "counter", "Finished steps whose update was masked"),
-        Metric("jaxres_last_step_timestamp_seconds", "gauge", "End of the newest step (epoch)"),
+        Metric(
+            "jaxres_last_step_timestamp_seconds",
+            "gauge",
+            "End of the newest step, in seconds since the epoch",
+        ),
         Metric("jaxres_loss", "gauge", "Loss of the newest step; NaN: not finite"),
         Metric("jaxres_tokens", "gauge", "Tokens consumed up to the newest step"),
-        Metric("jaxres_step_seconds", "gauge", "Mean duration of the last 50 steps"),
-        Metric("jaxres_tokens_per_second", "gauge", "Tokens per second in the last 50 steps"),
+        Metric("jaxres_step_seconds", "gauge", "Mean duration of the last 50 steps of the attempt"),
         Metric(
-            "jaxres_goodput_seconds_total", "counter", "Time by class, as in `report`", ("class",)
+            "jaxres_tokens_per_second",
+            "gauge",
+            "Tokens of all hosts per second in the last 50 steps",
         ),
-        Metric("jaxres_save_seconds", "gauge", "Newest committed save, from start to commit"),
+        Metric(
+            "jaxres_goodput_seconds_total",
+            "counter",
+            "Time of this supervisor by class, as in jaxres report; save_stall: saves"
+            " hold up training",
+            ("class",),
+        ),
+        Metric(
+            "jaxres_save_seconds", "gauge", "Newest committed save, from its start to the commit"
+        ),
         Metric("jaxres_failed_saves_total", "counter", "Saves that storage has refused"),
         Metric("jaxres_last_commit_step", "gauge", "Newest committed step"),
-        Metric("jaxres_last_commit_timestamp_seconds", "gauge", "Time of that commit (epoch)"),
-        Metric("jaxres_restarts_total", "counter", "Ended attempts before this one", ("cause",)),
+        Metric(
+            "jaxres_last_commit_timestamp_seconds",
+            "gauge",
+            "Time of that commit; time() minus this is its age",
+        ),
+        Metric(
+            "jaxres_restarts_total",
+            "counter",
+            "Attempts of the run before the present one, by how they ended: name of "
+            "the exit code, signal, or killed (no recorded end); from the run log",
+            ("cause",),
+        ),
         Metric("jaxres_guard_verdicts_total", "counter", "Acts of the guards", ("verdict",)),
-        Metric("jaxres_hardware_faults_total", "counter", "Faults of this machine", ("kind",)),
+        Metric(
+            "jaxres_hardware_faults_total", "counter", "Findings of the health guard", ("kind",)
+        ),
         Metric("jaxres_gpu_temperature_celsius", "gauge", "Temperature", ("gpu",)),
         Metric("jaxres_gpu_power_watts", "gauge", "Power", ("gpu",)),
         Metric(
@@ -85,10 +125,28 @@ METRICS = {
             "Uncorrectable memory errors since the driver was loaded",
             ("gpu",),
         ),
-        Metric("jaxres_gpu_clocks_slowed", "gauge", "1: by heat, power or a fault", ("gpu",)),
-        Metric("jaxres_disk_free_bytes", "gauge", "Free space for the run's local files"),
-        Metric("jaxres_memory_available_bytes", "gauge", "Memory that the host has left"),
-        Metric("jaxres_spend_dollars_total", "counter", "Price of this host since the start"),
+        Metric(
+            "jaxres_gpu_clocks_slowed",
+            "gauge",
+            "1: heat, the power supply or a fault slows the clocks",
+            ("gpu",),
+        ),
+        Metric(
+            "jaxres_disk_free_bytes",
+            "gauge",
+            "Free space for the run's local files, read once a minute",
+        ),
+        Metric(
+            "jaxres_memory_available_bytes",
+            "gauge",
+            "Memory that the host or its container has left, read once a minute",
+        ),
+        Metric(
+            "jaxres_spend_dollars_total",
+            "counter",
+            "Price of this host for the life of this supervisor, if all capacity "
+            "options have one price",
+        ),
     )
 }
 """Name -> metric."""
@@ -107,6 +165,16 @@ FAULTS = (
     *("host_memory", "disk", "clock", "network"),
 )
 """Kinds of faults of the health guard (docs/hardware.md)."""
+
+
+def table() -> str:
+    """Returns the metrics as a table of docs/watch.md."""
+    rows = ["| metric | kind | meaning |", "|---|---|---|"]
+    for metric in METRICS.values():
+        labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
+        values = f": {', '.join(map('`{}`'.format, VERDICTS))}" * (metric.labels == ("verdict",))
+        rows.append(f"| `{metric.name}{labels}` | {metric.kind} | {metric.help}{values} |")
+    return "\n".join(rows)
 
 
 @dataclass(frozen=True)

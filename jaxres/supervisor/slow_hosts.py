@@ -19,6 +19,7 @@ from jaxres.runlog.event_log import read_events
 from jaxres.runlog.faulty_hosts import host_name
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Claim
+from jaxres.telemetry import stdio
 
 MAX_LOST_MINUTES = 30.0
 """Minutes that a slow host may cost an attempt: more than a restart without it costs (ADR 66)."""
@@ -112,7 +113,7 @@ def review(
     if not machine.name:
         return f"{lost}. It can't be left out at the next start: set {HOST_NAME} to its name"
     name = host_name(machine, slot)
-    if any(host.name == name for host in faulty_hosts.read(run_dir)):
+    if any(host.name == name for host in faulty_hosts.read(run_dir, warn=stdio.warn)):
         return None
     command = partial(command_line, "jaxres hosts", run_dir.root)
     if section.exclude == "warn" or slot is not None:

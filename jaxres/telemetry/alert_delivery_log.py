@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.telemetry import incidents
 from jaxres.telemetry.incidents import Incident
 
@@ -51,7 +51,7 @@ class Ledger:
         """Keys of delivered incidents that are not resolved yet, and their kinds."""
         return {key: incident.kind for key, incident in self.unresolved.items()}
 
-    def has_nothing_to_resolve(self, kind: str) -> bool:
+    def has_nothing_to_resolve(self, kind: Kind) -> bool:
         """Returns whether this is the first commit of a supervisor, and no save has failed.
 
         Every supervisor reports its first commit as `saves_recovered`; the target then gets no
@@ -59,12 +59,12 @@ class Ledger:
         """
         kinds = {waiting.incident.kind for waiting in self.waiting.values()}
         kinds |= {incident.kind for incident in self.unresolved.values()}
-        return kind == "saves_recovered" and "saves_failing" not in kinds
+        return kind is Kind.SAVES_RECOVERED and Kind.SAVES_FAILING not in kinds
 
-    def is_allowed(self, kind: str, *, now: float, max_per_hour: int) -> bool:
+    def is_allowed(self, kind: Kind, *, now: float, max_per_hour: int) -> bool:
         """Returns whether the rate limit allows a message of this kind."""
         recent = [time for time in self.sent if 0 <= now - time < HOUR_SECONDS]
-        return KINDS[kind].ends_run or len(recent) < max_per_hour
+        return kind.row.ends_run or len(recent) < max_per_hour
 
     def apply(self, line: dict[str, Any]) -> None:
         """Applies a line; ignores the lines of other targets."""
@@ -88,7 +88,7 @@ class Ledger:
         if line["state"] != "silent":
             self.left_out.clear()
             self.sent = [sent for sent in self.sent if 0 <= time - sent < HOUR_SECONDS] + [time]
-        if resolved := KINDS[kind].resolves:
+        if resolved := kind.resolves:
             left = {k: i for k, i in self.unresolved.items() if i.kind not in resolved}
             self.unresolved = left
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxres.clock import Awake, Clock
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.faults import RunError, command_line
 from jaxres.runlog import run_log
 from jaxres.runlog.event_log import read_json_lines
@@ -17,7 +18,7 @@ from jaxres.runlog.run_log import Commit, Record
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry import alert_delivery_log
 from jaxres.telemetry.heartbeat import News, SaveHealth, SavesFailing, SpeedChanged, TrainingReport
-from jaxres.telemetry.incidents import Incident, Kind, of_training
+from jaxres.telemetry.incidents import Incident, of_training
 
 CHECK_SECONDS = 30.0
 """Interval between two polls of the run log."""
@@ -36,7 +37,7 @@ def step_of_open(run_dir: RunDir, kind: Kind) -> int | None:
     names = {name for row in rows if isinstance(name := row.get("target"), str)}
     ledgers = (alert_delivery_log.fold(name, rows) for name in names)
     sent = (incident for ledger in ledgers for incident in ledger.unresolved.values())
-    return min((incident.step for incident in sent if incident.kind == kind), default=None)
+    return min((incident.step for incident in sent if incident.kind is kind), default=None)
 
 
 @dataclass
@@ -61,12 +62,12 @@ class CommitStall:
         if newest > self.newest:
             self.newest, self.since = newest, now
             was_stalled, self.is_stalled = self.is_stalled, False
-            return "commits_resumed" if was_stalled else None
+            return Kind.COMMITS_RESUMED if was_stalled else None
         if self.limit_seconds is None or self.is_stalled or now - self.since < self.limit_seconds:
             return None
         self.is_stalled = True
         self.num_stalls += 1
-        return "commits_stalled"
+        return Kind.COMMITS_STALLED
 
 
 def _newest_commit(records: Sequence[Record]) -> int:
@@ -108,7 +109,7 @@ class CommitMonitor:
             now = awake.now()
             commits = _newest_commit(records)
             if stall is None:
-                stalled = step_of_open(self._run_dir, "commits_stalled")
+                stalled = step_of_open(self._run_dir, Kind.COMMITS_STALLED)
                 has_resumed = stalled is not None and run_log.fold(records).step > stalled
                 known = 0 if has_resumed else commits
                 stall = CommitStall(self._limit, known, now, is_stalled=stalled is not None)
@@ -122,7 +123,7 @@ class CommitMonitor:
                         run=run,
                         attempt=max((record.attempt for record in records), default=0),
                         step=step,
-                        reason=reason if kind == "commits_stalled" else "",
+                        reason=reason if kind is Kind.COMMITS_STALLED else "",
                         next=command_line("jaxres status", self._run_dir.root),
                         seq=stall.num_stalls,
                     )
@@ -158,7 +159,7 @@ class SaveMonitor:
         self.num_failures += self.is_failing
         self.send(
             Incident(
-                kind="saves_failing" if self.is_failing else "saves_recovered",
+                kind=Kind.SAVES_FAILING if self.is_failing else Kind.SAVES_RECOVERED,
                 run=self.run,
                 attempt=attempt,
                 step=health.step,
@@ -193,12 +194,12 @@ class ReplicaLag:
         self.waiting = {seq: since for seq, since in self.waiting.items() if seq > replicated}
         if not self.waiting:
             was_behind, self.is_behind = self.is_behind, False
-            return "replica_caught_up" if was_behind else None
+            return Kind.REPLICA_CAUGHT_UP if was_behind else None
         if self.limit_seconds is None or self.is_behind or self.seconds(now) < self.limit_seconds:
             return None
         self.is_behind = True
         self.series += 1
-        return "replica_behind"
+        return Kind.REPLICA_BEHIND
 
     def seconds(self, now: float) -> float:
         """Returns the lag; 0 if nothing is missing."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxres.clock import Clock
-from jaxres.config.schema.alert_kinds import KINDS
 from jaxres.config.schema.alerts import AlertsSection, AlertTarget, PagerdutyTarget, variable
 from jaxres.faults import ConfigError, RunError
 from jaxres.runlog import run_log
@@ -361,7 +360,7 @@ class TargetSender:
         spare = [
             key
             for key, kind in kinds.items()
-            if not KINDS[kind].ends_run and not incidents.only_resolves(self._target.config, kind)
+            if not kind.row.ends_run and not incidents.only_resolves(self._target.config, kind)
         ]
         many = spare[: max(0, len(waiting) - MAX_WAITING)]
         for key in dict.fromkeys((*late, *many)):

@@ -19,9 +19,10 @@ from rich.text import Text
 
 from jaxres.clock import Clock
 from jaxres.config.schema.data import HELDOUT
-from jaxres.runlog import events
+from jaxres.runlog import events, skip_causes
 from jaxres.runlog.events import Event
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.secret_values import redact_text
 from jaxres.storage.line_writer import LineWriter, open_line_writer
 from jaxres.storage.threads import make_thread
@@ -314,12 +315,14 @@ def _skipped(event: events.UpdateSkipped) -> str:
         f"row {row} (sample {sample}, host {host})" for row, sample, host, _ in event.rows[:3]
     )
     more = f" and {event.num_rows - 3} more rows" if event.num_rows > 3 else ""
-    why = f"the gradient norm is {event.spike_score:.1f} deviations above the usual"
-    if rows or event.params:
-        where = f"loss of {rows}{more}" if rows else f"gradient of {', '.join(event.params[:3])}"
-        why = f"{where} not finite"
-    if event.overflowed_scale is not None:
-        scale = event.overflowed_scale
+    why, scale = skip_causes.text(event.cause), event.overflowed_scale
+    if event.cause is SkipCause.NORM_SPIKE:
+        why = f"the gradient norm is {event.spike_score:.1f} deviations above the usual"
+    elif event.cause is SkipCause.NONFINITE_LOSS and rows:
+        why = f"loss of {rows}{more} not finite"
+    elif event.cause is SkipCause.NONFINITE_GRADIENT and event.params:
+        why = f"gradient of {', '.join(event.params[:3])} not finite"
+    elif scale is not None:
         why = f"the gradient overflows under loss scale {scale:g}; it is {scale / 2:g} from now on"
     return (
         f"step {event.step}: loss {event.loss:.4g}, gradient norm {event.grad_norm:.4g}: its "

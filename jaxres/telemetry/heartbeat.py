@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import finite_or_none
 from jaxres.runlog.events import (
@@ -36,6 +37,7 @@ from jaxres.runlog.events import (
     UpdateSkipped,
 )
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.storage.codec import TaggedCodec
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry.masked_steps import MaskedSteps
@@ -109,7 +111,7 @@ class SavesRecovered:
 class SpeedChanged:
     """Host 0 has reported a slow host or a lower throughput, or that it is as usual again."""
 
-    kind: Literal["straggler", "straggler_recovered", "throughput_dropped", "throughput_recovered"]
+    kind: Kind
     step: int
     """Newest committed step."""
     host: int | None
@@ -131,7 +133,7 @@ class GuardActed:
 class TrainingReport:
     """Training was rolled back, or masks many steps, or masks few steps again."""
 
-    kind: Literal["rollback", "masked_steps", "masked_steps_recovered"]
+    kind: Kind
     step: int
     """Newest committed step."""
     reason: str
@@ -236,9 +238,9 @@ class StatusWriter:
                 self._masked.rewind(target)
                 self._num_rollbacks += 1
                 text = f"step {onset}: {reason}"
-                self._send(TrainingReport("rollback", target, text, self._num_rollbacks))
-            case UpdateSkipped(step=step, overflowed_scale=None):
-                self._masked.add(step)
+                self._send(TrainingReport(Kind.ROLLBACK, target, text, self._num_rollbacks))
+            case UpdateSkipped(step=step, cause=cause) if cause is not SkipCause.LOSS_SCALE:
+                self._masked.add(step, cause)
             case _:
                 pass
 
@@ -252,7 +254,7 @@ class StatusWriter:
         loss = finite_or_none(line.loss)
         self._send(StepFinished(line.step, line.step_seconds, loss, line.tokens, line.skipped))
         if (kind := self._masked.check(line.step)) is not None:
-            reason = self._masked.reason if kind == "masked_steps" else ""
+            reason = self._masked.reason if kind is Kind.MASKED_STEPS else ""
             self._send(TrainingReport(kind, self._committed, reason, self._masked.num_series))
 
     def on_exit(self, message: ExitMessage) -> None:
@@ -310,16 +312,16 @@ def _speed_message(event: PerformanceEvent, *, committed: int) -> SpeedChanged |
     """Returns the message of an event; None: something is still slow, so it has not recovered."""
     match event:
         case StragglerFound(step=step, host=host, reason=reason, number=number):
-            return SpeedChanged("straggler", committed, host, f"step {step}: {reason}", number)
+            return SpeedChanged(Kind.STRAGGLER, committed, host, f"step {step}: {reason}", number)
         case ThroughputDropped(step=step, host=host, reason=reason, number=number):
             text = f"step {step}: {reason}"
-            return SpeedChanged("throughput_dropped", committed, host, text, number)
+            return SpeedChanged(Kind.THROUGHPUT_DROPPED, committed, host, text, number)
         case _ if event.num_left:
             return None
         case StragglerRecovered(step=step, host=host):
-            return SpeedChanged("straggler_recovered", committed, host, "", step)
+            return SpeedChanged(Kind.STRAGGLER_RECOVERED, committed, host, "", step)
         case ThroughputRecovered(step=step):
-            return SpeedChanged("throughput_recovered", committed, None, "", step)
+            return SpeedChanged(Kind.THROUGHPUT_RECOVERED, committed, None, "", step)
 
 
 def write_now(descriptor: int, message: StatusMessage) -> None:

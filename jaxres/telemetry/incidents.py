@@ -6,13 +6,12 @@ the result of an attempt, or from a report of a worker.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from jaxres.config.schema.alert_kinds import KINDS, Kind
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.exit_codes import ExitCode, RestartRule, exit_name, exit_row
 from jaxres.runlog.attempt_result import AttemptResult
@@ -67,17 +66,17 @@ def key(incident: Incident, *, nonce: str) -> str:
     return f"{nonce}-{incident.attempt}-{incident.kind}-{incident.seq}"
 
 
-def is_wanted(target: AlertTarget, kind: str) -> bool:
+def is_wanted(target: AlertTarget, kind: Kind) -> bool:
     """Returns whether a target receives this kind."""
     return only_resolves(target, kind) or target.kinds is None or kind in target.kinds
 
 
-def only_resolves(target: AlertTarget, kind: str) -> bool:
+def only_resolves(target: AlertTarget, kind: Kind) -> bool:
     """Returns whether this kind only resolves alerts of other kinds at the target.
 
     The rate limit does not apply to it: an alert would stay open for good.
     """
-    return isinstance(target, PagerdutyTarget) and bool(KINDS[kind].resolves)
+    return isinstance(target, PagerdutyTarget) and bool(kind.resolves)
 
 
 @dataclass(frozen=True)
@@ -123,14 +122,14 @@ def messages(
       left_out: number of dropped incidents by kind, since the last message.
       is_open: incidents that the target has received and that are not resolved, key -> kind.
     """
-    if incident.kind == "saves_recovered" and "saves_failing" not in is_open.values():
+    if incident.kind is Kind.SAVES_RECOVERED and Kind.SAVES_FAILING not in is_open.values():
         return []
     match target:
         case SlackTarget():
             return [Message(key, {"text": _escaped(_text(incident, left_out))})]
         case GenericTarget():
             return [Message(key, _plain(incident, key=key, time=time, left_out=left_out))]
-        case PagerdutyTarget() if kinds := KINDS[incident.kind].resolves:
+        case PagerdutyTarget() if kinds := incident.kind.resolves:
             resolved = [name for name, kind in is_open.items() if kind in kinds]
             return [
                 Message(name, {"routing_key": secret, "event_action": "resolve", "dedup_key": name})
@@ -140,7 +139,7 @@ def messages(
             payload = {
                 "summary": _headline(incident) + (f": {_reason(incident)}" * bool(incident.reason)),
                 "source": incident.run,
-                "severity": KINDS[incident.kind].severity,
+                "severity": incident.kind.row.severity,
                 "timestamp": _stamp(time),
                 "component": f"attempt {incident.attempt}",
                 "class": incident.kind,
@@ -154,7 +153,7 @@ def _headline(incident: Incident) -> str:
     facts = [f"attempt {incident.attempt}", f"step {incident.step} committed"]
     facts += [] if incident.host is None else [f"host {incident.host}"]
     facts += [] if incident.code is None else [f"exit {exit_name(incident.code)}"]
-    return f"{incident.run[:100]} {KINDS[incident.kind].headline} ({', '.join(facts)})"
+    return f"{incident.run[:100]} {incident.kind.row.headline} ({', '.join(facts)})"
 
 
 def _reason(incident: Incident) -> str:
@@ -180,7 +179,7 @@ def _escaped(text: str) -> str:
 def _plain(
     incident: Incident, *, key: str, time: float, left_out: Mapping[str, int]
 ) -> dict[str, Any]:
-    fields = dataclasses.asdict(incident) | {"reason": _reason(incident)}
+    fields = codec.encode(incident) | {"reason": _reason(incident)}
     name = None if incident.code is None else exit_row(incident.code).name
     text = _text(incident, left_out)
     extra = {"exit": name, "time": _stamp(time), "dropped": dict(left_out), "text": text}
@@ -193,7 +192,6 @@ def _stamp(time: float) -> str:
 
 def of_event(event: object, *, run: str) -> Incident | None:
     """Returns the incident that a supervisor event causes, if any."""
-    kind: Kind
     code, host, what_next, seq = None, None, "", 0
     match event:
         case ReplicaBehind() | ReplicaCaughtUp():
@@ -203,19 +201,19 @@ def of_event(event: object, *, run: str) -> Incident | None:
         case HardwareFaultFound():
             return _of_hardware(event, run=run)
         case AttemptRestarted(exit=code, culprit=host):
-            kind = "preempted" if code == ExitCode.PREEMPTED else "restarted"
+            kind = Kind.PREEMPTED if code == ExitCode.PREEMPTED else Kind.RESTARTED
             after = f"in {event.after_seconds:.0f} s"
             what_next = f"attempt {event.attempt + 1} from step {event.step} {after}"
         case SupervisionStarted(after_kill=True):
-            kind = "supervisor_restarted"
+            kind = Kind.SUPERVISOR_RESTARTED
         case GaveUp(exit=code):
-            kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
+            kind, what_next = Kind.GAVE_UP, "an operator must act: jaxres status RUN_DIR"
         case StartRefused(exit=code):  # Not the incident of an earlier supervisor.
-            kind, what_next, seq = "gave_up", "an operator must act: jaxres hosts RUN_DIR", 1
+            kind, what_next, seq = Kind.GAVE_UP, "an operator must act: jaxres hosts RUN_DIR", 1
         case SupervisionEnded(exit=ExitCode.DONE as code):
-            kind = "finished"
+            kind = Kind.FINISHED
         case SupervisionEnded(exit=ExitCode.PREEMPTED as code):
-            kind, what_next = "preempted", "the supervisor itself has exited; start it again"
+            kind, what_next = Kind.PREEMPTED, "the supervisor itself has exited; start it again"
         case _:
             return None
     reason = "" if isinstance(event, SupervisionStarted) else event.reason
@@ -237,7 +235,7 @@ def of_event(event: object, *, run: str) -> Incident | None:
 def _of_replica(event: ReplicaBehind | ReplicaCaughtUp, *, run: str) -> Incident:
     is_behind = isinstance(event, ReplicaBehind)
     return Incident(
-        kind="replica_behind" if is_behind else "replica_caught_up",
+        kind=Kind.REPLICA_BEHIND if is_behind else Kind.REPLICA_CAUGHT_UP,
         run=run,
         attempt=event.attempt,
         step=event.step,
@@ -249,7 +247,7 @@ def _of_replica(event: ReplicaBehind | ReplicaCaughtUp, *, run: str) -> Incident
 
 def _of_damage(event: CheckpointDamageFound, *, run: str) -> Incident:
     return Incident(
-        kind="checkpoint_damaged",
+        kind=Kind.CHECKPOINT_DAMAGED,
         run=run,
         attempt=event.attempt,
         step=event.step,
@@ -267,7 +265,7 @@ def _of_hardware(event: HardwareFaultFound, *, run: str) -> Incident | None:
     if event.action != "warn":
         return None
     return Incident(
-        kind="hardware_fault",
+        kind=Kind.HARDWARE_FAULT,
         run=run,
         attempt=event.attempt,
         step=event.step,
@@ -281,20 +279,19 @@ def _of_hardware(event: HardwareFaultFound, *, run: str) -> Incident | None:
 def of_attempt(result: AttemptResult, *, run: str, attempt: int, step: int) -> Incident | None:
     """Returns the incident of an attempt after which its supervisor exits; None: a wanted end."""
     row = exit_row(result.code)
-    kind: Kind
     match result.code:
         case ExitCode.STOPPED:
             return None
         case ExitCode.FENCED:
             return None  # The run continues in another attempt, which reports its own end.
         case ExitCode.DONE:
-            kind, what_next = "finished", ""
+            kind, what_next = Kind.FINISHED, ""
         case ExitCode.PREEMPTED:
-            kind, what_next = "preempted", "the supervisor has exited; start it again"
+            kind, what_next = Kind.PREEMPTED, "the supervisor has exited; start it again"
         case _ if row.restart is RestartRule.NEVER:
-            kind, what_next = "gave_up", "an operator must act: jaxres status RUN_DIR"
+            kind, what_next = Kind.GAVE_UP, "an operator must act: jaxres status RUN_DIR"
         case _:
-            kind, what_next = "attempt_failed", "the same command resumes the run"
+            kind, what_next = Kind.ATTEMPT_FAILED, "the same command resumes the run"
     return Incident(
         kind=kind,
         run=run,
@@ -309,7 +306,7 @@ def of_attempt(result: AttemptResult, *, run: str, attempt: int, step: int) -> I
 
 def of_killed_supervisor(*, run: str, attempt: int, step: int) -> Incident:
     """Returns the incident of a supervisor that has left no record of its end."""
-    return Incident(kind="supervisor_restarted", run=run, attempt=attempt, step=step)
+    return Incident(kind=Kind.SUPERVISOR_RESTARTED, run=run, attempt=attempt, step=step)
 
 
 def of_launch_events(
@@ -343,24 +340,23 @@ def _losses(event: LaunchEvent) -> str:
 
 
 def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
-    kind: Kind
     code = int(event.cause) if event.cause.isdecimal() else None
     reason, what_next = event.reason, ""
     match event.kind:
         case "attempt_ended" if not event.is_last:
-            kind = "preempted" if code == ExitCode.PREEMPTED else "restarted"
+            kind = Kind.PREEMPTED if code == ExitCode.PREEMPTED else Kind.RESTARTED
             what_next = f"attempt {event.attempt + 1} from step {event.step}"
         case "vm_lost":
-            kind, reason, what_next = "vm_lost", _losses(event), "other VMs are requested"
+            kind, reason, what_next = Kind.VM_LOST, _losses(event), "other VMs are requested"
         case "job_ending" if code == ExitCode.DONE:
-            kind = "finished"
+            kind = Kind.FINISHED
         case "job_ending" if code != ExitCode.STOPPED:
-            kind, what_next = "gave_up", "an operator must act: launch gce status RUN"
+            kind, what_next = Kind.GAVE_UP, "an operator must act: launch gce status RUN"
         case "commits_stalled" | "commits_resumed" | "no_capacity" | "capacity_found":
-            kind = event.kind
-            what_next = "VMs are requested again and again" if kind == "no_capacity" else ""
+            kind = Kind(event.kind)
+            what_next = "VMs are requested again and again" if kind is Kind.NO_CAPACITY else ""
         case "spend_exceeded":
-            kind, what_next = "spend_exceeded", "training continues"
+            kind, what_next = Kind.SPEND_EXCEEDED, "training continues"
         case _:
             return None
     return Incident(
@@ -384,6 +380,6 @@ def of_training(news: TrainingReport | SpeedChanged, *, run: str, attempt: int) 
         step=news.step,
         host=news.host if isinstance(news, SpeedChanged) else None,
         reason=news.reason,
-        next=KINDS[news.kind].next,
+        next=news.kind.row.next,
         seq=news.number,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+
+from jaxres.config.schema.alert_kinds import Kind
+from jaxres.runlog.skip_causes import SkipCause, counts_text
 
 
 @dataclass
@@ -13,35 +15,37 @@ class MaskedSteps:
     limit: int | None
     """Most masked steps in a window; None: any number."""
     window_steps: int
-    steps: list[int] = field(default_factory=list[int])
-    """Masked steps within the window."""
+    steps: dict[int, SkipCause | None] = field(default_factory=dict[int, SkipCause | None])
+    """Masked steps within the window, and the cause of each."""
     num_series: int = 0
     """Number of times that the limit was exceeded, the present one included."""
     is_exceeded: bool = False
 
     @property
     def reason(self) -> str:
-        """The number of masked steps, for the operator."""
-        return f"{len(self.steps)} of the last {self.window_steps} steps were masked"
+        """The number of masked steps, and of each cause, for the operator."""
+        causes = counts_text(self.steps.values())
+        return f"{len(self.steps)} of the last {self.window_steps} steps were masked ({causes})"
 
-    def add(self, step: int) -> None:
+    def add(self, step: int, cause: SkipCause | None) -> None:
         """Adds a masked step, before or after `check` is called for it."""
-        self.steps.append(step)
+        self.steps[step] = cause
 
     def rewind(self, step: int) -> None:
         """Forgets the steps above one from which training is computed again."""
-        self.steps = [known for known in self.steps if known <= step]
+        self.steps = {known: cause for known, cause in self.steps.items() if known <= step}
 
-    def check(self, step: int) -> Literal["masked_steps", "masked_steps_recovered"] | None:
+    def check(self, step: int) -> Kind | None:
         """Returns the kind of report to send after a finished step, once per change."""
-        self.steps = [known for known in self.steps if known > step - self.window_steps]
+        first = step - self.window_steps + 1
+        self.steps = {known: cause for known, cause in self.steps.items() if known >= first}
         if self.limit is None:
             return None
         if not self.is_exceeded and len(self.steps) > self.limit:
             self.is_exceeded = True
             self.num_series += 1
-            return "masked_steps"
+            return Kind.MASKED_STEPS
         if self.is_exceeded and 2 * len(self.steps) <= self.limit:
             self.is_exceeded = False
-            return "masked_steps_recovered"
+            return Kind.MASKED_STEPS_RECOVERED
         return None

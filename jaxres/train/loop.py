@@ -29,6 +29,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import Evaluated, GuardWarned, PhaseChanged, UpdateSkipped
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.run_log import Skip
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.storage import codec
 from jaxres.train.checks.host_times import LocalTimes
 from jaxres.train.checks.replay_check import Replay
@@ -339,12 +340,12 @@ def complete_step(run: Trainer, in_flight: InFlight) -> StepObservation:
         spike_score=measured.spike_score,
         applied=measured.applied,
         state_is_finite=measured.state_is_finite,
-        backs_off=measured.backs_off,
+        backs_off=measured.skip_cause is SkipCause.LOSS_SCALE,
     )
 
 
 def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarray) -> None:
-    rows = measured.bad_rows
+    rows, cause = measured.bad_rows, measured.skip_cause
     run.emit(
         UpdateSkipped(
             step=step,
@@ -356,7 +357,8 @@ def _emit_skipped(run: Trainer, step: int, measured: StepMetrics, ids: np.ndarra
             rows=tuple(
                 (row, int(ids[row]), *run.row_origins[row]) for row in rows[:MAX_ROWS_REPORTED]
             ),
-            overflowed_scale=measured.loss_scale if measured.backs_off else None,
+            overflowed_scale=measured.loss_scale if cause is SkipCause.LOSS_SCALE else None,
+            cause=cause,
         )
     )
 

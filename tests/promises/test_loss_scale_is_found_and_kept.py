@@ -102,6 +102,7 @@ def test_replay_of_an_overflowed_step_names_the_parameters(unbroken: Callable[[]
     )
     assert done.returncode == ExitCode.DONE, done.stderr
     assert "(as recorded), gradient norm inf" in done.stdout
+    assert "its update was skipped (gradient overflows under the loss scale, " in done.stdout
     assert "gradient of bias_V: not finite" in done.stdout
     found = done.stdout.partition("first number that is not finite: backward: ")[2]
     assert "convert_element_type of [64]" in found, done.stdout

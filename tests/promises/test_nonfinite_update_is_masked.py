@@ -56,6 +56,8 @@ def test_a_batch_with_a_nan_loss_changes_nothing_and_the_run_continues(
     assert all([event["step"] for event in events] == skipped for events in reported)
     assert skipped == list(BAD_ROWS)
     assert f"step {skipped[0]}: loss" in trainer.printed()
+    causes = [[event["cause"] for event in events] for events in reported]
+    assert causes == hosts * [len(BAD_ROWS) * [f"nonfinite_{where}"]]
     if where == "loss":
         rows = [tuple(row) for event in reported[0] for row in event["rows"]]
         assert rows == [

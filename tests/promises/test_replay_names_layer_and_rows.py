@@ -37,6 +37,8 @@ def test_replay_of_a_masked_step_names_the_first_bad_layer_line_and_row(
     printed = done.stdout
     assert f"step {BAD_STEP}, recomputed from step 10" in printed
     assert "loss nan (as recorded)" in printed
+    assert "its update was skipped (loss not finite, score " in printed
+    assert "recorded: its update" not in printed, "the event has the same cause"
     assert f"row {ROW}: sample {ITEM}: loss not finite" in printed
     found = "first number that is not finite: forward: layer 1 of 3: log of [24] at "
     assert found in printed

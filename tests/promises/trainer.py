@@ -525,7 +525,7 @@ def history(run_dir: RunDir) -> list[dict[str, Any]]:
 
 MAY_DIFFER = (
     *("attempt", "step_seconds", "busy_seconds", "usual_step_seconds"),
-    *("losses", "bits_per_byte", "epochs", "metrics"),
+    *("losses", "bits_per_byte", "epochs", "metrics", "skip_cause"),
 )
 """Times, and what only the events have: those of a killed host's last seconds may be lost."""
 

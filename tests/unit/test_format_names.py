@@ -14,6 +14,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -28,11 +29,12 @@ from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
 from jaxres.cluster import messages
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import GenericTarget
 from jaxres.data.tokens import token_folder
 from jaxres.engine.state import Progress
 from jaxres.goodput import summary
-from jaxres.goodput.intervals import Activity, ActivityInterval
+from jaxres.goodput.intervals import ActivityInterval
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.jax_cli import doctor
 from jaxres.launch.gce.state import (
@@ -103,7 +105,7 @@ def example(hint: Any) -> Any:
         hints = get_type_hints(hint)
         fields = [field.name for field in dataclasses.fields(hint) if field.init]
         return hint(**{name: example(hints[name]) for name in fields})
-    return Activity.DOWN if hint is Activity else SCALARS[hint]
+    return next(iter(hint)) if issubclass(hint, StrEnum) else SCALARS[hint]
 
 
 def bound(hint: Any, parameters: Mapping[Any, Any]) -> Any:
@@ -353,7 +355,7 @@ def names() -> dict[str, Any]:
         "alerts.jsonl": lambda: shape(alert_delivery_log.line("x", "x", "queued", time=1.5)),
         "alerts.jsonl: states": lambda: list(get_args(alert_delivery_log.DeliveryState)),
         "alerts: body of a generic webhook": incident_names,
-        "alerts: kinds of incidents": lambda: list(get_args(incidents.Kind)),
+        "alerts: kinds of incidents": lambda: list(Kind),
         "launch/lease.json": lambda: written(lease._encode(example(lease.LeaseRecord))),
         "launch/desired_state.json": desired_state_names,
         "launch/reports: metadata": lambda: shape(example(observed_state.AgentReport).metadata()),

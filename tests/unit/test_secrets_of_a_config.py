@@ -17,6 +17,7 @@ from jaxres import secret_values
 from jaxres.cli import runs
 from jaxres.cluster import compatibility
 from jaxres.config import RunConfig
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import GenericTarget
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, UsageError
@@ -301,7 +302,7 @@ def test_messages_alerts_and_records_show_no_secret(capsys: pytest.CaptureFixtur
         reason = (
             f"OSError: 401 for https://me:{letters(9)}@host/x?sig={letters(9)}, {token} refused"
         )
-        incident = Incident(kind="gave_up", run="a", attempt=1, step=2, reason=reason)
+        incident = Incident(kind=Kind.GAVE_UP, run="a", attempt=1, step=2, reason=reason)
         target = GenericTarget(url_env="URL")
         given = {"key": "k", "time": 0.0, "secret": "", "left_out": {}, "is_open": {}}
         sent = json.dumps([message.body for message in messages(target, incident, **given)])

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxres.clock import SystemClock
-from jaxres.runlog import attempt_history, evaluations, metrics
+from jaxres.runlog import attempt_history, evaluations, metrics, skip_causes
+from jaxres.runlog.event_log import read_events
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory
 from jaxres.supervisor import run_lock
@@ -17,13 +18,16 @@ from jaxres.telemetry import stdio
 def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
     """Returns one line for each step of the run's history: a table, or JSON lines.
 
-    A step with an evaluation has the loss of each validation set.
+    A step with an evaluation has the loss of each validation set, a skipped step its cause.
     """
     metric_lines = metrics.read_history(run_dir, history)
-    evaluated = evaluations.read(run_dir, {m.attempt for m in metric_lines})
+    events = {n: read_events(run_dir.events(n, 0)) for n in {m.attempt for m in metric_lines}}
+    evaluated = evaluations.of_attempts(events)
+    causes = {number: skip_causes.of_events(own) for number, own in events.items()}
     if as_json:
         rows = [
             {k: v for k, v in m.fields().items() if k != "seq"}
+            | ({"skip_cause": causes[m.attempt].get(m.step)} if m.skipped else {})
             | evaluated.get((m.attempt, m.step), {})
             for m in metric_lines
         ]
@@ -35,7 +39,8 @@ def steps_text(run_dir: RunDir, history: RunHistory, *, as_json: bool) -> str:
     return head + "".join(
         f"{m.step:>8} {m.attempt:>7} {_cell(m.loss)} {_cell(m.grad_norm)} "
         f"{_cell(m.learning_rate)} {m.tokens:>14,}"
-        f"{_losses(evaluated.get((m.attempt, m.step)))}\n"
+        f"{_losses(evaluated.get((m.attempt, m.step)))}"
+        f"{f'  skipped: {skip_causes.text(causes[m.attempt].get(m.step))}' if m.skipped else ''}\n"
         for m in metric_lines
     )
 

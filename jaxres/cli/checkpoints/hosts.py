@@ -85,7 +85,7 @@ def forget(run_dir: RunDir, name: str) -> str:
     Raises:
       UsageError: no host of this name is left out.
     """
-    hosts = faulty_hosts.read(run_dir)
+    hosts = faulty_hosts.read(run_dir, warn=stdio.warn)
     found = [host for host in hosts if host.name == name]
     if not found:
         names = ", ".join(host.name for host in hosts) or "none"
@@ -102,7 +102,7 @@ def exclude(run_dir: RunDir, name: str, *, reason: str, clock: Clock) -> str:
       UsageError: it is no name of a host, or is left out already.
     """
     host, slot = parse_name(name)
-    if any(left.name == name for left in faulty_hosts.read(run_dir)):
+    if any(left.name == name for left in faulty_hosts.read(run_dir, warn=stdio.warn)):
         raise UsageError(f"--exclude {name}: it is left out already")
     faulty_hosts.exclude(run_dir, host, slot=slot, reason=reason, now=clock.wall())
     return (

@@ -2,90 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
-Kind = Literal[
-    "restarted",
-    "supervisor_restarted",
-    "gave_up",
-    "commits_stalled",
-    "commits_resumed",
-    "saves_failing",
-    "saves_recovered",
-    "rollback",
-    "preempted",
-    "finished",
-    "replica_behind",
-    "replica_caught_up",
-    "hardware_fault",
-    "checkpoint_damaged",
-    "straggler",
-    "straggler_recovered",
-    "throughput_dropped",
-    "throughput_recovered",
-    "vm_lost",
-    "no_capacity",
-    "capacity_found",
-    "spend_exceeded",
-    "attempt_failed",
-    "masked_steps",
-    "masked_steps_recovered",
-]
+ALL = "*"
+GUARDS = "training continues: docs/guards.md"
 
 
 @dataclass(frozen=True)
 class KindRow:
-    """A kind of incident."""
+    """Facts of a kind of incident."""
 
     headline: str
     """What has happened to the run, as the predicate of a sentence."""
     severity: Literal["critical", "error", "warning", "info"] | None = None
     """PagerDuty's severity; None: the kind only resolves."""
     resolves: tuple[str, ...] = ()
-    """Kinds whose open alerts it resolves."""
+    """Kinds whose open alerts it resolves; ALL: of every kind."""
     next: str = ""
     """What follows it, for kinds that a worker reports."""
     ends_run: bool = False
     """Whether the run has ended; the rate limit does not apply then."""
 
 
-GUARDS = "training continues: docs/guards.md"
-_BEGINNINGS: Mapping[str, KindRow] = {
-    "restarted": KindRow("failed and is being restarted", "warning"),
-    "supervisor_restarted": KindRow(
-        "has a new supervisor: the previous one left no exit record", "warning"
-    ),
-    "gave_up": KindRow("has given up: it will not be restarted", "critical", ends_run=True),
-    "attempt_failed": KindRow(
-        "has failed: its supervisor does not restart it", "error", ends_run=True
-    ),
-    "commits_stalled": KindRow("has committed no step for too long", "error"),
-    "saves_failing": KindRow("can't save: storage refuses", "error"),
-    "rollback": KindRow("was rolled back to an earlier step", "warning", next=GUARDS),
-    "preempted": KindRow("was preempted", "info"),
-    "replica_behind": KindRow("has committed steps that its replica lacks for too long", "error"),
-    "hardware_fault": KindRow("trains on hardware with a fault", "error"),
-    "checkpoint_damaged": KindRow("has a damaged or unreadable checkpoint", "error"),
-    "straggler": KindRow("waits for a slow host", "warning", next=GUARDS),
-    "throughput_dropped": KindRow("is slower than usual", "warning", next=GUARDS),
-    "vm_lost": KindRow("has lost VMs between two attempts", "warning"),
-    "no_capacity": KindRow("gets no VMs for too long", "error"),
-    "spend_exceeded": KindRow("has cost more than its bound", "warning"),
-    "masked_steps": KindRow("masks many steps", "warning", next=GUARDS),
-}
-_RESOLVING: Mapping[str, KindRow] = {
-    "commits_resumed": KindRow("commits steps again", resolves=("commits_stalled",)),
-    "saves_recovered": KindRow("can save again", resolves=("saves_failing",)),
-    "replica_caught_up": KindRow(
-        "has every committed step in its replica again", resolves=("replica_behind",)
-    ),
-    "straggler_recovered": KindRow("waits for a slow host no longer", resolves=("straggler",)),
-    "throughput_recovered": KindRow("is as fast as usual again", resolves=("throughput_dropped",)),
-    "capacity_found": KindRow("has all its VMs again", resolves=("no_capacity",)),
-    "masked_steps_recovered": KindRow("masks few steps again", resolves=("masked_steps",)),
-    "finished": KindRow("is finished", resolves=tuple(_BEGINNINGS), ends_run=True),
-}
-KINDS: Mapping[str, KindRow] = {**_BEGINNINGS, **_RESOLVING}
-"""Kind -> its row. Every kind has either a severity or kinds that it resolves."""
+class Kind(StrEnum):
+    """A kind of incident; it has either a severity or kinds that it resolves."""
+
+    RESTARTED = ("restarted", KindRow("failed and is being restarted", "warning"))
+    SUPERVISOR_RESTARTED = (
+        "supervisor_restarted",
+        KindRow("has a new supervisor: the previous one left no exit record", "warning"),
+    )
+    GAVE_UP = (
+        "gave_up",
+        KindRow("has given up: it will not be restarted", "critical", ends_run=True),
+    )
+    COMMITS_STALLED = ("commits_stalled", KindRow("has committed no step for too long", "error"))
+    COMMITS_RESUMED = (
+        "commits_resumed",
+        KindRow("commits steps again", resolves=("commits_stalled",)),
+    )
+    SAVES_FAILING = ("saves_failing", KindRow("can't save: storage refuses", "error"))
+    SAVES_RECOVERED = ("saves_recovered", KindRow("can save again", resolves=("saves_failing",)))
+    ROLLBACK = ("rollback", KindRow("was rolled back to an earlier step", "warning", next=GUARDS))
+    PREEMPTED = ("preempted", KindRow("was preempted", "info"))
+    FINISHED = ("finished", KindRow("is finished", resolves=(ALL,), ends_run=True))
+    REPLICA_BEHIND = (
+        "replica_behind",
+        KindRow("has committed steps that its replica lacks for too long", "error"),
+    )
+    REPLICA_CAUGHT_UP = (
+        "replica_caught_up",
+        KindRow("has every committed step in its replica again", resolves=("replica_behind",)),
+    )
+    HARDWARE_FAULT = ("hardware_fault", KindRow("trains on hardware with a fault", "error"))
+    CHECKPOINT_DAMAGED = (
+        "checkpoint_damaged",
+        KindRow("has a damaged or unreadable checkpoint", "error"),
+    )
+    STRAGGLER = ("straggler", KindRow("waits for a slow host", "warning", next=GUARDS))
+    STRAGGLER_RECOVERED = (
+        "straggler_recovered",
+        KindRow("waits for a slow host no longer", resolves=("straggler",)),
+    )
+    THROUGHPUT_DROPPED = (
+        "throughput_dropped",
+        KindRow("is slower than usual", "warning", next=GUARDS),
+    )
+    THROUGHPUT_RECOVERED = (
+        "throughput_recovered",
+        KindRow("is as fast as usual again", resolves=("throughput_dropped",)),
+    )
+    VM_LOST = ("vm_lost", KindRow("has lost VMs between two attempts", "warning"))
+    NO_CAPACITY = ("no_capacity", KindRow("gets no VMs for too long", "error"))
+    CAPACITY_FOUND = ("capacity_found", KindRow("has all its VMs again", resolves=("no_capacity",)))
+    SPEND_EXCEEDED = ("spend_exceeded", KindRow("has cost more than its bound", "warning"))
+    ATTEMPT_FAILED = (
+        "attempt_failed",
+        KindRow("has failed: its supervisor does not restart it", "error", ends_run=True),
+    )
+    MASKED_STEPS = ("masked_steps", KindRow("masks many steps", "warning", next=GUARDS))
+    MASKED_STEPS_RECOVERED = (
+        "masked_steps_recovered",
+        KindRow("masks few steps again", resolves=("masked_steps",)),
+    )
+
+    row: KindRow
+
+    def __new__(cls, name: str, row: KindRow) -> Kind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.row = name, row
+        return kind
+
+    @property
+    def resolves(self) -> tuple[str, ...]:
+        """Kinds whose open alerts it resolves."""
+        if self.row.resolves != (ALL,):
+            return self.row.resolves
+        return tuple(kind for kind in Kind if kind.row.severity is not None)

@@ -39,7 +39,7 @@ from jaxres.storage import gcs_objects
 from jaxres.storage.gcs_client import NoBucket
 from jaxres.storage.path import GcsPath, RunPath
 from jaxres.supervisor.run_config import parse_target
-from jaxres.telemetry import alert_sender
+from jaxres.telemetry import alert_sender, stdio
 
 COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
@@ -432,10 +432,11 @@ def _await_drain(
         lease_wait.new_lease(paths, config, print_line),
     )
     is_done = functools.partial(draining.is_done, vm=vm)
+    warn = functools.cache(stdio.warn)  # Each text once.
     print_line(f"{vm}: drain requested; waiting until it is replaced")
     while (desired := record.read_valid()) is None or not is_done(desired):
         signals.raise_again()
-        if desired is not None and not vm_commands.is_excluded(RunDir(run), vm):
+        if desired is not None and not vm_commands.is_excluded(RunDir(run), vm, warn=warn):
             raise UsageError(f"{vm}: is not cordoned any more; it is used again")
         if not lease.acquire(after_epoch=0 if desired is None else desired.epoch, may_be_led=True):
             clock.sleep(WATCH_SECONDS)

@@ -124,7 +124,9 @@ def _job_status(
         committed = f"step {step} of {config.train.steps} is committed"
     except Unrestorable as error:
         records, step, committed = [], None, str(error)
-    cordoned = vm_commands.excluded(desired, faulty_hosts.read(RunDir(paths.run), records))
+    cordoned = vm_commands.excluded(
+        desired, faulty_hosts.read(RunDir(paths.run), records, warn=stdio.warn)
+    )
     reports = _reports(paths)
     spent = reconcile.dollars(desired, gce, now=now)
     recovery = newest_recovery(launch_events.read(RunDir(paths.run), warn=stdio.warn), now=now)

@@ -191,7 +191,7 @@ def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
             f"job {job} of this run is {state}. Wait for it, or end it: "
             f"`{command_line(f'{COMMAND} stop', run_dir.root, *folder)}`, or `scancel {job}`"
         )
-    faulty = faulty_hosts.read(run_dir)
+    faulty = faulty_hosts.read(run_dir, warn=stdio.warn)
     files.make_dir(journal.folder)
     # Its config may have a token; only its owner's `sbatch` reads it.
     files.replace(journal.folder / "job.sh", text.encode(), mode=PRIVATE)
@@ -403,7 +403,8 @@ class _Job:
             return End(code, reason), [], False
         with faults.refusals(at_start=not has_begun):
             records = run_log.read_records(self.run_dir.log)
-            left_out = {host.identity.name for host in faulty_hosts.read(self.run_dir, records)}
+            faulty = faulty_hosts.read(self.run_dir, records, warn=stdio.warn)
+            left_out = {host.identity.name for host in faulty}
         left, bar, names = (slurm_commands.state(self.number, "%L|%N") or "").partition("|")
         if bar and not names:
             return None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxres.config import RunConfig
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.base import Section
 from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, StepsWhen, When
 from jaxres.config.schema.training import GuardsSection
@@ -34,7 +35,7 @@ SLOW_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p")
 IN_MEMORY = ("tmpfs", "ramfs")
 LEAST_DRIVER = {12: 525, 13: 580}
 """CUDA version -> oldest driver of JAX's packages (docs.jax.dev, Installation)."""
-MUST_REACH = ("gave_up", "commits_stalled", "hardware_fault")
+MUST_REACH = (Kind.GAVE_UP, Kind.COMMITS_STALLED, Kind.HARDWARE_FAULT)
 """Incidents that an operator has to get: the run has ended, does not advance, or a host is sick."""
 PREEMPTIBLE = ("spot", "flex_start")
 

@@ -7,7 +7,7 @@ size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ from jaxres.operate.report import curves, number_text
 from jaxres.operate.report.contents import Contents, InterruptionMark
 from jaxres.operate.report.curves import COLUMNS
 from jaxres.operate.report.markup import Markup, element, joined, number
+from jaxres.runlog import skip_causes
 from jaxres.runlog.metrics_columns import MetricsColumns
+from jaxres.runlog.skip_causes import SkipCause
 
 T = TypeVar("T")
 HEIGHT = 200
@@ -89,7 +91,7 @@ def metric_chart(contents: Contents, name: str, label: str) -> Markup:
         *_interruption_marks(contents.interruptions, steps),
         *(_path(one, steps, scale) for one in lost_curves),
         _path(curve, steps, scale),
-        *_skip_marks(_skipped_steps(contents), steps),
+        *_skip_marks(_skipped_steps(contents), contents.skip_causes(), steps),
     ]
     return chart(label, drawn, steps=steps, values=scale)
 
@@ -261,13 +263,16 @@ def _skipped_steps(contents: Contents) -> NDArray[np.int64]:
     return contents.kept.step[contents.kept.skipped]
 
 
-def _skip_marks(skipped: NDArray[np.int64], steps: Scale) -> Iterator[Markup]:
+def _skip_marks(
+    skipped: NDArray[np.int64], causes: Mapping[int, SkipCause | None], steps: Scale
+) -> Iterator[Markup]:
     """Yields a point at the bottom for the masked steps of each pixel column."""
     for at, own in _by_column(skipped.tolist(), steps, int):
         first, last = f"{own[0]:,}", f"{own[-1]:,}"
-        title = f"step {first}: update masked"
+        title = f"step {first}: update masked ({skip_causes.text(causes.get(own[0]))})"
         if len(own) > 1:
-            title = f"{len(own):,} masked updates, steps {first} to {last}"
+            of_each = skip_causes.counts_text(map(causes.get, own))
+            title = f"{len(own):,} masked updates, steps {first} to {last} ({of_each})"
         d = f"M{number(at)} {HEIGHT - 6}h.01"
         yield element("path", element("title", title), d=d, class_="dots skip")
 

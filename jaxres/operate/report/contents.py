@@ -14,7 +14,7 @@ from jaxres.goodput import run_timeline
 from jaxres.goodput.attempt_timeline import NOT_LOST
 from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Summary
-from jaxres.runlog import attempt_history, metrics_columns, run_log
+from jaxres.runlog import attempt_history, metrics_columns, run_log, skip_causes
 from jaxres.runlog.attempt_history import KILLED, RUNNING, AttemptSummary
 from jaxres.runlog.event_log import LONGEST_SECONDS
 from jaxres.runlog.events import EVENTS, RunBuilt, SaveCommitted, SaveFailed, SaveStarted
@@ -22,6 +22,7 @@ from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import MetricsColumns
 from jaxres.runlog.records import Claim, Commit, Record, Start
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.telemetry.throughput import peak_flops
 
 RUN_BUILT, SAVE_STARTED, SAVE_COMMITTED, SAVE_FAILED = map(
@@ -126,6 +127,11 @@ class Contents:
     """By attempt, without attempts whose speed is unknown."""
     guarantee: str | None
     """Level of the newest start; None: there was none."""
+
+    def skip_causes(self) -> dict[int, SkipCause | None]:
+        """Returns step -> cause of its skipped update, of the newest attempt that recorded one."""
+        own = (skip_causes.of_events(events) for _, events in sorted(self.sources.events.items()))
+        return {step: cause for causes in own for step, cause in causes.items()}
 
 
 def collect(sources: Sources, timeline: RunTimeline, summary: Summary) -> Contents:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Awake, Clock
 from jaxres.config import RunConfig
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.exit_codes import ExitCode, RestartRule, exit_row
 from jaxres.faults import RunError
 from jaxres.host.side_process import SideProcess, end_all
@@ -122,7 +123,7 @@ class ReplicaProcess:
         limit = None if minutes is None else 60 * minutes
         every = WATCH_SECONDS if limit is None else min(WATCH_SECONDS, limit / 4)
         awake = Awake(self._clock, beyond_seconds=every + SLEPT_SECONDS)
-        was_behind = step_of_open(self._run_dir, "replica_behind") is not None
+        was_behind = step_of_open(self._run_dir, Kind.REPLICA_BEHIND) is not None
         lag = ReplicaLag(limit, is_behind=was_behind)
         log, records = run_log.reader_of(self._run_dir.log), list[Record]()
         while not self._closed.wait(every):

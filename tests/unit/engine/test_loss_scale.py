@@ -19,6 +19,7 @@ from jaxres.engine import loss_scale as scaling
 from jaxres.engine import mesh as meshes
 from jaxres.engine import optimizer, state, step
 from jaxres.engine import schedule as schedules
+from jaxres.runlog.skip_causes import SkipCause
 from tests.tiers import campaign, slow_but
 from tests.unit.engine.test_step import SPIKES, B, T, V, batch, equal
 
@@ -132,7 +133,7 @@ def test_float16_overflows_are_masked_and_halve_the_scale_until_none_remains(
         factors.append(seen.loss_scale)
         if seen.applied:
             break
-        assert seen.backs_off
+        assert seen.skip_cause is SkipCause.LOSS_SCALE
         assert np.isfinite(seen.loss)
         assert equal((now.params, now.opt), (begin.params, begin.opt))
         assert float(now.loss_scale["factor"]) == seen.loss_scale / 2

@@ -23,6 +23,7 @@ from jaxres.engine import optimizer, state, step
 from jaxres.engine import schedule as schedules
 from jaxres.faults import ConfigError
 from jaxres.models import Model
+from jaxres.runlog.skip_causes import SkipCause
 
 B = 8
 
@@ -174,6 +175,28 @@ def test_a_masked_step_changes_neither_model_state_nor_average() -> None:
         pair = getattr(before, name), getattr(stepper.state, name)
         assert jax.tree.all(jax.tree.map(np.array_equal, *pair)), name
     assert stepper(batch(2)).applied
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "scale", "cause"),
+    [
+        (np.nan, np.nan, 2.0, SkipCause.NONFINITE_LOSS),
+        (np.inf, 1.0, None, SkipCause.NONFINITE_LOSS),
+        (1.0, np.inf, None, SkipCause.NONFINITE_GRADIENT),
+        (1.0, np.nan, 1.0, SkipCause.NONFINITE_GRADIENT),
+        (1.0, np.nan, 2.0, SkipCause.LOSS_SCALE),
+        (1.0, 9e9, 2.0, SkipCause.NORM_SPIKE),
+    ],
+)
+def test_the_cause_of_a_masked_step_follows_from_its_numbers(
+    loss: float, norm: float, scale: float | None, cause: SkipCause
+) -> None:
+    layout = step.MetricsLayout(params=("w",), num_rows=1, is_scaled=scale is not None)
+    scales = [] if scale is None else [scale]
+    for applied, expected in ((0.0, cause), (1.0, None)):
+        numbers = [loss, norm, 0.1, 0.0, applied, 1.0, *scales, 1.0, 0.0]
+        measured, _ = layout.read(np.array(numbers, np.float32))
+        assert measured.skip_cause is expected
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from jaxres.cluster.host_identity import HostIdentity
+from jaxres.faults import ConfigError
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.faulty_hosts import FaultyHost, matching
 from jaxres.runlog.paths import RunDir
@@ -96,6 +99,8 @@ def test_an_exclusion_that_can_not_be_understood_excludes_no_host(tmp_path: Path
     assert names(faulty_hosts.read(run_dir, [], warn=told.append)) == [("b", 0)]
     paths = [line.partition(": ")[0] for line in told]
     assert paths == [str(run_dir.excluded_hosts / name) for name in ("later", "odd")]
+    with pytest.raises(ConfigError, match="later: can't be understood"):
+        faulty_hosts.read(run_dir, [])
 
 
 def test_a_machine_is_known_by_its_name_or_its_physical_host():
@@ -134,13 +139,16 @@ def test_a_fault_that_only_its_host_has_reported_counts_and_one_that_is_recorded
     for host, name in ((1, "b"), (2, "c")):
         faulty_hosts.report(run_dir, fault(name), claim=claim(1), host=host, now=9.0)
     faulty_hosts.report(run_dir, fault("d"), claim=claim(7), host=1, now=9.0)
+    told = list[str]()
     files.create(run_dir.reported_faults / "nonce1-3", b"{}")
-    found = faulty_hosts.read(run_dir, log)
+    found = faulty_hosts.read(run_dir, log, warn=told.append)
     assert names(found) == [("b", 1), ("c", 1)], "another run's report, or a damaged one, counts"
     assert (found[1].attempt, found[1].since, found[1].reason) == (1, 9.0, "Xid 79")
     faulty_hosts.forget(run_dir, found[0])
-    assert names(faulty_hosts.read(run_dir, log)) == [("c", 1)]
+    assert names(faulty_hosts.read(run_dir, log, warn=told.append)) == [("c", 1)]
     faulty_hosts.forget(run_dir, found[1])
-    assert faulty_hosts.read(run_dir, log) == ()
+    assert faulty_hosts.read(run_dir, log, warn=told.append) == ()
     faulty_hosts.report(run_dir, fault("c"), claim=claim(2), host=2, now=10.0)
-    assert names(faulty_hosts.read(run_dir, log)) == [("c", 1)], "a fault after it counts again"
+    assert names(faulty_hosts.read(run_dir, log, warn=told.append)) == [("c", 1)], (
+        "a fault after it counts again"
+    )

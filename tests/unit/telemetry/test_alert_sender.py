@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import AlertsSection, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.faults import ConfigError
 from jaxres.runlog.paths import RunDir
@@ -33,7 +34,7 @@ from jaxres.runlog.supervisor_events import (
 )
 from jaxres.telemetry import alert_delivery_log, alert_sender, webhook
 from jaxres.telemetry.alert_sender import Alerts, resolve, scrub_secrets
-from jaxres.telemetry.incidents import Incident, Kind
+from jaxres.telemetry.incidents import Incident
 from tests.unit.runlog.example_records import CLAIM
 from tests.unit.telemetry.webhook_server import Hook, served
 from tests.waiting import SURE_SECONDS
@@ -41,8 +42,8 @@ from tests.waiting import SURE_SECONDS
 SECRET = "s3cret-token"
 
 
-def incident(kind: Kind = "restarted", attempt: int = 1, **more: Any) -> Incident:
-    return Incident(kind=kind, run="tiny", attempt=attempt, step=40, **more)
+def incident(kind: str = "restarted", attempt: int = 1, **more: Any) -> Incident:
+    return Incident(kind=Kind(kind), run="tiny", attempt=attempt, step=40, **more)
 
 
 class Printed(list[str]):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.runlog.events import (
     BadRecordsSkipped,
     CorruptionDetected,
@@ -116,10 +117,10 @@ def test_a_slow_host_is_sent_and_its_recovery_once_none_is_slow(pipe):
         writer.on_event(ThroughputRecovered(80, "steps", 1.0, 1.0, 1, num_left=0))
     news = [message for message in drain(read) if isinstance(message, SpeedChanged)]
     assert news == [
-        SpeedChanged("straggler", 40, 1, "step 50: hot", 1),
-        SpeedChanged("throughput_dropped", 40, 1, "step 60: slow", 1),
-        SpeedChanged("straggler_recovered", 40, 2, "", 75),
-        SpeedChanged("throughput_recovered", 40, None, "", 80),
+        SpeedChanged(Kind.STRAGGLER, 40, 1, "step 50: hot", 1),
+        SpeedChanged(Kind.THROUGHPUT_DROPPED, 40, 1, "step 60: slow", 1),
+        SpeedChanged(Kind.STRAGGLER_RECOVERED, 40, 2, "", 75),
+        SpeedChanged(Kind.THROUGHPUT_RECOVERED, 40, None, "", 80),
     ]
 
 

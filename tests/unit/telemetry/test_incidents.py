@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from jaxres.config.schema.alert_kinds import KINDS
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import AlertTarget, GenericTarget, PagerdutyTarget, SlackTarget
 from jaxres.runlog.launch_events import LaunchEvent
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.telemetry import alert_delivery_log, incidents
 from jaxres.telemetry.alert_delivery_log import Ledger
 from jaxres.telemetry.alert_monitors import CommitStall
-from jaxres.telemetry.incidents import Incident, Kind, key, messages, of_event
+from jaxres.telemetry.incidents import Incident, key, messages, of_event
 from jaxres.telemetry.masked_steps import MaskedSteps
 
 FAILURE = Incident(
-    kind="gave_up",
+    kind=Kind.GAVE_UP,
     run="tiny-3f9c",
     attempt=3,
     step=40,
@@ -99,7 +100,7 @@ def test_a_pagerduty_trigger_has_all_fields_that_its_events_api_requires():
         "component": "attempt 3",
         "class": "gave_up",
     }
-    long = Incident(kind="restarted", run="r" * 500, attempt=1, step=0, reason="x" * 5000)
+    long = Incident(kind=Kind.RESTARTED, run="r" * 500, attempt=1, step=0, reason="x" * 5000)
     (body,) = bodies(PagerdutyTarget(key_env="A", kinds=None), long)
     assert len(body["payload"]["summary"]) <= 1024
     assert len(body["dedup_key"]) <= 255
@@ -116,10 +117,10 @@ def test_open_pagerduty_alerts_are_resolved_by_the_incidents_that_end_them():
             assert body["event_action"] == "resolve"
         return [body["dedup_key"] for body in found]
 
-    assert resolved("commits_resumed") == ["n-1-commits_stalled-1"]
-    assert resolved("finished") == list(is_open)
+    assert resolved(Kind.COMMITS_RESUMED) == ["n-1-commits_stalled-1"]
+    assert resolved(Kind.FINISHED) == list(is_open)
     is_open.clear()
-    assert resolved("finished") == []
+    assert resolved(Kind.FINISHED) == []
 
 
 def test_the_delivery_state_of_a_target_is_folded_from_its_own_lines_only():
@@ -135,17 +136,17 @@ def test_the_delivery_state_of_a_target_is_folded_from_its_own_lines_only():
     ]
     found = alert_delivery_log.fold("a", lines)
     assert list(found.waiting) == ["k2"]
-    assert found.waiting["k2"].incident == Incident(kind="gave_up", run="r", attempt=1, step=4)
+    assert found.waiting["k2"].incident == Incident(kind=Kind.GAVE_UP, run="r", attempt=1, step=4)
     assert (found.known, found.sent) == ({"k1", "k2"}, [4.0])
     assert found.is_open == {"k1": "gave_up"}
 
 
 def test_the_rate_limit_counts_the_last_hour_also_after_a_clock_jump():
     found = Ledger("a", sent=[100.0, 200.0])
-    assert not found.is_allowed("restarted", now=300.0, max_per_hour=2)
-    assert found.is_allowed("gave_up", now=300.0, max_per_hour=2)
-    assert found.is_allowed("restarted", now=3750.0, max_per_hour=2)
-    assert found.is_allowed("restarted", now=-3600.0, max_per_hour=2)
+    assert not found.is_allowed(Kind.RESTARTED, now=300.0, max_per_hour=2)
+    assert found.is_allowed(Kind.GAVE_UP, now=300.0, max_per_hour=2)
+    assert found.is_allowed(Kind.RESTARTED, now=3750.0, max_per_hour=2)
+    assert found.is_allowed(Kind.RESTARTED, now=-3600.0, max_per_hour=2)
 
 
 def test_a_commit_stall_is_reported_once_and_so_is_its_end():
@@ -234,11 +235,10 @@ def test_vms_that_are_lost_with_an_attempt_are_one_incident_with_its_end():
 
 
 def test_each_kind_has_a_headline_and_either_a_severity_or_what_it_resolves():
-    assert set(KINDS) == set(get_args(incidents.Kind))
-    for kind, row in KINDS.items():
-        assert row.headline, kind
-        assert (row.severity is None) == bool(row.resolves), kind
-        assert set(row.resolves) <= {begun for begun in KINDS if KINDS[begun].severity}, kind
+    for kind in Kind:
+        assert kind.row.headline, kind
+        assert (kind.row.severity is None) == bool(kind.resolves), kind
+        assert set(kind.resolves) <= {begun for begun in Kind if begun.row.severity}, kind
 
 
 def test_the_page_says_when_each_kind_is_sent_and_what_to_do():
@@ -246,7 +246,7 @@ def test_the_page_says_when_each_kind_is_sent_and_what_to_do():
     table = text.partition("| incident | when | PagerDuty | what to do |\n")[2]
     lines = table.partition("\n\n")[0].splitlines()[1:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert sorted(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows))) == sorted(KINDS)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows))) == sorted(Kind)
     assert all(len(row) == 4 and all(row) for row in rows), rows
 
 
@@ -254,10 +254,10 @@ def test_masked_steps_are_reported_once_for_a_series():
     masked, reports = MaskedSteps(2, window_steps=10), {}
     for step in range(1, 40):
         if step in (3, 4, 5, 6, 30):
-            masked.add(step)
+            masked.add(step, SkipCause.NORM_SPIKE)
         if (kind := masked.check(step)) is not None:
             reports[step] = kind
     assert reports == {5: "masked_steps", 15: "masked_steps_recovered"}
-    masked.add(41)
+    masked.add(41, None)
     masked.rewind(40)
-    assert masked.steps == [30], "it is computed again"
+    assert masked.steps == {30: SkipCause.NORM_SPIKE}, "it is computed again"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.faults import StorageUnavailable
 from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
@@ -18,7 +19,7 @@ from jaxres.telemetry.recorded_incidents import IncidentRecorder, RecordedIncide
 
 
 def incident(number: int, *, attempt: int = 1) -> Incident:
-    return Incident(kind="straggler", run="r", attempt=attempt, step=40, host=1, seq=number)
+    return Incident(kind=Kind.STRAGGLER, run="r", attempt=attempt, step=40, host=1, seq=number)
 
 
 def record(run_dir: RunDir, *incidents: Incident, host: int = 0) -> None:

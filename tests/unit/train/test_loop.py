@@ -310,6 +310,7 @@ def test_a_masked_step_emits_its_rows_and_parameters():
     (event,) = events
     assert isinstance(event, UpdateSkipped)
     assert (event.step, event.params, event.rows) == (2, ("w",), ((1, 5, 1, 0),))
+    assert event.cause == "nonfinite_loss"
 
 
 def test_a_bad_step_within_the_lag_is_judged_by_the_drain_before_a_save():

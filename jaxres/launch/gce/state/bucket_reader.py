@@ -7,6 +7,7 @@ VMs, and a cycle takes as long as the slowest of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -44,8 +45,9 @@ class BucketReader:
     _records: list[run_log.Record] = field(default_factory=list[run_log.Record])
     _left_out_at: float = -LEFT_OUT_SECONDS
     """When the hosts that the run leaves out were read last."""
-    _log_is_damaged: bool = False
-    """Whether a record of the run log can't be used and that has been printed."""
+
+    def __post_init__(self) -> None:
+        self._warn_once = functools.cache(self.console)  # Each cycle reads the same files again.
 
     @contextlib.contextmanager
     def count_wait(self, *, requests: int = 1) -> Iterator[None]:
@@ -101,9 +103,7 @@ class BucketReader:
         try:
             return run_log.read_records(RunDir(self.paths.run).log)
         except Unrestorable as error:  # The hosts decide what follows; VMs must still be ended.
-            if not self._log_is_damaged:
-                self.console(f"{error} The launcher continues with what it has read before")
-            self._log_is_damaged = True
+            self._warn_once(f"{error} The launcher continues with what it has read before")
             return self._records
 
     def _use(self, records: list[run_log.Record], *, has_news: bool) -> None:
@@ -124,5 +124,6 @@ class BucketReader:
         if has_news or now - self._left_out_at >= LEFT_OUT_SECONDS:  # `jaxres hosts` always works.
             self._left_out_at = now
             with self.count_wait(requests=LEFT_OUT_REQUESTS):
-                left_out = faulty_hosts.read(RunDir(self.paths.run), self._records)
+                run_dir = RunDir(self.paths.run)
+                left_out = faulty_hosts.read(run_dir, self._records, warn=self._warn_once)
             self.log = replace(self.log, faulty_hosts=left_out)

@@ -8,7 +8,7 @@ attempt, and a drained one at once.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxres.clock import Clock
 from jaxres.faults import UsageError
@@ -16,6 +16,7 @@ from jaxres.launch.gce.state.desired_state import DesiredState, VmSpec
 from jaxres.runlog import faulty_hosts
 from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.paths import RunDir
+from jaxres.telemetry import stdio
 
 
 def find_vm(desired: DesiredState, name: str | None) -> VmSpec:
@@ -63,9 +64,10 @@ def excluded_lines(desired: DesiredState, hosts: Mapping[str, FaultyHost]) -> li
     ]
 
 
-def is_excluded(run_dir: RunDir, name: str) -> bool:
-    """Returns whether a VM is excluded by hand now."""
-    return any(host.is_excluded and host.name == name for host in faulty_hosts.read(run_dir, ()))
+def is_excluded(run_dir: RunDir, name: str, *, warn: Callable[[str], None]) -> bool:
+    """Returns whether a VM is excluded by hand now; `warn`: see faulty_hosts.read."""
+    hosts = faulty_hosts.read(run_dir, (), warn=warn)
+    return any(host.is_excluded and host.name == name for host in hosts)
 
 
 def describe_excluded(host: FaultyHost, *, is_draining: bool) -> str:
@@ -82,7 +84,7 @@ def cordon(run_dir: RunDir, desired: DesiredState, name: str, *, reason: str, cl
       UsageError: the job has no such VM now, or it is cordoned already.
     """
     vm = find_vm(desired, name)
-    if vm.name in excluded(desired, faulty_hosts.read(run_dir)):
+    if vm.name in excluded(desired, faulty_hosts.read(run_dir, warn=stdio.warn)):
         raise UsageError(f"--vm {vm.name}: is cordoned already")
     faulty_hosts.exclude(run_dir, vm.name, slot=None, reason=reason, now=clock.wall())
     return f"{vm.name} is cordoned: it is replaced before the next attempt"
@@ -97,7 +99,7 @@ def request_drain(
       UsageError: the job has no such VM now.
     """
     vm = find_vm(desired, name)
-    known = excluded(desired, faulty_hosts.read(run_dir)).get(vm.name)
+    known = excluded(desired, faulty_hosts.read(run_dir, warn=stdio.warn)).get(vm.name)
     if known is None or not known.is_drained:
         faulty_hosts.exclude(
             run_dir, vm.name, slot=None, reason=reason, now=clock.wall(), is_drained=True
@@ -111,7 +113,11 @@ def uncordon(run_dir: RunDir, desired: DesiredState, name: str) -> str:
       UsageError: it is not cordoned, or the job has no such VM any more.
     """
     vm = find_vm(desired, name)
-    hosts = [h for h in faulty_hosts.read(run_dir) if h.is_excluded and h.name == vm.name]
+    hosts = [
+        h
+        for h in faulty_hosts.read(run_dir, warn=stdio.warn)
+        if h.is_excluded and h.name == vm.name
+    ]
     if not hosts:
         raise UsageError(f"--vm {vm.name}: is not cordoned")
     for host in hosts:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxres.clock import SystemClock
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import AlertsSection, GenericTarget
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce import job_alerts
@@ -110,7 +111,7 @@ def test_events_that_are_no_longer_in_the_state_are_alerted(tmp_path: Path) -> N
 
 
 def test_what_a_vms_supervisor_has_recorded_is_sent_once(tmp_path: Path) -> None:
-    incident = Incident(kind="straggler", run="r", attempt=1, step=40, host=1, seq=1)
+    incident = Incident(kind=Kind.STRAGGLER, run="r", attempt=1, step=40, host=1, seq=1)
     with IncidentRecorder(RunDir(tmp_path), host=0, clock=SystemClock()) as recorder:
         recorder.send(incident)
     with served() as hook:

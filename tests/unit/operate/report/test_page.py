@@ -136,7 +136,7 @@ def test_lost_steps_interruptions_and_masked_updates_are_marked():
     assert titles.count("lost: steps 5 to 5") == 2
     assert "attempt 1: HUNG after step 4, resumed at step 2" in titles
     assert "attempt 2: rolled back after step 5, resumed at step 4" in titles
-    assert "step 4: update masked" in titles
+    assert "step 4: update masked (cause not recorded)" in titles
     assert [len(page.of_class("path", kind)) for kind in ("restart", "rollback")] == [2, 2]
     assert len(page.of_class("rect", "band")) == 4
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxres.clock import SystemClock
+from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import AlertsSection, GenericTarget
 from jaxres.config.schema.checkpoint import ReplicaSection
 from jaxres.exit_codes import ExitCode
@@ -77,7 +78,7 @@ def test_a_supervisor_on_a_vm_records_its_incidents_but_neither_start_nor_end(
     claimed(tmp_path)
     with attempt_alerts.open_alerts(None, CONFIG, run_dir, 2, SystemClock()) as alerts:
         alerts.on_claim([Record(1, 1, 0.0, CLAIM)], replace(CLAIM, attempt=2))
-        alerts.on_news(2, TrainingReport("rollback", 20, "step 30: a spike", 1))
+        alerts.on_news(2, TrainingReport(Kind.ROLLBACK, 20, "step 30: a spike", 1))
         alerts.on_end(AttemptResult(137, "why"), CLAIM)
     assert [i.kind for _, i in RecordedIncidents(run_dir).read_new((1, 2))] == ["rollback"]
 

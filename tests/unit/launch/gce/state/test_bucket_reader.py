@@ -12,7 +12,7 @@ import pytest
 from jaxres.clock import SystemClock
 from jaxres.launch.gce.api.compute import ApiUnavailable
 from jaxres.launch.gce.api.service_answers import MAX_CALLS, ServiceAnswers
-from jaxres.launch.gce.state.bucket_reader import MAX_REQUESTS, BucketReader
+from jaxres.launch.gce.state.bucket_reader import LEFT_OUT_SECONDS, MAX_REQUESTS, BucketReader
 from jaxres.launch.gce.state.observed_state import SLOW_BUCKET_SECONDS, AgentReport
 from jaxres.launch.gce.state.paths import LaunchPaths
 from jaxres.runlog import faulty_hosts
@@ -118,6 +118,17 @@ def test_files_of_excluded_hosts_are_read_at_the_same_time(
     monkeypatch.setattr(gcs_objects, "read_all", counted)
     assert len(faulty_hosts.excluded_hosts(RunDir(run))) == 4
     assert batches == [4], "files wait for each other"
+
+
+def test_a_file_that_can_not_be_understood_is_printed_once(run: GcsPath) -> None:
+    gcs_objects.write(RunDir(run).excluded_hosts / "odd", b"{}", over=0)  # pyright: ignore
+    clock, printed = ManualClock(), list[str]()
+    reader = BucketReader(LaunchPaths(run), clock, printed.append)
+    for _ in range(3):
+        reader.read()
+        clock.now += LEFT_OUT_SECONDS
+    assert len(printed) == 1
+    assert "odd: can't be understood" in printed[0]
 
 
 def test_vms_are_looked_up_at_the_same_time_and_a_silent_zone_is_asked_no_more() -> None:
