@@ -124,6 +124,8 @@ class Heartbeat:
     step: Count = 0
     """Newest finished step; 0: none yet."""
     phase: Name = "start"
+    num_phases: Count = 0
+    """Number of messages about phases that the worker has sent."""
 
 
 @dataclass(frozen=True)

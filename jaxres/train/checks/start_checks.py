@@ -8,7 +8,7 @@ leave all checks to their attempt, which ends on all hosts if it can't begin on 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxres.config import RunConfig
@@ -24,22 +24,28 @@ from jaxres.runlog.paths import RunDir
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.train import completion
+from jaxres.train.checks import program_checks
 
 
-def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+def is_complete(run_dir: RunDir, config: RunConfig, *, env: Mapping[str, str]) -> bool:
     """Returns whether there is nothing left to train; as `completion.check`.
+
+    `env`: the environment of a program.
 
     Raises:
       ConfigError: there is, and what the config names is not there.
     """
     if completion.is_complete(run_dir, config):
         return True
-    require_inputs(run_dir, config)
+    require_inputs(run_dir, config, env=env)
     return False
 
 
-def require_inputs(run_dir: RunDir, config: RunConfig) -> None:
+def require_inputs(run_dir: RunDir, config: RunConfig, *, env: Mapping[str, str]) -> None:
     """Raises ConfigError with a line for each path and module of the config that is not there."""
+    if config.program is not None:
+        raise_all(program_checks.problems(config.program, env))
+        return
     raise_all([*_sources(config), *_paths(run_dir, config), *_modules(config)])
 
 

@@ -48,7 +48,7 @@ def test_what_is_not_there_is_refused_by_its_key(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=says):
-        start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override))
+        start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override), env={})
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_what_is_there_or_can_not_be_known_is_left_to_the_attempt(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own.py").write_text("raise ImportError('it is imported')")
-    start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override))
+    start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override), env={})
