@@ -69,6 +69,8 @@ def check(config: RunConfig) -> list[Problem]:
 
 
 def _program(section: ProgramSection) -> Iterator[Problem]:
+    if not section.command:
+        yield Problem("program.command", "is empty; give the program and its arguments")
     for name in sorted(set(OWN_VARIABLES) & set(section.env)):
         yield Problem(f"program.env.{name}", "is set by jaxres itself; remove it")
     names = {str(path) for path in section.files}

@@ -21,7 +21,7 @@ from jaxres.cluster.host_group import HostRank
 from jaxres.config import RunConfig
 from jaxres.config.errors import raise_all
 from jaxres.config.schema.program import ProgramSection
-from jaxres.exit_codes import ExitCode, ProgramEnd, exit_row, of_program
+from jaxres.exit_codes import STOP_SIGNALS, ExitCode, ProgramEnd, exit_row, of_program
 from jaxres.faults import ConfigError
 from jaxres.host.processes import kill_me_with_parent, oom_kill_count
 from jaxres.program.output import READ_BYTES, Lines, OutputFile, Terminal
@@ -46,9 +46,8 @@ from jaxres.telemetry.heartbeat import (
 from jaxres.train.checks import program_checks
 
 STOPS: Mapping[int, ExitCode] = {
-    signal.SIGTERM: ExitCode.PREEMPTED,
-    LEAVE: ExitCode.PREEMPTED,
-    signal.SIGINT: ExitCode.STOPPED,
+    **{number: STOP_SIGNALS[number] for number in (signal.SIGTERM, signal.SIGINT)},
+    LEAVE: STOP_SIGNALS[signal.SIGTERM],
 }
 """Signals of the supervisor for which the program is sent SIGTERM, and the exit that follows."""
 PASSED_IF_HANDLED = (signal.SIGUSR1, signal.SIGUSR2)

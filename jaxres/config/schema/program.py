@@ -38,7 +38,7 @@ program uses them, and no number of steps reaches this one."""
 class ProgramSection(Section):
     """A command that runs in place of the trainer, and the files that make up the run."""
 
-    command: Annotated[tuple[Word, ...], Field(min_length=1)]
+    command: tuple[Word, ...]
     """The program and its arguments, as in [python, train.py, --width, "512"]."""
     files: tuple[LocalPath, ...] = ()
     """Files whose content belongs to the run; relative paths start at program.cwd.
