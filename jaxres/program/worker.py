@@ -50,7 +50,7 @@ STOPS: Mapping[int, ExitCode] = {
     LEAVE: STOP_SIGNALS[signal.SIGTERM],
 }
 """Signals of the supervisor for which the program is sent SIGTERM, and the exit that follows."""
-PASSED_IF_HANDLED = (signal.SIGUSR1, signal.SIGUSR2)
+PASSED_IF_HANDLED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGABRT)
 """Signals that a program gets only if it handles them: others would end it."""
 BEAT_SECONDS = 1.0
 """Shortest time between two messages that the program has output."""
@@ -95,7 +95,7 @@ def received_signals() -> Iterator[int]:
     read_end, write_end = os.pipe()
     for end in (read_end, write_end):
         os.set_blocking(end, False)
-    numbers = (*STOPS, *PASSED_IF_HANDLED, signal.SIGABRT)
+    numbers = (*STOPS, *PASSED_IF_HANDLED)
     for number in numbers:
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write_end)
@@ -250,7 +250,7 @@ class RunningProgram:
             self._has_own_phase = True  # Output does not put off the end any more.
             self._enter(STOP)
             self._process.send_signal(signal.SIGTERM)
-        elif number == signal.SIGABRT or handles(self._process.pid, number):
+        elif handles(self._process.pid, number):
             self._process.send_signal(number)
 
     def _on_status(self, data: bytes) -> None:

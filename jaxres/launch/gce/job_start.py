@@ -22,7 +22,13 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import PreemptedError, StoppedError, StorageUnavailable, format_exit_message
+from jaxres.faults import (
+    ConfigError,
+    PreemptedError,
+    StoppedError,
+    StorageUnavailable,
+    format_exit_message,
+)
 from jaxres.host import signals
 from jaxres.launch.gce import controller, job_alerts, job_config, orphaned_vms
 from jaxres.launch.gce.api.compute import Compute
