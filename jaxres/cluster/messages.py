@@ -250,7 +250,7 @@ def decode(line: bytes) -> Message:
     """Returns the message of a line.
 
     >>> decode(encode(Heartbeat(7, "train")))
-    Heartbeat(step=7, phase='train')
+    Heartbeat(step=7, phase='train', num_phases=0)
 
     Raises:
       ProtocolError: the line is not a message.

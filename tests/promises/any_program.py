@@ -58,6 +58,8 @@ def fork_children() -> NoReturn:
     """Leaves processes behind: one in its own group, one that leads a session."""
     for is_session in (False, True):
         subprocess.Popen([sys.executable, "-c", SLEEPS, str(FOLDER)], start_new_session=is_session)
+    print("has children", flush=True)
+    time.sleep(float(os.environ["STAYS"]))
     sys.exit(3)
 
 

@@ -171,10 +171,23 @@ def test_silence_is_a_hang_and_output_is_none(program: ProgramRun) -> None:
 
 @pytest.mark.slow
 def test_no_process_of_a_program_is_left(program: ProgramRun) -> None:
-    trainer = program.start("restart.max_attempts_without_commit=2", hosts=1, DO="children")
+    budget = "restart.max_attempts_without_commit=2"
+    trainer = program.start(budget, hosts=1, DO="children", STAYS="0")
     assert trainer.wait_exit() == ExitCode.NO_PROGRESS, trainer.printed()
     assert [end.exit for end in program.ends()] == [ExitCode.BUG] * 2
     wait_until(lambda: not _with_argument(str(program.folder)), "end of the children")
+
+
+@pytest.mark.slow
+def test_no_process_of_a_program_outlives_the_next_attempt(program: ProgramRun) -> None:
+    trainer = program.start(hosts=1, DO="children", STAYS="3600")
+    trainer.wait_printed("has children")
+    trainer.process.send_signal(signal.SIGKILL)
+    trainer.process.wait()
+    assert _with_argument(str(program.folder)), "left behind"
+    again = program.start(hosts=1)
+    assert again.wait_exit() == ExitCode.DONE, again.printed()
+    assert not _with_argument(str(program.folder))
 
 
 def _with_argument(text: str) -> list[str]:
@@ -220,7 +233,8 @@ def test_a_program_that_prints_much_fills_no_disk(program: ProgramRun) -> None:
     trainer = program.start(DO="much")
     assert trainer.wait_exit() == ExitCode.DONE
     path, older = (getattr(trainer.run_dir, name)(1, 0) for name in ("output", "older_output"))
-    assert path.stat().st_size <= MOST_FILE_BYTES >= older.stat().st_size
+    assert path.stat().st_size <= MOST_FILE_BYTES
+    assert older.stat().st_size <= MOST_FILE_BYTES
     lines = path.read_text().splitlines()
     assert "MiB before this are in output-host000-older.txt" in lines[0]
     assert lines[-1] == "the end"

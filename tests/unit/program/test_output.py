@@ -1,6 +1,7 @@
 """Output of a program: whole lines, files of bounded size, and no wait for a terminal."""
 
 import os
+from types import SimpleNamespace
 
 from jaxres.program import output
 from jaxres.program.output import MOST_LINE_BYTES, Lines, OutputFile, Terminal
@@ -53,13 +54,20 @@ def _no_space(descriptor: int, data: bytes) -> None:
 
 
 def test_a_terminal_that_nothing_reads_gets_no_more_lines(monkeypatch):
-    monkeypatch.setattr(output, "TERMINAL_SECONDS", 0.0)
+    waits, select = [], output.select.select
+
+    def wait(*arguments):
+        waits.append(arguments[-1])
+        return select(*arguments[:-1], 0.0)
+
+    monkeypatch.setattr(output, "select", SimpleNamespace(select=wait, PIPE_BUF=4096))
     read_end, write_end = os.pipe()
     terminal = Terminal(write_end)
     for _ in range(100):
         terminal.write(b"x" * 4095 + b"\n")
     os.set_blocking(read_end, False)
     assert 0 < len(os.read(read_end, 2**22)) < 100 * 4096
+    assert waits[-1] == 0.0, "after the first wait it is not waited for any more"
     terminal.write(b"again\n")
     assert os.read(read_end, 2**22) == b"again\n"
     os.close(read_end)
