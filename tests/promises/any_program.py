@@ -90,6 +90,7 @@ def meet() -> None:
         os.environ["JAX_COORDINATOR_ADDRESS"],
         num_processes=int(os.environ["JAXRES_NUM_HOSTS"]),
         process_id=int(os.environ["JAXRES_HOST"]),
+        initialization_timeout=60,
     )
     found = multihost_utils.process_allgather(jax.numpy.array([jax.process_index()]))
     print("met", sorted(found.ravel().tolist()), flush=True)

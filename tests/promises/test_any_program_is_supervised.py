@@ -243,7 +243,8 @@ def test_a_program_that_prints_much_fills_no_disk(program: ProgramRun) -> None:
 
 @pytest.mark.slow
 def test_the_processes_of_a_program_meet_by_jax_distributed(program: ProgramRun) -> None:
-    trainer = program.start(hosts=2, DO="meet", JAX_PLATFORMS="cpu")
+    once = ("--no-restart",)
+    trainer = program.start(hosts=2, flags=once, DO="meet", JAX_PLATFORMS="cpu")
     assert trainer.wait_exit() == ExitCode.DONE, trainer.printed()
     assert all("met [0, 1]" in program.output(1, host) for host in (0, 1))
     assert trainer.printed().count("met [0, 1]") == 1
