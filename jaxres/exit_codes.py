@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -121,6 +121,8 @@ class ExitRow:
     """Signals that request this exit; the first is the one that is forwarded to workers."""
     stop_rank: int = 0
     """Precedence among requested stops of several hosts, the highest wins; 0: not a request."""
+    of_program: bool = False
+    """Whether an exit of a program (`program`) with this code means the same, without a message."""
 
 
 ROWS: tuple[ExitRow, ...] = (
@@ -170,6 +172,7 @@ ROWS: tuple[ExitRow, ...] = (
         restart=RestartRule.STORAGE_BUDGET,
         remedy="free some space or repair the storage, then run {command}",
         is_agreed=True,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.PREEMPTED,
@@ -188,6 +191,7 @@ ROWS: tuple[ExitRow, ...] = (
         resumes_unattended=True,
         stop_signals=(signal.SIGTERM, signal.SIGHUP),
         stop_rank=1,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.STOPPED,
@@ -215,6 +219,7 @@ ROWS: tuple[ExitRow, ...] = (
         needs_operator=True,
         is_failure=False,
         outranks_lost_host=True,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.PEER_LOST,
@@ -227,6 +232,7 @@ ROWS: tuple[ExitRow, ...] = (
             "{command} on all hosts or on the remaining ones"
         ),
         blames_host=True,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.HUNG,
@@ -252,6 +258,7 @@ ROWS: tuple[ExitRow, ...] = (
         needs_operator=True,
         is_agreed=True,
         outranks_lost_host=True,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.UNHEALTHY,
@@ -266,6 +273,7 @@ ROWS: tuple[ExitRow, ...] = (
         needs_operator=True,
         is_agreed=True,
         outranks_lost_host=True,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.FENCED,
@@ -298,6 +306,7 @@ ROWS: tuple[ExitRow, ...] = (
         message_has_remedy=True,
         needs_operator=True,
         outranks_lost_host=True,
+        of_program=True,
     ),
     ExitRow(
         code=ExitCode.OUT_OF_MEMORY,
@@ -308,6 +317,7 @@ ROWS: tuple[ExitRow, ...] = (
         remedy="change one of the settings that the message names, then run {command}",
         needs_operator=True,
         outranks_lost_host=True,
+        of_program=True,
     ),
 )
 _BY_CODE: Mapping[int, ExitRow] = {row.code: row for row in ROWS}
@@ -390,6 +400,128 @@ def remedy(code: int, *, command: str = "the same command", stacks: str = "the s
     return exit_row(code).remedy.format(command=command, stacks=stacks)
 
 
+@dataclass(frozen=True)
+class ProgramEnd:
+    """How the process of a program has ended, and what an exit code depends on besides."""
+
+    status: int
+    """Its exit code, or minus the number of the signal that ended it."""
+    requested: ExitCode | None = None
+    """The stop for which it was sent SIGTERM before; None: it was sent none."""
+    announced: int | None = None
+    """Exit code of the exit message that it has sent; None: it has sent none."""
+    was_killed: bool = False
+    """Whether it was killed because it had not ended in time after SIGTERM."""
+    was_out_of_memory: bool = False
+    """Whether the kernel has killed a process for lack of memory while the program ran."""
+
+
+@dataclass(frozen=True)
+class ProgramRow:
+    """One row of the table of a program's ends; the first one that matches counts."""
+
+    end: str
+    """The end, as text of the table."""
+    matches: Callable[[ProgramEnd], bool]
+    code: Callable[[ProgramEnd], int]
+    """The exit code of the attempt."""
+    meaning: str
+    """The exit code, as text of the table."""
+    reason: str
+    """The reason that is recorded; `{status}` is the exit code or signal of the program."""
+
+
+def _shell_status(end: ProgramEnd) -> int:
+    """Returns the exit code as a shell has it: 128 + the number of a signal."""
+    return SIGNAL_BASE - end.status if end.status < 0 else end.status
+
+
+def _is_stop(end: ProgramEnd) -> bool:
+    """Whether a program that was asked to stop has ended as it was asked to."""
+    ends = (0, ExitCode.PREEMPTED, ExitCode.STOPPED, SIGNAL_BASE + signal.SIGTERM)
+    return end.requested is not None and (end.was_killed or _shell_status(end) in ends)
+
+
+PROGRAM_ROWS: tuple[ProgramRow, ...] = (
+    ProgramRow(
+        "after SIGTERM: 0, 75, 76, death by SIGTERM, or still running after "
+        "deadlines.stop_seconds, and killed",
+        matches=_is_stop,
+        code=lambda end: end.requested or ExitCode.PREEMPTED,
+        meaning="75 after a notice, 76 after an operator's stop",
+        reason="the program was asked to stop, and ended with {status}",
+    ),
+    ProgramRow(
+        "the exit code that its exit message names, or 0",
+        matches=lambda end: end.announced is not None and end.status in (0, end.announced),
+        code=lambda end: end.announced or 0,
+        meaning="the same, with the reason of the message",
+        reason="",
+    ),
+    ProgramRow(
+        "0",
+        matches=lambda end: end.status == 0,
+        code=lambda end: ExitCode.DONE,
+        meaning="0 DONE: the run is complete",
+        reason="the program exited with 0",
+    ),
+    ProgramRow(
+        "death by SIGKILL while the kernel killed for lack of memory",
+        matches=lambda end: (
+            end.was_out_of_memory and _shell_status(end) == SIGNAL_BASE + signal.SIGKILL
+        ),
+        code=lambda end: ExitCode.OUT_OF_MEMORY,
+        meaning="86 OUT_OF_MEMORY",
+        reason="the kernel killed the program because memory ran out",
+    ),
+    ProgramRow(
+        "death by another signal N, or 128 + N, as of a shell",
+        matches=lambda end: SIGNAL_BASE < _shell_status(end) <= SIGNAL_BASE + MAX_SIGNAL,
+        code=_shell_status,
+        meaning="128 + N",
+        reason="the program was ended by {status}",
+    ),
+    ProgramRow(
+        ", ".join(str(int(row.code)) for row in ROWS if row.of_program),
+        matches=lambda end: exit_row(end.status).of_program,
+        code=lambda end: end.status,
+        meaning="the same code, with its meaning in the table above",
+        reason="the program exited with {status}",
+    ),
+    ProgramRow(
+        "64 (EX_USAGE)",
+        matches=lambda end: end.status == ExitCode.USAGE,
+        code=lambda end: ExitCode.CONFIG,
+        meaning="78 CONFIG: program.command is wrong",
+        reason="the program exited with {status}: it does not accept the arguments of "
+        "program.command",
+    ),
+    ProgramRow(
+        "any other exit code",
+        matches=lambda end: True,
+        code=lambda end: ExitCode.BUG,
+        meaning="70 BUG",
+        reason="the program exited with {status}",
+    ),
+)
+"""How the end of a program becomes the exit code of an attempt."""
+
+
+def of_program(end: ProgramEnd) -> tuple[int, str]:
+    """Returns the exit code of an attempt whose program has ended, and the reason.
+
+    The reason is empty where that of the program's own message counts.
+
+    >>> of_program(ProgramEnd(3)), of_program(ProgramEnd(0, requested=ExitCode.STOPPED))[0].name
+    ((<ExitCode.BUG: 70>, 'the program exited with 3'), 'STOPPED')
+    """
+    row = next(row for row in PROGRAM_ROWS if row.matches(end))
+    status = f"exit code {end.status}" if end.status >= 0 else exit_row(_shell_status(end)).name
+    if end.was_killed:
+        status = "SIGKILL, since it still ran when deadlines.stop_seconds was over"
+    return row.code(end), row.reason.format(status=end.status if end.status > 0 else status)
+
+
 def table() -> str:
     """Returns docs/exit-codes.md."""
     lines = [
@@ -408,6 +540,17 @@ def table() -> str:
         operator = "yes" if row.needs_operator else ""
         what = remedy(row.code)
         lines.append(f"| {code} | {name} | {row.meaning} | {row.restart} | {operator} | {what} |")
+    lines += [
+        "",
+        "## Programs",
+        "",
+        "With `program` in its config, an attempt ends as the program does, by the first row that",
+        "matches ([own-loop.md](own-loop.md)).",
+        "",
+        "| end of the program | exit code of the attempt |",
+        "|---|---|",
+        *(f"| {row.end} | {row.meaning} |" for row in PROGRAM_ROWS),
+    ]
     return "\n".join(lines) + "\n"
 
 

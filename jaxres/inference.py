@@ -16,6 +16,7 @@ from jaxres.checkpoint.read import manifest
 from jaxres.checkpoint.read.verify import verify_step
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights.source import Step, commit_of, from_run
+from jaxres.config import require_trainer
 from jaxres.config.schema.data import HuggingfaceTokenizer
 from jaxres.data.tokens import tokenizer as tokenizers
 from jaxres.data.tokens.tokenizer import FILE_NAME, LibraryTokenizer, Tokenizer, limited
@@ -162,8 +163,10 @@ def _has(source: str | RunPath, name: str) -> bool:
 def _load_run(run_dir: RunDir, step: Step) -> LoadedModel:
     from jaxres import models
 
-    commit, tokenizer = commit_of(run_dir, step), tokenizer_of(run_dir)
+    commit = commit_of(run_dir, step)
     config = run_config.newest_config(run_dir)
+    require_trainer(config, str(run_dir.root))
+    tokenizer = tokenizer_of(run_dir)
     tokenizer = limited(tokenizer, getattr(config.model, "vocab_size", None))
     model = models.build(
         config.model,

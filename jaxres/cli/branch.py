@@ -129,6 +129,7 @@ def _config(origin: RunDir, to: RunDir, overrides: Sequence[str], *, step: int) 
     if any(word.startswith("run.dir=") for word in overrides):
         raise UsageError("run.dir: the directory of the new run is given by --to.")
     recorded = run_config.newest_config(origin)
+    configs.require_trainer(recorded, "jaxres branch")
     path = run_config.newest_config_path(origin)
     config = configs.load_recorded(path, overrides).config
     own = config.run.model_copy(update={"dir": to.root})

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
             sys.stdout.write(_list())
             return ExitCode.DONE
         loaded = configs.load(options.config, options.overrides)
+        configs.require_trainer(loaded.config, "jaxres chaos")
         with run_folder(options.to, keep=options.keep, prefix="jaxres-chaos-") as folder:
             return Chaos(loaded, options, folder, env=env, clock=SystemClock()).run()
     except RunError as raised:

@@ -103,8 +103,11 @@ def _load(arguments: Sequence[str]) -> tuple[RunConfig, RunHistory]:
     target, overrides = parse_target(arguments, command="jaxres data")
     if is_remote(target) or target.is_dir():
         loaded, run_dir = resolve_run(target, overrides)
-        return loaded.config, run_log.fold(run_log.read_records(run_dir.log))
-    return configs.load(target, overrides).config, RunHistory()
+        config, history = loaded.config, run_log.fold(run_log.read_records(run_dir.log))
+    else:
+        config, history = configs.load(target, overrides).config, RunHistory()
+    configs.require_trainer(config, "jaxres data")
+    return config, history
 
 
 def _progress(message: str) -> None:

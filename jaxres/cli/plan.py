@@ -314,6 +314,7 @@ def _config(words: Sequence[str]) -> tuple[RunConfig | None, KeepSection]:
         raise UsageError(f"jaxres plan: more than one config: {', '.join(paths)}")
     if paths:
         config = configs.load(Path(paths[0]), overrides).config
+        configs.require_trainer(config, "jaxres plan")
         return config, config.checkpoint.keep
     for override in overrides:
         if not override.startswith((f"{KEEP}.", f"{KEEP}=", f"{KEEP}_last=")):

@@ -65,6 +65,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         options = _parse(arguments)
         tell_repeated(options.overrides)
         loaded = configs.load(options.config, options.overrides)
+        configs.require_trainer(loaded.config, "jaxres resume-check")
         with run_folder(options.to, keep=options.keep, prefix="jaxres-resume-check-") as folder:
             check = ResumeCheck(loaded, options, folder, env=env, clock=SystemClock())
             return check.run()

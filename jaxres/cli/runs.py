@@ -143,7 +143,7 @@ def _row(run_dir: RunDir, *, clock: Clock) -> RunRow:
         tags=config.run.tags,
         state=state.outlook.state,
         step=None if state.newest is None else state.newest.step,
-        steps=state.steps or config.train.steps,
+        steps=state.steps or config.last_step,
         loss=None if state.newest is None else state.newest.loss,
         heldout_loss=next(iter(losses.values()), None),
         tokens_per_second=_tokens(lines) / seconds if seconds else None,
@@ -174,7 +174,8 @@ def rows_as_text(rows: Sequence[RunRow]) -> str:
     for row in rows:
         name = row.run if row.name is None else f"{row.run} ({row.name})"
         tags = "".join(f" #{tag}" for tag in row.tags)
-        step = "-" if row.step is None else f"{row.step:,} of {row.steps:,}"
+        last = "" if row.steps is None else f" of {row.steps:,}"
+        step = "-" if row.step is None else f"{row.step:,}{last}"
         cells = (_number(row.loss), _number(row.heldout_loss))
         rate = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
         trained = "-" if row.train_seconds is None else number_text.duration(row.train_seconds)

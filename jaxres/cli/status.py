@@ -164,7 +164,7 @@ def _configured_steps(run_dir: RunDir, attempt: int) -> int | None:
     A complete run may be extended, and the attempt end before it trains.
     """
     try:
-        return configs.load_recorded(run_dir.attempt(attempt) / "config.yaml").config.train.steps
+        return configs.load_recorded(run_dir.attempt(attempt) / "config.yaml").config.last_step
     except RunError:
         return None
 

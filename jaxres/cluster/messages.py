@@ -124,6 +124,8 @@ class Heartbeat:
     step: Count = 0
     """Newest finished step; 0: none yet."""
     phase: Name = "start"
+    num_phases: Count = 0
+    """Number of messages about phases that the worker has sent."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def decode(line: bytes) -> Message:
     """Returns the message of a line.
 
     >>> decode(encode(Heartbeat(7, "train")))
-    Heartbeat(step=7, phase='train')
+    Heartbeat(step=7, phase='train', num_phases=0)
 
     Raises:
       ProtocolError: the line is not a message.

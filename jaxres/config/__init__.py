@@ -7,6 +7,7 @@ from jaxres.config.cross_checks import check
 from jaxres.config.describe import describe, dump_yaml, file_mode
 from jaxres.config.errors import Problem
 from jaxres.config.load import Loaded, load, load_recorded, repeated
+from jaxres.config.programs import require_trainer
 from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.trajectory import (
     changed_secrets,
@@ -43,6 +44,7 @@ __all__ = [
     "loss_scale",
     "moved_content",
     "repeated",
+    "require_trainer",
     "run_dirs",
     "trajectory",
     "with_absolute_paths",

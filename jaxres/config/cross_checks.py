@@ -37,6 +37,7 @@ from jaxres.config.schema.optimizer import (
     PiecewiseSchedule,
     SgdOptimizer,
 )
+from jaxres.config.schema.program import OWN_VARIABLES, ProgramSection
 from jaxres.config.schema.run_config import RunConfig, TrainSection
 from jaxres.config.schema.training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
@@ -49,6 +50,8 @@ BYTES_VOCAB = 257
 
 def check(config: RunConfig) -> list[Problem]:
     """Returns every problem of this combination of values."""
+    if config.program is not None:
+        return [*_program(config.program), *_alerts(config), *_gce(config)]
     return [
         *_numbers(config),
         *_batch(config),
@@ -63,6 +66,17 @@ def check(config: RunConfig) -> list[Problem]:
         *_gce(config),
         *_compilation(config),
     ]
+
+
+def _program(section: ProgramSection) -> Iterator[Problem]:
+    if not section.command:
+        yield Problem("program.command", "is empty; give the program and its arguments")
+    for name in sorted(set(OWN_VARIABLES) & set(section.env)):
+        yield Problem(f"program.env.{name}", "is set by jaxres itself; remove it")
+    names = {str(path) for path in section.files}
+    if section.files_sha256 and set(section.files_sha256) != names:
+        text = "has not the names of program.files; leave it out, jaxres computes it"
+        yield Problem("program.files_sha256", text, others=("program.files",))
 
 
 def _numbers(config: RunConfig) -> Iterator[Problem]:

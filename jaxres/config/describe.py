@@ -22,6 +22,7 @@ from jaxres.config.schema.fields import (
     iter_fields,
     kinds,
 )
+from jaxres.config.schema.program import without_trainer_keys
 from jaxres.config.schema.run_config import RunConfig, Section
 
 _NAMES = {
@@ -145,20 +146,24 @@ def dump_yaml(config: RunConfig) -> str:
     data["run"].pop("dir")
     for short in SHORTHANDS:
         data[SECTION].pop(short)
+    if config.program is not None:
+        data = without_trainer_keys(data)
     return yaml.dump(_kind_first(data))
 
 
 def file_mode(text: str) -> int:
     """Returns the permissions, less the umask, of a file with this config (`dump_yaml`).
 
-    Only its owner may read one with a secret, or with arguments of custom data, which may be one
-    that is not known as such. Others stay readable: hosts may run as different users.
+    Only its owner may read one with a secret, or with arguments of custom data or the environment
+    of a program, which may be one that is not known as such. Others stay readable: hosts may run as
+    different users.
     """
     node, problems = yaml.parse(text, lambda _: "")
     if node is None or problems or secret_values.contains(found := yaml.plain(node)):
         return secret_values.PRIVATE
-    data = found.get("data", {}) if isinstance(found, dict) else {}
-    return secret_values.PRIVATE if _has_args(data) else 0o666
+    sections = found if isinstance(found, dict) else {}
+    is_private = _has_args(sections.get("data", {})) or (sections.get("program") or {}).get("env")
+    return secret_values.PRIVATE if is_private else 0o666
 
 
 def _has_args(data: Any) -> bool:

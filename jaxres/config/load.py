@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import secret_values
-from jaxres.config import builtin_configs, huggingface
+from jaxres.config import builtin_configs, huggingface, programs
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, did_you_mean, one_line, raise_all, shorten, show
 from jaxres.config.removed_keys import without_removed
 from jaxres.config.schema.fields import ROOT, FieldSpec
+from jaxres.config.schema.program import UNUSED_SECTIONS, trainer_keys
 from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
@@ -310,7 +311,10 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     above, wrong_above = override_layer(overrides)
     path = builtin_configs.find(path)
     layers, wrong = file_layers(path)
-    return _load(path, [*layers, above], wrong + wrong_above, name=path.stem)
+    loaded = _load(path, [*layers, above], wrong + wrong_above, name=path.stem)
+    config, unreadable = programs.with_digests(loaded.config)
+    raise_all(_with_location(problem, loaded.origins, path) for problem in unreadable)
+    return replace(loaded, config=config)
 
 
 def load_recorded(path: RunPath, overrides: Sequence[str] = ()) -> Loaded:
@@ -334,7 +338,17 @@ def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str)
     whole, of_folder = huggingface.resolve(functools.reduce(overlay, expanded))
     wrong = wrong + of_folder
     locations = origins(whole)
-    config, problems = validate(with_defaults(whole))
+    data, program = with_defaults(whole), whole.value.get("program")
+    if program is not None and program.value is not None:
+        data |= UNUSED_SECTIONS
+        # A program may commit nothing: by default no alert is sent for that.
+        data["alerts"] = {"no_commit_minutes": None} | data.get("alerts", {})
+        wrong = wrong + [
+            Problem(key, "is for the trainer, which `program` replaces; leave it out", where)
+            for key, where in locations.items()
+            if trainer_keys([key])
+        ]
+    config, problems = validate(data)
     if config is not None and not of_folder:
         problems = check(config)
     raise_all(

@@ -19,6 +19,7 @@ from jaxres.config.errors import one_line, show
 from jaxres.config.schema.data import CustomSource, MixtureSource, Source, single_sources
 from jaxres.config.schema.fields import is_content_path, is_free, is_later, iter_fields
 from jaxres.config.schema.model import GptModel
+from jaxres.config.schema.program import ProgramSection
 from jaxres.config.schema.run_config import RunConfig, Section
 from jaxres.config.schema.training import LossScaleSection, RollbackSection
 from jaxres.faults import ConfigError
@@ -60,8 +61,11 @@ def trajectory(
     `with_paths`, `with_secrets`: by the first definition, by the first and the second one.
 
     `train.steps` is left out. If the learning rate depends on it, it is the schedule's horizon. So
-    a run of 1000 steps has the trajectory of a run of 2000 whose schedule spans 1000.
+    a run of 1000 steps has the trajectory of a run of 2000 whose schedule spans 1000. That of a
+    program is its command and the digests of its files.
     """
+    if config.program is not None:
+        return _of_program(config.program)
     data = _with_defaults(config, with_paths=with_paths, with_secrets=with_secrets)
     if data["guards"]["rollback"] == _rate_after_rollbacks(None):
         data["guards"].pop("rollback")
@@ -74,6 +78,10 @@ def trajectory(
         data["train"].pop("loss_scale")
     _drop_later_defaults(config, data)
     return data
+
+
+def _of_program(section: ProgramSection) -> dict[str, Any]:
+    return {"program": {"command": list(section.command), "files": dict(section.files_sha256)}}
 
 
 def _drop_later_defaults(section: Section, dumped: dict[str, Any]) -> None:
@@ -89,6 +97,8 @@ def _with_defaults(
     config: RunConfig, *, with_paths: bool = False, with_secrets: bool = False
 ) -> dict[str, Any]:
     """Returns all trajectory keys, also keys that older digests lack, for comparison."""
+    if config.program is not None:
+        return _of_program(config.program)
     data = _not_free(config, config.model_dump(mode="json"), with_paths=with_paths)
     if not with_paths:
         _drop_path_args(data["data"]["source"], config.data.source)
@@ -356,6 +366,8 @@ def check_same(
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
+    if key.startswith("program.files."):
+        key = "program.files"
     # The items of a list are given together.
     default = origins.get(key.partition("[")[0], "default" if origins else "")
     location = origins.get(key, default)

@@ -67,6 +67,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         options = _parse(arguments)
         tell_repeated(options.overrides)
         loaded = configs.load(options.config, options.overrides)
+        configs.require_trainer(loaded.config, "jaxres doctor")
     except RunError as raised:
         error = faults.by_phase(raised, at_start=True)
         sys.stderr.write(faults.format_exit_message(error.exit_code, str(error)))

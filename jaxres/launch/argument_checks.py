@@ -105,6 +105,6 @@ def require_feasible(config: RunConfig, *, nodes: int, gpus_per_node: int) -> No
 
     The hosts would find it themselves, but only once they are there.
     """
-    if gpus_per_node:
+    if gpus_per_node and config.program is None:
         parts = (config.mesh, config.train, config.model)
         mesh_plan.plan(*parts, num_devices=nodes * gpus_per_node, num_hosts=nodes)

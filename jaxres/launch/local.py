@@ -150,7 +150,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
             options.target,
             options.overrides,
             run=functools.partial(train, env=env),
-            is_complete=start_checks.is_complete,
+            is_complete=functools.partial(start_checks.is_complete, env=env),
             env=env,
             rendezvous=functools.partial(local_hosts, num_hosts=options.max_hosts),
         )
@@ -160,7 +160,7 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
     if found.is_complete:
         companions.send_rest(config, run_dir, env=env)
         return ExitCode.DONE
-    start_checks.require_inputs(run_dir, config)
+    start_checks.require_inputs(run_dir, config, env=env)
     per_host = devices_per_host(env, "JAX_NUM_CPU_DEVICES")
     policy = RestartPolicy(
         config.restart,
@@ -185,7 +185,8 @@ def launch(options: Options, *, env: Mapping[str, str]) -> int:
             clock=clock,
             alerts=alerts,
         )
-        if code == ExitCode.DONE:  # The last worker may have been killed after the last commit.
+        # The last worker may have been killed after the last commit.
+        if code == ExitCode.DONE and config.program is None:
             completion.delete_leftovers(run_dir)
         return code
 
@@ -209,6 +210,8 @@ def feasible_hosts(least: int, most: int, config: RunConfig, *, per_host: int) -
     """
     if least == most:
         return (most,)
+    if config.program is not None:
+        return tuple(range(least, most + 1))
     parts = (config.mesh, config.train, config.model)
     devices = mesh_plan.feasible(*parts, limit=most * per_host, multiple_of=per_host)
     fitting = tuple(n // per_host for n in devices if n // per_host >= least)

@@ -187,6 +187,10 @@ class RunDir:
         """Output of one host's worker: of jaxres, libraries and custom code."""
         return self.local_attempt(attempt) / f"output-host{host:03d}.txt"
 
+    def older_output(self, attempt: int, host: int) -> Path:
+        """Output of a program on one host before that in `output`, whose size is bounded."""
+        return self.local_attempt(attempt) / f"output-host{host:03d}-older.txt"
+
     def traceback(self, attempt: int, host: int) -> Path:
         """The traceback of an uncaught exception of one host's worker."""
         return self.local_attempt(attempt) / f"traceback-host{host:03d}.txt"

@@ -47,6 +47,8 @@ class AttemptSpec:
     """Number of hosts of the whole job."""
     limits: DeadlinesSection
     """The deadlines by phase."""
+    is_program: bool = False
+    """Whether the workers run a program (`program`), which does not say what it could save."""
     deadline: float = math.inf
     """When the workers are asked to save and stop, on the clock; inf: never."""
 

@@ -31,7 +31,7 @@ from jaxres.cluster.host_group import ALONE, HostRank
 from jaxres.cluster.host_identity import HOST_NAME, identify
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, RunError
+from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.host import signals
 from jaxres.host.proc_stat import read_proc_stat
 from jaxres.runlog import replica_files, run_log, step_dirs
@@ -56,6 +56,7 @@ from jaxres.supervisor.companions import attempt_alerts, companions
 from jaxres.supervisor.companions.attempt_alerts import AttemptAlerts
 from jaxres.supervisor.companions.companions import Companions
 from jaxres.supervisor.failure_report import upload_artifacts
+from jaxres.supervisor.process.forkserver_client import WORKER
 from jaxres.supervisor.process.worker_env import worker_env
 from jaxres.supervisor.process.worker_group import (
     Rendezvous,
@@ -70,6 +71,8 @@ from jaxres.supervisor.run_lock import RunLock
 from jaxres.supervisor.supervisor import supervise
 from jaxres.telemetry import alert_sender, stdio
 
+PROGRAM_WORKER = "jaxres.program"
+"""Module that runs a program on a host, in place of the trainer's WORKER."""
 MIN_DEVICES = "JAXRES_MIN_DEVICES"
 """Environment variable with the number of devices that each host must have."""
 PLATFORM = "JAXRES_PLATFORM"
@@ -176,10 +179,12 @@ def run_attempt(
     """
     loaded, run_dir = resolve_run(target, overrides)
     config = loaded.config
+    inline = run if isinstance(run, Inline) else None
+    if inline is not None and config.program is not None:
+        raise UsageError("--inline: a program (`program`) has a process of its own; omit --inline")
     if is_complete(run_dir, config):
         companions.send_rest(config, run_dir, env=env)
         return ExitCode.DONE
-    inline = run if isinstance(run, Inline) else None
     targets = attempt_alerts.resolve(config, env, is_inline=inline is not None)
     env = alert_sender.scrub_secrets(config.alerts, env)
     records, clock = _log_to_go_on_with(run_dir, config), SystemClock()
@@ -203,7 +208,7 @@ def run_attempt(
             beside.services,
             run_lock=run_lock,
             on_news=functools.partial(alerts.on_news, claim.attempt),
-            fork=fork,
+            fork=None if config.program is not None else fork,
         )
 
         def train() -> AttemptResult:
@@ -337,14 +342,19 @@ def run_local_workers(
     """
     claim = opened.claim
     hosts = [HostRank(host, claim.num_hosts) for host in opened.hosts]
+    is_program = opened.config.program is not None
+    module = PROGRAM_WORKER if is_program else WORKER
     spec = AttemptSpec(
         run_dir=opened.run_dir,
         number=claim.attempt,
         last_seq=opened.last_seq,
-        commands={h.host: worker_command(opened.run_dir, claim, h, env=env) for h in hosts},
+        commands={
+            h.host: worker_command(opened.run_dir, claim, h, env=env, module=module) for h in hosts
+        },
         env=worker_env(env, opened.config, opened.run_dir, claim, secret=opened.secret),
         num_hosts=claim.num_hosts,
         limits=opened.config.deadlines,
+        is_program=is_program,
         deadline=deadline,
     )
     ended = supervise(spec, services)
@@ -363,10 +373,15 @@ def add_memory_advice(
 
 
 def worker_command(
-    run_dir: RunDir, claim: Claim, member: HostRank, *, env: Mapping[str, str] | None = None
+    run_dir: RunDir,
+    claim: Claim,
+    member: HostRank,
+    *,
+    env: Mapping[str, str] | None = None,
+    module: str = WORKER,
 ) -> list[str]:
     """Returns the argv of one host's worker; `env` has which devices it must have."""
-    command = [sys.executable, "-m", "jaxres.train.worker", str(run_dir.root)]
+    command = [sys.executable, "-m", module, str(run_dir.root)]
     command += ["--attempt", str(claim.attempt), "--parent", str(os.getpid())]
     if (least := (env or {}).get(MIN_DEVICES, "")).isdecimal():
         command += ["--min-devices", least]

@@ -77,6 +77,8 @@ def follow(
             config, run_dir, claim, run_log.last_seq(records), (member.host,), shared
         )
         services = dataclasses.replace(companions.services, peers=peers, fork=fork)
+        if config.program is not None:
+            services = dataclasses.replace(services, fork=None)
         ended = run_local_workers(opened, services, env=env, advise=advise)
     report_fault(run_dir, claim, ended, host=member.host, clock=clock)
     host_memory.delete_at_end(run_dir, config, ended)

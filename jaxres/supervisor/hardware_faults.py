@@ -59,7 +59,7 @@ def _print_watch(started: HealthWatchStarted) -> None:
 def _on_finding(running: RunningAttempt, finding: Finding) -> None:
     is_first = not running.hardware_fault
     action = finding.action
-    if action == "save" and running.step == 0:
+    if action == "save" and running.step == 0 and not running.spec.is_program:
         action = "leave"  # Nothing new to save.
     _announce(running, dataclasses.replace(finding, action=action))
     reason = f"{socket.gethostname()}: {finding}"

@@ -32,6 +32,8 @@ class RemoteHost:
     name: str
     progress: ProgressTracker
     end: WorkerExit | None = None
+    num_phases: int = 0
+    """Number of messages about phases at its last heartbeat."""
     stalled_seconds: float = 0.0
     """Seconds without progress at its last heartbeat."""
     identity: HostIdentity = UNKNOWN
@@ -55,7 +57,8 @@ class RemoteHost:
 
     def on_heartbeat(self, heartbeat: messages.Heartbeat, *, now: float) -> None:
         """Processes a heartbeat; only progress resets the deadline."""
-        if heartbeat.phase != self.progress.phase:
+        if (heartbeat.phase, heartbeat.num_phases) != (self.progress.phase, self.num_phases):
+            self.num_phases = heartbeat.num_phases
             self.progress = self.progress.on_status(PhaseEntered(heartbeat.phase), now=now)
         if heartbeat.step > self.progress.step:  # One heartbeat per second often covers many steps.
             self.progress = self.progress.advance(
@@ -91,9 +94,10 @@ class FollowerLinks:
                 case messages.StopMessage():
                     requests.append(message)
                 case messages.WorkerExited():
-                    remote.on_heartbeat(
-                        messages.Heartbeat(message.step, remote.progress.phase), now=now
+                    last = messages.Heartbeat(
+                        message.step, remote.progress.phase, remote.num_phases
                     )
+                    remote.on_heartbeat(last, now=now)
                     remote.end = remote.end or WorkerExit(_result_of(message), now)
                 case messages.Goodbye(code, reason):
                     remote.end = remote.end or WorkerExit(
@@ -116,6 +120,10 @@ class FollowerLinks:
         self._peers.send_heartbeat(
             messages.LeaderHeartbeat(tuple(step_by_host[host] for host in sorted(step_by_host)))
         )
+
+    def request_stop(self, code: int, reason: str) -> None:
+        """Sends every supervisor a stop request, for programs, which share none by themselves."""
+        self._peers.send(messages.StopMessage(code, reason))
 
     def send_results(self, cause: RootCause) -> None:
         """Sends every supervisor its result, once."""
@@ -154,6 +162,8 @@ class LeaderLink:
     def __init__(self, peers: PeerLinks) -> None:
         self._peers = peers
         self._is_exit_sent = False
+        self.stop: messages.StopMessage | None = None
+        """The stop request that the leader has sent; None: it has sent none."""
 
     def fileno(self) -> int:
         """A descriptor that is readable when a message can be received."""
@@ -165,6 +175,8 @@ class LeaderLink:
             match message:
                 case messages.JobResult():
                     return message
+                case messages.StopMessage():
+                    self.stop = message
                 case messages.Goodbye(code, reason):
                     return messages.JobResult(code, LEADER, reason, self._leader_step())
                 case messages.Disconnected(reason):
@@ -179,12 +191,16 @@ class LeaderLink:
     def _leader_step(self) -> int:
         return self._peers.links[LEADER].step
 
-    def send_heartbeat(self, *, step: int, phase: str) -> None:
+    def send_heartbeat(self, progress: ProgressTracker) -> None:
         """Sends a heartbeat with the progress of this host's worker."""
-        self._peers.send_heartbeat(messages.Heartbeat(step, phase))
+        heartbeat = messages.Heartbeat(progress.step, progress.phase, progress.num_phases)
+        self._peers.send_heartbeat(heartbeat)
 
     def request_stop(self, code: int, reason: str, *, step: int) -> None:
-        """Sends a stop request to the leader, which acts on it only before the first step."""
+        """Sends a stop request to the leader, which acts on it before the first step only.
+
+        Of a program the leader sends it to all hosts.
+        """
         self._peers.send(messages.StopMessage(code, f"{reason} on {socket.gethostname()}", step))
 
     def send_exit(self, result: AttemptResult, *, step: int) -> None:

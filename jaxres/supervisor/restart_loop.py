@@ -133,7 +133,8 @@ def run_restart_loop(
         records = run_log.read_records(run_dir.log)
         emit = stack.enter_context(_events_in_time(run_dir, alerts, clock=clock))
         run_history, restarts = run_log.fold(records), _restart_history(run_dir, records)
-        server = ForkServer(run_dir, emit=emit, clock=clock) if config.restart.fork else None
+        forks = config.restart.fork and config.program is None
+        server = ForkServer(run_dir, emit=emit, clock=clock) if forks else None
         run = LoopState(
             config=config,
             run_dir=run_dir,

@@ -86,14 +86,17 @@ def decision_time(ends: Sequence[WorkerExit | None], *, settle_seconds: float) -
     return min([*unexpected, min(end.at for end in seen) + settle_seconds])
 
 
-def find_root_cause(hosts: Sequence[HostStatus]) -> RootCause:
-    """Returns the root cause of the attempt's end; at least one host has exited."""
+def find_root_cause(hosts: Sequence[HostStatus], *, is_program: bool = False) -> RootCause:
+    """Returns the root cause of the attempt's end; at least one host has exited.
+
+    `is_program`: the hosts run a program, of which each one must have exited with 0.
+    """
     if len(hosts) == 1:
         return _single_host(hosts[0])
     ends = [(host, host.end) for host in hosts if host.end is not None]
     causes = [(host, end) for host, end in ends if not _is_consequence(host, end)]
     if causes:
-        host, end = min(causes, key=lambda cause: _order(*cause))
+        host, end = min(causes, key=lambda cause: _order(*cause, is_program=is_program))
         if exit_row(end.result.code).is_graceful:
             return _root_cause(hosts, end.result, end.result.reason, culprit=None)
         if _num_suspects(causes, end.result) > 1:
@@ -256,7 +259,7 @@ def _is_consequence(host: HostStatus, end: WorkerExit) -> bool:
     return result.code == ExitCode.PEER_LOST or (result.code == ABORTED and not result.announced)
 
 
-def _order(host: HostStatus, end: WorkerExit) -> tuple[int, float, int, int]:
+def _order(host: HostStatus, end: WorkerExit, *, is_program: bool) -> tuple[int, float, int, int]:
     """Returns the sort key of a cause: the most severe first, then the earliest.
 
     A graceful exit of host 0 that has committed outranks failures that follow it on the way out,
@@ -269,7 +272,7 @@ def _order(host: HostStatus, end: WorkerExit) -> tuple[int, float, int, int]:
     elif (
         row.is_graceful
         and host.host == 0
-        and (end.result.committed or end.result.code == ExitCode.DONE)
+        and (end.result.committed or (end.result.code == ExitCode.DONE and not is_program))
     ):
         severity = Severity.COMMITTED
     return -severity, end.at, row.tie_break, host.host

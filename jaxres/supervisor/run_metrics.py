@@ -219,7 +219,7 @@ class RunMetrics:
             self._counts.update({(name, (kind,)): 0 for kind in kinds})
         for name in ("steps", "skipped_steps", "failed_saves"):
             self._counts[f"jaxres_{name}_total", ()] = 0
-        self._target = config.train.steps
+        self._target = config.last_step
 
     def on_history(self, records: Sequence[Record], *, reached: int = 0) -> None:
         """Takes over the counts of earlier attempts, before another attempt starts.
@@ -304,7 +304,8 @@ class RunMetrics:
         version = importlib.metadata.version("jaxres")
         yield Sample("jaxres_run_info", 1, (version, self._trajectory))
         yield Sample("jaxres_supervisor_start_time_seconds", self._began_wall)
-        yield Sample("jaxres_target_step", self._target)
+        if self._target is not None:
+            yield Sample("jaxres_target_step", self._target)
         yield Sample("jaxres_attempt", self._attempt)
         yield Sample("jaxres_phase", 1, (self._phase,))
         if self._commit is not None:

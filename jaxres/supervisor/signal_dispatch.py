@@ -21,7 +21,7 @@ from jaxres.supervisor.preemption.notices import Decision, PreemptionNotice, Sav
 from jaxres.supervisor.preemption.watcher import PreemptionWatcher
 from jaxres.supervisor.process.spawn import LEAVE
 from jaxres.supervisor.process.worker_process import kill_process_groups, signal_name
-from jaxres.supervisor.remote_hosts import LeaderLink
+from jaxres.supervisor.remote_hosts import FollowerLinks, LeaderLink
 from jaxres.supervisor.run_dir_watcher import WatcherEvent
 
 TWICE_KILLS = (signal.SIGTERM, signal.SIGINT)
@@ -55,9 +55,10 @@ def _fenced(running: RunningAttempt, claim: Claim) -> AttemptResult:
 
 def _ask_to_save(running: RunningAttempt) -> None:
     """Sends the request to one worker, which shares it with the other hosts."""
-    print_message(
-        f"save requested: one extra checkpoint after the current step ({running.progress_text()})"
-    )
+    what = "one extra checkpoint after the current step"
+    if running.spec.is_program:
+        what = "SIGUSR2 to the program, if it handles it"
+    print_message(f"save requested: {what} ({running.progress_text()})")
     running.workers[0].signal(signal.SIGUSR2)
 
 
@@ -188,16 +189,24 @@ def request_stop(
         )
         return None
     running.stop_requested = exit
+    is_before_steps = running.step == 0 and not running.spec.is_program
     has_time = choice is None or choice.action == "save"
     if isinstance(running.links, LeaderLink):
         running.links.request_stop(exit, why, step=running.step)
-    if running.step == 0 and isinstance(running.links, LeaderLink):
+    elif isinstance(running.links, FollowerLinks) and running.spec.is_program:
+        running.links.request_stop(exit, why)
+    if is_before_steps and isinstance(running.links, LeaderLink):
         print_message(f"{why}: stop request sent to host 0 ({running.progress_text()})")
-    elif running.step == 0:
+    elif is_before_steps:
         kill_process_groups(running.workers, clock=running.services.clock)
         print_message(f"{why}: nothing new to save yet ({running.progress_text()}); workers killed")
         return AttemptResult(
             exit, f"{why} before the first finished step of the attempt", committed=False
+        )
+    elif running.spec.is_program:
+        seconds = running.spec.limits.stop_seconds
+        print_message(
+            f"{why}: SIGTERM to the program, which has {seconds:g} s; then exit {exit.value}"
         )
     elif has_time:
         print_message(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import select
 import signal
 from collections.abc import Iterable, Sequence
@@ -112,7 +113,7 @@ def _send_heartbeat(running: RunningAttempt, hosts: Iterable[int]) -> None:
     progress |= {worker.host: worker.progress for worker in running.workers}
     if isinstance(running.links, LeaderLink):
         (own,) = progress.values()
-        running.links.send_heartbeat(step=own.step, phase=own.phase)
+        running.links.send_heartbeat(own)
     elif running.links is not None:
         running.links.send_heartbeat([(host, each.step) for host, each in progress.items()])
 
@@ -222,13 +223,16 @@ def _exchange(
         _send_heartbeat(running, ())
         if worker.end is not None:
             links.send_exit(worker.end.result, step=worker.progress.step)
-        verdict = links.receive()
+        verdict, stop = links.receive(), links.stop
+        if verdict is None and stop is not None and running.stop_requested is None:
+            return signal_dispatch.request_stop(running, ExitCode(stop.code), stop.reason)
         return None if verdict is None else _follow_leader(running, worker, verdict)
     requests = links.receive(now=now)
     _send_heartbeat(running, ())
     for stop in requests:
         running.stop_reason = running.stop_reason or stop.reason
-        if stop.step == running.step == 0 and running.stop_requested is None:
+        acts = running.spec.is_program or stop.step == running.step == 0
+        if acts and running.stop_requested is None:
             return signal_dispatch.request_stop(running, ExitCode(stop.code), stop.reason)
     return None
 
@@ -261,19 +265,30 @@ def _result_after_exit(running: RunningAttempt) -> AttemptResult | None:
     if isinstance(running.links, LeaderLink):
         return None  # The supervisor of host 0 decides.
     ends = [host.end for host in running.hosts]
-    settle_seconds = running.spec.limits.save_seconds + LEAVE_SECONDS
     if running.services.clock.monotonic() < root_cause.decision_time(
-        ends, settle_seconds=settle_seconds
+        ends, settle_seconds=_settle_seconds(running)
     ):
         return None
     return _conclude(running)
+
+
+def _settle_seconds(running: RunningAttempt) -> float:
+    """Returns the longest time for the other hosts to exit after an exit that all agree on.
+
+    A program that is done on one host has no limit on another one: the hosts do not agree.
+    """
+    limits = running.spec.limits
+    if not running.spec.is_program:
+        return limits.save_seconds + LEAVE_SECONDS
+    codes = {host.end.result.code for host in running.hosts if host.end is not None}
+    return math.inf if codes == {ExitCode.DONE} else limits.stop_seconds + LEAVE_SECONDS
 
 
 def _conclude(running: RunningAttempt) -> AttemptResult:
     """Kills all workers; returns the result with its root cause, and sends it to all hosts."""
     statuses = [host.status() for host in running.hosts]
     kill_process_groups(running.workers, clock=running.services.clock)
-    cause = root_cause.find_root_cause(statuses)
+    cause = root_cause.find_root_cause(statuses, is_program=running.spec.is_program)
     code, reason = cause.result.code, cause.result.reason
     if isinstance(running.links, FollowerLinks):
         running.links.send_results(cause)
@@ -350,7 +365,8 @@ def _end_hung(running: RunningAttempt, hung: Sequence[HostStatus]) -> AttemptRes
             dataclasses.replace(each.status(), end=end) if each is host else each.status()
             for each in running.hosts
         ]
-        running.links.send_results(root_cause.find_root_cause(statuses))
+        cause = root_cause.find_root_cause(statuses, is_program=running.spec.is_program)
+        running.links.send_results(cause)
     _dump_stacks(running)
     host.end = end
     return _conclude(running)

@@ -133,7 +133,7 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
                     threads=cpu_cores.usable(),
                     hold_signals=lambda: stack.enter_context(received),
                 ),
-                is_complete=start_checks.is_complete,
+                is_complete=functools.partial(start_checks.is_complete, env=env),
                 env=env,
             )
     run = functools.partial(attempt_runner.run_local_workers, env=env, advise=advise)
@@ -141,7 +141,7 @@ def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> 
         attempt_runner.run_attempt, target, overrides, run=run, env=env, fork=fork
     )
     if address is None:
-        return run_attempt(is_complete=start_checks.is_complete)
+        return run_attempt(is_complete=functools.partial(start_checks.is_complete, env=env))
     if member.leads:
         rendezvous = functools.partial(as_leader, member=member, address=address, secret=secret)
         return run_attempt(rendezvous=rendezvous, is_complete=is_complete)

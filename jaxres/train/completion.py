@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxres import config as configs
 from jaxres.checkpoint.retention import pruning
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
+from jaxres.exit_codes import ExitCode
 from jaxres.faults import Fenced, StorageUnavailable
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import AttemptEnded, Record
 from jaxres.storage import files
 from jaxres.storage.timeouts import CallTimeout, call_with_timeout, write_with_timeout
 from jaxres.supervisor.run_config import newest_config
@@ -50,7 +53,10 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
     Raises:
       StorageUnavailable: the last step can't be read, so it is not known to be valid.
     """
-    newest = run_log.fold(run_log.read_records(run_dir.log)).newest
+    records = run_log.read_records(run_dir.log)
+    if config.program is not None:
+        return _of_program(run_dir, records)
+    newest = run_log.fold(records).newest
     if newest is None or newest.step < config.train.steps:
         return Completion(is_complete=False)
     if configs.moved_content(newest_config(run_dir), config):
@@ -80,6 +86,23 @@ def check(run_dir: RunDir, config: RunConfig) -> Completion:
     )
     delete_leftovers(run_dir)
     return Completion(is_complete=True)
+
+
+def _of_program(run_dir: RunDir, records: Sequence[Record]) -> Completion:
+    """Returns whether the program of a run is done, and prints so."""
+    if not is_done(records):
+        return Completion(is_complete=False)
+    sys.stdout.write(
+        f"{run_dir.root}: the program has exited with 0 already; nothing to do. For a new run, "
+        "change run.dir, the command or its files.\n"
+    )
+    return Completion(is_complete=True)
+
+
+def is_done(records: Sequence[Record]) -> bool:
+    """Returns whether an attempt of a program has recorded that it is done."""
+    bodies = (record.body for record in run_log.in_force(records))
+    return any(isinstance(body, AttemptEnded) and body.exit == ExitCode.DONE for body in bodies)
 
 
 def delete_leftovers(run_dir: RunDir) -> None:

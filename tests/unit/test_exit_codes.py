@@ -8,7 +8,18 @@ import pytest
 
 import jaxres
 from jaxres import exit_codes
-from jaxres.exit_codes import ROWS, ExitCode, RestartRule, Severity, exit_name, exit_row, remedy
+from jaxres.exit_codes import (
+    PROGRAM_ROWS,
+    ROWS,
+    ExitCode,
+    ProgramEnd,
+    RestartRule,
+    Severity,
+    exit_name,
+    exit_row,
+    of_program,
+    remedy,
+)
 
 PACKAGE = Path(jaxres.__file__).parent
 CONTRACT = {
@@ -111,3 +122,37 @@ def test_a_grouping_is_found(tmp_path):
     path = tmp_path / "one.py"
     path.write_text("A = (*(ExitCode.BUG, 1), ExitCode.DONE)\nB = {ExitCode.BUG: 1}\n")
     assert _groupings(path) == ["one.py:1: ExitCode.BUG, ExitCode.DONE"]
+
+
+SIGTERM, SIGKILL = -signal.SIGTERM, -signal.SIGKILL
+ENDS = (
+    *((0, ProgramEnd(code, requested=ExitCode.PREEMPTED), 75) for code in (0, 75, 76, 143)),
+    (0, ProgramEnd(SIGTERM, requested=ExitCode.STOPPED), 76),
+    (0, ProgramEnd(75, requested=ExitCode.STOPPED, announced=75), 76),
+    (0, ProgramEnd(SIGKILL, requested=ExitCode.STOPPED, was_killed=True), 76),
+    (1, ProgramEnd(81, announced=81), 81),
+    (1, ProgramEnd(76, announced=76), 76),
+    (1, ProgramEnd(0, announced=75), 75),
+    (2, ProgramEnd(0), 0),
+    (3, ProgramEnd(SIGKILL, was_out_of_memory=True), 86),
+    (4, ProgramEnd(SIGKILL), 137),
+    (4, ProgramEnd(137), 137),
+    (4, ProgramEnd(SIGTERM), 143),
+    (4, ProgramEnd(-signal.SIGSEGV, was_out_of_memory=True), 139),
+    *((5, ProgramEnd(code), code) for code in (74, 75, 78, 79, 81, 82, 85, 86)),
+    (6, ProgramEnd(64), 78),
+    *((7, ProgramEnd(code), 70) for code in (1, 2, 70, 76, 80, 83, 84, 127, 255)),
+    (7, ProgramEnd(83, announced=75), 70),
+    (7, ProgramEnd(1, requested=ExitCode.PREEMPTED), 70),
+)
+"""Row of the table, end of a program, exit code of the attempt."""
+
+
+@pytest.mark.parametrize(("row", "end", "code"), ENDS)
+def test_each_end_of_a_program_has_one_exit_code(row, end, code):
+    assert next(n for n, one in enumerate(PROGRAM_ROWS) if one.matches(end)) == row
+    assert of_program(end)[0] == code
+
+
+def test_every_row_of_the_ends_of_a_program_has_a_case():
+    assert {row for row, _, _ in ENDS} == set(range(len(PROGRAM_ROWS)))

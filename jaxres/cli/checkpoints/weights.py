@@ -12,7 +12,7 @@ from jaxres.checkpoint.weights import hf_tensors
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.export import ExportedParams
 from jaxres.checkpoint.weights.source import Weights
-from jaxres.config import RunConfig, huggingface, huggingface_export
+from jaxres.config import RunConfig, huggingface, huggingface_export, require_trainer
 from jaxres.config.argparser import require_writable
 from jaxres.config.schema.data import TextSource
 from jaxres.config.schema.model import GptModel
@@ -43,6 +43,7 @@ def export(options: argparse.Namespace) -> str:
     run_dir = RunDir(options.run_dir)
     commit = _committed(run_dir, weights_source.parse_step(options.step))
     config = resolve_run(run_dir.root, [])[0].config
+    require_trainer(config, "jaxres checkpoints export")
     limit = options.max_shard_bytes
     if limit is None:
         limit = weights_export.MAX_SHARD_BYTES

@@ -29,6 +29,7 @@ from jaxres.config.schema.data import DataSection
 from jaxres.config.schema.hardware import HardwareSection
 from jaxres.config.schema.model import GptModel, ModelSection
 from jaxres.config.schema.optimizer import AdamwOptimizer, Optimizer
+from jaxres.config.schema.program import ProgramSection
 from jaxres.config.schema.supervision import (
     DeadlinesSection,
     HostsSection,
@@ -174,6 +175,9 @@ class RunConfig(Section):
 
     run: RunSection = RunSection()
     """Run directory and seed."""
+    program: ProgramSection | None = later(None)
+    """A command in place of the trainer, with which data, model, optimizer and train are left out.
+    """
     data: DataSection
     """Source, tokenizer, row length and held-out split."""
     model: ModelSection = GptModel()
@@ -214,3 +218,8 @@ class RunConfig(Section):
     """Options of the compiler, and caches of compiled programs."""
     alerts: AlertsSection = AlertsSection()
     """Webhooks that report incidents of a supervised run: restarts, give-ups, its end."""
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of the run; None: a program decides when it is done."""
+        return None if self.program is not None else self.train.steps

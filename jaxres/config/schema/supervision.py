@@ -36,6 +36,10 @@ class DeadlinesSection(Section):
     """Longest call of a hook; its own timeout_seconds only turns it off."""
     save_seconds: Seconds = free(1800.0)
     """Longest blocking part of a save; more than twice checkpoint.timeout_seconds."""
+    silence_seconds: Seconds = free(1800.0)
+    """Longest time without output or status message of a program (`program`), on all hosts."""
+    stop_seconds: Seconds = free(60.0)
+    """Longest time from SIGTERM to the end of a program; then it is killed."""
 
 
 class HostsSection(Section):

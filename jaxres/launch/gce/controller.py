@@ -125,7 +125,7 @@ class Controller:
         self._answers = ServiceAnswers(self.console)
         self._steps = StepPrinter(
             RunDir(self.paths.run),
-            steps=self.config.train.steps,
+            steps=self.config.last_step,
             every_seconds=self.config.telemetry.log_every_seconds,
             clock=self.clock,
             console=self.console,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import posixpath
 import re
 import secrets
 import signal
@@ -21,7 +22,13 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import PreemptedError, StoppedError, StorageUnavailable, format_exit_message
+from jaxres.faults import (
+    ConfigError,
+    PreemptedError,
+    StoppedError,
+    StorageUnavailable,
+    format_exit_message,
+)
 from jaxres.host import signals
 from jaxres.launch.gce import controller, job_alerts, job_config, orphaned_vms
 from jaxres.launch.gce.api.compute import Compute
@@ -169,7 +176,22 @@ def _check_before_lease(
     elastic.check_range(config)
     for warning in preflight.check(gce_section(config), compute, run):
         print_line(warning)
-    code_package.list_files(gce_section(config).package)
+    require_packed(config, code_package.list_files(gce_section(config).package))
+
+
+def require_packed(config: RunConfig, packed: Sequence[code_package.PackedFile]) -> None:
+    """Raises ConfigError if the files of a program are not where the VMs start it.
+
+    The working directory of a VM is the copy of `launch.gce.package`.
+    """
+    section, places = config.program, {file.name: file.path.resolve() for file in packed}
+    for path in () if section is None else section.files:
+        name = posixpath.normpath(f"{code_package.WORK}/{(section.cwd / path).as_posix()}")
+        if places.get(name) != (section.cwd / path).absolute().resolve():
+            raise ConfigError(
+                f"program.files: {path} is not on the VMs under this path. Start `up` in the "
+                "folder of the program, with launch.gce.package=. and a relative program.cwd"
+            )
 
 
 def _adopt(config: RunConfig, paths: LaunchPaths, desired: DesiredState) -> RunConfig:

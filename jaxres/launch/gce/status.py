@@ -121,7 +121,8 @@ def _job_status(
     try:
         records = run_log.read_records(RunDir(paths.run).log)
         step = run_log.fold(records).step
-        committed = f"step {step} of {config.train.steps} is committed"
+        of = "" if config.last_step is None else f" of {config.last_step}"
+        committed = f"step {step}{of} is committed"
     except Unrestorable as error:
         records, step, committed = [], None, str(error)
     cordoned = vm_commands.excluded(
@@ -136,7 +137,7 @@ def _job_status(
         "phase": desired.phase,
         "attempt": desired.attempt.number,
         "step": step,
-        "steps": config.train.steps,
+        "steps": config.last_step,
         "leader": leader,
         "lease_age_seconds": age,
         "vms": [dataclasses.asdict(vm) for vm in desired.vms],

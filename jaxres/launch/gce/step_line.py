@@ -17,8 +17,8 @@ class StepPrinter:
     """Prints the newest step of the running attempt, at most every so many seconds."""
 
     run_dir: RunDir
-    steps: int
-    """Number of steps of the run."""
+    steps: int | None
+    """Number of steps of the run; None: unknown."""
     every_seconds: float
     clock: Clock
     console: Callable[[str], None]
@@ -49,7 +49,7 @@ class StepPrinter:
         self.console(f"{line}, attempt {attempt}, spent {spent}")
 
 
-def describe(progress: TrainingProgress, *, steps: int) -> str:
+def describe(progress: TrainingProgress, *, steps: int | None) -> str:
     """Returns step, loss and speed as text.
 
     >>> describe(TrainingProgress(3, 2, 1.5, 1234.5), steps=9)
@@ -57,6 +57,7 @@ def describe(progress: TrainingProgress, *, steps: int) -> str:
     """
     loss = "nan" if progress.loss is None else f"{progress.loss:.4f}"
     speed = progress.tokens_per_second
-    return f"step {progress.step}/{steps}, loss {loss}" + (
+    last = "" if steps is None else f"/{steps}"
+    return f"step {progress.step}{last}, loss {loss}" + (
         "" if speed is None else f", {speed:,.0f} tok/s"
     )

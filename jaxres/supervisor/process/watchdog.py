@@ -22,6 +22,8 @@ from jaxres.telemetry.heartbeat import (
     StepFinished,
 )
 
+PROGRAM, STOP = "program", "stop"
+"""Phases of a program: it runs, and its output resets the deadline; it was asked to stop."""
 FIRST_STEPS = 3
 WINDOW_STEPS = 50
 TIMES_THE_SLOWEST = 10
@@ -38,6 +40,8 @@ class ProgressTracker:
     last_progress: float
     """When the phase began or, in training, when the newest step finished."""
     phase: str = "start"
+    num_phases: int = 0
+    """Number of messages about phases; a program's output is a message about the present one."""
     step: int = 0
     """Newest finished step of this attempt; 0: none yet."""
     durations: tuple[float, ...] = ()
@@ -49,15 +53,14 @@ class ProgressTracker:
         """Returns the tracker after a status message; only progress resets the deadline."""
         match message:
             case PhaseEntered(phase):
-                return dataclasses.replace(self, phase=phase, last_progress=now)
+                number = self.num_phases + 1
+                return dataclasses.replace(self, phase=phase, num_phases=number, last_progress=now)
             case StepFinished(step, seconds):
                 awake = max(
                     0.0, seconds - self.slept
                 )  # Otherwise one Ctrl-Z would raise every later limit.
                 durations = (*self.durations, awake)[-WINDOW_STEPS:]
-                return ProgressTracker(
-                    last_progress=now, phase=self.phase, step=step, durations=durations
-                )
+                return self._after(step, durations, now=now)
             case ExitMessage():
                 return dataclasses.replace(self, phase=LEAVE, last_progress=now)
             case _:  # From background threads: no progress of the training.
@@ -75,7 +78,13 @@ class ProgressTracker:
         each = max(0.0, now - self.last_progress) / count
         took = (max(each, stalled_seconds), *[each] * min(count - 1, WINDOW_STEPS - 1))
         durations = (*self.durations, *took)[-WINDOW_STEPS:]
-        return ProgressTracker(last_progress=now, phase=self.phase, step=step, durations=durations)
+        return self._after(step, durations, now=now)
+
+    def _after(self, step: int, durations: tuple[float, ...], *, now: float) -> ProgressTracker:
+        """Returns the tracker after a finished step."""
+        return dataclasses.replace(
+            self, last_progress=now, step=step, durations=durations, slept=0.0
+        )
 
     def extend(self, seconds: float) -> ProgressTracker:
         """Returns the tracker after the supervisor was suspended for some seconds."""
@@ -99,6 +108,8 @@ def limit_seconds(progress: ProgressTracker, limits: DeadlinesSection) -> float:
         "hook": limits.hook_seconds,
         "save": limits.save_seconds,
         "settle": limits.save_seconds,
+        PROGRAM: limits.silence_seconds,
+        STOP: limits.stop_seconds + LEAVE_SECONDS,
         LEAVE: LEAVE_SECONDS,
     }
     if progress.phase != "train":

@@ -32,9 +32,12 @@ def worker_env(
 ) -> dict[str, str]:
     """Returns the environment of an attempt's workers: without secrets, with threads and tag.
 
-    `secret`: that of the run, of which the key of the attempt follows; None: there is none.
+    A program's has the tag only. `secret`: the run's, of which the attempt's key follows; None:
+    there is none.
     """
     secretless = alert_sender.scrub_secrets(config.alerts, env)
+    if config.program is not None:
+        return processes.tag_env(secretless, run_dir, claim)
     own = thread_variables(claim)
     own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
     return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)

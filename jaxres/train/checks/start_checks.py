@@ -8,7 +8,7 @@ leave all checks to their attempt, which ends on all hosts if it can't begin on 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxres.config import RunConfig
@@ -25,18 +25,21 @@ from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.telemetry import stdio
 from jaxres.train import completion
+from jaxres.train.checks import program_checks
 
 
-def is_complete(run_dir: RunDir, config: RunConfig) -> bool:
+def is_complete(run_dir: RunDir, config: RunConfig, *, env: Mapping[str, str]) -> bool:
     """Returns whether there is nothing left to train; as `completion.check`.
+
+    `env`: the environment of a program.
 
     Raises:
       ConfigError: there is, and what the config names is not there.
     """
     if completion.is_complete(run_dir, config):
         return True
-    require_inputs(run_dir, config)
-    for line in unreached(config):
+    require_inputs(run_dir, config, env=env)
+    for line in unreached(config) if config.program is None else ():
         stdio.warn(line)
     return False
 
@@ -61,8 +64,11 @@ def unreached(config: RunConfig) -> list[str]:
     return [f"{each} lies beyond the last step, train.steps={last}" for each in found]
 
 
-def require_inputs(run_dir: RunDir, config: RunConfig) -> None:
+def require_inputs(run_dir: RunDir, config: RunConfig, *, env: Mapping[str, str]) -> None:
     """Raises ConfigError with a line for each path and module of the config that is not there."""
+    if config.program is not None:
+        raise_all(program_checks.problems(config.program, env))
+        return
     raise_all([*_sources(config), *_paths(run_dir, config), *_modules(config)])
 
 

@@ -175,8 +175,8 @@ def test_all_problems_are_reported_at_once_with_their_locations(write: Write):
         "command line (telemetry.sample_tokns=3): telemetry.sample_tokns: unknown key; did you "
         "mean 'sample_tokens'? (keys here: log_every_seconds, tensorboard, trackers, prometheus, "
         "sample_prompt, sample_tokens)",
-        "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, data, model, "
-        "init_from, lora, optimizer, train, mesh, checkpoint, guards, evaluation, hooks, "
+        "x.yaml:13: steps: unknown key; did you mean train.steps? (keys here: run, program, data, "
+        "model, init_from, lora, optimizer, train, mesh, checkpoint, guards, evaluation, hooks, "
         "telemetry, deadlines, hosts, preemption, hardware, restart, launch, compilation, "
         "alerts)",
     ]
@@ -283,7 +283,10 @@ def test_text_of_another_form_is_rejected_with_its_own_form(write: Write, overri
         ("foo.bar=3", "foo: unknown key ("),
         ("trian.steps=3", "trian: unknown key; did you mean 'train'?"),
         ("seed=3", "seed: unknown key; did you mean run.seed?"),
-        ("lr=3", "lr: unknown key; here it is optimizer.learning_rate (keys here: run, data,"),
+        (
+            "lr=3",
+            "lr: unknown key; here it is optimizer.learning_rate (keys here: run, program, data,",
+        ),
         (
             "train.batch_size=8",
             "train.batch_size: unknown key; here it is train.global_batch_size (the rows of a step "

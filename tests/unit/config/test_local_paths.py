@@ -36,11 +36,14 @@ def _types(annotation: object) -> list[object]:
     return [annotation, *(t for part in inner for t in _types(part))]
 
 
+LISTS, ITEM = {"program.files"}, "[0]"
+
+
 def problem(write: Write, key: str, value: str) -> str:
     under = path_keys()[key]
     kinds = {f"{section}.kind={kind}" for section, kind in under if kind}
     with pytest.raises(ConfigError) as raised:
-        load(write(), [*kinds, f"{key}={value}"])
+        load(write(), [*kinds, f"{key}={f'[{value!r}]' if key in LISTS else value}"])
     return str(raised.value)
 
 
@@ -50,7 +53,11 @@ def test_a_url_in_the_place_of_a_path_is_refused_and_its_password_is_not_shown(w
     wrong = []
     for key in keys:
         for url in URLS + IN_BUCKET * (key in NO_BUCKET):
-            said = [line for line in problem(write, key, url).splitlines() if f"{key}: " in line]
+            said = [
+                line
+                for line in problem(write, key, url).splitlines()
+                if f"{key}{ITEM * (key in LISTS)}: " in line
+            ]
             is_named = any("must be a" in line and "local" in line for line in said)
             wrong += [(key, url, said)] * (not is_named or "hunter2" in "".join(said))
     assert not wrong, wrong

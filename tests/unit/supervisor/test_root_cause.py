@@ -253,3 +253,10 @@ def test_of_several_hosts_that_may_have_the_faulty_device_none_is_named():
 def test_of_hosts_that_lack_devices_the_first_is_named():
     cause = find_root_cause(statuses(named(None, "host 0: 7 found"), named(None, "host 1: 6")))
     assert (cause.result.code, cause.result.culprit) == (82, 0)
+
+
+def test_a_program_is_done_only_if_it_is_done_on_every_host():
+    hosts = statuses(exited(ExitCode.DONE), exited(ExitCode.BUG, 9.0))
+    assert find_root_cause(hosts).result.code == ExitCode.DONE
+    cause = find_root_cause(hosts, is_program=True)
+    assert (cause.result.code, cause.result.culprit) == (ExitCode.BUG, 1)

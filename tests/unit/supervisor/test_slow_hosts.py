@@ -144,7 +144,9 @@ def test_the_attempt_of_each_leader_is_reviewed_at_its_end_unless_the_run_is_don
     monkeypatch.setattr(attempt_runner, "worker_env", lambda *_, **__: {})
     links = {host: SimpleNamespace(identity=MACHINES[host]) for host in (1, 2)}
     opened: Any = SimpleNamespace(
-        config=SimpleNamespace(guards=SimpleNamespace(throughput=ACT), alerts=None, deadlines=None),
+        config=SimpleNamespace(
+            guards=SimpleNamespace(throughput=ACT), alerts=None, deadlines=None, program=None
+        ),
         run_dir=RunDir(tmp_path),
         claim=dataclasses.replace(THREE, coordinator="at"),
         hosts=(0,),

@@ -75,11 +75,11 @@ def gain_dollars(
     assert gce is not None, config
     price, hosts = _price(gce, desired.vms[0].option), len(desired.vms)
     each = observed.log.speed.host_seconds_per_step
-    if each is None:
+    if each is None or config.last_step is None:
         since = desired.attempt.since or observed.now
         left = hosts * (desired.vms[0].trained_seconds + max(0.0, observed.now - since))
     else:
-        left = each * max(0, config.train.steps - observed.log.step)
+        left = each * max(0, config.last_step - observed.log.step)
     if section.max_hours is not None:
         seconds = desired.started_at + 3600 * section.max_hours - observed.now
         left = min(left, hosts * max(0.0, seconds))

@@ -34,6 +34,8 @@ def allowed_counts(config: RunConfig, *, option: int) -> tuple[int, ...]:
     """
     gce = config.launch.gce
     assert gce is not None, config
+    if config.program is not None:
+        return tuple(range(gce.least_hosts, gce.most_hosts + 1))
     per_host = _devices_per_host(gce, gce.capacity_options[option]) or 1
     fitting = mesh_plan.feasible(
         config.mesh,
@@ -60,7 +62,8 @@ def check_range(config: RunConfig) -> None:
     gce = config.launch.gce
     assert gce is not None, config
     found = {_devices_per_host(gce, option) for option in gce.capacity_options} - {None}
-    for per_host in found if gce.least_hosts < gce.most_hosts else ():
+    is_checked = gce.least_hosts < gce.most_hosts and config.program is None
+    for per_host in found if is_checked else ():
         mesh_plan.plan(
             config.mesh,
             config.train,
@@ -79,9 +82,9 @@ def saved_seconds(
     the speed of the run is unknown.
     """
     each = observed.log.speed.host_seconds_per_step
-    if each is None:
+    if each is None or config.last_step is None:
         return None
-    left = max(0, config.train.steps - observed.log.step)
+    left = max(0, config.last_step - observed.log.step)
     return left * each * (1 / len(desired.vms) - 1 / hosts)
 
 

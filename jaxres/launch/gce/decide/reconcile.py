@@ -343,7 +343,8 @@ def _attempt_outcome(
         and observed.log.last_end_seq > desired.attempt.seq_before
     ):
         reason = recorded.reason  # The supervisors' own result, which names the host.
-    if code == ExitCode.DONE and observed.log.step < config.train.steps:
+    is_short = config.last_step is not None and observed.log.step < config.last_step
+    if code == ExitCode.DONE and is_short:
         code, reason = (
             ExitCode.BUG,
             f"{reason}; it exited with 0 but the newest step is {observed.log.step}",

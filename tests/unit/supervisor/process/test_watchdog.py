@@ -9,6 +9,7 @@ from jaxres.config.schema.supervision import DeadlinesSection
 from jaxres.supervisor.process.watchdog import (
     FIRST_STEPS,
     LEAVE_SECONDS,
+    PROGRAM,
     WINDOW_STEPS,
     ProgressTracker,
     limit_seconds,
@@ -147,3 +148,13 @@ def test_a_pause_between_two_messages_does_not_shorten_the_next_phase():
 def test_a_worker_that_sent_its_exit_message_has_time_to_exit():
     watch = training(0.1, 0.1, 0.1).on_status(ExitMessage(80, "the data hang", False), now=50.0)
     assert overdue(watch, LIMITS, now=50.0 + LEAVE_SECONDS) == pytest.approx(0)
+
+
+def test_output_of_a_program_on_another_host_resets_its_deadline():
+    limits = DeadlinesSection(silence_seconds=100.0)
+    remote = RemoteHost(1, "node", ProgressTracker(last_progress=0.0))
+    remote.on_heartbeat(Heartbeat(0, PROGRAM, 1), now=0.0)
+    remote.on_heartbeat(Heartbeat(0, PROGRAM, 2), now=90.0)
+    remote.on_heartbeat(Heartbeat(0, PROGRAM, 2), now=150.0)
+    assert overdue(remote.progress, limits, now=189.0) < 0
+    assert overdue(remote.progress, limits, now=191.0) > 0

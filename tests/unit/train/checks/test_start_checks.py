@@ -48,7 +48,7 @@ def test_what_is_not_there_is_refused_by_its_key(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=says):
-        start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override))
+        start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override), env={})
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_is_there_or_can_not_be_known_is_left_to_the_attempt(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own.py").write_text("raise ImportError('it is imported')")
-    start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override))
+    start_checks.require_inputs(RunDir(tmp_path / "run"), config_of(override), env={})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_setting_beyond_the_last_step_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = config_of(override, "train.steps=10")
-    assert not start_checks.is_complete(RunDir(tmp_path / "run"), config)
+    assert not start_checks.is_complete(RunDir(tmp_path / "run"), config, env={})
     told = capsys.readouterr().err
     assert ("lies beyond" in told) == (says is not None)
     assert says is None or says in told

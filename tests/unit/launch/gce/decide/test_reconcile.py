@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxres.cluster.host_identity import HostIdentity
+from jaxres.config.schema.program import ProgramSection
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce.controller import new_state
 from jaxres.launch.gce.decide import reconcile
@@ -407,6 +408,13 @@ def test_exit_0_without_the_last_step_is_a_bug() -> None:
     found = next_state(RUNNING, observed(reports=reports, log=RunLogSummary(step=1)))
     assert found.end is None
     assert found.history[-1].code == ExitCode.BUG
+
+
+def test_exit_0_of_a_program_is_the_end_of_the_job() -> None:
+    runs_program = CONFIG.model_copy(update={"program": ProgramSection(command=("train",))})
+    reports = {name: AgentReport("ended", "b", 3, 0, "done") for name in NAMES}
+    found = next_state(RUNNING, observed(reports=reports), runs_program)
+    assert found.history[-1].code == ExitCode.DONE
 
 
 @pytest.mark.parametrize(
