@@ -1,8 +1,8 @@
 """jaxres: a trainer for JAX and Flax models that resumes bit for bit after any failure.
 
 From Python: `train`, `Run`, `load_model`, `runs` and `branch` (docs/getting-started.md); for a
-training loop of your own `checkpoints` (docs/own-loop.md). Importing this package imports neither
-jax nor any part of jaxres; the first use of one of these names does.
+training loop of your own `attempt` and `checkpoints` (docs/own-loop.md). Importing this package
+imports neither jax nor any part of jaxres; the first use of one of these names does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 NAMES = ("LoadedModel", "Run", "branch", "load_model", "runs", "train")
 """Names of python_api.py; for type checkers __init__.pyi has them."""
-OWN_LOOP = ("checkpoints",)
+OWN_LOOP = ("attempt", "checkpoints")
 """Functions of the module of the same name in own_loop/."""
 __version__ = "0.1.0.dev0"
 

@@ -22,7 +22,8 @@ from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.faults import RunError, StopRun, StorageUnavailable, UsageError
 from jaxres.own_loop.ownership import Observed, OwnedRun, own, require_committed, section_of
-from jaxres.own_loop.trees import from_plain, like_of, require_json, to_plain
+from jaxres.own_loop.positions import position_of
+from jaxres.own_loop.trees import from_plain, like_of, to_plain
 from jaxres.runlog import events, run_log
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir, root_of
@@ -124,7 +125,8 @@ class Checkpoints:
         Args:
           step: number of batches that the tree was trained with.
           tree: a pytree of arrays, PRNG keys and numbers, such as `nnx.state(model)`.
-          position: JSON that is restored with it, such as the position in the data.
+          position: JSON that is restored with it, such as the position in the data, or an object
+            whose `get_state` returns it.
 
         Raises:
           UsageError: not within `with`, or the step does not follow the newest one.
@@ -134,12 +136,11 @@ class Checkpoints:
         """
         saver = self._require_open()
         step = self._next_step(step, saver)
-        require_json(position)
-        plain = to_plain(tree)
+        saved_position, plain = position_of(position), to_plain(tree)
         saver.check()
         if isinstance(stop := saver.verdict(), StopRun):
             raise StorageUnavailable(f"{stop.reason}: {saver.last_error}")
-        saver.save(plain, Progress(step=step, position=position))
+        saver.save(plain, Progress(step=step, position=saved_position))
 
     def wait(self) -> None:
         """Waits until the save in flight is committed.

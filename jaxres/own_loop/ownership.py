@@ -1,15 +1,17 @@
 """Owns the directory of a user's loop: the run lock, the claim of an attempt, its events, its end.
 
 Under a supervisor (`program:` in a config) the supervisor holds the lock and has claimed the
-attempt; JAXRES_RUN_DIR and JAXRES_ATTEMPT name them. Alone, this process does both.
+attempt; JAXRES_RUN_DIR and JAXRES_ATTEMPT_NUMBER name them. Alone, this process does both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,7 +33,7 @@ from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher, WatcherEvent
 from jaxres.supervisor.run_lock import RunLock
 
-RUN_DIR, ATTEMPT = "JAXRES_RUN_DIR", "JAXRES_ATTEMPT"
+RUN_DIR, ATTEMPT = "JAXRES_RUN_DIR", "JAXRES_ATTEMPT_NUMBER"
 """Variables by which the supervisor of a program names the run directory and the attempt."""
 SETTINGS = (
     *("keep", "keep_last", "snapshot", "check_snapshot", "background_share", "timeout_seconds"),
@@ -83,7 +85,8 @@ def own(run_dir: RunDir, observed: Observed, *, env: Mapping[str, str]) -> Itera
             events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked=False))
             yield owned
         except BaseException as error:
-            owned.result = _end_by(error)
+            if owned.result is end:
+                owned.result = end_by(error)
             raise
         finally:
             result = owned.result
@@ -105,6 +108,7 @@ def _claim(
     if is_supervised(run_dir, env):
         attempt, records = int(env[ATTEMPT]), run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt, folder=run_dir.log)
+        stack.enter_context(_only_process(run_dir.local_attempt(attempt)))
         return claim, RunLog.of_attempt(run_dir.log, records, attempt=attempt, clock=clock)
     if files.exists(run_dir.config):
         raise ConfigError(
@@ -128,9 +132,24 @@ def _claim(
     return claim, log
 
 
+@contextlib.contextmanager
+def _only_process(folder: Path) -> Iterator[None]:
+    """Keeps a second process of an attempt out: it may have inherited the variables."""
+    files.make_dir(folder)
+    with open(folder / "loop.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Fenced(
+                f"{folder}: another process of this attempt has its loop. Unset {ATTEMPT} for "
+                "processes that your program starts."
+            ) from error
+        yield
+
+
 def is_supervised(run_dir: RunDir, env: Mapping[str, str]) -> bool:
     """Returns whether a supervisor has started this process for a run directory."""
-    return ATTEMPT in env and env.get(RUN_DIR) == str(run_dir.root)
+    return ATTEMPT in env and env.get(RUN_DIR) == str(run_dir.root.absolute())
 
 
 def _require_one_process() -> None:
@@ -141,7 +160,7 @@ def _require_one_process() -> None:
         )
 
 
-def _end_by(error: BaseException) -> AttemptResult:
+def end_by(error: BaseException) -> AttemptResult:
     if isinstance(error, RunError):
         return AttemptResult(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -160,7 +179,7 @@ def section_of(
     others = [key for key in settings if key in CheckpointSection.model_fields and key not in keys]
     if others:
         raise ConfigError(
-            f"{call}: {', '.join(others)} has no effect here (it has {', '.join(keys)})."
+            f"{call}: {', '.join(others)} has no effect here (known: {', '.join(keys)})."
         )
     return load_checkpoint(settings, where=call)
 
@@ -171,6 +190,3 @@ def require_committed(last_error: str, step: int) -> None:
         raise StorageUnavailable(
             f"the newest save has failed; the newest committed step is {step}. {last_error}"
         )
-
-
-__all__ = ["Fenced", "Observed", "OwnedRun", "own", "require_committed", "section_of"]

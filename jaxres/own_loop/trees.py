@@ -44,6 +44,19 @@ def like_of(tree: Any) -> Tree:
     return like
 
 
+def abstract(tree: Any) -> Any:
+    """Returns a tree with shapes in place of arrays, which serves as `like` and holds no memory."""
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        place = leaf.sharding if leaf.committed and not _is_key(leaf) else None
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=weak)
+
+    return jax.tree.map(shape, tree)
+
+
 def from_plain(plain: Tree, like: Any) -> Any:
     """Returns restored arrays in the structure, and as the kinds of leaves, of the tree `like`."""
     flat, structure = jax.tree_util.tree_flatten_with_path(like)
