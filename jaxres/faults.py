@@ -81,6 +81,12 @@ class OutOfMemory(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
+class Diverged(RunError):
+    """The loss of a loop of the user's own is not finite, or stays high. Home: own_loop/."""
+
+    exit_code = ExitCode.DIVERGED
+
+
 class UnhealthyHost(RunError):
     """Devices of a host are missing or faulty, so it does not train; the message names the host."""
 

@@ -52,14 +52,14 @@ NO_SUMS = BitSums(())
 def sums_of(arrays: Mapping[str, tuple[ArrayInfo, Any]], when: str = "on") -> BitSums:
     """Returns sums of the parts that this process may write; an accelerator adds asynchronously.
 
-    Left out are arrays with other items than words of 1, 2 or 4 bytes. The arrays may be donated
-    once this returns. `when` is the setting `checkpoint.check_snapshot`.
+    Left out are arrays with other items than words of 1, 2 or 4 bytes, and NumPy arrays. The arrays
+    may be donated once this returns. `when` is the setting `checkpoint.check_snapshot`.
     """
     if when == "off" or (when == "auto" and jax.default_backend() == "cpu"):
         return NO_SUMS
     parts: dict[Any, list[tuple[Part, Any]]] = {}
     for path, (_, array) in arrays.items():
-        if not _is_summed(array.dtype):
+        if isinstance(array, np.ndarray) or not _is_summed(array.dtype):
             continue
         for shard in array.addressable_shards:
             if shard.replica_id == 0:

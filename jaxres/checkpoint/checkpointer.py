@@ -86,6 +86,7 @@ class Checkpointer:
         emit: Emit,
         before_commit: Callable[[], None],
         trainable: Trainable = ALL,
+        judged: Callable[[Progress], Progress | None] = lambda progress: progress,
     ) -> None:
         """Prepares without side effects on storage, which begin in `__enter__`.
 
@@ -98,6 +99,8 @@ class Checkpointer:
           emit: receives the events of every save.
           before_commit: makes durable what a commit depends on (the metrics lines).
           trainable: which parameters are frozen: unchanged ones are not written again.
+          judged: waits, in the thread that saves, for the verdict on a step whose arrays are
+            written; returns its progress, or None: the step is not committed.
         """
         self._section = section
         self._run_dir = run_dir
@@ -106,7 +109,7 @@ class Checkpointer:
         self._peers = peers
         self._emit, self._clock = emit, log.clock
         self._before_commit = before_commit
-        self._trainable = trainable
+        self._trainable, self._judged = trainable, judged
         self._sources: list[LinkSource] = []
         """Steps with different copies of the frozen parameters; saves link them in turn."""
         self._parts: list[WrittenParts] = []  # Of the newest steps of this attempt.
@@ -334,9 +337,10 @@ class Checkpointer:
         """Makes one step durable, then commits it. Runs in the saver thread."""
         step = save.progress.step
         try:
-            commit, linked_bytes = self._write(save)
-            if self._leaving:
+            written = self._write(save)
+            if self._leaving or written is None:
                 return
+            commit, linked_bytes = written
             if self._refused_from is None or step < self._refused_from:
                 self._commits.commit(commit, save.started, linked_bytes=linked_bytes)
         except StorageUnavailable as refusal:
@@ -405,16 +409,19 @@ class Checkpointer:
             new = LinkSource(save.step_dir.name, save.frozen.sums)
             self._sources = [*others, new][-frozen_arrays.COPIES :]
 
-    def _write(self, save: PendingSave) -> tuple[Commit, int]:
+    def _write(self, save: PendingSave) -> tuple[Commit, int] | None:
         """Returns the record of a step that is durable, as are the metrics lines up to it.
 
-        Also returns how many of its bytes are in linked files.
+        Also returns how many of its bytes are in linked files. None: its verdict refuses it.
         """
         self._writer = save.writing
         background_save.wait_save(
             save.writing, save.step_dir, timeout=self._section.timeout_seconds
         )
         self._writer = None
+        progress = self._judged(save.progress)
+        if progress is None:
+            return None
         reports = self._reports(save)
         if any(frozen_arrays.CHANGED in report.failure for report in reports):
             self._sources = []  # The next saves write the frozen arrays.
@@ -424,7 +431,7 @@ class Checkpointer:
         root = self._run_dir.root.absolute()
         commit = finalize(
             save.step_dir,
-            save.progress,
+            progress,
             WrittenArrays(save.infos, save.frozen.paths, linked, save.writing.writer.markers),
             reports,
             root=root,

@@ -48,7 +48,7 @@ def take_snapshot(state: Any, how: str, memory: SnapshotMemory) -> tuple[Any, bo
     """Returns the state or a copy on the devices, and whether it is a copy, never donated.
 
     Args:
-      state: nested dict of jax.Array.
+      state: nested dict of jax.Array, and of NumPy arrays that nothing changes any more.
       how: the setting `checkpoint.snapshot`.
       memory: memory of an earlier copy; the caller gives the copy back to it.
     """
@@ -59,11 +59,11 @@ def take_snapshot(state: Any, how: str, memory: SnapshotMemory) -> tuple[Any, bo
 
 def _layout(state: Any) -> Any:
     leaves, structure = jax.tree.flatten(state)
-    return structure, [(x.shape, x.dtype, x.sharding) for x in leaves]
+    return structure, [(x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves]
 
 
-def _is_on_cpu(array: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in array.devices())
+def _is_on_cpu(array: jax.Array | np.ndarray) -> bool:
+    return isinstance(array, np.ndarray) or all(d.platform == "cpu" for d in array.devices())
 
 
 def prepare_copies(shapes: Any, how: str) -> None:
@@ -90,7 +90,7 @@ def _copied(state: Any, spare: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(state)
     spares = None if spare is None else jax.tree.leaves(spare)
-    copies: dict[int, jax.Array] = {}
+    copies = dict(enumerate(leaves))  # NumPy arrays are in no group.
     for group in copy_groups(leaves):
         own = [leaves[number] for number in group]
         into = spares and [spares[number] for number in group]
@@ -106,22 +106,38 @@ def _copied_group(arrays: list[Any], spares: list[Any] | None) -> list[Any]:
 def copy_groups(arrays: Sequence[Any]) -> list[list[int]]:
     """Returns the arrays that are copied by one program each, as indices.
 
-    Few arrays are one group. Of many, those of the same layout are groups of the same size, for
-    which one program is compiled; those that remain are together in groups.
+    A program has arrays of one mesh, or of the same devices. Few arrays are one group. Of many,
+    those of the same layout are groups of the same size, for which one program is compiled; those
+    that remain are together in groups.
 
     Args:
-      arrays: arrays or jax.ShapeDtypeStruct, with shardings.
+      arrays: arrays or jax.ShapeDtypeStruct, with shardings; NumPy arrays are left out.
     """
-    if len(arrays) <= MAX_ARRAYS:
-        return [list(range(len(arrays)))] if arrays else []
-    alike: dict[Any, list[int]] = {}
+    places: dict[Any, list[int]] = {}
+    place_of = functools.cache(_place)  # Most arrays have the sharding of others.
     for number, array in enumerate(arrays):
+        if not isinstance(array, np.ndarray):
+            places.setdefault(place_of(array.sharding), []).append(number)
+    return [group for numbers in places.values() for group in _groups(arrays, numbers)]
+
+
+def _place(sharding: jax.sharding.Sharding) -> Any:
+    is_named = isinstance(sharding, jax.sharding.NamedSharding)
+    return sharding.mesh if is_named else frozenset(sharding.device_set)
+
+
+def _groups(arrays: Sequence[Any], numbers: Sequence[int]) -> list[list[int]]:
+    if len(numbers) <= MAX_ARRAYS:
+        return [list(numbers)]
+    alike: dict[Any, list[int]] = {}
+    for number in numbers:
+        array = arrays[number]
         alike.setdefault((array.shape, array.dtype, array.sharding), []).append(number)
     groups, rest = list[list[int]](), list[int]()
-    for numbers in alike.values():
-        whole = len(numbers) - len(numbers) % ALIKE_ARRAYS
-        groups += [numbers[i : i + ALIKE_ARRAYS] for i in range(0, whole, ALIKE_ARRAYS)]
-        rest += numbers[whole:]
+    for same in alike.values():
+        whole = len(same) - len(same) % ALIKE_ARRAYS
+        groups += [same[i : i + ALIKE_ARRAYS] for i in range(0, whole, ALIKE_ARRAYS)]
+        rest += same[whole:]
     return groups + [rest[i : i + MAX_ARRAYS] for i in range(0, len(rest), MAX_ARRAYS)]
 
 
@@ -133,7 +149,7 @@ def _has_room(state: Any) -> bool:
     """
     held: dict[Any, int] = {}
     for leaf in jax.tree.leaves(state):
-        for shard in leaf.addressable_shards:
+        for shard in getattr(leaf, "addressable_shards", ()):  # A NumPy array has none.
             if shard.device.platform != "cpu":
                 held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
     for device, size in held.items():
@@ -157,16 +173,20 @@ def spreads_replicas() -> bool:
     return jax.process_count() > 1
 
 
-def local_shape(array: jax.Array) -> tuple[int, ...]:
+def local_shape(array: jax.Array | np.ndarray) -> tuple[int, ...]:
     """Returns the shape of every piece of an array, on all processes."""
-    return _cut(array)[0]
+    return array.shape if isinstance(array, np.ndarray) else _cut(array)[0]
 
 
-def shape_and_pieces(array: jax.Array) -> tuple[tuple[int, ...], dict[Box, np.ndarray]]:
+def shape_and_pieces(
+    array: jax.Array | np.ndarray,
+) -> tuple[tuple[int, ...], dict[Box, np.ndarray]]:
     """Returns `local_shape`, and box -> items of the pieces that this process writes.
 
-    Over all processes each item occurs once.
+    Over all processes each item occurs once. A NumPy array is one piece.
     """
+    if isinstance(array, np.ndarray):
+        return array.shape, {tuple((0, size) for size in array.shape): array}
     shape, dim = _cut(array)
     shards = array.addressable_shards
     boxes = [box_of(shard.index, array.shape) for shard in shards]

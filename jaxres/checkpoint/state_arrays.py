@@ -37,25 +37,25 @@ def named_arrays(tree: Tree) -> dict[str, tuple[ArrayInfo, Any]]:
         other = names.setdefault(path.replace("/", "."), path)
         if path in arrays or other != path:
             raise ConfigError(
-                f"model: two arrays of the state would be stored as one: {other} and {path}. "
+                f"two arrays of the state would be stored as one: {other} and {path}. "
                 "Rename one of them, without a dot or slash in its name."
             )
         if _is_extended(leaf.dtype):
             raise ConfigError(
-                f"model: the array {path} of the state has the type {leaf.dtype}, which can't be "
+                f"the array {path} of the state has the type {leaf.dtype}, which can't be "
                 "stored. Keep the data of a PRNG key (jax.random.key_data), and make the key of it "
                 "where it is used (jax.random.wrap_key_data)."
             )
         if not _has_format(leaf.dtype):
             raise ConfigError(
-                f"model: the array {path} of the state has the type {leaf.dtype}, which the format "
+                f"the array {path} of the state has the type {leaf.dtype}, which the format "
                 "of checkpoints does not have (zarr3, as TensorStore has it). Keep it as another "
                 "type, such as int8 or uint8, and convert it where it is used: astype, or "
                 "jax.lax.bitcast_convert_type for the bits."
             )
         if 0 in leaf.shape:
             raise ConfigError(
-                f"model: the array {path} of the state has no elements (shape "
+                f"the array {path} of the state has no elements (shape "
                 f"{list(leaf.shape)}), so it can't be stored. Leave it out."
             )
         arrays[path] = ArrayInfo(_name(leaf.dtype), tuple(leaf.shape)), leaf

@@ -127,13 +127,17 @@ class OutlookFacts:
     trained; None: it does not differ."""
     stacks: str
     """Path of the stack dump of a hung worker."""
+    own_loop: Literal["", "checkpoints", "attempt"] = ""
+    """By which call a loop of the user's own has claimed the newest attempt; empty: none has."""
 
 
 def outlook(run: OutlookFacts) -> RunOutlook:
     """Returns the state of a run and the next action."""
     supervision, last_exit, stacks = run.supervision, run.last_exit, run.stacks
     command = command_line("python -m jaxres.train", run.root)
-    if run.is_slurm_job:
+    if run.own_loop:
+        command = "your program"
+    elif run.is_slurm_job:
         command = command_line("python -m jaxres.launch slurm", run.root, "--nodes", "N")
     if run.changed_steps is not None:  # Else the config of the last attempt that trained counts.
         command += f" train.steps={run.changed_steps}"
@@ -151,7 +155,8 @@ def outlook(run: OutlookFacts) -> RunOutlook:
     if run.liveness == "alive" and not is_over:
         return _alive(run)
     if run.is_done:
-        return RunOutlook("done", remedy(ExitCode.DONE), "")
+        advice = "nothing: its program has ended" if run.own_loop else remedy(ExitCode.DONE)
+        return RunOutlook("done", advice, "")
     if supervision is not None and supervision.decision == "gave up" and is_newest:
         advice = remedy(supervision.exit, command=command, stacks=stacks)
         restarts = f"manual: the supervisor has given up ({_reason(supervision)})"
@@ -169,6 +174,8 @@ def _reason(supervision: LastSupervisorEvent) -> str:
 
 
 def _alive(run: OutlookFacts) -> RunOutlook:
+    if run.own_loop == "checkpoints":
+        return RunOutlook("running", "nothing: its program saves here", "manual")
     supervision = run.supervision
     is_current = supervision is not None and supervision.attempt in (run.attempt, run.attempt - 1)
     budget = supervision.budget if supervision is not None and is_current else ""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 from jaxres import config as configs
 from jaxres.cli import run_state
@@ -34,6 +34,7 @@ from jaxres.runlog.faulty_hosts import FaultyHost
 from jaxres.runlog.guarantee import guarantee_level
 from jaxres.runlog.metrics import MetricsLine
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import OWN_LOOP
 from jaxres.runlog.run_log import RunHistory
 from jaxres.runlog.scrub_progress import StepCheck
 from jaxres.storage import files
@@ -129,6 +130,7 @@ def read_status(
             is_slurm_job=files.exists(run_dir.root / "slurm" / "job.sh"),
             changed_steps=steps if built is not None and steps != built else None,
             stacks=str(run_dir.stacks(history.attempt, 0)),
+            own_loop=_own_loop(history),
         )
     )
     return Status(
@@ -150,6 +152,13 @@ def read_status(
         damaged=scrub_progress.damaged_steps(history.committed, scrub_progress.read(run_dir)),
         faulty=faulty_hosts.read(run_dir, warn=stdio.warn),
     )
+
+
+def _own_loop(history: RunHistory) -> Literal["", "checkpoints", "attempt"]:
+    if not history.claims or history.claims[-1].trajectory != OWN_LOOP:
+        return ""
+    is_attempt = bool(history.starts) and history.starts[-1].attempt == history.attempt
+    return "attempt" if is_attempt else "checkpoints"
 
 
 def _built_steps(events: Sequence[Mapping[str, Any]]) -> int | None:

@@ -14,6 +14,7 @@ configurations have full keys only.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,13 @@ from jaxres.config import builtin_configs, huggingface, programs
 from jaxres.config.cross_checks import check
 from jaxres.config.errors import Problem, did_you_mean, one_line, raise_all, shorten, show
 from jaxres.config.removed_keys import without_removed
+from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.config.schema.fields import ROOT, FieldSpec
 from jaxres.config.schema.program import UNUSED_SECTIONS, trainer_keys
 from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.validate import validate
 from jaxres.config.yaml import Node, is_whole, parse, plain
-from jaxres.faults import StorageRefused, UsageError
+from jaxres.faults import ConfigError, StorageRefused, UsageError
 from jaxres.secret_values import redact_words
 from jaxres.storage import files
 from jaxres.storage.path import RunPath
@@ -322,6 +324,25 @@ def load_recorded(path: RunPath, overrides: Sequence[str] = ()) -> Loaded:
     above, wrong_above = override_layer(overrides)
     layer, wrong = read_file(path)
     return _load(path, [layer, above], wrong + wrong_above, name=path.absolute().parent.name)
+
+
+def load_checkpoint(settings: Mapping[str, Any], *, where: str) -> CheckpointSection:
+    """Returns the section `checkpoint` with the given keys, without a config around it.
+
+    Raises:
+      ConfigError: 78, a line for each problem.
+    """
+    try:
+        node, problems = parse(json.dumps(dict(settings)), lambda _: where)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: no value of a config: {error}") from error
+    layer = Node({SECTION: node or Node({}, where)}, where)
+    problems += shape_problems(layer, ROOT)
+    layer, wrong = written_out(without_removed(layer)[0])
+    data = with_defaults(layer)
+    problems += wrong + [p for p in validate(data)[1] if p.key.startswith(SECTION)]
+    raise_all(replace(problem, where=where) for problem in problems)
+    return CheckpointSection.model_validate_json(json.dumps(data[SECTION]), strict=True)
 
 
 def _load(path: RunPath, layers: list[Node], wrong: list[Problem], *, name: str) -> Loaded:

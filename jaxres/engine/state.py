@@ -79,6 +79,8 @@ class Progress:
     best_loss: float | None = None
     """Lowest held-out loss so far, at `best_step`."""
     best_step: int = 0
+    position: Any = None
+    """Position in the data of a loop of the user's own, as JSON; None, and not saved: unused."""
     guards: Mapping[str, GuardState] = field(default_factory=dict)
 
     def after(self, *, next_cursor: int, num_rows: int, tokens: int) -> Progress:
@@ -96,6 +98,8 @@ class Progress:
         """The facts that are saved with a step and are part of its digest."""
         facts = dataclasses.asdict(self)
         del facts["heldout_data"]
+        if self.position is None:  # As in the trainer's steps.
+            del facts["position"]
         return facts
 
     def evaluated(self, loss: float, *, data: str = "") -> Progress:

@@ -19,6 +19,8 @@ FORMAT = 2
 MOST_THREADS = 4096
 """No machine has as many cores; a worker could begin as many threads all the same."""
 MOST_HOSTS = 2**20
+OWN_LOOP = "own loop"
+"""In place of a trajectory's digest in claims without a config, of a loop of the user's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

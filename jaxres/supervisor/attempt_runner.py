@@ -38,6 +38,7 @@ from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
 from jaxres.runlog.events import Event
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import OWN_LOOP
 from jaxres.runlog.run_log import Claim, Record, RunHistory, RunLog, last_seq
 from jaxres.runlog.supervisor_events import CheckpointDamageFound, ReplicaBehind, ReplicaCaughtUp
 from jaxres.storage import cpu_cores, files
@@ -272,22 +273,41 @@ def claim_attempt(
       StorageUnavailable: there are fewer records, so that the run would start again at step 0.
       Unrestorable: the log does not account for the checkpoints; nothing was changed.
     """
-    run_dir, clock = run_lock.run_dir, run_lock.clock
+    run_dir = run_lock.run_dir
+    claim, log = claim_next(
+        run_lock,
+        lambda history: new_claim(config, history, env=env, job=job),
+        known=known,
+        threads=threads,
+        attempt=attempt,
+    )
+    host_memory.prepare(run_dir, config, log.history().claims)
+    # Late records of the attempt before may precede the claim.
+    run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
+    return ClaimedAttempt(config, run_dir, claim, log.last_seq, job.hosts, job.secret), log
+
+
+def claim_next(
+    run_lock: RunLock,
+    new: Callable[[RunHistory], Claim],
+    *,
+    known: int = 0,
+    threads: int | None = None,
+    attempt: int | None = None,
+) -> tuple[Claim, RunLog]:
+    """Writes the claim of the next attempt, which `new` returns; see `claim_attempt`."""
+    run_dir = run_lock.run_dir
     records = run_log.read_records(run_dir.log, known=known)
     history = run_log.fold(records)
     if attempt is None:
         step_dirs.require_complete_log(run_dir, history)
         step_dirs.require_same_log(run_dir, history, records)
-    claim = new_claim(config, history, env=env, job=job)
+    claim = new(history)
     if attempt is not None:
         claim = dataclasses.replace(claim, attempt=attempt)
     if threads is not None:
         _refuse_other_threads(claim, threads)
-    log = RunLog.claim(run_dir.log, claim, after=records, clock=clock)
-    host_memory.prepare(run_dir, config, log.history().claims)
-    # Late records of the attempt before may precede the claim.
-    run_config.record(config, run_dir, claim.attempt, log.history().starts, print_message)
-    return ClaimedAttempt(config, run_dir, claim, log.last_seq, job.hosts, job.secret), log
+    return claim, RunLog.claim(run_dir.log, claim, after=records, clock=run_lock.clock)
 
 
 def run_and_record(
@@ -481,13 +501,13 @@ def _refuse_other_threads(claim: Claim, threads: int) -> None:
 
 
 def new_claim(
-    config: RunConfig,
+    config: RunConfig | None,
     run_history: RunHistory,
     *,
     env: Mapping[str, str],
     job: WorkerGroup,
 ) -> Claim:
-    """Returns the claim that opens the run's next attempt."""
+    """Returns the claim that opens the run's next attempt; without a config, of a user's loop."""
     cores = cpu_cores.usable()
     return Claim(
         attempt=run_history.attempt + 1,
@@ -504,7 +524,7 @@ def new_claim(
             "machine": platform.machine(),
             "xla_flags": env.get("XLA_FLAGS", ""),
         },
-        trajectory=configs.digest(config),
+        trajectory=OWN_LOOP if config is None else configs.digest(config),
         started=read_proc_stat().start_ticks,
         slots=job.slots,
     )

@@ -12,6 +12,7 @@ from jaxres.config import Loaded, RunConfig
 from jaxres.faults import ConfigError, StorageRefused, UsageError
 from jaxres.runlog import replica_files, run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import OWN_LOOP
 from jaxres.secret_values import redact_words
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote, parse_path, run_root
@@ -87,6 +88,11 @@ def resolve_run(target: RunPath, overrides: Sequence[str]) -> tuple[Loaded, RunD
         raise ConfigError(
             f"{run_dir.root}: no run is here, and run.must_exist is true. Is the disk mounted? "
             "Mount it, or start the run with run.must_exist=false."
+        )
+    if history.claims and history.claims[-1].trajectory == OWN_LOOP:
+        raise ConfigError(
+            f"{run_dir.root}: has the checkpoints of a loop of its own (jaxres.checkpoints or "
+            "jaxres.attempt), with which this config can't go on. Give another run.dir."
         )
     started = history.starts
     if started:

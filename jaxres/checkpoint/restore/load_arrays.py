@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxres.checkpoint.digests.block_digests import Box, common_box, dtype_named, index_of
@@ -35,7 +37,9 @@ def load(step_dir: RunPath, like: Tree, *, frozen: Collection[str] = ()) -> Tree
 
     Args:
       step_dir: absolute path of the step directory.
-      like: nested dict of jax.ShapeDtypeStruct with shardings.
+      like: nested dict of jax.ShapeDtypeStruct with shardings. Without a sharding an array is on
+        the default device and follows others, as one that `jnp.asarray` makes; a NumPy array
+        stands for one in the host's memory.
       frozen: paths of the arrays in the folder of the frozen parameters.
 
     Raises:
@@ -59,15 +63,19 @@ def load(step_dir: RunPath, like: Tree, *, frozen: Collection[str] = ()) -> Tree
     return jax.tree.unflatten(jax.tree.structure(like), found)
 
 
-def _boxes(like: jax.ShapeDtypeStruct) -> set[Box]:
+def _boxes(like: Any) -> set[Box]:
     """Returns the boxes of an array that are on this process's devices."""
-    assert like.sharding is not None
+    if getattr(like, "sharding", None) is None:
+        return {tuple((0, size) for size in like.shape)}
     indices = like.sharding.addressable_devices_indices_map(like.shape).values()
     return {box_of(index or (), like.shape) for index in indices}
 
 
-def _array(like: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
+def _array(like: Any, parts: Mapping[Box, np.ndarray]) -> jax.Array | np.ndarray:
     """Returns an array that consists of its parts."""
+    if getattr(like, "sharding", None) is None:
+        (whole,) = parts.values()
+        return whole if isinstance(like, np.ndarray) else jnp.asarray(whole)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         return parts[box_of(index or (), like.shape)]

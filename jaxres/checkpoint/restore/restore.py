@@ -307,8 +307,10 @@ def _wrong_arrays(
         return [path for path, is_same in zip(tables, same, strict=True) if not is_same]
 
 
-def _shards(info: ArrayInfo, array: jax.Array) -> list[tuple[Box, np.ndarray]]:
+def _shards(info: ArrayInfo, array: jax.Array | np.ndarray) -> list[tuple[Box, np.ndarray]]:
     """Returns the shards of an array on this process's devices; not for threads (load_arrays)."""
+    if isinstance(array, np.ndarray):
+        return [(tuple((0, size) for size in info.shape), array)]
     return [
         (box_of(shard.index, info.shape), np.asarray(shard.data))
         for shard in array.addressable_shards
@@ -372,7 +374,7 @@ def _refuse_differences(
         raise ConfigError(
             f"{step_dir}: the arrays of the checkpoint are not those of this model and optimizer:\n"
             + "\n".join(rows)
-            + "\nThe config is the same, so the code has changed, or the setting "
-            "JAX_DEFAULT_PRNG_IMPL, which decides the size of the array key. Restore what the run "
-            "was started with, or start a new run in another run.dir."
+            + "\nIf the config is the same, the code has changed, or the setting "
+            "JAX_DEFAULT_PRNG_IMPL, which decides the size of a PRNG key's array. Restore what "
+            "the run was started with, or start a new run in another directory."
         )

@@ -26,7 +26,7 @@ def describe(folders: Mapping[str, Any]) -> dict[str, bytes]:
     """Returns name -> content of Orbax's files of a step.
 
     Args:
-      folders: folder of the step -> nested dict of jax.Array.
+      folders: folder of the step -> nested dict of jax.Array or NumPy arrays.
     """
     checkpoint = {
         "item_handlers": dict.fromkeys(folders, _HANDLER),
@@ -49,7 +49,7 @@ def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
     shapes: dict[Any, tuple[int, ...]] = {}
 
     def write_shape(array: jax.Array) -> list[int]:  # Most arrays are laid out like others.
-        layout = array.shape, array.dtype, array.sharding
+        layout = array.shape, array.dtype, getattr(array, "sharding", None)
         if layout not in shapes:
             shapes[layout] = local_shape(array)
         return list(shapes[layout])
@@ -59,7 +59,7 @@ def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
             str(keys): {
                 "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
                 "value_metadata": {
-                    "value_type": "jax.Array",
+                    "value_type": "np.ndarray" if _is_numpy(array) else "jax.Array",
                     "skip_deserialize": False,
                     "write_shape": write_shape(array),
                 },
@@ -73,10 +73,14 @@ def _tree(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, Any]:
     }
 
 
+def _is_numpy(array: jax.Array | np.ndarray) -> bool:
+    return isinstance(array, np.ndarray)
+
+
 def _shardings(arrays: Mapping[tuple[str, ...], jax.Array]) -> dict[str, str]:
     found: dict[str, str] = {}
     for keys, array in arrays.items():
-        described = _described(array.sharding)
+        described = None if _is_numpy(array) else _described(array.sharding)
         if described is not None:
             name = base64.b64encode(".".join(keys).encode()).decode()
             found[name] = described

@@ -13,6 +13,7 @@ from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import OWN_LOOP
 from jaxres.runlog.run_log import RunLog, Start
 from jaxres.supervisor import attempt_runner, run_config
 from jaxres.supervisor.process import worker_group
@@ -51,6 +52,15 @@ def test_a_name_that_differs_only_in_case_from_a_run_is_not_that_run(
     assert resolve_run(TINY, [f"run.dir={tmp_path}/new"])[1].root == tmp_path / "new"
     with pytest.raises(ConfigError, match=r"on this disk that is .*/Mine, because it ignores"):
         resolve_run(TINY, [f"run.dir={tmp_path}/mine"])
+
+
+def test_a_config_does_not_go_on_with_a_users_loop(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    claim = dataclasses.replace(CLAIM, trajectory=OWN_LOOP)
+    RunLog.claim(run_dir.log, claim, after=[], clock=SystemClock())
+    with pytest.raises(ConfigError, match=r"has the checkpoints of a loop of its own"):
+        resolve_run(TINY, [f"run.dir={run_dir.root}"])
+    assert not run_dir.config.exists()
 
 
 def test_a_run_whose_records_are_gone_is_not_claimed_as_a_new_one(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""A training loop of the user's own: verified checkpoints, restarts and stops for it."""
