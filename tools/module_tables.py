@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jaxres.cluster import detect
+from jaxres.estimate.assumptions import ASSUMPTIONS
 from jaxres.launch.gce.decide import reconcile
 from jaxres.operate.chaos import coverage
-from jaxres.operate.plan.assumptions import ASSUMPTIONS
 from jaxres.supervisor import run_metrics
 from tools.gpu import results as gpu_results
 

@@ -55,6 +55,8 @@ WALL_CLOCK_MAY = {
     "jaxres/launch/gce/vm/commands.py:cordon": "stamps an exclusion",
     "jaxres/launch/gce/vm/commands.py:request_drain": "stamps an exclusion",
     "jaxres/cli/resume_check.py:_today": "stamps a result",
+    "jaxres/estimate/storage_rate.py:of_probe": "stamps a result",
+    "jaxres/storage/probe.py:_probe_bucket": "whether leftovers are an hour old",
     "jaxres/operate/chaos/runs.py:_clock_offset": "finds that the clock was set",
     "jaxres/telemetry/alert_sender.py:TargetSender.take": "stamps an incident",
     "jaxres/telemetry/routing_check.py:send": "stamps a test message",

@@ -1,6 +1,7 @@
 """`jaxres plan`: failures, goodput and cost of a job before it runs.
 
-The arithmetic is in `jaxres/plan`; this module reads the arguments, a config and a run, and prints.
+The arithmetic is in `jaxres/estimate` and `jaxres/operate/plan`; this module reads the arguments, a
+config and a run, and prints.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,28 +19,28 @@ from typing import Any
 from jaxres import config as configs
 from jaxres import faults
 from jaxres.cli import report
-from jaxres.config import RunConfig
+from jaxres.config import Loaded, RunConfig
 from jaxres.config.argparser import Parser, local_path_argument, path_argument
-from jaxres.config.gce_machine_types import num_gpus
 from jaxres.config.schema.checkpoint import KeepSection, StepsWhen
+from jaxres.estimate import (
+    failure_model,
+    goodput_model,
+    job_estimate,
+    state_size,
+    storage_rate,
+)
+from jaxres.estimate.assumptions import DEFAULTS
+from jaxres.estimate.failure_model import Component, FleetModel
+from jaxres.estimate.job import Job, plan_of
+from jaxres.estimate.job_estimate import JobEstimate
+from jaxres.estimate.storage_rate import StorageRate
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.goodput import summary
 from jaxres.goodput.run_timeline import RunTimeline
-from jaxres.operate.plan import (
-    costs,
-    failure_model,
-    goodput_model,
-    measured,
-    observed_attempts,
-    observed_vms,
-    state_size,
-)
+from jaxres.operate.doctor import facts as doctor_facts
+from jaxres.operate.plan import costs, measured, observed_attempts, observed_vms
 from jaxres.operate.plan import text as plan_text
-from jaxres.operate.plan.assumptions import ASSUMPTIONS, DEFAULTS
-from jaxres.operate.plan.failure_model import Component, FleetModel
-from jaxres.operate.plan.goodput_model import Outages
-from jaxres.operate.plan.job import MARGIN_SECONDS, Job, Measures, MemoryTier, plan_of
 from jaxres.operate.plan.measured import Measured
 from jaxres.operate.plan.retention_bill import storage_bill
 from jaxres.operate.plan.simulate import Simulation, simulate
@@ -48,6 +50,7 @@ from jaxres.runlog import launch_events, run_log
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.paths import RunDir
+from jaxres.storage.path import is_remote
 from jaxres.supervisor import run_config
 from jaxres.telemetry import stdio
 
@@ -56,6 +59,8 @@ jaxres plan [CONFIG.yaml [section.field=value ...]] [--from RUN_DIR] [--gpus N .
       [--plot FILE]
       (docs/planning.md lists all flags, with the source of each default)"""
 KEEP = "checkpoint.keep"
+OTHER_FLAGS = ("--read-mb-per-s", "--save-every-seconds")
+"""Flags of the estimate that have no default of their own."""
 MAX_GPUS = 1_000_000
 MAX_DAYS = 3650.0
 PLOTTED_INTERVALS = [2.0**power for power in range(-3, 4)]
@@ -69,18 +74,17 @@ GIB = 2**30
 class Inputs:
     """Inputs of the command: the job, its retention and prices."""
 
-    job: Job
+    known: JobEstimate
     keep: KeepSection
     steps_per_save: int
-    gpu_hour_price: float
-    """Price for this job: the Spot price if it uses Spot VMs."""
-    on_demand_price: float
-    spot_price: float
     storage_price: float
     replications: int
     measured: Measured | None
-    given: tuple[str, ...]
-    """Flags that were given, or measured: their defaults are not listed as assumptions."""
+
+    @property
+    def job(self) -> Job:
+        """The job of the estimate."""
+        return self.known.job
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -204,108 +208,87 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+MEASURED_FLAGS = {
+    "stall_seconds": "--stall-seconds",
+    "detect_seconds": "--detect-seconds",
+    "start_seconds": "--restart-seconds",
+    "boot_seconds": "--boot-seconds",
+    "stockout_share": "--stockout-share",
+    "stockout_seconds": "--capacity-wait-seconds",
+    "write_seconds": "write_seconds",
+    "read_seconds": "read_seconds",
+}
+"""Measurement of a run -> the flag, or key of `job_estimate.estimate`, whose value it is."""
+
+
 def read_inputs(options: argparse.Namespace) -> Inputs:
     """Returns the inputs: flags first, then measurements of the run, the config, the defaults."""
-    config, keep = _config(options.words)
+    loaded, keep = _config(options.words)
+    config = None if loaded is None else loaded.config
     run = None if options.run_dir is None else _measured(RunDir(options.run_dir))
-    value = _Values(options, run)
-    job = _job(options, config, run, value)
-    prices = {kind: _price(config, kind) for kind in ("spot", "standard")}
-    spot = value.get("--spot-price", fallback=prices["spot"])
-    on_demand = value.get("--gpu-hour-price", fallback=prices["standard"])
+    own = job_estimate.measures_of(config)
+    own = replace(
+        own,
+        is_async=options.saves == "async",
+        memory=options.memory or own.memory,
+        spares=own.spares if options.spares is None else options.spares,
+        falls_back=options.on_demand_fallback,
+    )
+    rate, step_seconds = (None, None) if loaded is None else _of_this_place(loaded)
+    fleet, given = _fleet(options, config, run), _given(options, run)
+    if fleet.components[0].mtbf_hours != DEFAULTS["--mtbf-hours"]:
+        given["--mtbf-hours"] = fleet.components[0].mtbf_hours
+    known = job_estimate.estimate(
+        config,
+        fleet,
+        state_bytes=_state_bytes(options, config, run),
+        given=given,
+        measures=own,
+        rate=rate,
+        step_seconds=step_seconds,
+    )
     when = None if config is None else config.checkpoint.when
     return Inputs(
-        job=job,
+        known=known,
         keep=keep,
         steps_per_save=when.every_steps if isinstance(when, StepsWhen) else 1,
-        gpu_hour_price=spot if options.spot_rate else on_demand,
-        on_demand_price=on_demand,
-        spot_price=spot,
-        storage_price=value.get("--storage-price"),
+        storage_price=given.get("--storage-price", DEFAULTS["--storage-price"]),
         replications=options.replications,
         measured=run,
-        given=tuple(value.given),
     )
 
 
-def _job(
-    options: argparse.Namespace, config: RunConfig | None, run: Measured | None, value: _Values
-) -> Job:
-    fleet = _fleet(options, config, run)
-    state_bytes = _state_bytes(options, config, run)
-
-    def transfer(mb_per_second: float) -> float:
-        hosts = fleet.num_hosts
-        return goodput_model.transfer_seconds(
-            state_bytes, num_hosts=hosts, mb_per_second=mb_per_second
-        )
-
-    rate = value.get("--write-mb-per-s")
-    read_rate = rate if options.read_mb_per_s is None else options.read_mb_per_s
-    memory: MemoryTier = options.memory or _memory(config)
-    per_day, outage_seconds = value.get("--outages-per-day"), value.get("--outage-seconds")
-    return Job(
-        fleet=fleet,
-        hours=options.hours or 24 * value.get("--days"),
-        state_bytes=state_bytes,
-        write_seconds=value.measured("write_seconds", "--write-mb-per-s", transfer(rate)),
-        read_seconds=value.measured("read_seconds", "--read-mb-per-s", transfer(read_rate)),
-        memory_seconds=transfer(value.get("--memory-mb-per-s")),
-        stall_seconds=value.get("--stall-seconds", "stall_seconds"),
-        detect_seconds=value.get("--detect-seconds", "detect_seconds"),
-        restart_seconds=value.get("--restart-seconds", "start_seconds"),
-        boot_seconds=value.get("--boot-seconds", "boot_seconds"),
-        host_share=value.get("--host-share"),
-        neighbor_share=value.get("--neighbor-share"),
-        repair_hours=value.get("--repair-hours"),
-        preemptions_per_day=options.spot_rate or 0.0,
-        notice_seconds=_notice(options, config, value),
-        stockout_share=value.get("--stockout-share", "stockout_share"),
-        stockout_seconds=value.get("--capacity-wait-seconds", "stockout_seconds"),
-        outages=Outages(per_day, outage_seconds) if per_day else None,
-        save_every_seconds=options.save_every_seconds,
-        measures=Measures(
-            options.saves == "async",
-            memory,
-            _spares(options, config),
-            falls_back=options.on_demand_fallback,
-        ),
-    )
+def _given(options: argparse.Namespace, run: Measured | None) -> dict[str, float]:
+    """Returns flag -> value, of those that were given, and of those that the run has measured."""
+    found = {flag: getattr(run, name) for name, flag in MEASURED_FLAGS.items() if run is not None}
+    for flag in (*DEFAULTS, *OTHER_FLAGS):
+        found[flag] = value if (value := _flag(options, flag)) is not None else found.get(flag)
+    if options.hours is not None:
+        found["--days"] = options.hours / 24
+    return {flag: float(value) for flag, value in found.items() if value is not None}
 
 
-class _Values:
-    """Looks values up: flag, then measurement or config, then default; remembers which."""
-
-    def __init__(self, options: argparse.Namespace, run: Measured | None) -> None:
-        self._options = options
-        self._run = run
-        self.given: list[str] = []
-
-    def get(
-        self, flag: str, attribute: str | None = None, *, fallback: float | None = None
-    ) -> float:
-        """Returns the value of a flag; else the measurement `attribute` of a run."""
-        found = getattr(self._options, flag[2:].replace("-", "_"))
-        if found is None and self._run is not None and attribute is not None:
-            found = getattr(self._run, attribute)
-        if found is None:
-            found = fallback
-        if found is None:
-            return DEFAULTS[flag]
-        self.given.append(flag)
-        return found
-
-    def measured(self, attribute: str, flag: str, computed: float) -> float:
-        """Returns measured seconds of a transfer, unless a rate was given."""
-        found = None if self._run is None else getattr(self._run, attribute)
-        is_given = getattr(self._options, flag[2:].replace("-", "_")) is not None
-        if is_given or found is None:
-            return computed
-        self.given.append(flag)
-        return found
+def _flag(options: argparse.Namespace, flag: str) -> float | None:
+    return getattr(options, flag[2:].replace("-", "_"))
 
 
-def _config(words: Sequence[str]) -> tuple[RunConfig | None, KeepSection]:
+def _of_this_place(loaded: Loaded) -> tuple[StorageRate | None, float | None]:
+    """Returns the rate of the place of a run and the duration of its steps, as far as measured.
+
+    Of a run in a bucket no step is read: a plan sends no request.
+    """
+    config = loaded.config
+    root = configs.run_dirs(config, loaded.name)[-1]
+    gce, machine = config.launch.gce, socket.gethostname()
+    if gce is not None:
+        machine = gce.capacity_options[0].machine_type
+    rate = storage_rate.read(config, root, machine=machine)
+    if is_remote(root):
+        return rate, None
+    return rate, doctor_facts.step_seconds(run_config.find_run_dir(loaded))
+
+
+def _config(words: Sequence[str]) -> tuple[Loaded | None, KeepSection]:
     """Returns the config, if one is given, and the retention policy."""
     overrides = [word for word in words if "=" in word]
     paths = [word for word in words if "=" not in word]
@@ -313,9 +296,9 @@ def _config(words: Sequence[str]) -> tuple[RunConfig | None, KeepSection]:
     if len(paths) > 1:
         raise UsageError(f"jaxres plan: more than one config: {', '.join(paths)}")
     if paths:
-        config = configs.load(Path(paths[0]), overrides).config
-        configs.require_trainer(config, "jaxres plan")
-        return config, config.checkpoint.keep
+        loaded = configs.load(Path(paths[0]), overrides)
+        configs.require_trainer(loaded.config, "jaxres plan")
+        return loaded, loaded.config.checkpoint.keep
     for override in overrides:
         if not override.startswith((f"{KEEP}.", f"{KEEP}=", f"{KEEP}_last=")):
             raise UsageError(f"{override}: without a config only {KEEP}.* can be given")
@@ -361,16 +344,16 @@ def _simulated(
 def _fleet(
     options: argparse.Namespace, config: RunConfig | None, run: Measured | None
 ) -> FleetModel:
-    gce = None if config is None else config.launch.gce
+    vms = None if config is None else job_estimate.vms_of(config)
     per_host = options.gpus_per_host
-    if per_host is None and gce is not None:
-        per_host = num_gpus(gce.capacity_options[0].machine_type)
+    if per_host is None and vms is not None:
+        per_host = vms.gpus_per_host
     if per_host is None and run is not None and run.num_gpus and run.num_hosts:
         per_host = max(1, run.num_gpus // run.num_hosts)
     per_host = per_host or int(DEFAULTS["--gpus-per-host"])
     count = options.gpus
-    if count is None and gce is not None:
-        count = gce.most_hosts * per_host
+    if count is None and vms is not None:
+        count = vms.num_hosts * per_host
     if count is None and run is not None:
         count = run.num_gpus
     if count is None:
@@ -419,47 +402,12 @@ def _state_bytes(
     )
 
 
-def _memory(config: RunConfig | None) -> MemoryTier:
-    memory = None if config is None else config.checkpoint.memory
-    if memory is None:
-        return "off"
-    return "neighbor" if memory.neighbor_copies else "own"
-
-
-def _spares(options: argparse.Namespace, config: RunConfig | None) -> int:
-    if options.spares is not None:
-        return options.spares
-    gce = None if config is None else config.launch.gce
-    return 0 if gce is None else gce.spares
-
-
-def _notice(options: argparse.Namespace, config: RunConfig | None, value: _Values) -> float:
-    found = None
-    if config is not None:
-        found = config.preemption.notice_seconds
-        for option in config.launch.gce.capacity_options if config.launch.gce else ():
-            if option.kind == "spot":
-                found = max(float(option.notice_seconds), found)
-    return value.get("--notice-seconds", fallback=found)
-
-
-def _price(config: RunConfig | None, kind: str) -> float | None:
-    """Returns the dollars of a GPU and hour, if the config has a price for the kind."""
-    if config is None or config.launch.gce is None:
-        return None
-    for option in config.launch.gce.capacity_options:
-        gpus = num_gpus(option.machine_type)
-        if option.kind == kind and option.dollars_per_hour and gpus:
-            return option.dollars_per_hour / gpus
-    return None
-
-
 def compute(inputs: Inputs) -> dict[str, Any]:
     """Returns the plan as a JSON object."""
-    job, price = inputs.job, inputs.gpu_hour_price
+    job, known, price = inputs.job, inputs.known, inputs.known.dollars
     plan = plan_of(job)
     simulation = simulate(plan, hours=job.hours, replications=inputs.replications)
-    price += simulation.on_demand_share * (inputs.on_demand_price - price)
+    price += simulation.on_demand_share * (known.on_demand_dollars - price)
     storage = storage_bill(
         inputs.keep,
         state_bytes=job.state_bytes,
@@ -475,6 +423,7 @@ def compute(inputs: Inputs) -> dict[str, Any]:
         storage_dollars=storage.dollars,
     )
     return {
+        "estimate": known.lines(),
         "fleet": _fleet_json(job),
         "failures": _failures_json(job),
         "saves": _saves_json(job, plan),
@@ -492,11 +441,11 @@ def compute(inputs: Inputs) -> dict[str, Any]:
         "measured": None if inputs.measured is None else asdict(inputs.measured),
         "prices": {
             "gpu_hour": price,
-            "on_demand": inputs.on_demand_price,
-            "spot": inputs.spot_price,
+            "on_demand": known.on_demand_dollars,
+            "spot": known.spot_dollars,
             "storage_gb_month": inputs.storage_price,
         },
-        "assumed": [asdict(one) for one in ASSUMPTIONS if one.flag not in inputs.given],
+        "assumed": [asdict(one) for one in known.assumed],
     }
 
 
@@ -522,8 +471,8 @@ def _variants(inputs: Inputs) -> Iterator[costs.Variant]:
         yield costs.variant(
             name,
             job,
-            dollars_per_gpu_hour=inputs.gpu_hour_price,
-            on_demand_dollars=inputs.on_demand_price,
+            dollars_per_gpu_hour=inputs.known.dollars,
+            on_demand_dollars=inputs.known.on_demand_dollars,
             replications=inputs.replications,
         )
 
@@ -569,7 +518,7 @@ def _saves_json(job: Job, plan: goodput_model.Plan) -> dict[str, Any]:
         "is_saved_at_notice": job.is_saved_at_notice,
         "largest_state_at_notice_bytes": goodput_model.largest_state_bytes(
             notice_seconds=job.notice_seconds,
-            margin_seconds=MARGIN_SECONDS,
+            margin_seconds=job.margin_seconds,
             num_hosts=job.fleet.num_hosts,
             mb_per_second=job.state_bytes / job.fleet.num_hosts / job.write_seconds / 1e6,
         ),
@@ -577,17 +526,18 @@ def _saves_json(job: Job, plan: goodput_model.Plan) -> dict[str, Any]:
 
 
 def _spot_json(inputs: Inputs) -> dict[str, Any]:
-    job = inputs.job
+    job, known = inputs.job, inputs.known
     return {
         "on_demand_dollars_per_useful_hour": costs.dollars_per_useful_hour(
-            replace(job, preemptions_per_day=0.0), dollars_per_gpu_hour=inputs.on_demand_price
+            replace(job, preemptions_per_day=0.0),
+            dollars_per_gpu_hour=known.on_demand_dollars,
         ),
         "spot_dollars_per_useful_hour": costs.dollars_per_useful_hour(
-            job, dollars_per_gpu_hour=inputs.spot_price
+            job, dollars_per_gpu_hour=known.spot_dollars
         )
         if job.preemptions_per_day
         else None,
         "break_even_preemptions_per_day": costs.break_even_preemptions(
-            job, dollars=inputs.on_demand_price, spot_dollars=inputs.spot_price
+            job, dollars=known.on_demand_dollars, spot_dollars=known.spot_dollars
         ),
     }

@@ -1,4 +1,4 @@
-"""Pre-flight checks of a config and this machine; writes nothing.
+"""Pre-flight checks of a config and this machine; leaves nothing but kept measurements.
 
 `jaxres doctor CONFIG.yaml [section.field=value ...]` checks the devices of this machine;
 `--devices N [--hosts H]` plans for N devices of other machines. After the checks follows the
@@ -12,6 +12,7 @@ import json
 import math
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +29,22 @@ from jaxres.data import Dataset
 from jaxres.data.tokens.tokenizer import LibraryTokenizer
 from jaxres.engine import mesh_plan
 from jaxres.engine.mesh_plan import MeshPlan
+from jaxres.estimate import storage_rate
+from jaxres.estimate.job_estimate import JobEstimate
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, OutOfMemory, RunError, StorageRefused
-from jaxres.host import processes
+from jaxres.faults import (
+    ConfigError,
+    OutOfMemory,
+    PreemptedError,
+    RunError,
+    StoppedError,
+    StorageRefused,
+)
+from jaxres.host import processes, signals
 from jaxres.operate.doctor import checklist
 from jaxres.operate.doctor import facts as checklist_facts
 from jaxres.operate.doctor.check import Check
-from jaxres.storage import files
+from jaxres.storage import files, probe
 from jaxres.storage.path import is_remote
 from jaxres.supervisor import jax_settings
 from jaxres.supervisor.preemption import gce_metadata
@@ -43,7 +53,7 @@ from jaxres.supervisor.preemption.gce_metadata import Response
 from jaxres.supervisor.run_config import find_run_dir, tell_repeated
 from jaxres.telemetry import alert_sender, routing_check
 from jaxres.telemetry.stdio import format_bytes
-from jaxres.train import resume_results
+from jaxres.train import kept_results, resume_results
 from jaxres.train.checks import oom_advice
 
 if TYPE_CHECKING:
@@ -51,11 +61,13 @@ if TYPE_CHECKING:
 
 USAGE = (
     "jaxres doctor CONFIG.yaml [section.field=value ...] [--hardware quick|full] "
-    "[--devices N [--hosts H]] [--all] [--json] [--send-test-alert]"
+    "[--storage] [--devices N [--hosts H]] [--all] [--json] [--send-test-alert]"
 )
 
 MAX_DEVICES = 100_000
 """Largest number of devices to plan for; every number up to it is tried."""
+MAX_PROBE_MIB = 4096
+"""Largest probe of storage, which is in memory too."""
 
 
 Checks = Iterator[Check]
@@ -77,6 +89,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         num_devices=options.devices,
         num_hosts=options.hosts,
         hardware=options.hardware,
+        probe_bytes=2**20 * options.storage_mib if options.storage else None,
         env=env,
     )
     checks: list[Check] = []
@@ -118,13 +131,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hardware", choices=("quick", "full"))
     parser.add_argument("--devices", type=int)
     parser.add_argument("--hosts", type=int, default=None)
-    for flag in ("--all", "--json", "--send-test-alert"):
+    parser.add_argument("--storage-mib", type=int, default=256)
+    for flag in ("--all", "--json", "--send-test-alert", "--storage"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_intermixed_args(arguments)
     if options.hosts is not None and options.devices is None:
         parser.error("--hosts needs --devices")
-    if options.hardware is not None and options.devices is not None:
-        parser.error("--hardware tests this machine, --devices plans for others")
+    for flag, is_given in (("--hardware", options.hardware), ("--storage", options.storage)):
+        if is_given and options.devices is not None:
+            parser.error(f"{flag} tests this machine, --devices plans for others")
+    if not 1 <= options.storage_mib <= MAX_PROBE_MIB:
+        parser.error(f"--storage-mib {options.storage_mib}: expected 1 to {MAX_PROBE_MIB:,}")
     options.hosts = 1 if options.hosts is None else options.hosts
     for name, number in (("--devices", options.devices), ("--hosts", options.hosts)):
         if number is not None and not 1 <= number <= MAX_DEVICES:
@@ -144,6 +161,7 @@ class Doctor:
         num_devices: int | None,
         num_hosts: int,
         hardware: str | None = None,
+        probe_bytes: int | None = None,
         env: Mapping[str, str],
     ) -> None:
         """Prepares the checks.
@@ -153,6 +171,7 @@ class Doctor:
           num_devices: devices to plan for; None: those of this machine.
           num_hosts: number of their hosts.
           hardware: extent of the tests of this machine's hardware; None: none.
+          probe_bytes: size of the probe of storage; None: none is written.
           env: the environment.
         """
         self._loaded = loaded
@@ -161,6 +180,7 @@ class Doctor:
         self._num_hosts = num_hosts
         self._here = num_devices is None
         self._hardware = hardware
+        self._probe_bytes = probe_bytes
         self._env = env
         self._dataset: Dataset | None = None
         self._plan: MeshPlan | None = None
@@ -168,6 +188,7 @@ class Doctor:
         self._platform = "cpu"
         self._layout: Layout | None = None
         self._shapes: Any = None
+        self._known: JobEstimate | None = None
 
     def checks(self) -> Checks:
         """Yields the result of each check as soon as it is known."""
@@ -179,6 +200,7 @@ class Doctor:
         if self._shapes is not None and not isinstance(self._config.init_from, FromSeed):
             yield from _guarded("init_from", self._source, bad="fail" if self._here else "warn")
         if not self._here:
+            yield self._estimate()
             return  # Step and storage belong to another machine.
         if self._dataset is not None and self._layout is not None:
             yield from _guarded("step", self._step)
@@ -187,6 +209,27 @@ class Doctor:
         yield from self._resume_check()
         if self._hardware is not None:
             yield from _guarded("hardware", self._test_hardware)
+        if self._probe_bytes is not None:
+            yield from _guarded("storage", self._probe)
+        yield self._estimate()
+
+    def _estimate(self) -> Check:
+        """Returns the estimate of the job, which the checklist judges."""
+        self._known = checklist_facts.estimate_of(
+            self._config,
+            find_run_dir(self._loaded),
+            devices=self._devices_of_run(),
+            state_bytes=None if self._layout is None else self._layout.global_bytes,
+        )
+        return Check("pass", "estimate", "; ".join(self._known.lines()))
+
+    def _devices_of_run(self) -> checklist_facts.Devices:
+        return checklist_facts.Devices(
+            is_here=self._here,
+            platform=self._platform if self._here else "gpu",
+            number=self._plan.num_devices if self._plan is not None else 1,
+            num_hosts=self._num_hosts,
+        )
 
     def checklist(self, checks: Sequence[Check], *, sends_test_alert: bool) -> list[Check]:
         """Returns the items of the production checklist.
@@ -195,23 +238,18 @@ class Doctor:
           checks: the results of `checks`.
           sends_test_alert: whether a test message is sent to each target of the alerts.
         """
-        config, layout = self._config, self._layout
+        assert self._known is not None, "checks() comes first"
         facts = checklist_facts.gather(
-            config,
+            self._config,
             find_run_dir(self._loaded),
             env=self._env,
             checks=worst(checks),
-            devices=checklist_facts.Devices(
-                is_here=self._here,
-                platform=self._platform if self._here else "gpu",
-                number=self._plan.num_devices if self._plan is not None else 1,
-                num_hosts=self._num_hosts,
-            ),
-            state_bytes=None if layout is None else layout.global_bytes,
+            devices=self._devices_of_run(),
+            estimate=self._known,
             num_params=self._num_params(),
             test_alerts=tuple(self._test_alerts()) if sends_test_alert else None,
         )
-        return checklist.judge(config, facts)
+        return checklist.judge(self._config, facts)
 
     def _num_params(self) -> int | None:
         if self._shapes is None:
@@ -412,8 +450,6 @@ class Doctor:
         yield Check("pass" if found.is_good else "warn", "resume", found.text)
 
     def _test_hardware(self) -> Checks:
-        import socket
-
         import jax
 
         from jaxres.train.checks import preflight
@@ -424,7 +460,7 @@ class Doctor:
         tests = preflight.run(
             preflight.EXTENTS[self._hardware],
             dtypes=preflight.dtypes_of(self._config.model),
-            folder=next(p for p in (run_dir, *run_dir.parents) if p.exists()),
+            places=[storage_rate.existing(run_dir)],
             host=socket.gethostname(),
             clock=SystemClock(),
         )
@@ -435,13 +471,34 @@ class Doctor:
             text = f"a device has failed in a test, or its memory is in use: {first_line(error)}"
             yield Check("fail", "hardware", text)
 
+    def _probe(self) -> Checks:
+        """Writes a probe where the run's files are, reads it back and deletes it."""
+        assert self._probe_bytes is not None
+        root = find_run_dir(self._loaded).root
+        folder = root if is_remote(root) else storage_rate.existing(root)
+        clock, machine = SystemClock(), socket.gethostname()
+        with signals.restored():
+            signals.raise_on_stop()  # So that a stop deletes the probe too.
+            found = probe.probe(folder, size_bytes=self._probe_bytes, clock=clock)
+        rate = storage_rate.of_probe(found, root=root, machine=machine, clock=clock)
+        what = f"{self._probe_bytes / 2**20:,.0f} MiB were written to {folder}, read and deleted"
+        if not found.is_equal:
+            remedy = "Choose another place with run.dir=..., and test this one"
+            yield Check("fail", "storage", f"{what}: they read back differently", remedy)
+            return
+        kept = kept_results.kept(lambda: storage_rate.store(self._config, rate))
+        remedy = ""
+        if self._config.launch.gce is not None:
+            remedy = "`launch gce check` measures it on a VM, which decides for this job"
+        yield Check("pass", "storage", f"{what}: {rate}; {kept}", remedy)
+
     def _run_dir(self) -> Checks:
         run_dir = find_run_dir(self._loaded).root.absolute()
         if is_remote(run_dir):
             names = files.list_names(run_dir)
             yield Check("pass", "run.dir", f"{run_dir} can be read; it holds {len(names)} names")
             return
-        existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+        existing = storage_rate.existing(run_dir)
         try:
             with tempfile.TemporaryFile(dir=existing):  # Unnamed: leaves nothing.
                 pass
@@ -498,6 +555,8 @@ def _guarded(
     """Yields the checks; converts a RunError to a failed or warning check."""
     try:
         yield from checks()
+    except (PreemptedError, StoppedError):
+        raise
     except (ConfigError, StorageRefused) as error:
         yield Check(bad, name, str(error))
     except RunError as error:

@@ -115,6 +115,10 @@ class HardwareTested:
     """Bus bandwidth of a sum over all of them; None: there is one device."""
     message_bytes: int = 0
     """Bytes that each device has added in that sum."""
+    write_bytes_per_second: float | None = None
+    """To the place of the run; None: there was no room for a probe, or it is a later attempt."""
+    read_bytes_per_second: float | None = None
+    """From there."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,15 @@ from jaxres.engine.guards import Guard
 from jaxres.engine.replica_fingerprint import Copies
 from jaxres.engine.sharding_report import Layout
 from jaxres.engine.trainable import Trainable
-from jaxres.faults import ConfigError
+from jaxres.estimate import job_estimate, storage_rate
+from jaxres.faults import ConfigError, RunError
 from jaxres.host import processes
 from jaxres.models import Model
 from jaxres.runlog.events import HardwareTested, Noted, PhaseChanged, RunBuilt
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
 from jaxres.storage import files, memory_folder
+from jaxres.storage.path import RunPath, is_remote
+from jaxres.storage.probe import Probed
 from jaxres.train import data_loader, hooks, init_params, resume_results, save_scheduler
 from jaxres.train.checks import (
     device_check,
@@ -78,7 +81,8 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     compile_cache.configure_jax(config.compilation, context.emit)
     loaded = hooks.load(config.hooks)  # What can't be imported is named before a step compiles.
     parts = _parts(config, context)
-    context.emit(_built(parts, _lay_out(parts, context)))
+    laid = _lay_out(parts, context)
+    context.emit(_built(parts, laid))
     init = init_params.build(config.init_from, parts, context)
     rotated = _rotated(parts, context)
     compiled = jitted_steps.load_or_compile(parts, context, rotated=rotated)
@@ -92,7 +96,7 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     computation = numerics_fingerprint(
         parts.config, context.claim, parts.mesh, parts.plan, compiled
     )
-    _note_resume_check(config, context, devices=computation["devices"])
+    _note_what_is_known(parts, context, laid, devices=computation["devices"])
     memory = _memory(parts, context, stack, flush)
     run = Trainer(
         steps=config.train.steps,
@@ -161,11 +165,23 @@ def _data_loader(
     )
 
 
-def _note_resume_check(config: RunConfig, context: AttemptContext, *, devices: str) -> None:
-    """Reports, until the run has started once, whether a resume of its config was tested."""
+def _note_what_is_known(
+    parts: Components, context: AttemptContext, laid: Layout, *, devices: str
+) -> None:
+    """Reports, until the run has started once, if a resume was tested, and the job's estimate."""
+    config = parts.config
     if context.peers.member.leads and not context.log.history().starts:
         found = resume_results.read(config)
         context.emit(Noted(resume_results.start_note(found, devices=devices)))
+        known = job_estimate.estimate(
+            config,
+            job_estimate.fleet(parts.mesh.devices.size, context.peers.member.num_hosts),
+            state_bytes=laid.global_bytes,
+            # The agent of a VM has set the notice of this VM in the config.
+            given={job_estimate.NOTICE: config.preemption.notice_seconds},
+            rate=storage_rate.read(config, context.run_dir.root, machine=socket.gethostname()),
+        )
+        context.emit(Noted(f"estimate: {'; '.join(known.lines())}"))
 
 
 def _diagnostics(config: RunConfig, context: AttemptContext) -> Diagnostics:
@@ -398,10 +414,11 @@ def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
     extent = preflight.extent_of(setting, jax.default_backend())
     if extent is None:
         return
+    places = _places(context)
     tests = preflight.run(
         extent,
         dtypes=preflight.dtypes_of(config.model),
-        folder=context.run_dir.local,
+        places=places,
         host=socket.gethostname(),
         clock=context.clock,
     )
@@ -410,6 +427,11 @@ def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
         passed.append(measured)
         context.emit(PhaseChanged("build", f"tested {measured.what}"))
     sums = [each for each in passed if each.bus_bytes_per_second is not None]
+    rates = [each.storage for each in passed if each.storage is not None]
+    has_own = places[-1] == context.run_dir.root and len(rates) == len(places)
+    own = rates[-1] if has_own else None
+    if own is not None:
+        _keep_rate(own, config, context)
     context.emit(
         HardwareTested(
             setting,
@@ -420,8 +442,25 @@ def _test_hardware(config: RunConfig, context: AttemptContext) -> None:
             num_devices=jax.device_count(),
             bus_bytes_per_second=sums[0].bus_bytes_per_second if sums else None,
             message_bytes=sums[0].message_bytes if sums else 0,
+            write_bytes_per_second=own and own.write_bytes_per_second,
+            read_bytes_per_second=own and own.read_bytes_per_second,
         )
     )
+
+
+def _places(context: AttemptContext) -> list[RunPath]:
+    """Returns the places that are measured: a bucket in the first attempt only."""
+    run_dir = context.run_dir
+    is_first = context.log.attempt == 1
+    return [run_dir.local, *([run_dir.root] if is_remote(run_dir.root) and is_first else [])]
+
+
+def _keep_rate(found: Probed, config: RunConfig, context: AttemptContext) -> None:
+    """Keeps the rate of the place of the run for the estimate, if the cache folder takes it."""
+    root, machine, clock = context.run_dir.root, socket.gethostname(), context.clock
+    rate = storage_rate.of_probe(found, root=root, machine=machine, clock=clock)
+    with contextlib.suppress(RunError):
+        storage_rate.store(config, rate)
 
 
 def _text_bytes(parts: Components, context: AttemptContext) -> dict[str, float]:

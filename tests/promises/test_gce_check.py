@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxres import config as configs
+from jaxres.estimate import storage_rate
 from jaxres.exit_codes import ExitCode
 from jaxres.launch.gce import check_command as gce_check
 from jaxres.launch.gce import command as gce
@@ -47,12 +49,18 @@ def test_a_check_passes_leaves_no_vm_and_does_not_touch_the_run(cloud: Cloud) ->
         ("test the hardware", "ok"),
         ("test the hardware", "ok"),
         ("sum over 2 devices", "ok"),
+        ("write, read the bucket", "ok"),
         ("train a step, save it", "ok"),
         ("delete the VMs", "ok"),
     ], printed
     assert printed.count("1 x cpu (1 expected); hardware.preflight=quick passed") == 2, printed
     assert "no published figure of this machine type: not judged" in printed
     assert lines[-1] == "the check has passed; no VM is left"
+    assert f"the rate of gs://{cloud.run.bucket} is kept in " in printed
+    loaded = configs.load(config)
+    rate = storage_rate.read(loaded.config, cloud.run, machine="a2-highgpu-1g")
+    assert rate is not None, "doctor and plan of the run assume the rate"
+    assert not [name for name in gcs_objects.list_sizes(folder) if "probe" in name]
     cloud.assert_nothing_is_left()
     assert gcs_objects.list_sizes(cloud.run) == {}, "the check has written into the run"
 

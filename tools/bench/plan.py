@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jaxres.operate.plan import goodput_model
-from jaxres.operate.plan.assumptions import DEFAULTS
-from jaxres.operate.plan.goodput_model import Interruption, Outages, Plan
+from jaxres.estimate import goodput_model
+from jaxres.estimate.assumptions import DEFAULTS
+from jaxres.estimate.goodput_model import Interruption, Outages, Plan
 from jaxres.operate.plan.simulate import simulate
 
 NUM_GPUS, DAYS, RUNS = 100_000, 90, 1000

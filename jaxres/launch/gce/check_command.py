@@ -19,6 +19,8 @@ from jaxres import config as configs
 from jaxres.clock import Clock
 from jaxres.config import RunConfig, builtin_configs
 from jaxres.config.argparser import Parser
+from jaxres.estimate import storage_rate
+from jaxres.estimate.storage_rate import StorageRate
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import (
     ConfigError,
@@ -47,6 +49,7 @@ from jaxres.storage import codec, gcs_objects
 from jaxres.storage.path import GcsPath, relative
 from jaxres.supervisor.attempt_runner import MIN_DEVICES
 from jaxres.telemetry import stdio
+from jaxres.train.kept_results import kept
 
 SUFFIX = ".check"
 STEPS = 1
@@ -181,7 +184,7 @@ def check(
     except BaseException:
         _delete_vms(folder, "the check has failed", end_job, env=env, clock=clock)
         raise
-    return _show(running, attempts, end)
+    return _show(running, attempts, end, kept_for=config)
 
 
 def _lead(running: Controller, attempts: list[DesiredState]) -> JobEnd:
@@ -274,8 +277,13 @@ def _other_job(run: GcsPath) -> list[str]:
     ]
 
 
-def _show(running: Controller, attempts: Sequence[DesiredState], end: JobEnd) -> int:
-    """Prints the table of a check that has ended, and returns its exit code."""
+def _show(
+    running: Controller, attempts: Sequence[DesiredState], end: JobEnd, *, kept_for: RunConfig
+) -> int:
+    """Prints the table of a check that has ended, and returns its exit code.
+
+    The measured rate of the bucket is kept for `jaxres doctor` and `jaxres plan` of the run.
+    """
     desired, folder = running.state_object.desired, running.paths.run
     assert desired is not None, folder
     gce = gce_section(running.config)
@@ -288,6 +296,7 @@ def _show(running: Controller, attempts: Sequence[DesiredState], end: JobEnd) ->
     if attempts:
         machine_type = gce.capacity_options[attempts[0].vms[0].option].machine_type
         tests = read_tests(folder, [host.name for host in attempts[0].attempt.hosts])
+        _keep_rate(tests, folder, machine_type, kept_for)
     expected = hardware_report.expected_devices(machine_type, gce.env, DEVICE_VARIABLES)
     if MIN_DEVICES in gce.env:
         expected = f"{gce.env[MIN_DEVICES]} expected"
@@ -309,6 +318,21 @@ def _show(running: Controller, attempts: Sequence[DesiredState], end: JobEnd) ->
     else:
         sys.stdout.write(format_exit_message(code, f"{folder}: {end.reason}; no VM is left"))
     return code
+
+
+def _keep_rate(
+    tests: Sequence[HostTest], folder: GcsPath, machine_type: str, config: RunConfig
+) -> None:
+    if (rates := hardware_report.slowest_rates(tests)) is None:
+        return
+    rate = StorageRate(
+        place=storage_rate.place_of(folder),
+        machine=machine_type,
+        write_mb_per_second=rates[0] / 1e6,
+        read_mb_per_second=rates[1] / 1e6,
+        date=storage_rate.day_of(tests[0].ended_at),
+    )
+    print_line(f"the rate of {rate.place} is {kept(lambda: storage_rate.store(config, rate))}")
 
 
 def read_tests(folder: GcsPath, vms: Sequence[str]) -> list[HostTest]:

@@ -12,32 +12,25 @@ from dataclasses import dataclass
 from jaxres.config import RunConfig
 from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.base import Section
-from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, StepsWhen, When
 from jaxres.config.schema.training import GuardsSection
 from jaxres.operate.chaos.results import FAILED, PASSED
 from jaxres.operate.chaos.scenarios import ChecklistKind
-from jaxres.operate.doctor import estimates
+from jaxres.operate.doctor import estimates, saved_state
 from jaxres.operate.doctor.check import Check, ItemResult, Status, fail, not_applicable, ok, warn
 from jaxres.operate.doctor.facts import Facts
-from jaxres.operate.report import number_text
-from jaxres.storage.path import is_remote
+from jaxres.operate.doctor.saved_state import listed
+from jaxres.supervisor.run_metrics import METRICS
 from jaxres.telemetry import incidents
-from jaxres.telemetry.stdio import format_bytes
 
-ELSEWHERE = "the job runs on other machines: run `jaxres doctor` on one of them"
 SMALL = "a run of less than an hour on one machine"
 MANY_FILES = 1024
 """Open files that a worker may have: TensorStore's, data files, connections."""
 LONGEST_HANG_SECONDS = 3600.0
 """Limit of a step from which on a hang costs more than a failure should."""
-SLOW_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse", "9p")
-"""Types of file systems over a network that one server answers, or through a process."""
-IN_MEMORY = ("tmpfs", "ramfs")
 LEAST_DRIVER = {12: 525, 13: 580}
 """CUDA version -> oldest driver of JAX's packages (docs.jax.dev, Installation)."""
 MUST_REACH = (Kind.GAVE_UP, Kind.COMMITS_STALLED, Kind.HARDWARE_FAULT)
 """Incidents that an operator has to get: the run has ended, does not advance, or a host is sick."""
-PREEMPTIBLE = ("spot", "flex_start")
 
 Judge = Callable[[RunConfig, Facts], ItemResult]
 
@@ -54,15 +47,9 @@ class Item:
     """Name of the check before the checklist that prints it already."""
 
 
-def is_small(config: RunConfig, facts: Facts) -> bool:
-    """Returns whether a run is too small for the items about long or multi-machine jobs."""
-    hours = estimates.hours(config, facts)
-    return config.launch.gce is None and facts.num_hosts == 1 and (hours is None or hours < 1)
-
-
 def judge(config: RunConfig, facts: Facts) -> list[Check]:
     """Returns the results of all items, in their order."""
-    small, found = is_small(config, facts), list[Check]()
+    small, found = estimates.is_small(config, facts), list[Check]()
     for item in ITEMS:
         result = item.judge(config, facts)
         if small and not item.for_all and result.status != "fail":
@@ -99,129 +86,6 @@ def text(checks: Sequence[Check], *, all_items: bool) -> str:
     return "\n".join([*lines, "--all prints each with its reason"]) + "\n"
 
 
-# Checkpointing.
-
-
-def _sharded(_: RunConfig, facts: Facts) -> ItemResult:
-    if facts.state_bytes is None:
-        return ok("each host writes its own shards of the state")
-    share = format_bytes(round(facts.state_bytes / facts.num_hosts))
-    return ok(f"each host writes its own shards: {share}, if they are equal")
-
-
-def _interval(config: RunConfig, facts: Facts) -> ItemResult:
-    when = config.checkpoint.when
-    if isinstance(when, AutoWhen | ContinuousWhen):
-        return ok(f"checkpoint.when.kind={when.kind} follows what saves and failures cost")
-    steps = when.every_steps if isinstance(when, StepsWhen) else None
-    if steps is not None and steps >= config.train.steps:
-        if is_small(config, facts):
-            return ok("only the last step is saved, of a run that is quickly repeated")
-        return warn(
-            f"a save every {steps} steps, of {config.train.steps}: only the last step is saved",
-            "Set checkpoint.when.kind=auto",
-        )
-    seconds = estimates.interval_seconds(config, facts)
-    if is_small(config, facts):
-        return ok(f"a save every {_when_text(when)}")
-    if seconds is None:
-        return not_applicable(
-            "the duration of a step is unknown: run `jaxres doctor` again once the run has steps"
-        )
-    best, lost = estimates.best_interval(seconds, facts)
-    found = (
-        f"a save every {_when_text(when)} ({number_text.duration(seconds)}"
-        f"{estimates.step_source(config, facts)}), the optimum is about "
-        f"{number_text.duration(best)}"
-    )
-    if lost <= estimates.MAX_LOST_SHARE:
-        return ok(found)
-    if seconds < best and estimates.is_lower_bound(config, facts):
-        return not_applicable(f"{found}: run `jaxres doctor` again once the run has steps")
-    return warn(
-        f"{found}: {100 * lost:.0f} % of the time more is lost",
-        "Set checkpoint.when.kind=auto, which measures it",
-    )
-
-
-def _when_text(when: When) -> str:
-    if isinstance(when, StepsWhen):
-        return f"{when.every_steps} steps"
-    return f"{getattr(when, 'every_seconds', 0):g} s"
-
-
-def _fast_storage(config: RunConfig, facts: Facts) -> ItemResult:
-    if facts.file_system in IN_MEMORY:
-        return warn(
-            f"{facts.run_root} is in memory ({facts.file_system}): a restarted machine has lost it",
-            "Choose a disk or a bucket with run.dir=...",
-        )
-    if config.checkpoint.memory is not None:
-        return ok("checkpoint.memory keeps the newest states in host memory")
-    if is_remote(facts.run_root):
-        where = "in a bucket"
-    elif facts.file_system is not None and facts.file_system.split(".")[0] in SLOW_FILE_SYSTEMS:
-        where = f"on {facts.file_system}"
-    else:
-        return ok("checkpoints are on a file system of the machine")
-    return warn(
-        f"checkpoints are {where} only, so each restart reads them from there",
-        "Set checkpoint.memory={} for restarts from host memory",
-    )
-
-
-def _digests(config: RunConfig, _: Facts) -> ItemResult:
-    saved = "every byte of a save is read back and compared before its commit"
-    if config.checkpoint.scrub is None:
-        return warn(
-            f"{saved}, but committed steps are not verified again", "Remove checkpoint.scrub=null"
-        )
-    return ok(f"{saved}, and again every {config.checkpoint.scrub.every_hours:g} h")
-
-
-# Backup.
-
-
-def _replica(config: RunConfig, _: Facts) -> ItemResult:
-    replica = config.checkpoint.replica
-    if replica is None:
-        return warn(
-            "committed steps are in one place only",
-            "Set checkpoint.replica.path=gs://OTHER-BUCKET/RUN or a folder of another disk",
-        )
-    if replica.lag_minutes is None:
-        return warn(
-            f"a copy in {replica.path}, and no alert if it falls behind",
-            "Set checkpoint.replica.lag_minutes",
-        )
-    return ok(f"a verified copy in {replica.path}, an alert after {replica.lag_minutes:g} min")
-
-
-def _replica_place(config: RunConfig, facts: Facts) -> ItemResult:
-    replica, root = config.checkpoint.replica, facts.run_root
-    if replica is None:
-        return not_applicable("there is no replica")
-    other = "Choose another bucket, in another region, or another disk"
-    if is_remote(replica.path) and is_remote(root):
-        if replica.path.bucket == root.bucket:
-            return warn(f"the replica is in the same bucket, {root.bucket}", other)
-        return ok(f"buckets {root.bucket} and {replica.path.bucket}; see that their regions differ")
-    if is_remote(replica.path) or is_remote(root):
-        return ok("one of the two places is a bucket, the other a disk")
-    if facts.shares_disk:
-        return warn("the replica is on the file system of the run directory", other)
-    if not facts.is_here:
-        return not_applicable(ELSEWHERE)
-    return ok("the replica is on another file system")
-
-
-def _retention(config: RunConfig, facts: Facts) -> ItemResult:
-    kept = estimates.kept_text(config, facts)
-    if kept is None:
-        return not_applicable("the size of the state is unknown")
-    return ok(kept)
-
-
 # Detection.
 
 
@@ -232,7 +96,7 @@ def _health(config: RunConfig, facts: Facts) -> ItemResult:
     if section is None:
         return warn("hardware.health is null: no GPU is watched", "Remove it")
     if not facts.is_here:
-        return not_applicable(ELSEWHERE)
+        return not_applicable(saved_state.ELSEWHERE)
     if facts.gpus is None or facts.gpus.error is not None:
         why = "it was not asked" if facts.gpus is None else facts.gpus.error
         return warn(
@@ -265,7 +129,7 @@ def _incidents(config: RunConfig, _: Facts) -> ItemResult:
     return ok(f"ends, sick hosts, {config.alerts.no_commit_minutes:g} min without a commit")
 
 
-def _restarts(config: RunConfig, _: Facts) -> ItemResult:
+def _restarts(config: RunConfig, facts: Facts) -> ItemResult:
     attempts = config.restart.max_attempts_without_commit
     if attempts == 1:
         return warn(
@@ -273,9 +137,12 @@ def _restarts(config: RunConfig, _: Facts) -> ItemResult:
         )
     if config.launch.gce is not None:
         return ok(f"`launch gce` restarts the job and replaces VMs; {attempts} failures end it")
-    return ok(
-        f"{attempts} failures without a commit end the run; start it by `launch`: `jaxres train` "
-        "restarts nothing"
+    if facts.restarted_by:
+        return ok(f"{facts.restarted_by}; {attempts} failures without a commit end the run")
+    return warn(
+        "no attempt of this run was restarted so far, and `jaxres train` restarts nothing",
+        "Start it by `jaxres launch local`, `slurm`, `k8s` or `sky`; once a run has such an "
+        "attempt, this passes",
     )
 
 
@@ -288,7 +155,7 @@ def _covered(name: str) -> Judge:
     def covered(_: RunConfig, facts: Facts) -> ItemResult:
         check = facts.checks.get(name)
         if check is None:
-            return not_applicable(ELSEWHERE)
+            return not_applicable(saved_state.ELSEWHERE)
         return ItemResult(check.status, check.detail, check.remedy)
 
     return covered
@@ -309,63 +176,21 @@ def _random_state(_: RunConfig, __: Facts) -> ItemResult:
 
 def _notices(config: RunConfig, facts: Facts) -> ItemResult:
     if not facts.is_here:
-        return not_applicable(ELSEWHERE)
+        return not_applicable(saved_state.ELSEWHERE)
     return _covered("notices")(config, facts)
-
-
-def _save_at_notice(config: RunConfig, facts: Facts) -> ItemResult:
-    gce = config.launch.gce
-    seconds = estimates.write_seconds(facts)
-    if gce is None:
-        return ok("SIGTERM and notices save the last finished step")
-    preemptible = [option for option in gce.capacity_options if option.kind in PREEMPTIBLE]
-    if not preemptible:
-        return ok("no option is preemptible; SIGTERM saves the last finished step")
-    if config.preemption.metadata == "off":
-        return warn(
-            "VMs may be preempted, and preemption.metadata is off", "Set preemption.metadata=auto"
-        )
-    room = config.preemption.notice_seconds - config.preemption.margin_seconds
-    if seconds is None:
-        return ok(f"a notice leaves {room:g} s; the size of the state is unknown")
-    found = f"a save of about {seconds:.0f} s ({estimates.WRITE_TEXT}), a notice leaves {room:g} s"
-    if seconds <= room:
-        return ok(found)
-    return warn(
-        f"{found}: it saves nothing",
-        "Save more often (checkpoint.when.kind=auto), set checkpoint.memory.neighbor_copies, or "
-        "ask for longer notices (docs/many-hosts.md)",
-    )
-
-
-def _capacity(config: RunConfig, _: Facts) -> ItemResult:
-    gce = config.launch.gce
-    if gce is None:
-        return not_applicable("the job uses no VMs of `launch gce`")
-    kinds = [option.kind for option in gce.capacity_options]
-    if all(kind in PREEMPTIBLE for kind in kinds):
-        return warn(
-            f"only {_listed(kinds)} VMs: without such capacity the job waits",
-            "Add an option of kind standard or reservation to launch.gce.capacity_options",
-        )
-    places = {zone for option in gce.capacity_options for zone in option.zones}
-    if len(kinds) == 1 and len(places) == 1:
-        return warn(
-            f"one option in one zone ({kinds[0]}, {places.pop()})",
-            "Add zones or options to launch.gce.capacity_options",
-        )
-    return ok(f"{_listed(kinds)}, in {len(places)} zones; all VMs of a job are of one option")
-
-
-def _listed(kinds: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(kinds))
 
 
 # Monitoring.
 
 
-def _metrics(_: RunConfig, __: Facts) -> ItemResult:
-    return ok("loss, gradient norm, duration and tokens of each step; MFU on the console")
+def _metrics(_: RunConfig, facts: Facts) -> ItemResult:
+    found = "loss, gradient norm, duration and tokens of each step; MFU on the console"
+    if facts.platform == "gpu" and not any("utilization" in name for name in METRICS):
+        return warn(
+            f"{found}; no utilization and no memory of the GPUs",
+            "Run NVIDIA's dcgm-exporter on each host",
+        )
+    return ok(found)
 
 
 def _dashboards(config: RunConfig, facts: Facts) -> ItemResult:
@@ -379,7 +204,7 @@ def _dashboards(config: RunConfig, facts: Facts) -> ItemResult:
             )
         return ok(f"metrics on {telemetry.prometheus.address}, dashboard in tools/dashboards")
     if telemetry.trackers:
-        return ok(f"metrics in {_listed([tracker.kind for tracker in telemetry.trackers])}")
+        return ok(f"metrics in {listed([tracker.kind for tracker in telemetry.trackers])}")
     return warn(
         "no metrics are exported",
         "Set telemetry.prometheus={} and import tools/dashboards, or add telemetry.trackers",
@@ -390,7 +215,7 @@ def _alerts(config: RunConfig, facts: Facts) -> ItemResult:
     if not config.alerts.targets:
         if facts.test_alerts is not None:
             return fail("alerts.targets is empty: no test message was sent", "Set alerts.targets")
-        if is_small(config, facts):
+        if estimates.is_small(config, facts):
             return not_applicable(SMALL)
         return warn(
             "no alert is sent if the run ends or stops", "Set alerts.targets (docs/watch.md)"
@@ -479,7 +304,7 @@ def _hang_limits(config: RunConfig, _: Facts) -> ItemResult:
 
 def _clock(config: RunConfig, facts: Facts) -> ItemResult:
     if not facts.is_here:
-        return not_applicable(ELSEWHERE)
+        return not_applicable(saved_state.ELSEWHERE)
     if facts.is_clock_synchronised is None:
         return not_applicable("neither the kernel nor timedatectl says whether it is synchronised")
     if facts.is_clock_synchronised:
@@ -492,7 +317,7 @@ def _clock(config: RunConfig, facts: Facts) -> ItemResult:
 
 def _open_files(_: RunConfig, facts: Facts) -> ItemResult:
     if facts.open_files is None:
-        return not_applicable(ELSEWHERE)
+        return not_applicable(saved_state.ELSEWHERE)
     if 0 <= facts.open_files < MANY_FILES:
         return warn(
             f"a process may have {facts.open_files} open files",
@@ -506,7 +331,7 @@ def _driver(_: RunConfig, facts: Facts) -> ItemResult:
     if facts.platform != "gpu":
         return not_applicable("there are no GPUs")
     if not facts.is_here:
-        return not_applicable(ELSEWHERE)
+        return not_applicable(saved_state.ELSEWHERE)
     least = LEAST_DRIVER.get(facts.cuda or 0)
     if facts.driver is None or least is None:
         return not_applicable("the version of NVIDIA's driver or of JAX's plugin is unknown")
@@ -554,13 +379,13 @@ def _determinism(config: RunConfig, facts: Facts) -> ItemResult:
 
 
 ITEMS = (
-    Item("sharded saves", _sharded, for_all=True),
-    Item("save interval", _interval, for_all=True),
-    Item("fast storage", _fast_storage),
-    Item("digests", _digests, for_all=True),
-    Item("replica", _replica),
-    Item("replica place", _replica_place),
-    Item("retention", _retention, for_all=True),
+    Item("sharded saves", saved_state.sharded, for_all=True),
+    Item("save interval", saved_state.interval, for_all=True),
+    Item("fast storage", saved_state.fast_storage),
+    Item("digests", saved_state.digests, for_all=True),
+    Item("replica", saved_state.replica),
+    Item("replica place", saved_state.replica_place),
+    Item("retention", saved_state.retention, for_all=True),
     Item("health access", _health),
     Item("incidents", _incidents),
     Item("restarts", _restarts),
@@ -568,8 +393,8 @@ ITEMS = (
     Item("data position", _data_position, for_all=True),
     Item("random state", _random_state, for_all=True),
     Item("notices", _notices, for_all=True, covered_by="notices"),
-    Item("save at a notice", _save_at_notice),
-    Item("capacity", _capacity),
+    Item("save at a notice", saved_state.save_at_notice),
+    Item("capacity", saved_state.capacity),
     Item("metrics", _metrics, for_all=True),
     Item("dashboards", _dashboards),
     Item("alerts", _alerts, for_all=True),

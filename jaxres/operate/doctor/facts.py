@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,20 @@ from statistics import median
 
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
+from jaxres.estimate import job_estimate, storage_rate
+from jaxres.estimate.job_estimate import JobEstimate
+from jaxres.estimate.storage_rate import existing
+from jaxres.exit_codes import exit_row
 from jaxres.faults import ConfigError, RunError
 from jaxres.host.processes import kill_session
+from jaxres.launch.gce.checks import bucket_setup
+from jaxres.launch.gce.checks.bucket_setup import Location
 from jaxres.operate.chaos import results as chaos_results
 from jaxres.operate.chaos.results import ChaosFound
 from jaxres.operate.doctor.check import Check
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.run_log import AttemptEnded, Claim
 from jaxres.storage import files
 from jaxres.storage.path import RunPath, is_remote
 from jaxres.supervisor.companions.prometheus_exporter import PACKAGE as EXPORTER
@@ -84,16 +92,18 @@ class Facts:
     """Of the devices of the job."""
     num_devices: int = 1
     num_hosts: int = 1
-    state_bytes: int | None = None
+    estimate: JobEstimate
     num_params: int | None = None
-    step_seconds: float | None = None
-    """Measured in the run directory."""
     checks: Mapping[str, Check] = field(default_factory=dict)
     run_root: RunPath = Path("run")
     file_system: str | None = None
     """Type of the file system of a local run directory."""
     shares_disk: bool = False
     """Whether a local replica is on the file system of the run directory."""
+    bucket_places: Mapping[str, Location | None] = field(default_factory=dict)
+    """Bucket of the run or of its replica -> where it is; None: this account may not read it."""
+    restarted_by: str = ""
+    """What the run log has of an attempt that was started again; empty: nothing."""
     alert_error: str | None = None
     """Why the targets of the alerts can't be used; None: they can."""
     test_alerts: Sequence[tuple[str, bool, str]] | None = None
@@ -128,7 +138,7 @@ def gather(
     env: Mapping[str, str],
     checks: Mapping[str, Check],
     devices: Devices,
-    state_bytes: int | None,
+    estimate: JobEstimate,
     num_params: int | None,
     test_alerts: Sequence[tuple[str, bool, str]] | None = None,
 ) -> Facts:
@@ -140,7 +150,7 @@ def gather(
       env: the environment.
       checks: the checks before, by name; of several the worst.
       devices: the devices of the run.
-      state_bytes: size of a state; None: unknown.
+      estimate: the estimate of the job, see `estimate_of`.
       num_params: number of parameters; None: unknown.
       test_alerts: results of `--send-test-alert`; None: it was not given.
     """
@@ -153,13 +163,14 @@ def gather(
         platform=devices.platform,
         num_devices=devices.number,
         num_hosts=devices.num_hosts,
-        state_bytes=state_bytes,
+        estimate=estimate,
         num_params=num_params,
-        step_seconds=_step_seconds(run_dir) if starts_here else None,
         checks=checks,
         run_root=run_dir.root,
         file_system=_file_system(run_dir) if is_here else None,
         shares_disk=is_here and _shares_disk(config, run_dir),
+        bucket_places=_bucket_places(config, run_dir) if starts_here else {},
+        restarted_by=_restarted_by(run_dir) if starts_here else "",
         alert_error=_alert_error(config, env),
         test_alerts=test_alerts,
         chaos=chaos_results.read(config),
@@ -173,26 +184,69 @@ def gather(
     )
 
 
+def estimate_of(
+    config: RunConfig, run_dir: RunDir, *, devices: Devices, state_bytes: int | None
+) -> JobEstimate:
+    """Returns the estimate of a job, with what was measured for its machines.
+
+    That of VMs was measured by `launch gce check`; of other machines than this one there is none.
+    """
+    vms, own = job_estimate.vms_of(config), devices.is_here
+    machine = socket.gethostname() if own else None
+    if vms is not None:
+        machine = config.launch.gce and config.launch.gce.capacity_options[0].machine_type
+    return job_estimate.estimate(
+        config,
+        vms or job_estimate.fleet(devices.number, devices.num_hosts),
+        state_bytes=state_bytes,
+        rate=storage_rate.read(config, run_dir.root, machine=machine) if machine else None,
+        step_seconds=step_seconds(run_dir) if own else None,
+    )
+
+
 def _devices_of_run(config: RunConfig, here: Devices) -> Devices:
     """Returns the devices of the VMs that `launch gce` creates, or else those of this machine."""
-    gce = config.launch.gce
-    if gce is None:
+    gce, vms = config.launch.gce, job_estimate.vms_of(config)
+    if gce is None or vms is None:
         return here
-    per_host = num_gpus(gce.capacity_options[0].machine_type) or 0
-    number, platform = max(1, per_host) * gce.most_hosts, "gpu" if per_host else "cpu"
-    return Devices(is_here=False, platform=platform, number=number, num_hosts=gce.most_hosts)
+    platform = "gpu" if num_gpus(gce.capacity_options[0].machine_type) else "cpu"
+    return Devices(is_here=False, platform=platform, number=vms.num_gpus, num_hosts=vms.num_hosts)
 
 
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    return next(p for p in (path, *path.parents) if p.exists())
+def _bucket_places(config: RunConfig, run_dir: RunDir) -> dict[str, Location | None]:
+    """Returns where the buckets of the run and of its replica are, if both are in one."""
+    replica = config.checkpoint.replica
+    if replica is None or not is_remote(replica.path) or not is_remote(run_dir.root):
+        return {}
+    found: dict[str, Location | None] = {}
+    for path in (run_dir.root, replica.path):
+        found[path.bucket] = None
+        with contextlib.suppress(RunError):  # What is not known is said to be so.
+            found[path.bucket] = bucket_setup.location(path)
+    return found
+
+
+def _restarted_by(run_dir: RunDir) -> str:
+    """Returns the evidence of the run log that an attempt was started again; empty: none."""
+    with contextlib.suppress(RunError, OSError):
+        records = run_log.read_records(run_dir.log) if files.exists(run_dir.log) else []
+        claims = [r.body for r in records if isinstance(r.body, Claim)]
+        own = [claim.attempt for claim in claims if claim.slots is not None]
+        if own:
+            return f"attempt {own[-1]} has a launcher that restarts it"
+        ends = ((r.attempt, r.body) for r in records if isinstance(r.body, AttemptEnded))
+        failed = {attempt for attempt, end in ends if exit_row(end.exit).is_failure}
+        again = [claim.attempt for claim in claims if claim.attempt - 1 in failed]
+        if again:
+            return f"attempt {again[-1]} followed one that had failed"
+    return ""
 
 
 def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
     """Returns the type of the file system that a path is or would be on, such as nfs4."""
     try:
         rows = [row.split() for row in mounts.read_text().splitlines()]
-        folder = os.path.realpath(_existing(path))
+        folder = os.path.realpath(existing(path))
     except OSError:
         return None
     found, length = None, -1
@@ -212,13 +266,13 @@ def _shares_disk(config: RunConfig, run_dir: RunDir) -> bool:
     if replica is None or is_remote(replica.path) or is_remote(run_dir.root):
         return False
     try:
-        devices = [_existing(path).stat().st_dev for path in (replica.path, run_dir.root)]
+        devices = [existing(path).stat().st_dev for path in (replica.path, run_dir.root)]
     except OSError:
         return False
     return devices[0] == devices[1]
 
 
-def _step_seconds(run_dir: RunDir) -> float | None:
+def step_seconds(run_dir: RunDir) -> float | None:
     """Returns the duration of a step of the newest attempt, if there is one with steps."""
     with contextlib.suppress(RunError, OSError):
         if not files.exists(run_dir.log):

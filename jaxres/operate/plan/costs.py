@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jaxres.operate.plan.assumptions import BY_HAND_RESTART_HOURS, BY_HAND_SAVE_HOURS
-from jaxres.operate.plan.goodput_model import (
+from jaxres.estimate.assumptions import BY_HAND_RESTART_HOURS, BY_HAND_SAVE_HOURS
+from jaxres.estimate.goodput_model import (
     HOUR_SECONDS,
     Interruption,
     Plan,
@@ -14,7 +14,7 @@ from jaxres.operate.plan.goodput_model import (
     long_run_goodput,
     mean_restart_seconds,
 )
-from jaxres.operate.plan.job import Job, plan_of
+from jaxres.estimate.job import Job, plan_of
 from jaxres.operate.plan.simulate import simulate
 
 LEAST_GOODPUT = 1e-3

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxres.operate.plan.goodput_model import HOUR_SECONDS, Leaves, Outages, Plan, Tier
+from jaxres.estimate.goodput_model import HOUR_SECONDS, Leaves, Outages, Plan, Tier
 
 DAY_SECONDS = 24 * HOUR_SECONDS
 LEAVES: tuple[Leaves, ...] = ("now", "memory", "storage")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
+from jaxres.estimate.job_estimate import clock_text
 from jaxres.telemetry.stdio import format_bytes
 
 Found = Mapping[str, Any]
-LONGEST_CLOCK = 1e12
-"""Longest time, in seconds, that is printed with its hours and minutes."""
 
 
 def as_text(found: Found) -> str:
@@ -46,22 +44,20 @@ def _failures(found: Found) -> Iterator[str]:
 
 
 def _saves(found: Found) -> Iterator[str]:
+    """Yields the estimate that doctor and start print too, and the interval that is simulated."""
+    yield from found["estimate"]
     saves = found["saves"]
     formulas = ""
     if saves["young_seconds"] is not None:
-        young, daly = (_clock(saves[name]) for name in ("young_seconds", "daly_seconds"))
+        young, daly = (clock_text(saves[name]) for name in ("young_seconds", "daly_seconds"))
         formulas = f" (Young {young}, Daly {daly}; jaxres: also no shorter than a save takes)"
-    yield f"save every {_clock(saves['interval_seconds'])}{formulas}"
+    yield f"goodput with a save every {clock_text(saves['interval_seconds'])}{formulas}"
     memory = saves["memory_interval_seconds"]
-    in_memory = f"; in host memory every {_clock(memory)}" if memory else ""
-    yield (
-        f"a save stalls training {saves['stall_seconds']:.1f} s, takes "
-        f"{saves['write_seconds']:.1f} s to write{in_memory}"
-    )
+    in_memory = f"; in host memory every {clock_text(memory)}" if memory else ""
+    yield f"a save stalls training {saves['stall_seconds']:.1f} s{in_memory}"
     if found["failures"]["preemptions_expected"]:
-        fits = "is saved" if saves["is_saved_at_notice"] else "is not saved"
         most = format_bytes(saves["largest_state_at_notice_bytes"])
-        yield f"at a preemption notice the state {fits}; the largest that fits: {most}"
+        yield f"the largest state that a preemption notice saves: {most}"
 
 
 def _goodput(found: Found) -> Iterator[str]:
@@ -129,13 +125,6 @@ def _assumed(found: Found) -> Iterator[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %" if share < 0.01 else f"{100 * share:.2f} %"
-
-
-def _clock(seconds: float) -> str:
-    """Returns hours, minutes and seconds."""
-    if seconds > LONGEST_CLOCK:
-        return f"{seconds / 86400:.3g} days"
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def _time(hours: float) -> str:

@@ -8,12 +8,9 @@ the hardware, and the host does not join (82). Rates are measured and printed, a
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -23,7 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxres.clock import Clock
 from jaxres.faults import UnhealthyHost
-from jaxres.storage import files
+from jaxres.storage import probe
+from jaxres.storage.path import RunPath, is_remote
+from jaxres.storage.probe import Probed
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,6 @@ SUM_ROUNDS = 5
 POSITION = 0x9E3779B1
 """Odd factor of a word's position: no two words that are close to each other have equal bits."""
 COMPLEMENT = 0xFFFFFFFF
-SPARE = 4
-"""The disk is tested if it has room for the file so many times."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,8 @@ class PreflightResult:
     """Of the sum over all devices: its bus bandwidth, as nccl-tests define it."""
     message_bytes: int = 0
     """Of the sum over all devices: bytes that each device has added."""
+    storage: Probed | None = None
+    """Of a disk or bucket: its rates."""
 
     def __str__(self) -> str:
         return f"{self.what}: {self.result}"
@@ -104,14 +103,14 @@ def dtypes_of(model: object) -> set[str]:
 
 
 def run(
-    extent: Extent, *, dtypes: Collection[str], folder: Path, host: str, clock: Clock
+    extent: Extent, *, dtypes: Collection[str], places: Sequence[RunPath], host: str, clock: Clock
 ) -> Iterator[PreflightResult]:
     """Tests this host together with the others of the job; yields the passed tests.
 
     Args:
       extent: how much is tested.
       dtypes: dtypes of the parameters and of the computation.
-      folder: existing folder on the disk of the run.
+      places: existing folders on the disk of the run and, if it is in one, in the bucket.
       host: name of the host, for messages.
       clock: times the tests.
 
@@ -132,9 +131,10 @@ def run(
     if len(jax.devices()) > 1:
         _sum_over_devices(extent, functools.partial(_fail, host))
         yield _measure_sum(extent, clock)
-    rates = _write_and_read(extent, folder, functools.partial(_fail, host, str(folder)), clock)
-    if rates is not None:
-        yield PreflightResult(f"disk of {folder}, write, read", ", ".join(map(_per_second, rates)))
+    for place in places:
+        measured = _probe(extent, place, functools.partial(_fail, host), clock)
+        if measured is not None:
+            yield measured
 
 
 def _fail(host: str, part: str, what: str) -> NoReturn:
@@ -297,30 +297,21 @@ def _add_rows(everywhere: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=everywhere)
 
 
-def _write_and_read(
-    extent: Extent, folder: Path, fail: Callable[[str], NoReturn], clock: Clock
-) -> tuple[float, float] | None:
-    """Writes a file and reads it back from the disk; returns bytes/s; None: there is no room."""
-    if files.free_bytes(folder) < SPARE * extent.transfer_bytes:
-        return None
-    data = np.random.default_rng(2).integers(0, 256, extent.transfer_bytes, np.uint8)
-    path = folder / f".preflight.{os.getpid():x}.trash"  # Deleted later if this is killed.
+def _probe(
+    extent: Extent, place: RunPath, fail: Callable[[str, str], NoReturn], clock: Clock
+) -> PreflightResult | None:
+    """Writes a probe and reads it back; None: the disk has no room for it."""
     try:
-        with files.typed_errors(path):
-            began = clock.monotonic()
-            path.write_bytes(data.data)
-            files.sync_file(path)
-            written = clock.monotonic()
-            files.drop_page_cache(path)
-            found = np.fromfile(path, np.uint8)
-            ended = clock.monotonic()
-    finally:
-        with contextlib.suppress(OSError):  # As on a disk that can't be written any more.
-            path.unlink(missing_ok=True)
-    if not np.array_equal(found, data):
-        fail("a file reads back differently from what was written")
-    rates = (extent.transfer_bytes / max(t, 1e-9) for t in (written - began, ended - written))
-    return next(rates), next(rates)
+        found = probe.probe(place, size_bytes=extent.transfer_bytes, clock=clock)
+    except probe.NoRoom:
+        return None
+    if not found.is_equal:
+        fail(str(place), "a file reads back differently from what was written")
+    rates = found.write_bytes_per_second, found.read_bytes_per_second
+    what = f"bucket {place.bucket}" if is_remote(place) else f"disk of {place}"
+    return PreflightResult(
+        f"{what}, write, read", ", ".join(map(_per_second, rates)), storage=found
+    )
 
 
 def _per_second(rate: float) -> str:

@@ -12,8 +12,8 @@ import pytest
 
 from jaxres import __main__ as jaxres_command
 from jaxres.cli import plan
+from jaxres.estimate.assumptions import ASSUMPTIONS
 from jaxres.faults import UsageError
-from jaxres.operate.plan.assumptions import ASSUMPTIONS
 from tests.unit.operate.plan.test_measured import crashed_run
 from tests.unit.operate.report.parsed_page import parse
 

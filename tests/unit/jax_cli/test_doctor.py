@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxres import config as configs
+from jaxres.estimate import storage_rate
+from jaxres.estimate.storage_rate import StorageRate
 from jaxres.jax_cli import doctor
 from jaxres.operate.doctor.checklist import ITEMS
+from jaxres.storage import files, gcs_objects, probe
+from jaxres.storage.path import GcsPath
 from jaxres.train.checks import preflight
 from tests.waiting import SURE_SECONDS
 
@@ -54,7 +60,11 @@ def test_a_valid_run_passes_and_nothing_is_written(run_doctor, tmp_path: Path) -
     code, out, err = run_doctor("mesh.fsdp=2")
     assert (code, err) == (0, "")
     names = ("config", "data", "mesh", "batch", "state", "memory", "step", "run.dir", "notices")
-    assert lines(out) == [*(("pass", name) for name in names), ("warn", "resume")]
+    assert lines(out) == [
+        *(("pass", name) for name in names),
+        ("warn", "resume"),
+        ("pass", "estimate"),
+    ]
     assert "a resume of this config was never tested here: run `jaxres resume-check` with it" in out
     assert "8 x cpu: data=4 fsdp=2 tensor=1" in out
     assert "24 rows = 1 (microbatches) x 3 (rows a device at once) x 8 (batch shards)" in out
@@ -74,6 +84,7 @@ def test_failed_checks_are_named_and_the_others_still_run(run_doctor, tmp_path: 
         ("pass", "run.dir"),
         ("pass", "notices"),
         ("warn", "resume"),
+        ("pass", "estimate"),
     ]
     assert "feasible: 1, 2, 4, 5, 10, 20 devices" in out
 
@@ -93,7 +104,7 @@ def test_a_loss_that_prints_is_refused_only_if_it_is_ordered_on_several_devices(
 @pytest.mark.slow
 def test_missing_weights_fail(run_doctor) -> None:
     code, out, _ = run_doctor("init_from={kind: run, path: /nowhere}", "--devices", "2")
-    assert (code, lines(out)[-1]) == (0, ("warn", "init_from")), "the other machines may have them"
+    assert (code, lines(out)[-2]) == (0, ("warn", "init_from")), "the other machines may have them"
     code, out, _ = run_doctor("init_from={kind: run, path: /nowhere}")
     assert code == 78
     assert ("fail", "init_from") in lines(out)
@@ -158,6 +169,90 @@ def test_the_hardware_is_tested_on_request_and_a_faulty_device_fails(
     assert "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE" in out
 
 
+def storage_lines(out: str) -> tuple[str, str]:
+    """Returns the lines of the probe and of the estimate."""
+    rows = {row.split()[1]: row for row in out.partition("\n\n")[0].splitlines() if row.strip()}
+    return rows["storage"], rows["estimate"]
+
+
+FAST = ("train.global_batch_size=20", "data.source.path=/nowhere")
+"""Overrides with which neither data nor mesh are right, so that nothing is compiled."""
+
+
+def test_the_place_of_a_run_is_measured_and_nothing_is_left(
+    run_doctor, tmp_path: Path, caches: Path
+) -> None:
+    _, out, _ = run_doctor(*FAST, "--storage", "--storage-mib", "1")
+    probed, _ = storage_lines(out)
+    assert f"1 MiB were written to {tmp_path}, read and deleted" in probed
+    assert list(tmp_path.iterdir()) == []
+    (kept,) = (caches / storage_rate.FOLDER).iterdir()
+    assert f"kept in {kept}" in probed
+    kept.unlink()
+
+
+def test_a_place_that_reads_back_other_bytes_fails_and_its_rate_is_not_kept(
+    run_doctor, caches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "probe", lambda *_, **__: probe.Probed(1e9, 1e9, False))
+    code, out, _ = run_doctor(*FAST, "--storage")
+    assert (code, ("fail", "storage") in lines(out)) == (78, True)
+    assert "they read back differently" in out
+    assert list(caches.glob(f"{storage_rate.FOLDER}/*")) == []
+
+
+def test_a_bucket_is_measured_for_this_machine_and_not_for_vms(
+    run_doctor, gcs_bucket: str, caches: Path
+) -> None:
+    option = "{kind: spot, zones: [us-central1-a], machine_type: a3-highgpu-8g}"
+    image = "image: projects/p/global/images/i"
+    vms = f"launch.gce={{project: p, {image}, capacity_options: [{option}]}}"
+    run = f"run.dir=gs://{gcs_bucket}/run"
+    _, out, _ = run_doctor(run, vms, *FAST, "--storage", "--storage-mib", "1")
+    probed, _ = storage_lines(out)
+    assert f"1 MiB were written to gs://{gcs_bucket}/run, read and deleted" in probed
+    assert "`launch gce check` measures it on a VM" in probed
+    assert gcs_objects.list_sizes(GcsPath(gcs_bucket, "")) == {}
+    config = configs.load(TINY, [run, vms, f"data.cache_dir={caches}"]).config
+    root = GcsPath(gcs_bucket, "run")
+    assert storage_rate.read(config, root, machine=socket.gethostname()) is not None
+    assert storage_rate.read(config, root, machine="a3-highgpu-8g") is None
+
+
+def test_seconds_of_a_save_follow_from_the_measured_rate(run_doctor, caches: Path) -> None:
+    _, out, _ = run_doctor("mesh.data=8", "train.global_batch_size=24")
+    assert "1,000 MB/s a host assumed, see `doctor --storage`" in out
+    config = configs.load(TINY, [f"data.cache_dir={caches}"]).config
+    rate = StorageRate(
+        place=storage_rate.place_of(caches),
+        machine=socket.gethostname(),
+        write_mb_per_second=0.1,
+        read_mb_per_second=0.2,
+        date="2026-11-26",
+    )
+    path = storage_rate.store(config, rate)
+    _, out, _ = run_doctor("mesh.data=8", "train.global_batch_size=24")
+    assert "a save takes 5.91 s, a restore 2.96 s (0.1 and 0.2 MB/s a host, measured on" in out
+    _, there, _ = run_doctor("--devices", "8")
+    assert "assumed" in there, "the disk of this machine is judged for another's"
+    path.write_text('{"write_mb_per_second": 0}')
+    _, out, _ = run_doctor("mesh.data=8", "train.global_batch_size=24")
+    assert "assumed" in out, "a damaged measurement counts"
+    path.unlink()
+
+
+def test_a_probe_larger_than_the_free_space_is_refused(
+    run_doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(probe, "_probe_file", lambda *given: written.append(given))
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 2**21)
+    _, out, _ = run_doctor(*FAST, "--storage", "--storage-mib", "1")
+    assert ("fail", "storage") in lines(out)
+    assert "a probe of 1 MiB was not written: it needs 4 times its size" in out
+    assert written == []
+
+
 @pytest.mark.slow
 def test_an_unwritable_run_dir_fails(run_doctor) -> None:
     code, out, _ = run_doctor("run.dir=/proc/nowhere/run")
@@ -191,6 +286,9 @@ def test_the_checklist_follows_the_checks(run_doctor) -> None:
         (["--devices", "5", "--hosts", "2"], 64, "not a multiple"),
         (["--hosts", "2"], 64, "--hosts needs --devices"),
         (["--hardware", "quick", "--devices", "8"], 64, "--hardware tests this machine"),
+        (["--storage", "--devices", "8"], 64, "--storage tests this machine"),
+        (["--storage", "--storage-mib", "9999"], 64, "--storage-mib 9999"),
+        (["--storage", "run.dir=s3://bucket/run"], 78, "must be a local path or gs://"),
         (["--frobnicate"], 64, "unrecognized arguments"),
     ],
 )

@@ -102,6 +102,7 @@ def rows(
         _boot(at, events),
         *_tests(at, tests, expected=expected, num_hosts=num_hosts),
         *_bandwidth(tests, machine_type, num_hosts=num_hosts),
+        *_storage(tests),
         _step(at, tests, end),
     ]
     for stage in stages:
@@ -175,6 +176,20 @@ def _bandwidth(tests: Sequence[HostTest], machine_type: str, *, num_hosts: int) 
     )
     stage = f"sum over {slowest.num_devices} devices"
     yield Row(stage, "WARNING" if judged.is_low else "ok", judged.text)
+
+
+def slowest_rates(tests: Sequence[HostTest]) -> tuple[float, float] | None:
+    """Returns bytes/s to and from the bucket, of the slowest VM; None: none has measured it."""
+    writes = [rate for t in tests if (rate := t.tested.write_bytes_per_second) is not None]
+    reads = [rate for t in tests if (rate := t.tested.read_bytes_per_second) is not None]
+    return (min(writes), min(reads)) if writes and reads else None
+
+
+def _storage(tests: Sequence[HostTest]) -> Iterator[Row]:
+    if (rates := slowest_rates(tests)) is not None:
+        write, read = (f"{rate / 1e6:,.0f} MB/s" for rate in rates)
+        found = f"{write} written, {read} read by a VM; `doctor` and `plan` use it"
+        yield Row("write, read the bucket", "ok", found)
 
 
 def judge_bandwidth(

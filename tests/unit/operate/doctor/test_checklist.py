@@ -14,10 +14,13 @@ from jaxres import config as configs
 from jaxres.clock import SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.schema.alerts import AlertsSection
+from jaxres.estimate import job_estimate
+from jaxres.estimate.storage_rate import StorageRate
 from jaxres.jax_cli import doctor
+from jaxres.launch.gce.checks.bucket_setup import Location
 from jaxres.operate.chaos import results as chaos_results
 from jaxres.operate.chaos.results import ChaosFound, ChaosResult
-from jaxres.operate.doctor import checklist
+from jaxres.operate.doctor import checklist, estimates
 from jaxres.operate.doctor import facts as checklist_facts
 from jaxres.operate.doctor.check import Check
 from jaxres.operate.doctor.checklist import ITEMS
@@ -32,6 +35,10 @@ ROOT = Path(__file__).parents[4]
 TINY = ROOT / "tests" / "promises" / "tiny.yaml"
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 OPTION = "{kind: %s, zones: [%s], machine_type: a3-highgpu-8g}"
+OLD_SPOT = "{kind: spot, notice_seconds: 0, zones: [us-central1-a], machine_type: a3-highgpu-8g}"
+MANY = "launch.gce.num_hosts=32"
+HOURLY = "checkpoint.when={kind: seconds, every_seconds: 4320}"
+US, EU = Location("us-central1", "region"), Location("europe-west4", "region")
 SPOT, ON_DEMAND = OPTION % ("spot", "us-central1-a"), OPTION % ("standard", "us-central1-a")
 TARGET = "{kind: slack, url_env: SLACK_URL}"
 
@@ -47,13 +54,30 @@ def load(*overrides: str) -> RunConfig:
     return configs.load(TINY, list(overrides)).config
 
 
-def facts(**changes: Any) -> Facts:
+MEASURED = StorageRate(
+    place="/",
+    machine="node-7",
+    write_mb_per_second=800.0,
+    read_mb_per_second=1_000.0,
+    date="2026-11-26",
+)
+OF_JOB = ("state_bytes", "step_seconds", "rate", "given")
+"""Arguments of `facts` and `found` that are part of the estimate of the job."""
+
+
+def facts(config: RunConfig, **changes: Any) -> Facts:
     """A job of 16 GPUs on two hosts, one of them this machine."""
+    given: dict[str, Any] = {"state_bytes": 96_000_000_000, "rate": MEASURED}
+    given |= {name: changes.pop(name) for name in OF_JOB if name in changes}
+    devices, hosts = changes.get("num_devices", 16), changes.get("num_hosts", 2)
+    vms = job_estimate.vms_of(config)
     known: dict[str, Any] = {
+        "estimate": job_estimate.estimate(
+            config, vms or job_estimate.fleet(devices, hosts), **given
+        ),
         "platform": "gpu",
         "num_devices": 16,
         "num_hosts": 2,
-        "state_bytes": 96_000_000_000,
         "num_params": 8_000_000_000,
         "run_root": Path("/disk/run"),
         "file_system": "ext4",
@@ -70,7 +94,8 @@ def facts(**changes: Any) -> Facts:
 
 
 def found(name: str, *overrides: str, **changes: Any) -> Check:
-    checks = checklist.judge(load(*overrides), facts(**changes))
+    config = load(*overrides)
+    checks = checklist.judge(config, facts(config, **changes))
     return next(check for check in checks if check.name == name)
 
 
@@ -83,25 +108,63 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
     ("name", "status", "text", "overrides", "changes"),
     [
         ("sharded saves", "pass", "44.7 GiB", [], {}),
-        ("save interval", "pass", "auto follows", ["checkpoint.when.kind=auto"], {}),
+        ("save interval", "pass", "at first", ["checkpoint.when.kind=auto"], {}),
+        (
+            *("save interval", "warn", "Set checkpoint.when.mtbf_hours=0.024"),
+            *(["checkpoint.when.kind=auto"], {"given": {"--spot-rate": 500.0}}),
+        ),
+        (
+            "save interval",
+            "pass",
+            "optimum",
+            ["checkpoint.when.kind=continuous"],
+            {"state_bytes": 1e12},
+        ),
         ("save interval", "pass", "optimum is about", [], {"step_seconds": 150.0}),
         ("save interval", "pass", "measured", [], {"step_seconds": 150.0}),
-        ("save interval", "n/a", "or more", ["checkpoint.save_every_steps=8"], {}),
+        ("save interval", "warn", "no step was measured", ["checkpoint.save_every_steps=8"], {}),
         ("save interval", "warn", "measured", [], {"step_seconds": 0.1}),
-        ("save interval", "pass", "or more", [], {"num_params": 8_000_000_000_000_000}),
+        (
+            *("save interval", "warn", "no step was measured"),
+            *([], {"num_params": 8_000_000_000_000_000}),
+        ),
         ("save interval", "warn", "checkpoint.when.kind=auto", [], {"step_seconds": 40_000.0}),
         (
             *("save interval", "warn", "% of the time more is lost"),
             *(["checkpoint.when={kind: seconds, every_seconds: 1}"], {}),
         ),
         ("save interval", "warn", "only the last", ["checkpoint.save_every_steps=9999"], {}),
-        ("save interval", "n/a", "unknown", [], {"num_params": None}),
-        ("fast storage", "pass", "file system", [], {}),
+        ("save interval", "warn", "unknown", [], {"num_params": None}),
+        (
+            *("save interval", "pass", "1 h 12 min"),
+            *(["run.dir=gs://one/run", gce(ON_DEMAND), HOURLY], {}),
+        ),
+        (
+            *("save interval", "warn", "unsaved preemption"),
+            *(["run.dir=gs://one/run", gce(OLD_SPOT), MANY, HOURLY], {"state_bytes": 1e12}),
+        ),
+        (
+            *("save interval", "pass", "1 h 12 min"),
+            *(["run.dir=gs://one/run", gce(SPOT), MANY, HOURLY], {"state_bytes": 1e12}),
+        ),
+        ("fast storage", "pass", "a restore 48 s (800 and 1,000 MB/s a host, measured", [], {}),
+        ("fast storage", "warn", "doctor CONFIG --storage", [], {"rate": None}),
+        ("fast storage", "warn", "assumed", ["checkpoint.memory={}"], {"rate": None}),
+        (
+            *("fast storage", "warn", "launch gce check"),
+            *(["run.dir=gs://one/run", gce(ON_DEMAND)], {"rate": None}),
+        ),
         ("fast storage", "warn", "in memory", [], {"file_system": "tmpfs"}),
-        ("fast storage", "warn", "on nfs4", [], {"file_system": "nfs4"}),
-        ("fast storage", "warn", "on fuse.gcsfuse", [], {"file_system": "fuse.gcsfuse"}),
-        ("fast storage", "warn", "in a bucket", [], BUCKET),
-        ("fast storage", "pass", "host memory", ["checkpoint.memory={}"], BUCKET),
+        ("fast storage", "warn", "each restart reads", [], {"state_bytes": 2e12}),
+        ("fast storage", "pass", "measured", ["checkpoint.memory={}"], {"state_bytes": 1.3e12}),
+        (
+            "fast storage",
+            "warn",
+            "limited by storage",
+            ["checkpoint.memory={}"],
+            {"state_bytes": 5e13},
+        ),
+        ("fast storage", "warn", "unknown", [], {"state_bytes": None}),
         ("digests", "pass", "every 24 h", [], {}),
         ("digests", "warn", "checkpoint.scrub", ["checkpoint.scrub=null"], {}),
         ("replica", "warn", "checkpoint.replica.path", [], {}),
@@ -112,13 +175,29 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
         ),
         ("replica place", "n/a", "no replica", [], {}),
         ("replica place", "warn", "same bucket", [f"{REPLICA}gs://one/copy"], BUCKET),
-        ("replica place", "pass", "one and two", [f"{REPLICA}gs://two/run"], BUCKET),
+        ("replica place", "warn", "one and two is not known", [f"{REPLICA}gs://two/run"], BUCKET),
+        (
+            *("replica place", "warn", "two is not known"),
+            *([f"{REPLICA}gs://two/run"], BUCKET | {"bucket_places": {"one": US, "two": None}}),
+        ),
+        (
+            *("replica place", "warn", "one region"),
+            *([f"{REPLICA}gs://two/run"], BUCKET | {"bucket_places": {"one": US, "two": US}}),
+        ),
+        (
+            *("replica place", "pass", "is in us-central1, two in europe-west4"),
+            *([f"{REPLICA}gs://two/run"], BUCKET | {"bucket_places": {"one": US, "two": EU}}),
+        ),
         ("replica place", "pass", "a bucket", [f"{REPLICA}gs://two/run"], {}),
         ("replica place", "pass", "another", [f"{REPLICA}/other/run"], {}),
         ("replica place", "warn", "on the", [f"{REPLICA}/other/run"], {"shares_disk": True}),
         ("replica place", "n/a", "other machines", [f"{REPLICA}/o/run"], {"is_here": False}),
-        ("retention", "pass", "2 checkpoints of 89.4 GiB, 178.8 GiB at the end", [], {}),
-        ("retention", "pass", "$3.84 a month at $0.02 a GB", [], BUCKET),
+        ("retention", "warn", "2 checkpoints of 89.4 GiB, 178.8 GiB at the end", [], {}),
+        ("retention", "warn", "none from before damage", ["checkpoint.keep.best=2"], {}),
+        ("retention", "pass", "daily=7", ["checkpoint.keep.daily=7"], {}),
+        ("retention", "pass", "hours=6", ["checkpoint.keep.hours=6"], {}),
+        ("retention", "pass", "every_steps=500", ["checkpoint.keep.every_steps=500"], {}),
+        ("retention", "warn", "$3.84 a month at $0.02 a GB", [], BUCKET),
         ("retention", "n/a", "unknown", [], {"state_bytes": None}),
         ("health access", "pass", "every 10 s", [], {}),
         ("health access", "warn", "No driver", [], {"gpus": Gpus(error="No driver")}),
@@ -139,7 +218,8 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
             *("incidents", "warn", "alerts.no_commit_minutes"),
             *([f"alerts.targets=[{TARGET}]", "alerts.no_commit_minutes=null"], {}),
         ),
-        ("restarts", "pass", "start it by `launch`", [], {}),
+        ("restarts", "warn", "`jaxres train` restarts nothing", [], {}),
+        ("restarts", "pass", "attempt 2", [], {"restarted_by": "attempt 2 has a launcher"}),
         ("restarts", "warn", "first failure", ["restart.max_attempts_without_commit=1"], {}),
         ("restarts", "pass", "replaces VMs", ["run.dir=gs://one/run", gce(ON_DEMAND)], {}),
         ("resume check", "pass", "good", [], {}),
@@ -154,11 +234,27 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
         ("notices", "n/a", "other machines", [], {"is_here": False}),
         ("save at a notice", "pass", "SIGTERM", [], {}),
         ("save at a notice", "pass", "no option", ["run.dir=gs://one/run", gce(ON_DEMAND)], {}),
-        ("save at a notice", "warn", "it saves nothing", ["run.dir=gs://one/run", gce(SPOT)], {}),
         (
-            *("save at a notice", "pass", "a save of about 1 s"),
-            *(["run.dir=gs://one/run", gce(SPOT)], {"state_bytes": 2_000_000_000}),
+            *("save at a notice", "pass", "a save takes 120 s"),
+            *(["run.dir=gs://one/run", gce(SPOT), "preemption.notice_seconds=130"], {}),
         ),
+        (
+            *("save at a notice", "pass", "leaves 115 s"),
+            *(["run.dir=gs://one/run", gce(SPOT)], {"state_bytes": 9e10}),
+        ),
+        (
+            *("save at a notice", "warn", "leaves 25 s: it saves nothing"),
+            *(["run.dir=gs://one/run", gce(OLD_SPOT)], {"state_bytes": 9e10}),
+        ),
+        (
+            *("save at a notice", "warn", "leaves 115 s: it saves nothing"),
+            *(["run.dir=gs://one/run", gce(SPOT)], {"state_bytes": 9.3e10}),
+        ),
+        (
+            *("save at a notice", "warn", "leaves 55 s: it saves nothing"),
+            *(["preemption.sigterm_seconds=60"], {}),
+        ),
+        ("save at a notice", "pass", "leaves 75 s", ["preemption.sigterm_seconds=80"], {}),
         (
             *("save at a notice", "warn", "preemption.metadata=auto"),
             *(["run.dir=gs://one/run", gce(SPOT), "preemption.metadata=off"], {}),
@@ -166,8 +262,21 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
         ("capacity", "n/a", "no VMs", [], {}),
         ("capacity", "warn", "only spot", ["run.dir=gs://one/run", gce(SPOT)], {}),
         ("capacity", "warn", "one zone", ["run.dir=gs://one/run", gce(ON_DEMAND)], {}),
-        ("capacity", "pass", "spot, standard", ["run.dir=gs://one/run", gce(SPOT, ON_DEMAND)], {}),
-        ("metrics", "pass", "loss", [], {}),
+        (
+            *("capacity", "pass", "spot, standard"),
+            *(["run.dir=gs://one/run", gce(SPOT, ON_DEMAND)], {"state_bytes": 1e9}),
+        ),
+        (
+            *("capacity", "warn", "no mixed fleet"),
+            *(["run.dir=gs://one/run", gce(SPOT, ON_DEMAND)], {"state_bytes": 1e9, "rate": None}),
+        ),
+        (
+            *("capacity", "warn", "all of it may be preempted at once"),
+            *(["run.dir=gs://one/run", gce(SPOT, ON_DEMAND)], {"state_bytes": 1e12}),
+        ),
+        ("capacity", "pass", "standard, spot", ["run.dir=gs://one/run", gce(ON_DEMAND, SPOT)], {}),
+        ("metrics", "warn", "dcgm-exporter", [], {}),
+        ("metrics", "pass", "loss", [], {"platform": "cpu"}),
         ("dashboards", "warn", "tools/dashboards", [], {}),
         ("dashboards", "pass", "127.0.0.1:19400", ["telemetry.prometheus={}"], {}),
         (
@@ -289,7 +398,7 @@ def test_a_small_run_is_not_asked_for_what_only_a_long_one_needs(name: str) -> N
     ],
 )
 def test_a_run_is_small_by_its_hours_and_hosts(changes: dict[str, Any], small: bool) -> None:
-    assert checklist.is_small(load(), facts(**SMALL | changes)) == small
+    assert estimates.is_small(load(), facts(load(), **SMALL | changes)) == small
 
 
 def test_a_small_run_that_would_be_refused_fails() -> None:
@@ -300,7 +409,8 @@ def test_a_small_run_that_would_be_refused_fails() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_every_config_of_ours_is_judged_without_a_failure(path: Path) -> None:
-    checks = checklist.judge(configs.load(path).config, facts())
+    config = configs.load(path).config
+    checks = checklist.judge(config, facts(config))
     assert [check.name for check in checks] == [item.name for item in ITEMS]
     assert [check for check in checks if check.status == "fail"] == []
 
@@ -407,7 +517,7 @@ def test_facts_of_this_machine_are_read_and_those_of_other_machines_are_not(
     common: dict[str, Any] = {
         "env": {},
         "checks": {},
-        "state_bytes": 1,
+        "estimate": facts(config).estimate,
         "num_params": 1,
     }
     own = checklist_facts.Devices(is_here=True, platform="cpu", number=1, num_hosts=1)
@@ -415,7 +525,7 @@ def test_facts_of_this_machine_are_read_and_those_of_other_machines_are_not(
     assert here.file_system
     assert here.open_files
     assert here.alert_error == ("alerts.targets[0]: the environment variable SLACK_URL is not set")
-    assert here.step_seconds is None
+    assert here.restarted_by == ""
     there = checklist_facts.gather(
         config, run_dir, devices=dataclasses.replace(own, is_here=False), **common
     )

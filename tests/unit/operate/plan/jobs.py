@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxres.operate.plan.failure_model import Component, FleetModel
-from jaxres.operate.plan.job import Job
+from jaxres.estimate.failure_model import Component, FleetModel
+from jaxres.estimate.job import Job
 
 
 def job(*, num_gpus: int = 64, gpu_mtbf_hours: float = 640.0, **changes: Any) -> Job:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxres.operate.plan import goodput_model
-from jaxres.operate.plan.failure_model import Component, FleetModel
-from jaxres.operate.plan.goodput_model import Interruption, Outages, Plan, Tier
-from jaxres.operate.plan.job import interruptions, plan_of
+from jaxres.estimate import goodput_model
+from jaxres.estimate.failure_model import Component, FleetModel
+from jaxres.estimate.goodput_model import Interruption, Outages, Plan, Tier
+from jaxres.estimate.job import interruptions, plan_of
 from jaxres.operate.plan.simulate import simulate
 from tests.unit.operate.plan.jobs import job
 

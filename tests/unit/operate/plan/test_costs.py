@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from jaxres.estimate.job import plan_of
 from jaxres.operate.plan import costs
 from jaxres.operate.plan.costs import CostLine
-from jaxres.operate.plan.job import plan_of
 from jaxres.operate.plan.simulate import simulate
 from tests.unit.operate.plan.jobs import job
 

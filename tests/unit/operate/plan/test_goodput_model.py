@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jaxres.operate.plan import goodput_model
-from jaxres.operate.plan.goodput_model import Interruption, Leaves, Plan, Tier
+from jaxres.estimate import goodput_model
+from jaxres.estimate.goodput_model import Interruption, Leaves, Plan, Tier
 from jaxres.operate.plan.simulate import simulate
 
 BOUND = 0.002

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxres.operate.plan.job import interruptions, plan_of
+from jaxres.estimate.job import interruptions, plan_of
 from tests.unit.operate.plan.jobs import job
 
 

@@ -10,8 +10,8 @@ from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen
 from jaxres.config.schema.supervision import LaunchSection, RestartSection
-from jaxres.operate.plan import goodput_model
-from jaxres.operate.plan.goodput_model import Interruption, Plan, Tier
+from jaxres.estimate import goodput_model
+from jaxres.estimate.goodput_model import Interruption, Plan, Tier
 from jaxres.operate.plan.simulated_attempts import (
     JobSettings,
     PartTimes,

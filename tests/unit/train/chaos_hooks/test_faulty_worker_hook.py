@@ -90,7 +90,7 @@ def test_a_wrong_product_fails_the_test_of_the_first_device_of_its_host(
     monkeypatch.setattr(preflight, "product", preflight.product)  # Restored at the end.
     faulty_worker_hook.plant_wrong_product(host)
     tests = preflight.run(
-        SMALL, dtypes=["float32"], folder=tmp_path, host="node-7", clock=SystemClock()
+        SMALL, dtypes=["float32"], places=[tmp_path], host="node-7", clock=SystemClock()
     )
     if host == 1:
         assert list(tests), "this is host 0"

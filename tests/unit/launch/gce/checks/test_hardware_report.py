@@ -21,6 +21,7 @@ TESTED = HardwareTested(
     message_bytes=2**30,
 )
 TESTS = [HostTest("jx-0", 300.0, TESTED), HostTest("jx-1", 301.0, TESTED)]
+RATES = ("write_bytes_per_second", "read_bytes_per_second")
 EVENTS = [
     LaunchEvent(0, "vms_requested", 100.0, vms=VMS, zone="us-a"),
     LaunchEvent(1, "vms_created", 110.0, vms=VMS, zone="us-a"),
@@ -45,6 +46,18 @@ def full(
 ) -> list[Row]:
     given = {"machine_type": "a3-megagpu-8g", "expected": "8 expected", "num_hosts": 2, **changes}
     return hardware_report.rows(events, tests, end, **given)
+
+
+def test_the_slowest_rates_of_the_bucket_are_in_the_table() -> None:
+    rates = ((4e8, 9e8), (5e8, 8e8))
+    tests = [
+        HostTest(test.vm, test.ended_at, replace(TESTED, **dict(zip(RATES, pair, strict=True))))
+        for test, pair in zip(TESTS, rates, strict=True)
+    ]
+    assert hardware_report.slowest_rates(tests) == (4e8, 8e8)
+    (row,) = (row for row in full(EVENTS, tests, DONE) if row.stage == "write, read the bucket")
+    assert (row.state, row.found[:39]) == ("ok", "400 MB/s written, 800 MB/s read by a VM")
+    assert hardware_report.slowest_rates(TESTS) is None
 
 
 def test_a_check_that_has_passed_has_every_stage_with_its_seconds() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxres.operate.plan import failure_model
-from jaxres.operate.plan.failure_model import Component, FleetModel
+from jaxres.estimate import failure_model
+from jaxres.estimate.failure_model import Component, FleetModel
 
 
 def fleet(num_gpus: int, *components: Component, gpus_per_host: int = 8) -> FleetModel:

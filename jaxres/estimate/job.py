@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxres.operate.plan.failure_model import DAY_HOURS, FleetModel, poisson_share
-from jaxres.operate.plan.goodput_model import HOUR_SECONDS, Interruption, Outages, Plan, Tier, tier
+from jaxres.estimate.failure_model import DAY_HOURS, FleetModel, poisson_share
+from jaxres.estimate.goodput_model import HOUR_SECONDS, Interruption, Outages, Plan, Tier, tier
 
 MemoryTier = Literal["off", "own", "neighbor"]
 MARGIN_SECONDS = 5.0
@@ -59,6 +59,8 @@ class Job:
     preemptions_per_day: float = 0.0
     """Of one host; 0: no Spot VMs."""
     notice_seconds: float = 0.0
+    margin_seconds: float = MARGIN_SECONDS
+    """Of the notice, kept free."""
     stockout_share: float = 0.0
     """Probability that no machine is free for a lost one."""
     stockout_seconds: float = 0.0
@@ -77,7 +79,7 @@ class Job:
     @property
     def is_saved_at_notice(self) -> bool:
         """Whether a notice leaves the time to save the state."""
-        room = self.notice_seconds - MARGIN_SECONDS
+        room = self.notice_seconds - self.margin_seconds
         return self.measures.uses_notice and self.write_seconds + self.stall_seconds <= room
 
     @property

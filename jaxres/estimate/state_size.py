@@ -1,11 +1,11 @@
 """Size of the training state from the config alone, without jax. Pure.
 
-`tests/unit/operate/plan/test_state_size.py` compares it with the arrays that training makes.
+`tests/unit/estimate/test_state_size.py` compares it with the arrays that training makes.
 """
 
 from __future__ import annotations
 
-from jaxres.config import RunConfig
+from jaxres.config import RunConfig, loss_scale
 from jaxres.config.schema.data import BytesTokenizer
 from jaxres.config.schema.model import AnyModel, GptModel, MlpModel, VitModel
 from jaxres.faults import ConfigError
@@ -14,12 +14,18 @@ FLOAT_BYTES = 4
 """Parameters and moments are float32."""
 MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 """Arrays of a parameter's size that an optimizer keeps for it."""
+OTHER_BYTES = 24
+"""PRNG key, step, and statistics of the gradient norm."""
+LOSS_SCALE_BYTES = 8
+"""Factor and count of a loss scale."""
+COUNT_BYTES = {"adamw": 4, "lion": 4, "sgd": 0}
+"""The optimizer's count of steps."""
 BYTES_VOCABULARY = 257
 """Tokens of the tokenizer of bytes."""
 
 
 def state_bytes(config: RunConfig) -> int:
-    """Returns the bytes of parameters, moments and moving average.
+    """Returns the bytes of a state, all arrays included.
 
     Raises:
       ConfigError: the config alone does not say it.
@@ -30,7 +36,9 @@ def state_bytes(config: RunConfig) -> int:
     if config.lora is not None or config.optimizer.freeze:
         raise _unknown("parameters that are not trained")
     copies = 1 + MOMENTS[kind] + (config.optimizer.ema_decay is not None)
-    return FLOAT_BYTES * copies * num_params(config.model, config=config)
+    arrays = FLOAT_BYTES * copies * num_params(config.model, config=config)
+    scale = 0 if loss_scale(config) is None else LOSS_SCALE_BYTES
+    return arrays + OTHER_BYTES + COUNT_BYTES[kind] + scale
 
 
 def num_params(model: AnyModel, *, config: RunConfig) -> int:

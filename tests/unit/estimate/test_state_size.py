@@ -11,10 +11,10 @@ import pytest
 from jaxres import config as configs
 from jaxres import models
 from jaxres.engine import optimizer
+from jaxres.estimate import state_size
 from jaxres.faults import ConfigError
-from jaxres.operate.plan import state_size
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 GPT = ["model.num_layers=3", "model.d_model=64", "model.num_heads=4"]
 QWEN = [*GPT, "model.num_kv_heads=2", "model.qk_norm=true", "model.bias=qkv", "model.head_dim=32"]
 GPT2 = [*GPT, "model.norm=layer", "model.bias=all", "model.gated=false", "model.positions=learned"]

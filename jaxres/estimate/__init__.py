@@ -1,0 +1,1 @@
+"""Estimate of a job before it runs: failures, saves, notices, prices. Pure, no jax."""
