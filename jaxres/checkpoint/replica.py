@@ -147,7 +147,7 @@ class Replica:
 
         Raises:
           ConfigError: as `check`.
-          Diverged: a run goes on there.
+          RunWentOn: a run goes on there.
           StorageUnavailable: one of the places failed; the next call goes on where this one ended.
         """
         self.has_news()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jaxres import config as configs
 from jaxres.cluster.host_group import HostRank
 from jaxres.host.processes import kill_me_with_parent, name_process
-from jaxres.program.worker import Attempt, run_program
+from jaxres.program.worker import HostAttempt, run_program
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.paths import RunDir
 from jaxres.telemetry import stdio
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     recorded = run_dir.attempt(options.attempt) / "config.yaml"
     config = configs.load_recorded(recorded).config
     assert config.program is not None, recorded
-    attempt = Attempt(run_dir, options.attempt, member, config, config.program)
+    attempt = HostAttempt(run_dir, options.attempt, member, config, config.program)
     result = run_program(attempt, report_fd=options.status_fd, env=os.environ)
     record(result)
     return result.code

@@ -61,7 +61,7 @@ MOST_MESSAGES = 1000
 
 
 @dataclass(frozen=True)
-class Attempt:
+class HostAttempt:
     """The attempt and the host that a worker runs the program for."""
 
     run_dir: RunDir
@@ -71,7 +71,7 @@ class Attempt:
     section: ProgramSection
 
 
-def program_env(attempt: Attempt, env: Mapping[str, str], *, status_fd: int) -> dict[str, str]:
+def program_env(attempt: HostAttempt, env: Mapping[str, str], *, status_fd: int) -> dict[str, str]:
     """Returns the environment of a program: that of the worker, program.env and jaxres's own."""
     member, section = attempt.member, attempt.section
     own = {
@@ -140,7 +140,7 @@ class RunningProgram:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        attempt: Attempt,
+        attempt: HostAttempt,
         *,
         status_fd: int,
         report_fd: int,
@@ -328,7 +328,7 @@ def handles(pid: int, number: int) -> bool:
     return False
 
 
-def run_program(attempt: Attempt, *, report_fd: int, env: Mapping[str, str]) -> AttemptResult:
+def run_program(attempt: HostAttempt, *, report_fd: int, env: Mapping[str, str]) -> AttemptResult:
     """Records the start, runs the program to its end, and returns how it ended.
 
     Raises:

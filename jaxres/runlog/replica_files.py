@@ -30,7 +30,7 @@ TRIES = 3
 """How often a manifest is written until it reads back as it should."""
 
 
-class Diverged(Fenced):
+class RunWentOn(Fenced):
     """A run continues in the replica: its log has records that the source does not have."""
 
 
@@ -116,7 +116,7 @@ def update(
       records: number -> bytes of the records that follow the newest one there.
 
     Raises:
-      Diverged: the folder has another record in one of these places.
+      RunWentOn: the folder has another record in one of these places.
     """
     fields = {
         "format": FORMAT,
@@ -125,12 +125,12 @@ def update(
     }
     files.replace(run_dir.root / UPDATE, encode_checksummed(fields))
     if not finish_update(run_dir):
-        raise diverged(run_dir)
+        raise went_on(run_dir)
 
 
-def diverged(run_dir: RunDir) -> Diverged:
+def went_on(run_dir: RunDir) -> RunWentOn:
     """Returns the error that a replica has become a run of its own."""
-    return Diverged(
+    return RunWentOn(
         f"{run_dir.root}: a run goes on here: its log has records that the source does not have. "
         "Nothing more is copied, and nothing here was overwritten. Give another folder for the "
         "replica; if this one isn't needed, delete it first."
