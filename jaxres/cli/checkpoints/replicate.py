@@ -26,7 +26,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.runlog import replica_files
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.replica_files import RunWentOn, ReplicaProgress
+from jaxres.runlog.replica_files import ReplicaProgress, RunWentOn
 from jaxres.storage.path import RunPath, run_root
 from jaxres.storage.threads import make_thread
 from jaxres.supervisor.run_lock import RunLock, heartbeat_interval_seconds
