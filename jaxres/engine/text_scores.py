@@ -69,8 +69,8 @@ def _only(row: Mapping[str, Any], names: Sequence[str], kind: type, where: str) 
 
     Raises ConfigError if several have it and differ.
     """
-    found = {name: row[name] for name in names if isinstance(row.get(name), kind)}
-    found = {name: value for name, value in found.items() if value is not None}
+    given = {name: row[name] for name in names if row.get(name) is not None}
+    found = {name: value for name, value in given.items() if isinstance(value, kind)}
     first = next(iter(found), None)
     others = [name for name, value in found.items() if value != found[first]]
     if others:
