@@ -134,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_bug(args: Sequence[str], error: Exception) -> int:
     from jaxres.config.errors import one_line
+    from jaxres.host.limits import error_of_limit
     from jaxres.storage import files
     from jaxres.supervisor.jax_settings import backend_error
     from jaxres.train.checks.oom_advice import is_oom
@@ -147,7 +148,8 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
         text = one_line(f"jaxres {args[0]}: not enough memory; ask for less at once ({error})")
         stdio.eprint(faults.format_exit_message(ExitCode.OUT_OF_MEMORY, text))
         return ExitCode.OUT_OF_MEMORY
-    if (end := backend_error(error, os.environ)) is not None:
+    end = error_of_limit(error) or backend_error(error, os.environ)
+    if end is not None:
         stdio.eprint(faults.format_exit_message(end.exit_code, str(end)))
         return end.exit_code
     what = one_line(f"jaxres {' '.join(args[:2])}: {type(error).__name__}: {error}")

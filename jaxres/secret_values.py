@@ -42,6 +42,7 @@ _LIKELY = (
 """Names whose values are hidden; a trajectory leaves out only values that look like a token."""
 _SIGNED = r"sig|signature|x_(?:amz|goog)_\w+|hdne[at]s?|hdnts|sas"
 """Query parameters that sign a URL."""
+_SIGNATURE = r"[?&](?:sig|Signature|X-Amz-Signature|X-Goog-Signature)=([A-Za-z0-9%+/_-]{20,})"
 _BESIDE_SIGNATURE = (
     r"expires|policy|key_pair_id|awsaccesskeyid|google_?access_?id"
     r"|s[eptvrs]|spr|srt|sk[tesv]|skoid|sktid"
@@ -130,11 +131,18 @@ _ASSIGNED = (
     r"(?<!\w)([\"']?)([A-Za-z_][\w.-]*)\1(\s*:\s*(?=[\"'])|=)"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
 )
-_SETTING = (
-    r"(?<![\w.-])[\"']?([A-Za-z_][\w.-]*)[\"']?[ \t]*[:=][ \t]*[\"']?"
-    r"([A-Za-z0-9+/_-]{20,}=*)(?![\w.(\[])"
+_VALUE = r"(?<![\w.+/-])[A-Za-z0-9+/_-]{20,}=*(?![\w.(\[])"
+"""A word of letters and digits, as in code, a script or a file of settings."""
+_NAME = r"(?<![\w.-])([A-Za-z_][\w.-]*)"
+_NAMED = re.compile(
+    rf"(?:{_NAME}[\"'\])]*(?:[ \t]*:[ \t]*[A-Za-z_][\w\[\]|.]*(?=[ \t]*=))?\s*[:?+]?[:=]\s*"
+    rf"|[\"']{_NAME}[\"']\s*,\s*"  # Of a call: os.environ.setdefault("NAME", "value").
+    rf"|{_NAME}[\"']?\s*,?\s*[\"']?value[\"']?\s*[:=]\s*"  # name: NAME, value: value
+    rf"|[\"']{_NAME}[\"']\s*\{{[^{{}}]{{0,99}}?\bdefault\s*=\s*"  # Of Terraform.
+    rf"|\bENV[ \t]+{_NAME}[ \t]+|--([A-Za-z][\w-]*)(?:[ \t]+|=))[\"']?\Z"
 )
-"""A name and a value of letters and digits, as in a script or a file of settings."""
+"""The name of a value, before it."""
+NEAR_CHARS = 160
 _HEADER = r"\b([Bb]earer|[Bb]asic)( +)([A-Za-z0-9._~+/=:-]{12,})"
 _PAIR = r"(?<![\w/:.@+-])([\w.@+-]+):(?!/)[^\s'\",)]{3,}"
 """User and password, without a scheme; also `package.module:function`."""
@@ -310,13 +318,19 @@ def kind_of_secret(text: str) -> str | None:
                 return "private key"
         elif not _is_placeholder(match[0]):
             return next(kind for kind, form in _TOKENS if re.fullmatch(form, match[0]))
-    for name, value in re.findall(_SETTING, text):
-        is_random = len(re.findall(r"[0-9]", value)) >= 4 and not value.isdecimal()
-        if is_random and is_rotatable(name, value) and not _is_placeholder(value):
+    for match in re.finditer(_VALUE, text):
+        value, at = match[0], match.start()
+        if len(re.findall(r"[0-9]", value)) < 4 or value.isdecimal() or _is_placeholder(value):
+            continue
+        named = _NAMED.search(text, max(0, at - NEAR_CHARS), at)
+        name = next(filter(None, named.groups())) if named else ""
+        if is_rotatable(name, value):
             return f"secret named {name}"
     for match in re.finditer(_URL, text):
         if _has_password(match[3]):
             return "password in a URL"
+        if any(not _is_placeholder(found[1]) for found in re.finditer(_SIGNATURE, match[3])):
+            return "signature in a URL"
     return None
 
 

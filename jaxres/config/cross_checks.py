@@ -402,9 +402,8 @@ def _mixture(mixture: MixtureSource) -> Iterator[Problem]:
             continue
         for name, weight in weights.items():
             if 0 < weight / total < SMALLEST_SHARE:
-                text = (
-                    f"{name}: {weight:g} is less than 1/{1 / SMALLEST_SHARE:.0f} of the sum; use 0"
-                )
+                least = f"1/{1 / SMALLEST_SHARE:.0f} of the sum"
+                text = f"{name}: {weight:g} is less than {least}; raise it or leave the source out"
                 yield Problem(key, text)
     for number, name in enumerate(names):
         if not any(weights.get(name, 0.0) for weights in shares.values()):

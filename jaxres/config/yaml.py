@@ -78,6 +78,9 @@ for _name, _pattern, _first in (
     _Loader.add_implicit_resolver(_TAG + _name, _pattern, list(_first))
     _Dumper.add_implicit_resolver(_TAG + _name, _pattern, list(_first))
 
+_SIGNS = frozenset("*&%@`!")
+"""Signs that YAML gives a meaning at the beginning of a text, such as a pattern of files."""
+
 
 def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
     """Reads one YAML document; returns None if it is empty or can't be read, and the problems."""
@@ -94,7 +97,9 @@ def parse(text: str, where: Where) -> tuple[Node | None, list[Problem]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         found = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-        problem = Problem("", f"not valid YAML: {found}", where(mark.line if mark else 0))
+        near = text[max(0, mark.index - 1) : mark.index + 1] if mark else ""
+        hint = "; a text that begins with * & % @ ` or ! needs quotes" if {*near} & _SIGNS else ""
+        problem = Problem("", f"not valid YAML: {found}{hint}", where(mark.line if mark else 0))
         return None, [problem]
     except UnicodeEncodeError as error:  # libyaml reads UTF-8, which has no half of a pair.
         return None, [Problem("", _NOT_WHOLE, where(text.count("\n", 0, error.start)))]

@@ -45,14 +45,16 @@ def parse(row: Mapping[str, Any], where: str) -> Question | str:
     A question has `query` (or `question`, `ctx`), `choices` (or `endings`) and `gold` (or `answer`,
     `label`, `answerKey`): the number of the right choice from 0, its letter, or its text.
 
-    Raises ConfigError for a line that is neither.
+    Raises ConfigError for a line that is neither, or has two of these that differ.
     """
-    for name in TEXTS:
-        if isinstance(row.get(name), str):
-            return row[name]
-    question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
-    choices = next((row[name] for name in CHOICES if isinstance(row.get(name), list)), None)
-    given = next((row[name] for name in ANSWERS if name in row), None)
+    if {QUESTIONS[0], CHOICES[0], ANSWERS[0]} <= row.keys():  # As lm-eval adds them to a row.
+        row = {name: row[name] for name in (QUESTIONS[0], CHOICES[0], ANSWERS[0])}
+    text, question = (_only(row, names, str, where) for names in (TEXTS, QUESTIONS))
+    choices, given = _only(row, CHOICES, list, where), _only(row, ANSWERS, object, where)
+    if text is not None and question is None and choices is None:
+        return text
+    if text is not None:
+        raise ConfigError(f"{where}: both a text ({' or '.join(TEXTS)}) and a part of a question.")
     if question is None or choices is None or given is None or len(choices) < 2:
         raise ConfigError(
             f"{where}: neither a text ({' or '.join(TEXTS)}) nor a question with "
@@ -60,6 +62,22 @@ def parse(row: Mapping[str, Any], where: str) -> Question | str:
         )
     texts = tuple(str(choice) for choice in choices)
     return Question(question, texts, _number(given, choices, where))
+
+
+def _only(row: Mapping[str, Any], names: Sequence[str], kind: type, where: str) -> Any:
+    """Returns the field of a row that has one of some names, or None.
+
+    Raises ConfigError if several have it and differ.
+    """
+    given = {name: row[name] for name in names if row.get(name) is not None}
+    found = {name: value for name, value in given.items() if isinstance(value, kind)}
+    first = next(iter(found), None)
+    others = [name for name, value in found.items() if value != found[first]]
+    if others:
+        raise ConfigError(
+            f"{where}: {first} and {others[0]} differ, and either may be meant. Leave one out."
+        )
+    return None if first is None else found[first]
 
 
 def _number(given: Any, choices: Sequence[Any], where: str) -> int:

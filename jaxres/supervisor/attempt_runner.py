@@ -33,6 +33,7 @@ from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.host import signals
+from jaxres.host.limits import error_of_limit
 from jaxres.host.proc_stat import read_proc_stat
 from jaxres.runlog import replica_files, run_log, step_dirs
 from jaxres.runlog.attempt_result import AttemptResult, fault_record, stop_record
@@ -129,7 +130,7 @@ def run_with_exit_code(command: Callable[[], int], *, at_start: bool = True) -> 
         with faults.refusals(at_start=at_start), files.untyped_failures():
             return command()
     except Exception as error:
-        end = signals.raised_stop() or error
+        end = signals.raised_stop() or error_of_limit(error) or error
         if not isinstance(end, RunError):
             raise
         stdio.flush()

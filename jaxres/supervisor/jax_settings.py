@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxres.faults import ConfigError, RunError, UnhealthyHost
+from jaxres.host.limits import error_of_limit
 from jaxres.runlog import run_log
 from jaxres.runlog.records import Record
 from jaxres.storage import files, local_store
@@ -80,7 +81,6 @@ READ_FLAGS = "from jaxlib import xla_client; xla_client.CompileOptions()"
 READ_SETTINGS = "import jax"
 UNKNOWN_BACKEND = "is not in the list of known backends"
 NO_BACKEND = "Unable to initialize backend"
-NO_THREAD = "can't start new thread"
 
 
 def refuse_unusable(records: Sequence[Record], *, env: Mapping[str, str]) -> None:
@@ -247,12 +247,8 @@ def backend_error(error: BaseException, env: Mapping[str, str]) -> RunError | No
 
     JAX finds no devices, or the operating system starts no thread.
     """
-    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
-        return UnhealthyHost(
-            f"this host starts no more threads ({error}): the limit of processes and threads of "
-            "the account or its control group is reached. Raise it (ulimit -u, pids.max, "
-            "TasksMax of the service), or end other processes"
-        )
+    if isinstance(error, RuntimeError) and (end := error_of_limit(error)) is not None:
+        return end
     if isinstance(error, AssertionError) and _has_no_devices():
         text = "there is no device of this platform"
     elif isinstance(error, RuntimeError) and str(error).startswith((NO_BACKEND, "Unknown backend")):

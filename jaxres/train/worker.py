@@ -29,6 +29,7 @@ from jaxres.cluster.host_group import ALONE, HostRank, SingleHost
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_name, exit_row
 from jaxres.faults import RunError
+from jaxres.host.limits import error_of_limit
 from jaxres.host.processes import kill_me_with_parent, name_process
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptResult
@@ -296,7 +297,7 @@ def describe_crash(
     Returns:
       The result of the attempt, and the error message.
     """
-    error = files.untyped_failure(error) or error
+    error = files.untyped_failure(error) or error_of_limit(error) or error
     if isinstance(error, RunError):  # Raised before the run, or after it.
         text = faults.format_exit_message(error.exit_code, str(error))
         return AttemptResult(error.exit_code, str(error)), text

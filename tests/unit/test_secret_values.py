@@ -240,6 +240,29 @@ PLACEHOLDERS = (
 )
 
 
+RANDOM = "3f9a1c5e7b2d4f6a8c0e" + "1b3d5f7a9c2e4b6d8f0a"
+FORMS = (
+    *("WANDB_API_KEY={}", 'os.environ["WANDB_API_KEY"] = "{}"', 'dict(api_key="{}")'),
+    *('os.environ.setdefault("WANDB_API_KEY", "{}")', 'api_key: str = "{}"', 'api_key: "{}"'),
+    *("ENV WANDB_API_KEY {}", "ENV WANDB_API_KEY={}", "  api_key: '{}'", "WANDB_API_KEY := {}"),
+    *("- name: WANDB_API_KEY\n  value: {}\n", "{{name: WANDB_API_KEY, value: {}}}"),
+    *('"name": "WANDB_API_KEY", "value": "{}"', "train --api-key={}", "train --api-key {}"),
+    *("WANDB_API_KEY ?= {}", '"WANDB_API_KEY":\n  "{}"', "export WANDB_API_KEY='{}'"),
+    'variable "api_key" {{\n  type = string\n  default = "{}"\n}}',
+    "https://acc.blob.core.windows.net/c?sv=1&sp=r&sig={}%3D",
+)
+HARMLESS = (
+    *("sha256: {}", "commit {}", 'load("{}")', "digest = '{}'", "the key is in {}", "- {}"),
+    *("api_key = load_key({}", "https://host/x?page={}", 'cache_key: "{}"', "# api_key\n{}"),
+)
+
+
+def test_a_random_value_under_the_name_of_a_secret_blocks_a_package_in_every_form():
+    assert_no([form for form in FORMS if kind_of_secret(form.format(RANDOM)) is None])
+    assert_no([form for form in HARMLESS if kind_of_secret(form.format(RANDOM)) is not None])
+    assert_no([form for form in FORMS if kind_of_secret(form.format("x" * 40)) is not None])
+
+
 def test_placeholders_of_documentation_block_no_package():
     assert_no([text for text in PLACEHOLDERS if kind_of_secret(text) is not None])
 

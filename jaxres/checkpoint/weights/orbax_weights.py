@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -160,7 +161,9 @@ def _tree_folder(place: RunPath) -> RunPath:
         raise ConfigError(
             f"{place}: has several trees: {', '.join(trees)}. Give the folder of one of them."
         )
-    steps = sorted((name for name in names if name.isdigit()), key=int)
+    # Of a CheckpointManager: the number, perhaps behind a prefix such as checkpoint_.
+    numbers = {name: match for name in names if (match := re.fullmatch(r"(?:.*[_-])?(\d+)", name))}
+    steps = sorted(numbers, key=lambda name: int(numbers[name][1]))
     if steps:
         raise ConfigError(
             f"{place}: is a folder of steps. Give one of them, such as {place / steps[-1]}."

@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import math
+import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ IMAGES = "images"
 """The field `tokenizer` of meta.json."""
 CLASSES = "classes.json"
 """File of a folder with the names of the classes, by label."""
+FOLDERS_OF_PROGRAMS = frozenset(("@eaDir", "__MACOSX"))
+"""Folders without a dot in which Synology and macOS keep small copies and attributes."""
 LABEL_BYTES = 4
 MAX_THREADS = 16
 SCALE = (0.08, 1.0)
@@ -113,14 +116,24 @@ def _refuse_doubtful_classes(images: Sequence[SourceFile]) -> None:
     """Raises ConfigError if folders that would be classes are hidden, or parts of the data set."""
     within: dict[str, set[str]] = {}
     for file in images:
-        first, *rest = PurePath(file.name).parts
-        if rest and first.startswith("."):
-            raise ConfigError(
-                f"data.source.path: the hidden folder {first!r} has images, so it would be a class."
-                f" Leave it out with data.source.exclude: [{first}/*], or name the classes with "
-                "data.source.classes."
-            )
+        first, *rest = parts = PurePath(file.name).parts
+        for depth, part in enumerate(parts[:-1], start=1):
+            if part.startswith(".") or part in FOLDERS_OF_PROGRAMS:
+                hidden = "/".join(parts[:depth])
+                raise ConfigError(
+                    f"data.source.path: the hidden folder {hidden!r} has images, such as small "
+                    "copies that another program keeps. Leave it out with data.source.exclude: "
+                    f"[{hidden}/*], or name the classes with data.source.classes."
+                )
         within.setdefault(first, set()).add(rest[0] if rest[1:] else "")
+    alike = dict[str, str]()
+    for name in sorted(within):
+        other = alike.setdefault(unicodedata.normalize("NFKC", name).casefold().strip(), name)
+        if other != name:
+            raise ConfigError(
+                f"data.source.path: the folders {other!a} and {name!a} would be two "
+                "classes. Rename one, or name the classes with data.source.classes."
+            )
     if not within or any("" in names for names in within.values()):
         return
     shared = set[str].intersection(*within.values())

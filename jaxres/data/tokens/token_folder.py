@@ -286,6 +286,11 @@ def read_meta(folder: Path) -> Meta:
         raise TokensDamaged(f"{path}: format {meta.format}; this version reads {FORMAT_VERSION}")
     if meta.dtype not in DTYPES:
         raise TokensDamaged(f"{path}: dtype {meta.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if not meta.fingerprint.strip():
+        raise TokensDamaged(
+            f"{path}: fingerprint is empty, and a run knows its data by it. Write a text that no "
+            "other content has, such as a digest of tokens.bin and offsets.bin"
+        )
     if not 1 <= meta.vocab_size <= MAX_VOCAB_SIZE:
         raise TokensDamaged(f"{path}: vocab_size {meta.vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
     if meta.num_tokens < 1 or meta.num_documents < 1:

@@ -38,7 +38,8 @@ MIXTURES = (
     (
         f"{ONE}, {{name: b, weight: 1.0e-6, {TEXT}}}",
         "",
-        "data.source.sources: b: 1e-06 is less than 1/65536 of the sum; use 0",
+        "data.source.sources: b: 1e-06 is less than 1/65536 of the sum; raise it or leave the "
+        "source out",
     ),
     (
         f"{{name: a, weight: 1, epochs: 2, {TEXT}}}",

@@ -93,6 +93,12 @@ def test_invalid_yaml_is_rejected_with_its_line(text: str, line: str):
     assert problems[0].startswith(line)
 
 
+@pytest.mark.parametrize("text", ["a: 1\nb: [*.txt]", "a: 1\nb: *.txt", "a: @x"])
+def test_a_text_that_begins_with_a_sign_of_yaml_is_told_to_need_quotes(text: str):
+    assert "needs quotes" in problems_of(text)[0]
+    assert "needs quotes" not in problems_of("a: 1\n b: [")[0]
+
+
 @pytest.mark.parametrize(
     "value",
     [

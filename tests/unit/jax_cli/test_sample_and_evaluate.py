@@ -187,6 +187,14 @@ def test_perplexity_measures_each_token_once_in_rows_of_the_models_length(loaded
     assert scores["word_perplexity"] == pytest.approx(math.exp(-expected / 24), rel=1e-4)
 
 
+def test_a_row_of_lm_eval_has_its_own_fields_beside_those_of_the_source() -> None:
+    own = {"query": "Dance: A man", "choices": ["b", "c"], "gold": 1}
+    source = {"ctx": "A man", "endings": ["b", "c"], "label": "1", "text": "A man", "answer": None}
+    assert text_scores.parse(own | source, "x") == text_scores.parse(own, "x")
+    equal = {"question": "a", "ctx": "a", "endings": ["b", "c"], "label": 0, "answer": 0}
+    assert text_scores.parse(equal, "x") == text_scores.Question("a", ("b", "c"), 0)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -206,6 +214,15 @@ def test_perplexity_measures_each_token_once_in_rows_of_the_models_length(loaded
         ('{"query": "a", "choices": [2, 1, 0], "gold": 2}', "2 may mean each of the choices 0, 2"),
         ('{"query": "a", "choices": ["B", "A"], "gold": "A"}', "'A' may mean each"),
         ('{"query": "a", "choices": ["b", "b"], "gold": "b"}', "'b' may mean each"),
+        (
+            '{"ctx": "a", "question": "b", "choices": ["b", "c"], "gold": 0}',
+            "question and ctx differ",
+        ),
+        (
+            '{"query": "a", "choices": ["b", "c"], "answer": 1, "label": 0}',
+            "answer and label differ",
+        ),
+        ('{"text": "a", "question": "b", "choices": ["b", "c"], "gold": 0}', "both a text"),
         ('{"text": "a"}\n{"query": "a", "choices": ["b", "c"], "gold": 1}', "two files"),
         ("", "is empty"),
     ],

@@ -147,7 +147,8 @@ def _all_files(root: Path) -> Iterator[str]:
 def _git_files(root: Path) -> list[str] | None:
     """Returns the files that git tracks or would track; None: the folder is in no work tree.
 
-    Work trees inside of it (submodules) are listed by their own rules.
+    Work trees inside of it (submodules) are listed by their own rules; one that has lost its
+    repository as a folder without one.
     """
     if not any((folder / ".git").exists() for folder in (root, *root.parents)):
         return None
@@ -170,8 +171,9 @@ def _git_files(root: Path) -> list[str] | None:
     for name in entries:
         path = root / name
         if name and path.is_dir() and not path.is_symlink():
-            inner = _git_files(path) if (path / ".git").exists() else []
-            found += [f"{name.rstrip('/')}/{file}" for file in inner or []]
+            inner = _git_files(path) if (path / ".git").exists() else None
+            files = _all_files(path) if inner is None else inner
+            found += [f"{name.rstrip('/')}/{file}" for file in files]
         elif name and (path.is_symlink() or path.exists()):  # Else deleted, and still tracked.
             found.append(name)
     return found

@@ -126,6 +126,9 @@ def test_what_is_no_checkpoint_is_told_with_what_to_do(tmp_path):
     _managed(tmp_path / "manager")
     with pytest.raises(ConfigError, match=r"a folder of steps\. Give one of them, such as .*/7\.$"):
         from_orbax(tmp_path / "manager")
+    shutil.move(tmp_path / "manager" / "7", tmp_path / "manager" / "checkpoint_00000007")
+    with pytest.raises(ConfigError, match=r"a folder of steps\. .*/checkpoint_00000007\.$"):
+        from_orbax(tmp_path / "manager")
     for name in ("params", "other"):
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "two" / name, tree())

@@ -403,6 +403,27 @@ def test_a_folder_of_tokens_is_no_folder_of_images_and_the_other_way(folder, tmp
         open_dataset(section(tmp_path / "tokens"))
 
 
+@pytest.mark.parametrize("hidden", ["cat/.thumbnails", "dog/deep/@eaDir"])
+def test_small_copies_of_other_programs_are_no_images_of_a_class(folder, hidden):
+    place = folder / hidden
+    place.mkdir(parents=True)
+    shutil.copy(folder / "dog" / "2.png", place)
+    with pytest.raises(ConfigError, match=f"the hidden folder '{hidden}' has images"):
+        open_dataset(section(folder))
+    assert open_dataset(section(folder, exclude=(f"{hidden}/*",))).classes == tuple(COLORS)
+
+
+@pytest.mark.parametrize("pair", [("dog", "Dog"), ("caf\u00e9", "cafe\u0301"), ("dog", "dog ")])
+def test_folders_whose_names_look_alike_are_not_two_classes(folder, pair):
+    for name in pair:
+        (folder / name).mkdir(exist_ok=True)
+        shutil.copy(folder / "eel" / "2.png", folder / name / "own.png")
+    with pytest.raises(ConfigError, match="would be two classes"):
+        open_dataset(section(folder))
+    names = tuple({*COLORS, *pair})
+    assert open_dataset(section(folder, classes=names, heldout_fraction=0)).classes == names
+
+
 def test_a_file_of_another_program_makes_no_token_folder_of_images(folder):
     (folder / "meta.json").write_text('{"camera": "a"}')
     assert open_dataset(section(folder)).classes == tuple(COLORS)

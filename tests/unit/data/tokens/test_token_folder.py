@@ -439,3 +439,10 @@ def test_a_vocabulary_may_be_an_integer_of_numpy_and_nothing_else(tmp_path):
     with pytest.raises(TypeError):
         write_tokens(tmp_path / "b", documents(0), vocab_size=1000.0, tokenizer="mine")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_fingerprint_that_names_no_content_is_refused(tmp_path):
+    write_tokens(tmp_path / "a", documents(0), vocab_size=1000, tokenizer="mine")
+    change_meta(tmp_path / "a", fingerprint=" ")
+    with pytest.raises(TokensDamaged, match="fingerprint is empty"):
+        token_folder.open_tokens(tmp_path / "a")

@@ -8,6 +8,7 @@ import gzip
 import io
 import lzma
 import os
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -333,6 +334,26 @@ def test_of_a_git_work_tree_what_git_ignores_is_not_copied(tmp_path: Path) -> No
     }
     (folder / "settings").symlink_to(".env")
     assert "settings (a link to .env, which is not copied)" in refusal(folder)
+
+
+@pytest.mark.parametrize("git_file", ["whole", "absent", "leads nowhere"])
+def test_files_of_a_submodule_are_copied_also_if_its_repository_is_gone(
+    tmp_path: Path, git_file: str
+) -> None:
+    (tmp_path / "train.py").write_text("import lib.own")
+    inner = tmp_path / "lib"
+    inner.mkdir()
+    (inner / "own.py").write_text("x = 1")
+    git(tmp_path, "init", "-q")
+    git(inner, "init", "-q")
+    git(inner, "add", ".")
+    git(inner, "commit", "-qm", "a")
+    git(tmp_path, "add", ".")
+    if git_file != "whole":
+        shutil.rmtree(inner / ".git")
+    if git_file == "leads nowhere":
+        (inner / ".git").write_text("gitdir: ../.git/modules/lib")
+    assert names(tmp_path) - {"lib/.git"} == {"train.py", "lib/own.py"}
 
 
 def test_a_folder_that_git_ignores_or_can_not_list_is_refused(tmp_path: Path) -> None:
