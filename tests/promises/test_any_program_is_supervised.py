@@ -20,10 +20,17 @@ from jaxres.program.output import MOST_FILE_BYTES
 from jaxres.runlog.run_log import AttemptEnded, read_records
 from tests.promises.leftovers import assert_nothing_left
 from tests.promises.trainer import TrainingProcess, Workspace, free_address, run_history
+from tests.tiers import slow_but
 from tests.waiting import has_ended, wait_until
 
 SOURCE = Path(__file__).with_name("any_program.py")
 LAST = 10
+CAN_NOT_START: list[tuple[dict[str, Any], str]] = [
+    ({"command": ["no-such-program"]}, "no-such-program: no such program on PATH"),
+    ({"command": ["./main.py"]}, "can't be executed"),
+    ({"cwd": "/no/such/folder", "files": []}, "program.cwd: /no/such/folder: no such folder"),
+    ({"files": ["other.py"]}, "other.py: no such file"),
+]
 
 
 @dataclass
@@ -129,7 +136,7 @@ def test_a_killed_program_is_restarted_until_it_is_done(program: ProgramRun, hos
 def test_a_stop_is_a_sigterm_to_the_program_and_the_run_goes_on(
     program: ProgramRun, request_by: str
 ) -> None:
-    trainer = program.start(PACE="3600")
+    trainer = program.start("deadlines.silence_seconds=60", PACE="3600")
     program.pid(trainer, 1)
     trainer.wait_printed("begins")
     if request_by == "stop file":
@@ -212,12 +219,7 @@ def test_no_process_of_a_program_outlives_a_killed_supervisor(program: ProgramRu
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ({"command": ["no-such-program"]}, "no-such-program: no such program on PATH"),
-        ({"command": ["./main.py"]}, "can't be executed"),
-        ({"cwd": "/no/such/folder", "files": []}, "program.cwd: /no/such/folder: no such folder"),
-        ({"files": ["other.py"]}, "other.py: no such file"),
-    ],
+    slow_but(CAN_NOT_START, CAN_NOT_START[0]),
 )
 def test_a_program_that_can_not_start_is_one_clear_error(
     program: ProgramRun, change: dict[str, Any], says: str
@@ -309,7 +311,9 @@ def test_a_secret_of_a_program_is_not_shown(program: ProgramRun) -> None:
     assert secret not in trainer.printed()
 
 
-@pytest.mark.parametrize("verb", ["doctor", "plan", "resume-check", "data show"])
+@pytest.mark.parametrize(
+    "verb", slow_but(["doctor", "plan", "resume-check", "data show"], "doctor")
+)
 def test_commands_of_the_trainer_refuse_a_program(program: ProgramRun, verb: str) -> None:
     program.config.write_text(yaml.safe_dump({"program": program.section}))
     assert "runs a program" in program.command(*verb.split(), str(program.config))

@@ -184,8 +184,10 @@ def require_packed(config: RunConfig, packed: Sequence[code_package.PackedFile])
 
     The working directory of a VM is the copy of `launch.gce.package`.
     """
-    section, places = config.program, {file.name: file.path.resolve() for file in packed}
-    for path in () if section is None else section.files:
+    if (section := config.program) is None:
+        return
+    places = {file.name: file.path.resolve() for file in packed}
+    for path in section.files:
         name = posixpath.normpath(f"{code_package.WORK}/{(section.cwd / path).as_posix()}")
         if places.get(name) != (section.cwd / path).absolute().resolve():
             raise ConfigError(
