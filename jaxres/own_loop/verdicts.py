@@ -39,7 +39,7 @@ def looks_back_steps(on_spike: OnSpike) -> int | None:
 
 
 def observation(step: int, *, loss: float | None, grad_norm: float | None) -> StepObservation:
-    """Returns what the guards see of a step; without a loss they see nothing of it."""
+    """Returns the input of the guards; without a loss the spike guard skips the step."""
     known = [value for value in (loss, grad_norm) if value is not None]
     return StepObservation(
         step=step,

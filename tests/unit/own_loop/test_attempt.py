@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import threading
 
@@ -173,8 +174,14 @@ def spike(step):
 @pytest.mark.slow
 def test_a_spike_stops_the_run_before_its_onset_or_warns(tmp_path, capfd):
     """Step 304 is saved before the fifth high loss in a row, at step 305, withdraws it."""
+
+    def wait(attempt, step):
+        if step == 306:  # Its verdict on 304 is good.
+            wait_until(lambda: 304 in committed(tmp_path / "a"))
+
     settings = {"save_every_steps": 76, "keep_last": 9}
-    assert loop(tmp_path / "a", 320, loss=spike, on_spike="stop", **settings) == ExitCode.DIVERGED
+    code = loop(tmp_path / "a", 320, each=wait, loss=spike, on_spike="stop", **settings)
+    assert code == ExitCode.DIVERGED
     assert committed(tmp_path / "a") == [76, 152, 228]
     assert loop(tmp_path / "b", 320, loss=spike, **settings) == ExitCode.DONE
     assert committed(tmp_path / "b") == [76, 152, 228, 304, 320]
@@ -317,6 +324,37 @@ def test_a_second_process_of_a_supervised_attempt_is_kept_out(tmp_path):
         other = ownership._only_process(tmp_path)
         with pytest.raises(Fenced, match="another process"):
             other.__enter__()
+
+
+def other_state(attempt):
+    for step in attempt.steps(attempt.restore_or(make_state)[2], 1):
+        attempt.finished(step, make_state() | {"w": jnp.zeros(3), "more": jnp.ones(1)})
+
+
+def test_a_state_that_a_restart_could_not_restore_is_refused_at_its_first_save(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended, jaxres.attempt(tmp_path) as attempt:
+        other_state(attempt)
+    printed = capfd.readouterr().err
+    assert ended.value.code == ExitCode.CONFIG
+    assert re.search(r"w: float32\[3\], make_state returns float32\[65536\]", printed)
+    assert re.search(r"more: float32\[1\], make_state returns none", printed)
+    assert committed(tmp_path) == []
+
+
+def test_a_number_that_the_step_makes_an_array_of_is_restored_as_a_number(tmp_path):
+    """As `step` of Flax's TrainState."""
+
+    def begin():
+        return {"step": 0, "rate": 0.5}
+
+    for last in (2, 4):
+        with jaxres.attempt(tmp_path) as attempt:
+            state, _, start = attempt.restore_or(begin)
+            assert state == {"step": start, "rate": 0.5 + start}
+            assert isinstance(state["step"], int)
+            for step in attempt.steps(start, last):
+                state = train_step(state)
+                attempt.finished(step, state)
 
 
 def test_other_shapes_at_a_restart_are_refused_by_name(tmp_path):
