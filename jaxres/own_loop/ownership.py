@@ -163,6 +163,9 @@ def _require_one_process() -> None:
 
 
 def end_by(error: BaseException) -> AttemptResult:
+    """Returns the result of an attempt that an exception has ended."""
+    if isinstance(error, SystemExit) and isinstance(error.__cause__, RunError):
+        error = error.__cause__
     if isinstance(error, RunError):
         return AttemptResult(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):

@@ -13,16 +13,20 @@ import numpy as np
 import pytest
 
 import jaxres
+from jaxres.clock import SystemClock
 from jaxres.engine.state import Progress
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Continue, Fenced, StopRun, UsageError
-from jaxres.own_loop import ownership
+from jaxres.own_loop import ownership, positions
 from jaxres.own_loop.verdicts import StepVerdicts, guards_of, observation
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import heartbeat
 from jaxres.telemetry.heartbeat import StepFinished
+from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import wait_until
 
 train_step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
@@ -119,6 +123,37 @@ def test_the_position_is_that_of_the_saved_step(tmp_path):
         assert (same is again, again.state["row"], start) == (True, 70, 7)
         for _ in attempt.steps(start, 7):
             pass
+
+
+def test_a_position_of_bytes_comes_back_and_a_missing_one_is_an_error():
+    class Bytes:
+        state = b"\x00\xff"
+
+        def get_state(self):
+            return self.state
+
+        def set_state(self, state):
+            self.state = state
+
+    other = Bytes()
+    other.state = b""
+    saved = json.loads(json.dumps(positions.position_of(Bytes())))
+    assert positions.set_position(other, saved).state == b"\x00\xff"
+    with pytest.raises(ConfigError, match="the step was saved without one"):
+        positions.set_position(other, None)
+
+
+def test_under_a_supervisor_the_loop_neither_claims_nor_ends_the_attempt(tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path / "run")
+    with RunLock(run_dir, clock=SystemClock()) as lock:
+        claim, log = attempt_runner.claim_next(lock, lambda history: CLAIM)
+        monkeypatch.setenv("JAXRES_RUN_DIR", str(run_dir.root))
+        monkeypatch.setenv("JAXRES_ATTEMPT_NUMBER", str(claim.attempt))
+        assert loop("elsewhere", 3) == ExitCode.DONE
+        assert [type(record.body).__name__ for record in log.records()] == [
+            *("Claim", "Start", "Commit", "Commit")
+        ]
+        assert committed(run_dir.root) == [2, 3]
 
 
 def test_no_save_commits_before_the_verdict_on_its_step(tmp_path):
