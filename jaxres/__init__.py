@@ -13,7 +13,7 @@ from typing import Any
 NAMES = ("LoadedModel", "Run", "branch", "load_model", "runs", "train")
 """Names of python_api.py; for type checkers __init__.pyi has them."""
 OWN_LOOP = ("attempt", "checkpoints")
-"""Functions of the module of the same name in own_loop/."""
+"""Names of own_loop/calls.py."""
 __version__ = "0.1.0.dev0"
 
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
     if name == "train":  # The package of this name can be called.
         return importlib.import_module("jaxres.train")
     if name in OWN_LOOP:
-        return getattr(importlib.import_module(f"jaxres.own_loop.{name}"), name)
+        return getattr(importlib.import_module("jaxres.own_loop.calls"), name)
     if name in NAMES:
         return getattr(importlib.import_module("jaxres.python_api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
-from jaxres.own_loop.attempt import attempt as attempt
-from jaxres.own_loop.checkpoints import checkpoints as checkpoints
+from jaxres.own_loop.calls import attempt as attempt
+from jaxres.own_loop.calls import checkpoints as checkpoints
 from jaxres.python_api import LoadedModel as LoadedModel
 from jaxres.python_api import Run as Run
 from jaxres.python_api import branch as branch

@@ -81,7 +81,7 @@ class OutOfMemory(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-class Diverged(RunError):
+class DivergedError(RunError):
     """The loss of a loop of the user's own is not finite, or stays high. Home: own_loop/."""
 
     exit_code = ExitCode.DIVERGED

@@ -80,10 +80,11 @@ WALL_CLOCK_MAY = {
 """Functions that may read the wall clock, and their purpose: a decision by it fails at a jump."""
 ENVIRONMENT = (
     *("__main__.py", "python_api.py", "compile_cache.py", "forkserver.py", "standby.py"),
-    *("faulty_worker_hook.py", "jax_coordination.py"),
+    *("faulty_worker_hook.py", "jax_coordination.py", "calls.py"),
 )
 """Commands, also called from Python; keys of compiled programs; the fork server; what `chaos` asks
-of a hook before it is called; a key that a worker has to take out of its environment."""
+of a hook before it is called; a key that a worker has to take out of its environment; calls of a
+user's loop."""
 
 
 RETIRED = re.compile(

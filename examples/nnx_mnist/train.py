@@ -1,8 +1,6 @@
-"""A loop of Flax NNX on digits that are made here; the lines with jaxres keep it alive.
+"""A loop of Flax NNX on images that are made here; its lines with jaxres keep it alive.
 
-    python examples/nnx_mnist/train.py runs/digits 2000
-
-Kill it at any time and run the same command: it ends with the same weights.
+python examples/nnx_mnist/train.py runs/digits 2000    # Kill it, run it again: the same weights.
 """
 
 import sys
@@ -18,8 +16,6 @@ SIZE, BATCH = 16, 64
 
 
 class Net(nnx.Module):
-    """Two convolutions and a dense layer."""
-
     def __init__(self, rngs: nnx.Rngs):
         self.first = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
         self.second = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
@@ -41,32 +37,24 @@ def batch_at(position):
 
 @nnx.jit
 def train_step(model, optimizer, images, labels):
-    """Updates model and optimizer in place."""
-
     def loss_of(model):
-        logits = model(images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
 
     loss, gradient = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradient)
     return loss
 
 
-def main(folder, last):
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    both = (model, optimizer)
-    with jaxres.attempt(folder, save_every_steps=100) as attempt:
-        state, position, start = attempt.restore_or(lambda: nnx.state(both), position=0)
-        nnx.update(both, state)
-        for step in attempt.steps(start, last):
-            loss = train_step(model, optimizer, *batch_at(position))
-            position += 1
-            attempt.finished(step, nnx.state(both), metrics={"loss": loss}, position=position)
-    images, labels = batch_at(0)
-    model.eval()
-    print(f"{jnp.mean(jnp.argmax(model(images), axis=1) == labels):.0%} are named right")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+folder, last, model = sys.argv[1], int(sys.argv[2]), Net(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+both = (model, optimizer)
+with jaxres.attempt(folder, save_every_steps=100) as attempt:
+    state, position, start = attempt.restore_or(lambda: nnx.state(both), position=0)
+    nnx.update(both, state)
+    for step in attempt.steps(start, last):
+        loss = train_step(model, optimizer, *batch_at(position))
+        position += 1
+        attempt.finished(step, nnx.state(both), metrics={"loss": loss}, position=position)
+model.eval()
+images, labels = batch_at(0)
+print(f"{jnp.mean(model(images).argmax(axis=1) == labels):.0%} are named right")

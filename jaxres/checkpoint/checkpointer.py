@@ -48,7 +48,7 @@ from jaxres.checkpoint.write.frozen_arrays import LinkedFiles, LinkSource, split
 from jaxres.checkpoint.write.linked_parts import WrittenParts
 from jaxres.cluster.host_group import MESSAGE_SECONDS, HostGroup
 from jaxres.config.schema.checkpoint import CheckpointSection
-from jaxres.engine.state import Progress
+from jaxres.engine.state import Judged, Progress, already_judged
 from jaxres.engine.trainable import ALL, Trainable
 from jaxres.faults import Continue, StopRun, StorageUnavailable, Verdict, fault
 from jaxres.runlog.events import (
@@ -86,7 +86,6 @@ class Checkpointer:
         emit: Emit,
         before_commit: Callable[[], None],
         trainable: Trainable = ALL,
-        judged: Callable[[Progress], Progress | None] = lambda progress: progress,
     ) -> None:
         """Prepares without side effects on storage, which begin in `__enter__`.
 
@@ -99,8 +98,6 @@ class Checkpointer:
           emit: receives the events of every save.
           before_commit: makes durable what a commit depends on (the metrics lines).
           trainable: which parameters are frozen: unchanged ones are not written again.
-          judged: waits, in the thread that saves, for the verdict on a step whose arrays are
-            written; returns its progress, or None: the step is not committed.
         """
         self._section = section
         self._run_dir = run_dir
@@ -109,7 +106,7 @@ class Checkpointer:
         self._peers = peers
         self._emit, self._clock = emit, log.clock
         self._before_commit = before_commit
-        self._trainable, self._judged = trainable, judged
+        self._trainable = trainable
         self._sources: list[LinkSource] = []
         """Steps with different copies of the frozen parameters; saves link them in turn."""
         self._parts: list[WrittenParts] = []  # Of the newest steps of this attempt.
@@ -187,7 +184,14 @@ class Checkpointer:
         """Whether a save is in flight."""
         return self._flight.is_busy
 
-    def save(self, state: Tree, progress: Progress, *, may_skip: bool = False) -> None:
+    def save(
+        self,
+        state: Tree,
+        progress: Progress,
+        *,
+        may_skip: bool = False,
+        judged: Judged = already_judged,
+    ) -> None:
         """Snapshots a state and writes it in the background; a no-op for a committed step.
 
         One save is in flight at a time: the next one waits for it, or is skipped.
@@ -198,6 +202,8 @@ class Checkpointer:
           may_skip: whether the save may be skipped: if `checkpoint.busy` allows it, and while the
             previous save is late. Host 0 decides for all hosts, because their parts of the
             previous save may end at different times.
+          judged: waits, in the thread that saves, for the verdict on the step, once its arrays are
+            written; returns its progress, or None: the step is not committed.
         """
         self._calls += 1
         text = self._peers.broadcast(
@@ -212,7 +218,7 @@ class Checkpointer:
             self._commits.fail(progress.step, decision.reason)
         elif isinstance(decision, Begin):
             try:
-                self._begin(state, progress, decision)
+                self._begin(state, progress, decision, judged)
             except StorageUnavailable as refusal:
                 self._commits.fail(progress.step, str(refusal))
 
@@ -285,7 +291,7 @@ class Checkpointer:
     def _step_dir(self, name: str) -> RunPath:
         return (self._run_dir.checkpoints / name).absolute()
 
-    def _begin(self, state: Tree, progress: Progress, decision: Begin) -> None:
+    def _begin(self, state: Tree, progress: Progress, decision: Begin, judged: Judged) -> None:
         """Takes a snapshot and starts its write, unless this host still writes an earlier one."""
         started, infos = self._clock.monotonic(), array_infos(state)
         topic, step_dir = f"saved/{self._calls}", self._step_dir(decision.step_dir)
@@ -313,7 +319,7 @@ class Checkpointer:
         self._commits.saved_step = progress.step
         self._emit(SaveStarted(progress.step, self._clock.monotonic() - started))
         finish = self._finish if self._peers.member.leads else self._follow
-        flying = PendingSave(writing, step_dir, progress, infos, started, topic, frozen)
+        flying = PendingSave(writing, step_dir, progress, infos, started, topic, frozen, judged)
         self._flight.begin(self._saver.submit(finish, flying))
 
     def _frozen_part(self, still: Tree, source: str | None) -> FrozenPart:
@@ -419,7 +425,7 @@ class Checkpointer:
             save.writing, save.step_dir, timeout=self._section.timeout_seconds
         )
         self._writer = None
-        progress = self._judged(save.progress)
+        progress = save.judged(save.progress)
         if progress is None:
             return None
         reports = self._reports(save)

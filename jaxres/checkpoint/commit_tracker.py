@@ -19,7 +19,7 @@ from jaxres.checkpoint.write.frozen_arrays import FrozenSums, LinkSource
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import HostGroup
 from jaxres.config.schema.checkpoint import CheckpointSection
-from jaxres.engine.state import Progress
+from jaxres.engine.state import Judged, Progress, already_judged
 from jaxres.faults import ConfigError, StorageUnavailable, Unrestorable
 from jaxres.runlog import step_dirs
 from jaxres.runlog.events import Emit, Noted, SaveCommitted, SaveFailed, StepsPruned
@@ -229,6 +229,8 @@ class PendingSave:
     topic: str
     """Topic of the messages between hosts about this save."""
     frozen: FrozenPart = FrozenPart()
+    judged: Judged = already_judged
+    """Waits for the verdict on the step."""
 
 
 class SaveSlot:

@@ -147,7 +147,7 @@ class Replica:
 
         Raises:
           ConfigError: as `check`.
-          RunWentOn: a run goes on there.
+          Diverged: a run goes on there.
           StorageUnavailable: one of the places failed; the next call goes on where this one ended.
         """
         self.has_news()
@@ -196,11 +196,11 @@ class Replica:
         if replica_files.read_marker(self._target) is None:
             replica_files.write_marker(self._target, self._marker(ReplicaUpdate()))
         if not replica_files.finish_update(self._target):
-            raise replica_files.went_on(self._target)
+            raise replica_files.diverged(self._target)
         names = files.list_names(self._target.log)
         there = files.read_all([self._target.log / name for name in names])
         if there != self._raw[: len(there)]:
-            raise replica_files.went_on(self._target)
+            raise replica_files.diverged(self._target)
         self._num_there = len(there)
         for commit in fold(self._records[: self._num_there]).committed:
             try:
@@ -212,7 +212,7 @@ class Replica:
 
     def _refuse_diverged(self) -> None:
         if files.read(self._target.log / file_name(self._num_there + 1)) is not None:
-            raise replica_files.went_on(self._target)
+            raise replica_files.diverged(self._target)
 
     def _copy_steps(self, done: ReplicaUpdate) -> tuple[list[Record], dict[str, bytes]]:
         """Copies the steps in force; returns the records they follow from, and their manifests.

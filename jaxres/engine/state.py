@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,15 @@ class Progress:
         if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
             progress = dataclasses.replace(progress, best_loss=loss, best_step=self.step)
         return progress
+
+
+Judged = Callable[[Progress], Progress | None]
+"""Waits for the verdict on the step of a save; returns its progress, or None if it is refused."""
+
+
+def already_judged(progress: Progress) -> Progress:
+    """Returns the progress: the trainer judges a step before it saves it."""
+    return progress
 
 
 def init(

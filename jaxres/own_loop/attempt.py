@@ -10,23 +10,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from jaxres import config as configs
 from jaxres import faults
 from jaxres.checkpoint.checkpointer import Checkpointer
+from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema.checkpoint import CheckpointSection, StepsWhen
 from jaxres.engine import guards
 from jaxres.engine.state import Progress
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import (
+    ConfigError,
     Continue,
-    Diverged,
+    DivergedError,
     RollbackRun,
     RunError,
     StopRun,
@@ -37,7 +37,7 @@ from jaxres.faults import (
 )
 from jaxres.own_loop import ownership, trees
 from jaxres.own_loop.checkpoints import SHOWN, loop_console
-from jaxres.own_loop.ownership import SETTINGS, Observed, own
+from jaxres.own_loop.ownership import Observed, own
 from jaxres.own_loop.positions import position_of, set_position
 from jaxres.own_loop.verdicts import (
     LAG,
@@ -51,9 +51,8 @@ from jaxres.runlog import events
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.events import Event, GuardWarned, PhaseChanged, TrainingStarted
 from jaxres.runlog.metrics import MetricsLine, MetricsLog
-from jaxres.runlog.paths import RunDir, root_of
+from jaxres.runlog.paths import RunDir
 from jaxres.runlog.records import Rollback, Start
-from jaxres.storage.path import RunPath
 from jaxres.supervisor import run_dir_watcher
 from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import StatusWriter, exit_message
@@ -67,38 +66,6 @@ STATUS_FD, NUM_HOSTS = "JAXRES_STATUS_FD", "JAXRES_NUM_HOSTS"
 RESTORE_SECONDS = 3600.0
 _open = threading.Lock()
 """Held by the attempt of this process."""
-
-
-def attempt(
-    folder: str | Path | RunPath | None = None, *, on_spike: OnSpike = "warn", **settings: Any
-) -> Attempt:
-    """Returns an attempt at a run, for one `with`; see `Attempt`.
-
-    Args:
-      folder: the run directory; under a supervisor that has started the program, its own one.
-      on_spike: what follows a loss that stays high: stop (81), warn, or off.
-      settings: keys of the section `checkpoint` of a config, such as `save_every_steps=100`; by
-        default those of the config under a supervisor.
-
-    Raises:
-      UsageError: no folder is known.
-      ConfigError: a setting is unknown, or has no effect here.
-    """
-    env = os.environ
-    root = env.get(ownership.RUN_DIR) if ownership.ATTEMPT in env else folder
-    if root is None:
-        raise UsageError("jaxres.attempt: give a folder, such as jaxres.attempt('runs/mine').")
-    if env.get(NUM_HOSTS, "1") != "1":
-        raise UsageError(
-            f"jaxres.attempt: {env[NUM_HOSTS]} hosts: a loop of one's own runs as one process yet."
-        )
-    run_dir = RunDir(root_of(root))
-    keys = (*SETTINGS, "when", "save_every_steps")
-    section = ownership.section_of(settings, call="jaxres.attempt", keys=keys)
-    if not settings and ownership.is_supervised(run_dir, env):
-        recorded = run_dir.attempt(int(env[ownership.ATTEMPT])) / "config.yaml"
-        section = configs.load_recorded(recorded, ()).config.checkpoint
-    return Attempt(run_dir, section, on_spike=on_spike, env=env)
 
 
 @dataclass(frozen=True)
@@ -195,7 +162,6 @@ class Attempt:
                 peers=SingleHost(),
                 emit=owned.emit,
                 before_commit=self._metrics.sync,
-                judged=self._verdicts.judged,
             )
         )
         stack.callback(self._verdicts.end)
@@ -244,12 +210,14 @@ class Attempt:
         owned = self._owned
         owned.emit(PhaseChanged("init", "state of the program"))
         state = make_state()
-        like = trees.abstract(state)
+        like = self._like = trees.abstract(state)
         history = owned.log.history()
+        wanted = trees.like_of(like, ownership.recorded_arrays(self._run_dir, history))
+        position_of(position)
         progress, path = Progress(), None
         if history.commits or history.quarantined:
             state = None  # Device memory must be free before the restore.
-            restored = self._saver.restore(history, trees.like_of(like), seconds=RESTORE_SECONDS)
+            restored = self._saver.restore(history, wanted, seconds=RESTORE_SECONDS)
             assert restored is not None, history
             state = trees.from_plain(restored.state, like)
             progress, path = restored.progress, restored.commit.path
@@ -322,7 +290,7 @@ class Attempt:
           position: the position in the data after the step, as for `restore_or`.
 
         Raises:
-          Diverged: an earlier step has a metric that is not finite, or the loss stays high.
+          DivergedError: an earlier step has a metric that is not finite, or the loss stays high.
           ConfigError: a leaf of the state, or the position, can't be stored; the message names it.
           StorageUnavailable: too many saves in a row have failed.
           Fenced: another process has taken the run over.
@@ -350,12 +318,30 @@ class Attempt:
 
     def _save(self, state: Any, position: Any) -> None:
         saved_position, plain = position_of(position), trees.to_plain(state)
+        self._require_restorable(plain)
         if self._saver.in_flight:  # It ends only after the verdict on its step.
             self._judge_through(self._saving)
         self._verdicts.expect(self._step)
         self._saving = self._step
-        self._saver.save(plain, Progress(step=self._step, position=saved_position))
+        progress = Progress(step=self._step, position=saved_position)
+        self._saver.save(plain, progress, judged=self._verdicts.judged)
         self._requests.clear_save_request()
+
+    def _require_restorable(self, plain: trees.Tree) -> None:
+        """Raises ConfigError if a restart could not restore a state by `make_state`."""
+        given = array_infos(plain)
+        wanted = array_infos(trees.like_of(self._like, given))
+        rows = [
+            f"  {path}: {given.get(path, 'absent')}, make_state returns {wanted.get(path, 'none')}"
+            for path in sorted(given.keys() | wanted.keys())
+            if given.get(path) != wanted.get(path)
+        ]
+        if rows:
+            lines = "\n".join(rows)
+            raise ConfigError(
+                f"attempt.finished({self._step}): a restart could not restore the state, which is "
+                f"another one than make_state returns:\n{lines}\nReturn the same tree in both."
+            )
 
     def _judge_through(self, step: int) -> None:
         """Reads the metrics of steps up to this one, which waits for them, and judges them."""
@@ -399,7 +385,7 @@ class Attempt:
             target = max(good, default=0)
             log.append(Rollback(onset=verdict.onset, target=target, rows=(), reason=verdict.reason))
             saver.rewind(target)
-        raise Diverged(verdict.reason)  # type: ignore[union-attr]
+        raise DivergedError(verdict.reason)  # type: ignore[union-attr]
 
     def _finish_saves(self) -> None:
         """Judges what was computed before an error of the program, and ends its save."""

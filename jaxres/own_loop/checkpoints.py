@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console as Terminal
@@ -21,12 +19,18 @@ from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.faults import RunError, StopRun, StorageUnavailable, UsageError
-from jaxres.own_loop.ownership import Observed, OwnedRun, own, require_committed, section_of
+from jaxres.own_loop.ownership import (
+    Observed,
+    OwnedRun,
+    own,
+    recorded_arrays,
+    require_committed,
+)
 from jaxres.own_loop.positions import position_of
 from jaxres.own_loop.trees import from_plain, like_of, to_plain
 from jaxres.runlog import events, run_log
 from jaxres.runlog.events import Event
-from jaxres.runlog.paths import RunDir, root_of
+from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Commit, RunHistory
 from jaxres.storage.path import RunPath
 from jaxres.supervisor import run_dir_watcher
@@ -51,20 +55,6 @@ class RestoredStep:
     """Its arrays, in the structure of `like`."""
     position: Any
     """The position that was saved with it; None: none was."""
-
-
-def checkpoints(folder: str | Path | RunPath, **settings: Any) -> Checkpoints:
-    """Returns the checkpoints of a folder or `gs://BUCKET/FOLDER`; see `Checkpoints`.
-
-    Args:
-      folder: made by the first `with`.
-      settings: keys of the section `checkpoint` of a config, such as `keep_last=5`.
-
-    Raises:
-      ConfigError: a setting is unknown, or has no effect here.
-    """
-    section = section_of(settings, call="jaxres.checkpoints")
-    return Checkpoints(RunDir(root_of(folder)), section, env=os.environ)
 
 
 class Checkpoints:
@@ -170,9 +160,9 @@ class Checkpoints:
           Unrestorable: the step is damaged, or every committed step is.
           StorageUnavailable: storage does not answer.
         """
-        wanted = like_of(like)
         if self._saver is not None:
             self._saver.wait()
+        wanted = like_of(like, recorded_arrays(self._run_dir, self._history()))
         if self._saver is None or self._owned is None or step != "newest":
             restored = self._read(wanted, step)
         else:

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from jaxres.checkpoint.digests.block_digests import ArrayInfo
+from jaxres.checkpoint.read import manifest as manifests
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.load import load_checkpoint
 from jaxres.config.schema.checkpoint import CheckpointSection
@@ -26,7 +28,7 @@ from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import EventLog
 from jaxres.runlog.events import Emit, RunEnded, RunOpened
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.run_log import Claim, RunLog
+from jaxres.runlog.run_log import Claim, RunHistory, RunLog
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.process.worker_group import WorkerGroup
@@ -161,6 +163,9 @@ def _require_one_process() -> None:
 
 
 def end_by(error: BaseException) -> AttemptResult:
+    """Returns the result of an attempt that an exception has ended."""
+    if isinstance(error, SystemExit) and isinstance(error.__cause__, RunError):
+        error = error.__cause__
     if isinstance(error, RunError):
         return AttemptResult(error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -182,6 +187,15 @@ def section_of(
             f"{call}: {', '.join(others)} has no effect here (known: {', '.join(keys)})."
         )
     return load_checkpoint(settings, where=call)
+
+
+def recorded_arrays(run_dir: RunDir, history: RunHistory) -> Mapping[str, ArrayInfo]:
+    """Returns path -> dtype and shape of the newest step's arrays; {} if it can't be read."""
+    if (newest := history.newest) is None:
+        return {}
+    with contextlib.suppress(RunError):
+        return manifests.load((run_dir.root / newest.path).absolute(), newest).arrays
+    return {}
 
 
 def require_committed(last_error: str, step: int) -> None:

@@ -7,6 +7,8 @@ step has arrays only; structure and kinds of leaves come from the tree `like` of
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lax import lax  # No public function makes an array weakly typed.
 
+from jaxres.checkpoint.digests.block_digests import ArrayInfo, dtype_named
 from jaxres.checkpoint.state_arrays import Tree, array_infos
 from jaxres.faults import ConfigError
 
@@ -36,10 +39,18 @@ def to_plain(tree: Any) -> Tree:
     return plain
 
 
-def like_of(tree: Any) -> Tree:
-    """Returns what `restore` needs of the arrays of a tree: shapes, dtypes and places."""
+def like_of(tree: Any, recorded: Mapping[str, ArrayInfo] = MappingProxyType({})) -> Tree:
+    """Returns shapes, dtypes and places of the arrays of a tree, as `restore` takes them.
+
+    Args:
+      tree: the tree.
+      recorded: arrays of a step, by path: a number takes the width of the one there, because a
+        compiled step makes an array of it.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    like = _nested({_path(keys): _wanted(_path(keys), leaf) for keys, leaf in flat}, len(flat))
+    named = [(_path(keys), leaf) for keys, leaf in flat]
+    leaves = {path: _wanted(path, leaf, recorded.get("/".join(path))) for path, leaf in named}
+    like = _nested(leaves, len(flat))
     array_infos(like)
     return like
 
@@ -102,7 +113,7 @@ def _stored(path: tuple[str, ...], leaf: Any) -> Any:
     return np.array(leaf, _number(path, leaf))
 
 
-def _wanted(path: tuple[str, ...], leaf: Any) -> Any:
+def _wanted(path: tuple[str, ...], leaf: Any, recorded: ArrayInfo | None) -> Any:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         is_placed = isinstance(leaf, jax.ShapeDtypeStruct) or leaf.committed
         if _is_key(leaf) and isinstance(leaf, jax.Array) and not leaf.is_deleted():
@@ -114,7 +125,9 @@ def _wanted(path: tuple[str, ...], leaf: Any) -> Any:
             leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None
         )
     is_numpy = isinstance(leaf, np.ndarray | np.generic)
-    dtype = _native(path, leaf) if is_numpy else _number(path, leaf)
+    dtype = np.dtype(_native(path, leaf) if is_numpy else _number(path, leaf))
+    if not is_numpy and recorded and dtype_named(recorded.dtype).kind == dtype.kind:
+        dtype = dtype_named(recorded.dtype)
     return np.broadcast_to(np.zeros((), dtype), np.shape(leaf))
 
 

@@ -39,7 +39,7 @@ def looks_back_steps(on_spike: OnSpike) -> int | None:
 
 
 def observation(step: int, *, loss: float | None, grad_norm: float | None) -> StepObservation:
-    """Returns what the guards see of a step; without a loss they see nothing of it."""
+    """Returns the input of the guards; without a loss the spike guard skips the step."""
     known = [value for value in (loss, grad_norm) if value is not None]
     return StepObservation(
         step=step,
@@ -84,9 +84,9 @@ class StepVerdicts:
         self.step, self._memory = progress.step, progress.guards
 
     def expect(self, step: int) -> None:
-        """Announces the save of a step that is not judged yet."""
+        """Announces the save of the newest step, whether it is judged or not."""
         with self._changed:
-            self._awaited[step] = None
+            self._awaited[step] = self._memory if step == self.step else None
 
     def judge(self, seen: StepObservation) -> Verdict:
         """Judges a step and releases its save; one with a bad verdict is not committed."""

@@ -30,7 +30,7 @@ TRIES = 3
 """How often a manifest is written until it reads back as it should."""
 
 
-class RunWentOn(Fenced):
+class Diverged(Fenced):
     """A run continues in the replica: its log has records that the source does not have."""
 
 
@@ -116,7 +116,7 @@ def update(
       records: number -> bytes of the records that follow the newest one there.
 
     Raises:
-      RunWentOn: the folder has another record in one of these places.
+      Diverged: the folder has another record in one of these places.
     """
     fields = {
         "format": FORMAT,
@@ -125,12 +125,12 @@ def update(
     }
     files.replace(run_dir.root / UPDATE, encode_checksummed(fields))
     if not finish_update(run_dir):
-        raise went_on(run_dir)
+        raise diverged(run_dir)
 
 
-def went_on(run_dir: RunDir) -> RunWentOn:
+def diverged(run_dir: RunDir) -> Diverged:
     """Returns the error that a replica has become a run of its own."""
-    return RunWentOn(
+    return Diverged(
         f"{run_dir.root}: a run goes on here: its log has records that the source does not have. "
         "Nothing more is copied, and nothing here was overwritten. Give another folder for the "
         "replica; if this one isn't needed, delete it first."

@@ -26,7 +26,7 @@ def test_every_run_error_has_its_own_exit_code_and_a_docstring():
         "PeerLost": ExitCode.PEER_LOST,
         "PreemptedError": ExitCode.PREEMPTED,
         "StoppedError": ExitCode.STOPPED,
-        "Diverged": ExitCode.DIVERGED,
+        "DivergedError": ExitCode.DIVERGED,
         "UnhealthyHost": ExitCode.UNHEALTHY,
     }
     assert all(kind.__doc__ for kind in errors)

@@ -26,6 +26,8 @@ MIN_ROWS = 64
 """Rows copied at a time: about so many bytes, and at least so many rows."""
 DIGESTED_FACTS = ("step", "cursor", "epoch", "tokens")
 """The facts of progress.json that are part of the state."""
+POSITION = "position"
+"""One that only steps of a user's loop have."""
 
 
 def block_grid(
@@ -190,7 +192,9 @@ def array_row(path: str, array: np.ndarray) -> list[Any]:
     return [path, array.dtype.name, list(array.shape), array_digest(path, array)]
 
 
-def digest_of_rows(rows: Sequence[Sequence[Any]], *, progress: Mapping[str, int]) -> str:
+def digest_of_rows(rows: Sequence[Sequence[Any]], *, progress: Mapping[str, Any]) -> str:
     """Returns the content digest from the rows of all arrays, sorted by path."""
-    facts = {name: progress[name] for name in DIGESTED_FACTS}
+    facts: dict[str, Any] = {name: progress[name] for name in DIGESTED_FACTS}
+    if POSITION in progress:
+        facts[POSITION] = progress[POSITION]
     return "sha256:" + hashlib.sha256(canonical_json({"arrays": rows} | facts)).hexdigest()

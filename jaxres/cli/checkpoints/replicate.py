@@ -26,7 +26,7 @@ from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError, UsageError
 from jaxres.runlog import replica_files
 from jaxres.runlog.paths import RunDir
-from jaxres.runlog.replica_files import ReplicaProgress, RunWentOn
+from jaxres.runlog.replica_files import Diverged, ReplicaProgress
 from jaxres.storage.path import RunPath, run_root
 from jaxres.storage.threads import make_thread
 from jaxres.supervisor.run_lock import RunLock, heartbeat_interval_seconds
@@ -156,7 +156,7 @@ def _follow(
                 report.show(done)
                 code = DAMAGED if done.damaged else ExitCode.DONE
             wait, error = POLL_SECONDS, ""
-        except (ConfigError, UsageError, RunWentOn) as end:
+        except (ConfigError, UsageError, Diverged) as end:
             report.failed(end)
             raise
         except RunError as end:

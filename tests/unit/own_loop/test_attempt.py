@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import threading
 
@@ -12,16 +13,20 @@ import numpy as np
 import pytest
 
 import jaxres
+from jaxres.clock import SystemClock
 from jaxres.engine.state import Progress
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, Continue, Fenced, StopRun, UsageError
-from jaxres.own_loop import ownership
+from jaxres.own_loop import ownership, positions
 from jaxres.own_loop.verdicts import StepVerdicts, guards_of, observation
 from jaxres.runlog import metrics, run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded
+from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.run_lock import RunLock
 from jaxres.telemetry import heartbeat
 from jaxres.telemetry.heartbeat import StepFinished
+from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import wait_until
 
 train_step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
@@ -120,6 +125,37 @@ def test_the_position_is_that_of_the_saved_step(tmp_path):
             pass
 
 
+def test_a_position_of_bytes_comes_back_and_a_missing_one_is_an_error():
+    class Bytes:
+        state = b"\x00\xff"
+
+        def get_state(self):
+            return self.state
+
+        def set_state(self, state):
+            self.state = state
+
+    other = Bytes()
+    other.state = b""
+    saved = json.loads(json.dumps(positions.position_of(Bytes())))
+    assert positions.set_position(other, saved).state == b"\x00\xff"
+    with pytest.raises(ConfigError, match="the step was saved without one"):
+        positions.set_position(other, None)
+
+
+def test_under_a_supervisor_the_loop_neither_claims_nor_ends_the_attempt(tmp_path, monkeypatch):
+    run_dir = RunDir(tmp_path / "run")
+    with RunLock(run_dir, clock=SystemClock()) as lock:
+        claim, log = attempt_runner.claim_next(lock, lambda history: CLAIM)
+        monkeypatch.setenv("JAXRES_RUN_DIR", str(run_dir.root))
+        monkeypatch.setenv("JAXRES_ATTEMPT_NUMBER", str(claim.attempt))
+        assert loop("elsewhere", 3) == ExitCode.DONE
+        assert [type(record.body).__name__ for record in log.records()] == [
+            *("Claim", "Start", "Commit", "Commit")
+        ]
+        assert committed(run_dir.root) == [2, 3]
+
+
 def test_no_save_commits_before_the_verdict_on_its_step(tmp_path):
     """Steps 2 and 4 are saved; the verdict on 4 comes with step 6, and never."""
     seen = {}
@@ -173,8 +209,14 @@ def spike(step):
 @pytest.mark.slow
 def test_a_spike_stops_the_run_before_its_onset_or_warns(tmp_path, capfd):
     """Step 304 is saved before the fifth high loss in a row, at step 305, withdraws it."""
+
+    def wait(attempt, step):
+        if step == 306:  # Its verdict on 304 is good.
+            wait_until(lambda: 304 in committed(tmp_path / "a"))
+
     settings = {"save_every_steps": 76, "keep_last": 9}
-    assert loop(tmp_path / "a", 320, loss=spike, on_spike="stop", **settings) == ExitCode.DIVERGED
+    code = loop(tmp_path / "a", 320, each=wait, loss=spike, on_spike="stop", **settings)
+    assert code == ExitCode.DIVERGED
     assert committed(tmp_path / "a") == [76, 152, 228]
     assert loop(tmp_path / "b", 320, loss=spike, **settings) == ExitCode.DONE
     assert committed(tmp_path / "b") == [76, 152, 228, 304, 320]
@@ -317,6 +359,37 @@ def test_a_second_process_of_a_supervised_attempt_is_kept_out(tmp_path):
         other = ownership._only_process(tmp_path)
         with pytest.raises(Fenced, match="another process"):
             other.__enter__()
+
+
+def other_state(attempt):
+    for step in attempt.steps(attempt.restore_or(make_state)[2], 1):
+        attempt.finished(step, make_state() | {"w": jnp.zeros(3), "more": jnp.ones(1)})
+
+
+def test_a_state_that_a_restart_could_not_restore_is_refused_at_its_first_save(tmp_path, capfd):
+    with pytest.raises(SystemExit) as ended, jaxres.attempt(tmp_path) as attempt:
+        other_state(attempt)
+    printed = capfd.readouterr().err
+    assert ended.value.code == ExitCode.CONFIG
+    assert re.search(r"w: float32\[3\], make_state returns float32\[65536\]", printed)
+    assert re.search(r"more: float32\[1\], make_state returns none", printed)
+    assert committed(tmp_path) == []
+
+
+def test_a_number_that_the_step_makes_an_array_of_is_restored_as_a_number(tmp_path):
+    """As `step` of Flax's TrainState."""
+
+    def begin():
+        return {"step": 0, "rate": 0.5}
+
+    for last in (2, 4):
+        with jaxres.attempt(tmp_path) as attempt:
+            state, _, start = attempt.restore_or(begin)
+            assert state == {"step": start, "rate": 0.5 + start}
+            assert isinstance(state["step"], int)
+            for step in attempt.steps(start, last):
+                state = train_step(state)
+                attempt.finished(step, state)
 
 
 def test_other_shapes_at_a_restart_are_refused_by_name(tmp_path):

@@ -49,6 +49,17 @@ def test_steps_are_restored_with_their_positions(tmp_path):
     assert [report.problems for report in reader.verify()] == [(), ()]
 
 
+def test_the_digest_of_a_step_has_its_position(tmp_path):
+    def digest(name, position):
+        with jaxres.checkpoints(tmp_path / name) as saves:
+            saves.save(1, state(1), position=position)
+        return saves.verify(1)[0].digest
+
+    digests = [digest(name, row) for name, row in (("a", 1), ("b", 2), ("c", 1), ("d", None))]
+    assert digests[0] == digests[2]
+    assert len(set(digests)) == 3
+
+
 def test_the_arrays_may_be_donated_or_changed_right_after_the_call(tmp_path):
     train = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     array, numbers = jnp.arange(2**20, dtype=jnp.float32), np.arange(2**20)

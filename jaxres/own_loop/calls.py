@@ -1,0 +1,63 @@
+"""The calls `jaxres.checkpoints` and `jaxres.attempt` of a loop of the user's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxres import config as configs
+from jaxres.faults import UsageError
+from jaxres.own_loop import ownership
+from jaxres.own_loop.attempt import NUM_HOSTS, Attempt
+from jaxres.own_loop.checkpoints import Checkpoints
+from jaxres.own_loop.ownership import SETTINGS, section_of
+from jaxres.own_loop.verdicts import OnSpike
+from jaxres.runlog.paths import RunDir, root_of
+from jaxres.storage.path import RunPath
+
+
+def checkpoints(folder: str | Path | RunPath, **settings: Any) -> Checkpoints:
+    """Returns the checkpoints of a folder or `gs://BUCKET/FOLDER`; see `Checkpoints`.
+
+    Args:
+      folder: made by the first `with`.
+      settings: keys of the section `checkpoint` of a config, such as `keep_last=5`.
+
+    Raises:
+      ConfigError: a setting is unknown, or has no effect here.
+    """
+    section = section_of(settings, call="jaxres.checkpoints")
+    return Checkpoints(RunDir(root_of(folder)), section, env=os.environ)
+
+
+def attempt(
+    folder: str | Path | RunPath | None = None, *, on_spike: OnSpike = "warn", **settings: Any
+) -> Attempt:
+    """Returns an attempt at a run, for one `with`; see `Attempt`.
+
+    Args:
+      folder: the run directory; under a supervisor that has started the program, its own one.
+      on_spike: what follows a loss that stays high: stop (81), warn, or off.
+      settings: keys of the section `checkpoint` of a config, such as `save_every_steps=100`; by
+        default those of the config under a supervisor.
+
+    Raises:
+      UsageError: no folder is known.
+      ConfigError: a setting is unknown, or has no effect here.
+    """
+    env = os.environ
+    root = env.get(ownership.RUN_DIR) if ownership.ATTEMPT in env else folder
+    if root is None:
+        raise UsageError("jaxres.attempt: give a folder, such as jaxres.attempt('runs/mine').")
+    if env.get(NUM_HOSTS, "1") != "1":
+        raise UsageError(
+            f"jaxres.attempt: {env[NUM_HOSTS]} hosts: a loop of one's own runs as one process yet."
+        )
+    run_dir = RunDir(root_of(root))
+    keys = (*SETTINGS, "when", "save_every_steps")
+    section = section_of(settings, call="jaxres.attempt", keys=keys)
+    if not settings and ownership.is_supervised(run_dir, env):
+        recorded = run_dir.attempt(int(env[ownership.ATTEMPT])) / "config.yaml"
+        section = configs.load_recorded(recorded, ()).config.checkpoint
+    return Attempt(run_dir, section, on_spike=on_spike, env=env)
