@@ -5,6 +5,7 @@ Shape suffixes: B rows, T position, V vocabulary. (EleutherAI's lm-evaluation-ha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,13 +72,12 @@ def _only(row: Mapping[str, Any], names: Sequence[str], kind: type, where: str) 
     """
     given = {name: row[name] for name in names if row.get(name) is not None}
     found = {name: value for name, value in given.items() if isinstance(value, kind)}
-    first = next(iter(found), None)
-    others = [name for name, value in found.items() if value != found[first]]
-    if others:
-        raise ConfigError(
-            f"{where}: {first} and {others[0]} differ, and either may be meant. Leave one out."
-        )
-    return None if first is None else found[first]
+    for (first, value), (other, another) in itertools.pairwise(found.items()):
+        if value != another:
+            raise ConfigError(
+                f"{where}: {first} and {other} differ, and either may be meant. Leave one out."
+            )
+    return next(iter(found.values()), None)
 
 
 def _number(given: Any, choices: Sequence[Any], where: str) -> int:
