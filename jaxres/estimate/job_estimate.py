@@ -92,7 +92,7 @@ class JobEstimate:
     when: When | None
     """checkpoint.when; None: jaxres chooses the interval."""
     kind: str
-    """Kind of the VMs, of the first capacity option; empty: no VMs of `launch gce`."""
+    """Kind of the VMs: spot, or that of the first capacity option; empty: no VMs are known."""
     has_state: bool
     """Whether the size of the state is known."""
     step_seconds: float | None
@@ -157,22 +157,27 @@ class JobEstimate:
     def lines(self) -> list[str]:
         """Returns the estimate as text: doctor, plan and start print the same."""
         job = self.job
-        fleet, size = job.fleet, format_bytes(job.state_bytes) if self.has_state else "unknown"
-        failures = f"{fleet.mtbf_hours():,.0f} h between failures"
-        machines = f"{_count(fleet.num_gpus, 'device')} on {_count(fleet.num_hosts, 'host')}"
-        machines += f", {failures}"
+        devices, hosts = job.fleet.num_gpus, job.fleet.num_hosts
+        machines = (
+            f"{_count(devices, 'device')} on {_count(hosts, 'host')}, "
+            f"{job.fleet.mtbf_hours():,.0f} h between failures"
+        )
         if self.kind:
-            is_assumed = {"spot": "--spot-price"}.get(self.kind, "--gpu-hour-price")
-            how = self.kind + (", assumed" * any(a.flag == is_assumed for a in self.assumed))
+            price = "--spot-price" if self.kind == "spot" else "--gpu-hour-price"
+            how = f"{self.kind}, assumed" if self._assumes(price) else self.kind
             machines += f": ${self.dollars_per_hour:,.2f} an hour ({how})"
-        times = f"a save takes {job.write_seconds:.3g} s, a restore {job.read_seconds:.3g} s"
+        state = "state unknown"
+        if self.has_state:
+            state = (
+                f"state {format_bytes(job.state_bytes)}: a save takes {job.write_seconds:.3g} s, "
+                f"a restore {job.read_seconds:.3g} s ({self.rates})"
+            )
         best = clock_text(self.best_interval_seconds)
-        return [
-            machines,
-            f"state {size}: {times} ({self.rates})" if self.has_state else f"state {size}",
-            f"saved {self._when_text()}; every {best} loses the least",
-            self._notice_text(),
-        ]
+        saves = f"saved {self._when_text()}; every {best} loses the least"
+        return [machines, state, saves, self._notice_text()]
+
+    def _assumes(self, flag: str) -> Assumption | None:
+        return next((one for one in self.assumed if one.flag == flag), None)
 
     def _when_text(self) -> str:
         seconds, when = self.interval_seconds, self.when
@@ -191,7 +196,8 @@ class JobEstimate:
         notice = f"a notice leaves {self.room_seconds:g} of {job.notice_seconds:g} s: the state "
         if not job.preemptions_per_day:
             return f"{notice}{fits}"
-        source = next((f" ({a.source})" for a in self.assumed if a.flag == SPOT_RATE), "")
+        assumed = self._assumes(SPOT_RATE)
+        source = f" ({assumed.source})" if assumed else ""
         return f"{job.preemptions_per_day:g} preemptions a VM and day{source}; {notice}{fits}"
 
 
@@ -235,7 +241,7 @@ def estimate(
             save_every_seconds=_save_every(when, value, step_seconds),
         ),
         when=None if "--save-every-seconds" in value.given else when,
-        kind=kind,
+        kind="spot" if is_spot else kind,
         has_state=state_bytes is not None,
         step_seconds=step_seconds,
         rates=_rates_text(value, rate),

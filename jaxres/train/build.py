@@ -96,7 +96,8 @@ def build(config: RunConfig, context: AttemptContext, stack: contextlib.ExitStac
     computation = numerics_fingerprint(
         parts.config, context.claim, parts.mesh, parts.plan, compiled
     )
-    _note_what_is_known(parts, context, laid, devices=computation["devices"])
+    _note_resume_check(config, context, devices=computation["devices"])
+    _note_estimate(parts, context, laid)
     memory = _memory(parts, context, stack, flush)
     run = Trainer(
         steps=config.train.steps,
@@ -165,14 +166,17 @@ def _data_loader(
     )
 
 
-def _note_what_is_known(
-    parts: Components, context: AttemptContext, laid: Layout, *, devices: str
-) -> None:
-    """Reports, until the run has started once, if a resume was tested, and the job's estimate."""
-    config = parts.config
+def _note_resume_check(config: RunConfig, context: AttemptContext, *, devices: str) -> None:
+    """Reports, until the run has started once, whether a resume of its config was tested."""
     if context.peers.member.leads and not context.log.history().starts:
         found = resume_results.read(config)
         context.emit(Noted(resume_results.start_note(found, devices=devices)))
+
+
+def _note_estimate(parts: Components, context: AttemptContext, laid: Layout) -> None:
+    """Reports, until the run has started once, the estimate that doctor and plan print too."""
+    config = parts.config
+    if context.peers.member.leads and not context.log.history().starts:
         known = job_estimate.estimate(
             config,
             job_estimate.fleet(parts.mesh.devices.size, context.peers.member.num_hosts),

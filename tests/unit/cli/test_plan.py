@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from jaxres import __main__ as jaxres_command
+from jaxres import config as configs
 from jaxres.cli import plan
+from jaxres.estimate import storage_rate
 from jaxres.estimate.assumptions import ASSUMPTIONS
+from jaxres.estimate.storage_rate import StorageRate
 from jaxres.faults import UsageError
 from tests.unit.operate.plan.test_measured import crashed_run
 from tests.unit.operate.report.parsed_page import parse
@@ -120,6 +123,72 @@ launch:
     none = planned(capsys, str(config), "--spares", "0")
     (spares,) = (one for one in none["insurance"]["with"]["lines"] if one["name"] == "spare hosts")
     assert spares["dollars"] == 0.0
+
+
+def job(folder: Path, *options: str) -> str:
+    """Writes a config of a job on VMs, and returns its path."""
+    config = folder / "job.yaml"
+    rows = "".join(f"      - {option}\n" for option in options)
+    config.write_text(
+        f"""\
+base: {ROOT / "configs/llama-8b.yaml"}
+run: {{dir: gs://bucket/runs/first}}
+launch:
+  gce:
+    project: project
+    num_hosts: 4
+    image: projects/p/global/images/family/f
+    capacity_options:
+{rows}"""
+    )
+    return str(config)
+
+
+PLACE = "zones: [us-central1-a], machine_type: a3-highgpu-8g"
+
+
+def test_spot_vms_without_a_rate_are_priced_as_such_and_the_rate_is_said(tmp_path, capsys):
+    config = job(tmp_path, f"{{kind: spot, {PLACE}, dollars_per_hour: 24.0}}")
+    found = planned(capsys, config, "--replications", "20")
+    assert found["prices"]["gpu_hour"] == 3.0
+    assert found["failures"]["preemptions_expected"] == pytest.approx(4 * 0.15 * 30)
+    assert {one["flag"]: one["value"] for one in found["assumed"]}["--spot-rate"] == 0.15
+    assert found["spot"]["spot_dollars_per_useful_hour"] is not None
+    assert plan.main([config, "--replications", "20"]) == 0
+    text = capsys.readouterr().out
+    assert "0.15 preemptions a VM and day (Compute Engine has observed 5 to 15 % a day)" in text
+    assert "$96.00 an hour (spot)" in text
+
+
+def test_goodput_is_that_of_the_interval_of_the_config(tmp_path, capsys):
+    config = job(tmp_path, f"{{kind: standard, {PLACE}}}")
+    when = "checkpoint.when={kind: seconds, every_seconds: 14400}"
+    own = planned(capsys, config, when, "--replications", "50")
+    best = planned(capsys, config, "checkpoint.when={kind: auto}", "--replications", "50")
+    assert own["saves"]["interval_seconds"] == 14400
+    assert best["saves"]["interval_seconds"] == pytest.approx(best["saves"]["daly_seconds"])
+    assert own["goodput"]["mean"] < best["goodput"]["mean"]
+    assert "saved every 4:00:00; " in "\n".join(own["estimate"])
+
+
+def test_the_rate_that_a_check_has_measured_on_a_vm_is_used(tmp_path, capsys):
+    words = [job(tmp_path, f"{{kind: standard, {PLACE}}}"), f"data.cache_dir={tmp_path}"]
+    config = configs.load(Path(words[0]), words[1:]).config
+    rate = StorageRate(
+        place="gs://bucket",
+        machine="a3-highgpu-8g",
+        write_mb_per_second=100.0,
+        read_mb_per_second=200.0,
+        date="2026-11-26",
+    )
+    storage_rate.store(config, rate)
+    found = planned(capsys, *words, "--replications", "5")
+    size = found["fleet"]["state_bytes"]
+    assert found["saves"]["write_seconds"] == pytest.approx(size / 4 / 1e8)
+    assert "100 and 200 MB/s a host, measured on a3-highgpu-8g, 2026-11-26" in found["estimate"][1]
+    assert "--write-mb-per-s" not in {one["flag"] for one in found["assumed"]}
+    given = planned(capsys, *words, "--replications", "5", "--write-mb-per-s", "400")
+    assert given["saves"]["write_seconds"] == pytest.approx(size / 4 / 4e8)
 
 
 def test_a_run_gives_what_it_has_measured(tmp_path, capsys, monkeypatch):

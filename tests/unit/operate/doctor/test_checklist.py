@@ -481,19 +481,6 @@ def test_a_kind_has_passed_if_all_promises_held_in_each_of_its_runs() -> None:
     assert chaos_results.kinds_of(runs[:1], before)["node_kill"] == "passed"
 
 
-def test_the_file_system_of_a_path_is_that_of_its_innermost_mount(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        f"a / ext4 rw 0 0\nb {tmp_path}/x nfs4 rw 0 0\nc {tmp_path} xfs rw 0 0\nodd\n"
-    )
-    (tmp_path / "x").mkdir()
-    (tmp_path / "xy").mkdir()
-    assert checklist_facts.file_system_of(tmp_path / "x" / "run", mounts) == "nfs4"
-    assert checklist_facts.file_system_of(tmp_path / "xy" / "run", mounts) == "xfs"
-    assert checklist_facts.file_system_of(Path("/proc"), mounts) == "ext4"
-    assert checklist_facts.file_system_of(tmp_path, tmp_path / "none") is None
-
-
 @pytest.mark.parametrize(
     ("line", "error"),
     [
