@@ -120,10 +120,13 @@ class MetricsLayout:
 
     def read(self, values: np.ndarray) -> tuple[StepMetrics, np.ndarray]:
         """Returns the metrics in a vector, and the flags of all hosts after them."""
-        sizes = [int(self.is_scaled), len(self.model_metrics), len(self.params), self.num_rows]
-        ends = np.cumsum([len(METRICS), *sizes])
-        numbers, scale, means, squares, flags, facts = np.split(values, ends)
-        loss, grad_norm, learning_rate, spike_score, applied, finite = map(float, numbers)
+        means = len(METRICS) + self.is_scaled
+        squares = means + len(self.model_metrics)
+        rows = squares + len(self.params)
+        facts = rows + self.num_rows
+        numbers = values[:squares].tolist()
+        loss, grad_norm, learning_rate, spike_score, applied, finite = numbers[: len(METRICS)]
+        squares_G = values[squares:rows]
         measured = StepMetrics(
             loss=loss,
             grad_norm=grad_norm,
@@ -131,13 +134,17 @@ class MetricsLayout:
             spike_score=spike_score,
             applied=applied == 1.0,
             state_is_finite=finite == 1.0,
-            bad_params=tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares))),
-            bad_rows=tuple(int(row) for row in np.flatnonzero(flags)),
-            square_norms=squares,
-            loss_scale=float(scale[0]) if self.is_scaled else None,
-            model_metrics=dict(zip(self.model_metrics, map(float, means), strict=True)),
+            bad_params=() if math.isfinite(grad_norm) else self._not_finite(squares_G),
+            bad_rows=() if applied else tuple(np.flatnonzero(values[rows:facts]).tolist()),
+            square_norms=squares_G,
+            loss_scale=numbers[len(METRICS)] if self.is_scaled else None,
+            model_metrics=dict(zip(self.model_metrics, numbers[means:], strict=True)),
         )
-        return measured, facts
+        return measured, values[facts:]
+
+    def _not_finite(self, squares_G: np.ndarray) -> tuple[str, ...]:
+        """Returns the paths of the parameters whose squared norm is not finite."""
+        return tuple(self.params[i] for i in np.flatnonzero(~np.isfinite(squares_G)))
 
 
 @dataclass(frozen=True, kw_only=True)

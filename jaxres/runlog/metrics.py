@@ -86,14 +86,15 @@ class MetricsLog:
         self._lines.close()
 
     def append(self, line: MetricsLine) -> None:
-        """Writes one line; it survives the process from now on, and the machine after `sync`.
+        """Requests the write of one line, which a thread formats; does not wait.
 
-        While storage refuses, lines wait in memory.
+        The line survives the process after `flush`, and the machine after `sync`. While storage
+        refuses, lines wait in memory.
 
         Raises:
           StorageUnavailable: MAX_WAITING lines are already waiting.
         """
-        self._lines.append(json.dumps(line.fields()).encode())
+        self._lines.post(lambda: json.dumps(line.fields()).encode())
 
     def flush(self) -> None:
         """Writes the waiting lines, or raises: all of them survive the process."""

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -193,7 +193,7 @@ class LineWriter:
 
     Lines that storage refuses wait in memory and are written first once it accepts writes again.
     For a file, `append` waits until the line is written; storage that hangs delays it by at most
-    APPEND_SECONDS, and only once. For a bucket, `append` never waits.
+    APPEND_SECONDS, and only once. For a bucket, `append` never waits. `post` waits for neither.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class LineWriter:
         self._path = path
         self._max_waiting = max_waiting
         self._on_overflow = on_overflow
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[bytes | Callable[[], bytes]] = deque()
         self._taken: list[bytes] = []
         """Lines that the thread is writing, or has failed to write."""
         self._num_dropped = 0
@@ -227,20 +227,23 @@ class LineWriter:
           ConfigError: the path is no longer writable.
         """
         with self._changed:
-            self._raise_if_lost()
-            self._waiting.append(line + b"\n")
+            self._add(line)
             if self._sink.is_batched:
-                self._changed.notify_all()
                 error = self._error
             else:
                 error = self._request(0.0 if self._is_silent else APPEND_SECONDS)
-            is_full = len(self._waiting) + len(self._taken) > self._max_waiting
-            if self._on_overflow == "drop oldest":
-                if is_full and self._waiting:
-                    self._waiting.popleft()
-                    self._num_dropped += 1
-            elif error is not None and (is_full or not isinstance(error, StorageUnavailable)):
-                raise error
+            self._limit(error)
+
+    def post(self, line: Callable[[], bytes]) -> None:
+        """Requests the write of one line, which the thread gets from a function; does not wait.
+
+        Raises as `append`, for an earlier line; or the error of an earlier line's function, after
+        which no line is written any more.
+        """
+        with self._changed:
+            self._add(line)
+            self._num_requests += not self._sink.is_batched
+            self._limit(self._error)
 
     def flush(self) -> None:
         """Writes the waiting lines, or raises; waits for storage, without fsync."""
@@ -285,6 +288,21 @@ class LineWriter:
         with self._changed:
             return self._num_dropped + len(self._waiting) + len(self._taken)
 
+    def _add(self, line: bytes | Callable[[], bytes]) -> None:
+        self._raise_if_lost()
+        self._waiting.append(line)
+        self._changed.notify_all()
+
+    def _limit(self, error: Exception | None) -> None:
+        """Drops the oldest line if too many wait; or raises then, or for an error that stays."""
+        is_full = len(self._waiting) + len(self._taken) > self._max_waiting
+        if self._on_overflow == "drop oldest":
+            if is_full and self._waiting:
+                self._waiting.popleft()
+                self._num_dropped += 1
+        elif is_full or not isinstance(error, StorageUnavailable | None):
+            raise error or self._no_answer()
+
     def _request(self, seconds: float) -> Exception | None:
         """Requests a write of all waiting lines, waits this long for it, and returns its error."""
         self._num_requests += 1
@@ -292,8 +310,11 @@ class LineWriter:
         self._changed.notify_all()
         if not self._changed.wait_for(lambda: self._num_answered >= request, seconds):
             self._is_silent = True
-            return StorageUnavailable(f"{self._path}: storage does not answer.")
+            return self._no_answer()
         return self._error
+
+    def _no_answer(self) -> StorageUnavailable:
+        return StorageUnavailable(f"{self._path}: storage does not answer.")
 
     def _run(self) -> None:
         while True:
@@ -326,10 +347,11 @@ class LineWriter:
         while True:
             with self._changed:
                 if self._sink.is_batched:
-                    self._taken += self._waiting
+                    self._taken += [_encoded(line) for line in self._waiting]
                     self._waiting.clear()
                 elif not self._taken and self._waiting:
-                    self._taken.append(self._waiting.popleft())
+                    self._taken.append(_encoded(self._waiting[0]))
+                    self._waiting.popleft()
                 data = b"".join(self._taken)
             if not data:
                 return
@@ -343,6 +365,10 @@ class LineWriter:
                 f"{self._path}: {self._lost}. Nothing committed is lost. Fix the storage, then "
                 "rerun the same command: it computes them again."
             )
+
+
+def _encoded(line: bytes | Callable[[], bytes]) -> bytes:
+    return (line if isinstance(line, bytes) else line()) + b"\n"
 
 
 class FileLineSink:

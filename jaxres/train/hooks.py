@@ -25,7 +25,7 @@ from jaxres.storage.timeouts import CallTimeout, call_with_timeout
 
 @dataclass(frozen=True)
 class HookContext:
-    """Argument of a hook, after a step whose metrics are written."""
+    """Argument of a hook, after a completed step."""
 
     step: int
     params: Mapping[str, Any]

@@ -70,10 +70,11 @@ def train(run: Trainer) -> LoopResult:
                 save_requested=run.consensus.save_requested(),
             )
             last, hooks_due = progress.step == run.steps, run.hooks.are_due(progress.step)
-            drain = due.any or hooks_due or last or run.memory.is_due(progress.step)
+            keeps = run.memory.is_due(progress.step)
+            drain = due.any or hooks_due or last or keeps
             progress, verdict = process_completed(run, progress, in_flight, drain=drain)
             waits = due.evaluate or hooks_due
-            is_kept = not waits and (due.save or run.memory.is_due(progress.step))
+            is_kept = not waits and (due.save or keeps)
             verdict = compare_copies(run, state, progress, in_flight, verdict, is_kept=is_kept)
             if isinstance(verdict, RollbackRun | SkipRows):
                 if isinstance(verdict, SkipRows) and verdict.state_is_good:
@@ -95,7 +96,8 @@ def train(run: Trainer) -> LoopResult:
             if due.save:
                 may_skip = not (last or run.consensus.save_requested())
                 save(run, state, progress, may_skip=may_skip)
-            run.memory.save(to_plain(state), progress, is_busy=run.consensus.any_host_keeping())
+            if keeps:
+                run.memory.save(to_plain(state), progress, is_busy=run.consensus.any_host_keeping())
             if last:
                 return finalize(run, None, state, progress)
             if not in_flight.steps:

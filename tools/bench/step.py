@@ -1,10 +1,11 @@
 """Benchmark of the training loop against a bare one, and of the input pipeline alone.
 
-    python tools/bench/step.py [--blocks 30] [--live] [--tensorboard] [--save-every N]
+    python tools/bench/step.py [--blocks 30] [--live] [--tensorboard] [--save-every N] [--parts]
 
 Both loops run in this process on the same compiled step, model and batch size, in blocks that take
 turns. Exits 1 and prints FAIL if the median ratio is above 1.05; a run with --save-every only
-reports, since the cost of a save depends on the disk.
+reports, since the cost of a save depends on the disk. --parts: only the host time of parts of the
+loop, with steps that sleep.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import statistics
 import sys
@@ -31,18 +33,25 @@ from rich.console import Console as Terminal
 
 from jaxres import config as configs
 from jaxres import data
+from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import SingleHost
 from jaxres.config import RunConfig
+from jaxres.data import Prefetch
 from jaxres.engine import mesh as meshes
-from jaxres.engine.step import METRICS
+from jaxres.engine.state import Progress
+from jaxres.engine.step import METRICS, MetricsLayout
 from jaxres.runlog.event_log import EventLog
+from jaxres.runlog.metrics import MetricsLog
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
 from jaxres.telemetry.console import Console
 from jaxres.telemetry.observers import Observers
+from jaxres.train import loop
 from jaxres.train.build import BuiltTrainer, build
+from jaxres.train.checks.performance_guard import PerformanceGuard
 from jaxres.train.components import StepSchedule, Trainer
+from jaxres.train.consensus import SingleHostConsensus
 from jaxres.train.context import AttemptContext
 from jaxres.train.loop import LAG, train
 from jaxres.train.stop_requests import StopRequests
@@ -61,6 +70,25 @@ FAKE_SECONDS = 0.005
 PIPELINE_BATCHES = 1000
 QUICKSTART_STEPS = 10
 NEVER = 2**31 - 1
+PARTS: tuple[tuple[Any, str], ...] = (
+    (loop, "process_completed"),
+    (loop, "complete_step"),
+    (MetricsLayout, "read"),
+    (MetricsLog, "append"),
+    (Observers, "on_step"),
+    (loop, "sample_digest"),
+    (PerformanceGuard, "on_times"),
+    (loop, "judge_step"),
+    (SingleHostConsensus, "verdict"),
+    (Checkpointer, "check"),
+    (StepSchedule, "at"),
+    (loop, "next_batch"),
+    (Prefetch, "get"),
+    (SingleHostConsensus, "local_flags"),
+    (Progress, "after"),
+    (loop, "to_plain"),
+)
+"""Parts of the loop; one has the time of the parts that it calls."""
 
 
 @contextlib.contextmanager
@@ -217,6 +245,29 @@ def host_seconds(run: Trainer) -> tuple[float, float]:
     return (last[0] - first[0]) / count, (last[1] - first[1]) / count
 
 
+def print_parts(run: Trainer) -> None:
+    """Prints the host time of the loop and of PARTS; the clock adds about 1 us to each part."""
+    totals = dict.fromkeys((name for _, name in PARTS), 0.0)
+
+    def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **settings: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*arguments, **settings)
+            finally:
+                totals[name] += time.thread_time() - began
+
+        return call
+
+    for owner, name in PARTS:
+        setattr(owner, name, timed(getattr(owner, name), name))
+    own, all_threads = host_seconds(run)
+    print(f"{1e6 * own:6.0f} us  the loop's thread\n{1e6 * all_threads:6.0f} us  all threads")
+    for name, seconds in totals.items():
+        print(f"{1e6 * seconds / FAKE_STEPS:6.1f} us  {name}")
+
+
 def pipeline_tokens_per_second(config: RunConfig) -> float:
     """Returns the throughput of rows, shuffling, prefetching and placement."""
     dataset = data.open_dataset(config.data)
@@ -269,12 +320,17 @@ def main() -> int:
     parser.add_argument("--live", action="store_true", help="the progress bar of a terminal")
     parser.add_argument("--tensorboard", action="store_true", help="event files too")
     parser.add_argument("--save-every", type=int, default=NEVER, help="steps between saves")
+    parser.add_argument("--parts", action="store_true", help="only the host time, by part")
     parser.add_argument(
         "overrides", nargs="*", help="section.field=value, on top of the small model"
     )
     options = parser.parse_args()
     board = f"telemetry.tensorboard={str(options.tensorboard).lower()}"
     small = configs.load(CONFIG, [*SMALL, board, "run.dir=bench", *options.overrides]).config
+    if options.parts:
+        with built(small, live=options.live) as parts:
+            print_parts(parts.run)
+        return 0
     with built(small, live=options.live) as parts:
         pairs = take_turns(
             parts.run, blocks=options.blocks, steps=options.steps, save_every=options.save_every

@@ -1,4 +1,4 @@
-"""Finds slow hosts and devices, and a lower throughput, from times that are measured anyway. Pure.
+"""Finds slow hosts and devices, and a lower throughput, from times that are measured anyway.
 
 Home of: straggler.
 Collectives make all hosts of a job equally slow. So hosts are compared by what precedes the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 HIDDEN_SHARE = 0.7
 """Share of a step up to which a host's own work is hidden: its devices compute meanwhile."""
@@ -153,8 +153,8 @@ def _noise(records: Sequence[Sequence[float]], levels: Sequence[float]) -> float
 class Series:
     """Durations of one kind in an attempt, in blocks, and whether the newest ones are too long."""
 
-    block: tuple[float, ...] = ()
-    """Logarithms of the durations of the block that is not complete yet."""
+    block: list[float] = field(default_factory=list[float])
+    """Logarithms of the durations of the block that is not complete yet; `measure` appends here."""
     blocks: tuple[float, ...] = ()
     """Medians of blocks that were as usual, spread over the whole attempt."""
     stride: int = 1
@@ -203,11 +203,12 @@ def measure(
     """
     if not math.isfinite(seconds):
         return state, False
-    block = (*state.block, math.log(max(seconds, 1e-9)))
+    block = state.block
+    block.append(math.log(max(seconds, 1e-9)))
     if len(block) < block_size:
-        return replace(state, block=block), False
+        return state, False
     level = statistics.median(block)
-    state = replace(state, block=(), level=level)
+    state = replace(state, block=[], level=level)
     if len(state.blocks) < MIN_BLOCKS:
         return _with_usual(state, block, level), False
     excess = level - state.usual

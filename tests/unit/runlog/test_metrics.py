@@ -78,6 +78,16 @@ def test_a_line_reads_back_as_it_was_written(tmp_path):
     assert read_history(RunDir(tmp_path), log_of(claim(1), start(0))) == [LINE]
 
 
+def test_lines_that_wait_are_those_of_their_own_steps(tmp_path):
+    run_dir, appended = RunDir(tmp_path), lines(2, range(1, 30))
+    with MetricsLog(run_dir.metrics(1)) as log:
+        with log._lines._changed:  # The thread that formats them waits.
+            for line in appended:
+                log.append(line)
+        log.flush()
+        assert read_history(run_dir, log_of(claim(1), start(0))) == appended
+
+
 def test_a_number_that_is_not_finite_is_null(tmp_path):
     bad = dataclasses.replace(LINE, loss=math.nan, grad_norm=math.inf, learning_rate=-math.inf)
     written(RunDir(tmp_path), bad)

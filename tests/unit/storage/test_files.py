@@ -303,6 +303,44 @@ def test_hung_storage_delays_append_once_and_gets_all_lines_in_the_end(tmp_path,
     assert (tmp_path / "a").read_text().split() == [str(number) for number in range(2001)]
 
 
+def test_posted_lines_are_made_by_the_thread_and_written_in_order(tmp_path):
+    appender = opened(tmp_path / "a")
+    appender.append(b"one")
+    appender.post(lambda: threading.current_thread().name.encode())
+    appender.post(lambda: b"three")
+    appender.append(b"four")
+    appender.close()
+    assert (tmp_path / "a").read_bytes() == b"one\njaxres-lines\nthree\nfour\n"
+
+
+def test_posted_lines_wait_for_no_storage_until_too_many_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_writer, "APPEND_SECONDS", 10.0)
+    appender, resumed = opened(tmp_path / "a", max_waiting=4), threading.Event()
+    appender._sink._file = Hanging(appender._sink._file, resumed)
+    appender.post(lambda: b"0")
+    wait_until(lambda: appender._taken, "the write that hangs")
+    began = time.monotonic()
+    for number in (1, 2, 3):
+        appender.post(lambda number=number: b"%d" % number)
+    with pytest.raises(StorageUnavailable, match="does not answer"):
+        appender.post(lambda: b"4")
+    assert time.monotonic() - began < 10.0, "a line has waited"
+    resumed.set()
+    assert appender.close() == 0
+    assert (tmp_path / "a").read_text().split() == ["0", "1", "2", "3", "4"]
+
+
+def test_a_line_that_can_not_be_made_is_an_error_of_every_later_call(tmp_path):
+    appender = opened(tmp_path / "a")
+    with appender._changed:  # The thread waits.
+        appender.post(lambda: b"%d" % (1 // 0))
+        appender.post(lambda: b"two")
+    for refused in (appender.flush, lambda: appender.post(lambda: b"three"), appender.sync):
+        with pytest.raises(ZeroDivisionError):
+            refused()
+    assert appender.close() == 3
+
+
 def test_close_does_not_wait_for_hung_storage(tmp_path, monkeypatch):
     monkeypatch.setattr(line_writer, "APPEND_SECONDS", 0.1)
     appender, resumed = opened(tmp_path / "a"), threading.Event()

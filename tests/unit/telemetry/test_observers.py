@@ -139,13 +139,15 @@ def test_observers_receive_a_step_before_its_metrics_line_is_written(tmp_path):
 
     class Reading(Recording):
         def on_step(self, line):
+            flush()
             self.received.append((line.step, len(read_json_lines(path))))
 
     reading = Reading()
     with contextlib.ExitStack() as stack:
-        on_step, *_ = build._metrics(context(tmp_path, Observers([reading])), stack)
+        on_step, _, flush = build._metrics(context(tmp_path, Observers([reading])), stack)
         for step in (1, 2):
             on_step(dataclasses.replace(LINE, step=step))
+            flush()
             assert len(read_json_lines(path)) == step
     assert reading.received == [(1, 0), (2, 1)]
 
