@@ -77,6 +77,9 @@ class Kind(StrEnum):
     VM_LOST = ("vm_lost", KindRow("has lost VMs between two attempts", "warning"))
     NO_CAPACITY = ("no_capacity", KindRow("gets no VMs for too long", "error"))
     CAPACITY_FOUND = ("capacity_found", KindRow("has all its VMs again", resolves=("no_capacity",)))
+    SHRUNK = ("shrunk", KindRow("trains with fewer hosts than it should", "warning"))
+    GROWN = ("grown", KindRow("trains with all its hosts again", resolves=("shrunk",)))
+    MOVED = ("moved", KindRow("has moved to another capacity option", "info"))
     SPEND_EXCEEDED = ("spend_exceeded", KindRow("has cost more than its bound", "warning"))
     ATTEMPT_FAILED = (
         "attempt_failed",

@@ -223,6 +223,17 @@ def test_the_launchers_events_that_are_incidents_and_those_that_are_none():
     assert of_events(event(0, "job_ending", cause="76")) == [], "an operator has ended it"
 
 
+def test_a_planned_end_is_no_preemption_and_a_degraded_job_is_told():
+    ended = event(0, "attempt_ended", cause="75", planned="grow")
+    assert of_events(ended, event(1, "grown", time=2.0)) == [("grown", 1)]
+    assert of_events(event(0, "shrunk", lacking=2), event(1, "grown", time=2.0, lacking=1)) == [
+        ("shrunk", 0),
+        ("shrunk", 1),
+    ], "it still lacks a host"
+    assert of_events(event(0, "moved")) == [("moved", 0)]
+    assert Kind.GROWN.resolves == ("shrunk",)
+
+
 def test_vms_that_are_lost_with_an_attempt_are_one_incident_with_its_end():
     ended = event(0, "attempt_ended", cause="75", reason="vm-1: it was preempted")
     lost = [event(n, "vm_lost", vms=(f"vm-{n}",), cause="preempted") for n in (1, 2)]
