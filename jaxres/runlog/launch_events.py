@@ -36,6 +36,8 @@ LaunchEventKind = Literal[
     "no_capacity",
     "capacity_found",
     "spend_exceeded",
+    "spare_lost",
+    "spares_ready",
 ]
 
 

@@ -239,10 +239,19 @@ class StatusWriter:
                 self._num_rollbacks += 1
                 text = f"step {onset}: {reason}"
                 self._send(TrainingReport(Kind.ROLLBACK, target, text, self._num_rollbacks))
-            case UpdateSkipped(step=step, cause=cause) if cause is not SkipCause.LOSS_SCALE:
-                self._masked.add(step, cause)
+            case UpdateSkipped() if event.cause is not SkipCause.LOSS_SCALE:
+                self._on_masked(event)
             case _:
                 pass
+
+    def _on_masked(self, event: UpdateSkipped) -> None:
+        step, masked = event.step, self._masked
+        masked.add(step, event.cause)
+        if masked.is_new_spike(step, event.cause):
+            norm, score = event.grad_norm, event.spike_score
+            reason = f"step {step}: norm {norm:.4g}, {score:.3g} standard deviations above its mean"
+            report = TrainingReport(Kind.NORM_SPIKE, self._committed, reason, masked.num_spikes)
+            self._send(report)
 
     def _send_health(self, health: SaveHealth) -> None:
         if self._last_health is not type(health):

@@ -354,9 +354,10 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
             kind = Kind.FINISHED
         case "job_ending" if code != ExitCode.STOPPED:
             kind, what_next = Kind.GAVE_UP, "an operator must act: launch gce status RUN"
-        case "commits_stalled" | "commits_resumed" | "no_capacity" | "capacity_found":
+        case "no_capacity" | "spare_lost":
+            kind, what_next = Kind(event.kind), "VMs are requested again and again"
+        case "commits_stalled" | "commits_resumed" | "capacity_found" | "spares_ready":
             kind = Kind(event.kind)
-            what_next = "VMs are requested again and again" if kind is Kind.NO_CAPACITY else ""
         case "shrunk" | "grown":
             kind = Kind.SHRUNK if event.lacking else Kind.GROWN
             what_next = "more VMs are requested while they would pay" if event.lacking else ""

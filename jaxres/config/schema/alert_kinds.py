@@ -80,12 +80,18 @@ class Kind(StrEnum):
     SHRUNK = ("shrunk", KindRow("trains with fewer hosts than it should", "warning"))
     GROWN = ("grown", KindRow("trains with all its hosts again", resolves=("shrunk",)))
     MOVED = ("moved", KindRow("has moved to another capacity option", "info"))
+    SPARE_LOST = ("spare_lost", KindRow("lacks a spare that is ready", "warning"))
+    SPARES_READY = ("spares_ready", KindRow("has all its spares again", resolves=("spare_lost",)))
     SPEND_EXCEEDED = ("spend_exceeded", KindRow("has cost more than its bound", "warning"))
     ATTEMPT_FAILED = (
         "attempt_failed",
         KindRow("has failed: its supervisor does not restart it", "error", ends_run=True),
     )
     MASKED_STEPS = ("masked_steps", KindRow("masks many steps", "warning", next=GUARDS))
+    NORM_SPIKE = (
+        "norm_spike",
+        KindRow("has masked a spike of the gradient norm", "info", next=GUARDS),
+    )
     MASKED_STEPS_RECOVERED = (
         "masked_steps_recovered",
         KindRow("masks few steps again", resolves=("masked_steps",)),

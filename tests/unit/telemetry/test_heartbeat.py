@@ -28,6 +28,7 @@ from jaxres.runlog.events import (
     UpdateSkipped,
 )
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.telemetry import heartbeat
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
@@ -40,9 +41,12 @@ from jaxres.telemetry.heartbeat import (
     SpeedChanged,
     StatusWriter,
     StepFinished,
+    TrainingReport,
     decode,
     encode,
 )
+from jaxres.telemetry.incidents import of_training
+from jaxres.telemetry.masked_steps import MaskedSteps
 from tests.waiting import SURE_SECONDS
 
 
@@ -236,6 +240,19 @@ def test_each_act_of_a_guard_is_a_message_that_names_it(pipe):
         GuardActed(4, "records_skipped"),
         GuardActed(5, "corruption"),
     ]
+
+
+def test_one_masked_spike_of_the_norm_is_told_with_its_norm_and_more_in_the_window_are_not(pipe):
+    masked = MaskedSteps(10, window_steps=100)
+    spike = UpdateSkipped(7, 2.5, 12.25, 9.5, (), 0, (), cause=SkipCause.NORM_SPIKE)
+    with StatusWriter(pipe[1], masked=masked) as writer:
+        writer.on_event(spike)
+        writer.on_event(dataclasses.replace(spike, step=8))
+        writer.on_event(dataclasses.replace(spike, step=9, cause=SkipCause.NONFINITE_LOSS))
+    reason = "step 7: norm 12.25, 9.5 standard deviations above its mean"
+    told = [message for message in drain(pipe[0]) if isinstance(message, TrainingReport)]
+    assert told == [TrainingReport(Kind.NORM_SPIKE, 0, reason, 1)]
+    assert of_training(told[0], run="r", attempt=1).kind is Kind.NORM_SPIKE
 
 
 def test_a_loss_that_json_has_no_number_for_is_sent_as_unknown(pipe):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
-from jaxres.launch.gce.decide import elastic, reconcile
+from jaxres.launch.gce.decide import elastic, job_conditions, reconcile
 from jaxres.launch.gce.state import run_speed
 from jaxres.launch.gce.state.capacity_options import Backoff
 from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, VmSpec
@@ -169,6 +169,21 @@ def test_a_job_grows_after_the_next_commit_if_that_pays_for_the_restart() -> Non
     assert (grown.events.newest[-1].kind, grown.events.newest[-1].lacking) == ("grown", 0)
     started = next_state(grown, ready, CONFIG)
     assert [host.name for host in started.attempt.hosts] == list(NAMES)
+
+
+def test_a_job_that_is_short_of_hosts_for_too_long_has_no_capacity_until_vms_wait_for_it() -> None:
+    late = running(*NAMES[:2], log=speed(1.0, hosts=2), lacking_seconds=3600.0)
+    short = next_state(SHRUNK, late, CONFIG)
+    assert [event.kind for event in short.events.newest] == ["no_capacity"]
+    assert "trains with 2 of 4 hosts" in short.events.newest[0].reason
+    between = changed(short, phase="placing", hosts=())
+    assert job_conditions.lacks_vms(between, CONFIG), "an alert at each restart"
+    assert job_conditions.lacks_vms(replace(short, spares=WAITING.spares[:1]), CONFIG)
+    assert not job_conditions.lacks_vms(replace(short, spares=WAITING.spares), CONFIG)
+    assert not job_conditions.lacks_vms(short, config(num_hosts=2))
+    exist = running(*NAMES[:2], waiting=NAMES[2:], log=speed(9 * ENOUGH, hosts=2))
+    found = next_state(replace(short, spares=WAITING.spares), exist, CONFIG)
+    assert [event.kind for event in found.events.newest] == ["no_capacity", "capacity_found"]
 
 
 @pytest.mark.parametrize(
