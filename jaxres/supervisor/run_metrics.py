@@ -24,7 +24,8 @@ from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import KILLED
 from jaxres.runlog.run_log import AttemptEnded, Claim, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
-from jaxres.supervisor.health.gpu_health import ECC
+from jaxres.supervisor.health import nvml
+from jaxres.supervisor.health.gpu_health import CORRECTED, ECC, NVLINK, PCIE
 from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.health.nvml import BAD_REASONS
 from jaxres.telemetry.heartbeat import (
@@ -64,9 +65,13 @@ METRICS = {
         Metric("jaxres_skipped_steps_total", "counter", "Finished steps whose update was masked"),
         Metric("jaxres_last_step_timestamp_seconds", "gauge", "End of the newest step (epoch)"),
         Metric("jaxres_loss", "gauge", "Loss of the newest step; NaN: not finite"),
+        Metric("jaxres_grad_norm", "gauge", "Gradient norm of that step; NaN: not finite"),
         Metric("jaxres_tokens", "gauge", "Tokens consumed up to the newest step"),
         Metric("jaxres_step_seconds", "gauge", "Mean duration of the last 50 steps"),
         Metric("jaxres_tokens_per_second", "gauge", "Tokens per second in the last 50 steps"),
+        Metric("jaxres_mfu_ratio", "gauge", "Model FLOP/s by the devices' peak, in these steps"),
+        Metric("jaxres_hosts", "gauge", "Hosts of the newest attempt"),
+        Metric("jaxres_target_hosts", "gauge", "Hosts with which the job should train"),
         Metric(
             "jaxres_goodput_seconds_total", "counter", "Time by class, as in `report`", ("class",)
         ),
@@ -85,6 +90,18 @@ METRICS = {
             "Uncorrectable memory errors since the driver was loaded",
             ("gpu",),
         ),
+        Metric(
+            "jaxres_gpu_ecc_corrected_errors_total",
+            "counter",
+            "Corrected memory errors since the driver was loaded",
+            ("gpu",),
+        ),
+        Metric("jaxres_gpu_pcie_replays_total", "counter", "Repeated PCIe packets", ("gpu",)),
+        Metric("jaxres_gpu_nvlink_errors_total", "counter", "Repeated NVLink packets", ("gpu",)),
+        Metric("jaxres_gpu_utilization_ratio", "gauge", "Share of time with a kernel", ("gpu",)),
+        Metric("jaxres_gpu_memory_used_bytes", "gauge", "Memory in use", ("gpu",)),
+        Metric("jaxres_gpu_memory_peak_bytes", "gauge", "Most memory seen in use", ("gpu",)),
+        Metric("jaxres_gpu_memory_total_bytes", "gauge", "Memory of the GPU", ("gpu",)),
         Metric("jaxres_gpu_clocks_slowed", "gauge", "1: by heat, power or a fault", ("gpu",)),
         Metric("jaxres_disk_free_bytes", "gauge", "Free space for the run's local files"),
         Metric("jaxres_memory_available_bytes", "gauge", "Memory that the host has left"),
@@ -92,6 +109,16 @@ METRICS = {
     )
 }
 """Name -> metric."""
+AS_READ: Mapping[str, str] = {
+    ECC: "jaxres_gpu_ecc_uncorrected_errors_total",
+    CORRECTED: "jaxres_gpu_ecc_corrected_errors_total",
+    PCIE: "jaxres_gpu_pcie_replays_total",
+    NVLINK: "jaxres_gpu_nvlink_errors_total",
+    nvml.USED: "jaxres_gpu_memory_used_bytes",
+    nvml.PEAK: "jaxres_gpu_memory_peak_bytes",
+    nvml.TOTAL: "jaxres_gpu_memory_total_bytes",
+}
+"""Reading of a GPU -> the metric that has its value."""
 WINDOW_STEPS = 50
 CAUSES = (
     *(row.name.lower() for row in ROWS if row.restart is not RestartRule.NEVER),
@@ -104,6 +131,7 @@ VERDICTS: tuple[str, ...] = (
 )
 FAULTS = (
     *("lost", "xid", "ecc", "row_remap", "thermal", "link", "silent", "other_xid", "unreadable"),
+    *("temperature", "ecc_corrected"),
     *("host_memory", "disk", "clock", "network"),
 )
 """Kinds of faults of the health guard (docs/hardware.md)."""
@@ -151,7 +179,9 @@ class RunMetrics:
             self._counts.update({(name, (kind,)): 0 for kind in kinds})
         for name in ("steps", "skipped_steps", "failed_saves"):
             self._counts[f"jaxres_{name}_total", ()] = 0
-        self._target = config.train.steps
+        self._target, self._num_hosts = config.train.steps, 0
+        gce = config.launch.gce
+        self._target_hosts = 0 if gce is None else gce.most_hosts
 
     def on_history(self, records: Sequence[Record], *, reached: int = 0) -> None:
         """Takes over the counts of earlier attempts, before another attempt starts.
@@ -169,9 +199,11 @@ class RunMetrics:
                 self._commit = history.step, newest.time
             self._timeline.reached = max(self._timeline.reached, reached)
 
-    def on_attempt_started(self, attempt: int) -> None:
-        """Workers of an attempt start."""
+    def on_attempt_started(self, attempt: int, *, num_hosts: int) -> None:
+        """Workers of an attempt start on so many hosts."""
         with self._lock:
+            self._num_hosts = num_hosts
+            self._target_hosts = max(num_hosts, self._target_hosts)
             self._attempt, self._phase = attempt, "start"
             self._durations.clear()
             self._tokens_per_step = 0.0
@@ -239,6 +271,9 @@ class RunMetrics:
         yield Sample("jaxres_target_step", self._target)
         yield Sample("jaxres_attempt", self._attempt)
         yield Sample("jaxres_phase", 1, (self._phase,))
+        if self._num_hosts:
+            yield Sample("jaxres_hosts", self._num_hosts)
+            yield Sample("jaxres_target_hosts", self._target_hosts)
         if self._commit is not None:
             step, at = self._commit
             yield Sample("jaxres_last_commit_step", step)
@@ -252,12 +287,16 @@ class RunMetrics:
         yield Sample("jaxres_step", newest.step)
         yield Sample("jaxres_last_step_timestamp_seconds", self._step_at)
         yield Sample("jaxres_loss", math.nan if newest.loss is None else newest.loss)
+        norm = newest.grad_norm
+        yield Sample("jaxres_grad_norm", math.nan if norm is None else norm)
         yield Sample("jaxres_tokens", newest.tokens)
         if total := sum(self._durations):
             mean = total / len(self._durations)
             yield Sample("jaxres_step_seconds", mean)
             if self._tokens_per_step:
                 yield Sample("jaxres_tokens_per_second", self._tokens_per_step / mean)
+            if newest.peak_seconds:
+                yield Sample("jaxres_mfu_ratio", newest.peak_seconds / mean)
 
     def _of_time(self) -> Iterator[Sample]:
         now = self._clock.monotonic()
@@ -278,8 +317,11 @@ def _of_machine(health: HealthWatcher | None) -> Iterator[Sample]:
             yield Sample("jaxres_gpu_temperature_celsius", degrees, (gpu,))
         if (milliwatts := values.get("power_mW")) is not None:
             yield Sample("jaxres_gpu_power_watts", milliwatts / 1000, (gpu,))
-        if (errors := values.get(ECC)) is not None:
-            yield Sample("jaxres_gpu_ecc_uncorrected_errors_total", errors, (gpu,))
+        if (percent := values.get(nvml.UTILIZATION)) is not None:
+            yield Sample("jaxres_gpu_utilization_ratio", percent / 100, (gpu,))
+        for reading, name in AS_READ.items():
+            if (value := values.get(reading)) is not None:
+                yield Sample(name, value, (gpu,))
         if (reasons := values.get("clocks_event_reasons")) is not None:
             yield Sample("jaxres_gpu_clocks_slowed", bool(reasons & BAD_REASONS), (gpu,))
     if (host := health.host_reading()) is not None:

@@ -17,6 +17,7 @@ from jaxres.runlog.events import (
     PartCommitted,
     PhaseChanged,
     RolledBack,
+    RunBuilt,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
@@ -86,7 +87,7 @@ def test_a_message_is_in_the_pipe_when_the_method_returns(pipe):
         writer.on_event(PhaseChanged("train"))
         assert drain(pipe[0]) == [PhaseEntered("train")]
         writer.on_step(finished(1))
-        assert drain(pipe[0]) == [StepFinished(1, 0.5, 1.0, 1, False)]
+        assert drain(pipe[0]) == [StepFinished(1, 0.5, 1.0, 1, False, 1.0)]
         writer.on_event(Noted("no progress"))
         assert drain(pipe[0]) == []
         writer.on_exit(ExitMessage(75, "asked", True))
@@ -255,7 +256,27 @@ def test_one_masked_spike_of_the_norm_is_told_with_its_norm_and_more_in_the_wind
     assert of_training(told[0], run="r", attempt=1).kind is Kind.NORM_SPIKE
 
 
+def test_the_time_of_a_step_at_the_peak_of_known_devices_is_sent_with_each_step(pipe):
+    built = RunBuilt(
+        model="gpt",
+        params=1,
+        rows=9,
+        tokens_per_epoch=9,
+        steps=9,
+        tokens_per_step=1000,
+        flops_per_token=989e9,
+        devices="8 x NVIDIA H100 80GB HBM3",
+        state_bytes_per_device=9,
+    )
+    with StatusWriter(pipe[1]) as writer:
+        writer.on_event(built)
+        writer.on_step(finished(1))
+        writer.on_event(dataclasses.replace(built, devices="2 x cpu"))
+        writer.on_step(finished(2))
+    assert [message.peak_seconds for message in drain(pipe[0])] == [0.125, None]
+
+
 def test_a_loss_that_json_has_no_number_for_is_sent_as_unknown(pipe):
     with StatusWriter(pipe[1]) as writer:
         writer.on_step(dataclasses.replace(finished(1), loss=float("nan")))
-    assert drain(pipe[0]) == [StepFinished(1, 0.5, None, 1)]
+    assert drain(pipe[0]) == [StepFinished(1, 0.5, None, 1, grad_norm=1.0)]
