@@ -22,7 +22,7 @@ from jaxres.goodput import attempt_timeline, launch_gap
 from jaxres.goodput.attempt_timeline import NOT_LOST, RUN_ENDED
 from jaxres.goodput.intervals import Activity, ActivityInterval, merged
 from jaxres.runlog import run_log
-from jaxres.runlog.attempt_history import RUNNING, unrecorded_end
+from jaxres.runlog.attempt_history import RUNNING, launcher_end, recorded_end, unrecorded_end
 from jaxres.runlog.events import EVENTS
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import MetricsColumns, concatenate, of_lines
@@ -46,7 +46,8 @@ class AttemptTime:
     claimed: float
     ended: float
     cause: str
-    """Name of the exit code, `killed` (nothing has recorded the end), or `running`.
+    """Name of the exit code, `killed` (nothing has recorded the end), `running`, or one of
+    PLANNED_CAUSES.
 
     Of an attempt without an end record, as after the loss of a VM, the launcher's event counts."""
     reason: str
@@ -125,10 +126,9 @@ def fold(
         is_running = is_alive and index == len(claims) - 1
         of_attempt = lines.get(number, NO_LINES)
         placed = axis.place(source, own, of_attempt, lost_to.get(number, NONE_LOST), bound=bound)
-        unrecorded = (RUNNING, "")
-        if not is_running:
-            unrecorded = _unrecorded(claims[index:], source.events, launch_events)
-        summary = _attempt(claim, own, placed, attempts, unrecorded=unrecorded)
+        event = launcher_end(claims[index:], launch_events)
+        end = _end(own, source.events, event, is_running=is_running)
+        summary = _attempt(claim, own, placed, attempts, end=end)
         if attempts and not is_complete:
             intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
@@ -140,15 +140,23 @@ def fold(
     return RunTimeline(whole, tuple(attempts), counts, began, tuple(complete), is_known)
 
 
-def _unrecorded(
-    claims: Sequence[Record], events: Events, launch_events: Sequence[LaunchEvent]
+def _end(
+    records: Sequence[Record],
+    events: Events,
+    launch_event: LaunchEvent | None,
+    *,
+    is_running: bool,
 ) -> tuple[str, str]:
-    """Returns cause and reason of the end of an attempt that has no end record.
+    """Returns cause and reason of the end of an attempt.
 
-    The rebuilt log of a complete run lacks that record; the worker's events have its exit code.
+    The rebuilt log of a complete run lacks its record; the worker's events have the exit code.
     """
+    if (recorded := _end_record(records)) is not None:
+        return recorded_end(recorded[1], launch_event)
+    if is_running:
+        return RUNNING, ""
     ends = (event.get("exit") for event in events if event.get("event") == RUN_ENDED)
-    return (DONE, "") if ExitCode.DONE in ends else unrecorded_end(claims, launch_events)
+    return (DONE, "") if ExitCode.DONE in ends else unrecorded_end(launch_event)
 
 
 def _gap(
@@ -347,12 +355,12 @@ def _attempt(
     placed: _Placed,
     before: Sequence[AttemptTime],
     *,
-    unrecorded: tuple[str, str],
+    end: tuple[str, str],
 ) -> AttemptTime:
-    """Returns the summary of an attempt; `unrecorded`: its cause and reason without end record."""
+    """Returns the summary of an attempt; `end`: cause and reason of its end."""
     num_hosts = _claim_of(claim).num_hosts
     _, stop = _end_record(records) or (0.0, None)
-    cause, reason = unrecorded
+    cause, reason = end
     starts = [record for record in records if isinstance(record.body, Start)]
     devices = [d for record in starts if (d := start_of(record).devices) is not None]
     known = before[-1].num_devices if before else None
@@ -361,8 +369,8 @@ def _attempt(
         attempt=claim.attempt,
         claimed=placed.claimed,
         ended=placed.ended,
-        cause=cause if stop is None else exit_row(stop.exit).name,
-        reason=reason if stop is None else stop.reason,
+        cause=cause,
+        reason=reason,
         culprit=stop.culprit if stop is not None and num_hosts > 1 else None,
         time=placed.end_wall,
         num_hosts=num_hosts,

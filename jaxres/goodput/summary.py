@@ -26,7 +26,7 @@ class CostlyInterruption:
     attempt: int
     """The attempt that ended, or that went back."""
     cause: str
-    """Name of the exit code, `killed`, or `rolled back`."""
+    """Name of the exit code, `killed`, `rolled back`, or one of PLANNED_CAUSES."""
     reason: str
     culprit: int | None
     """The host that is the cause; None: unknown, or the only one."""

@@ -18,6 +18,7 @@ from typing import Any
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.runlog import launch_events as launcher
 from jaxres.runlog import run_log
+from jaxres.runlog.attempt_result import planned_cause
 from jaxres.runlog.event_log import read_events
 from jaxres.runlog.events import EVENTS, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.guarantee import BITWISE_LEVELS, guarantee_level
@@ -44,8 +45,9 @@ class AttemptSummary:
     end: float | None
     """Time of the end or, if it was killed, of its last record or event; None: it is running."""
     cause: str
-    """Name of the exit code, `signal N (NAME)`, `killed` (nothing has recorded the end), or
-    `running`. Of an attempt without a stop record the launcher's event counts."""
+    """Name of the exit code, `signal N (NAME)`, `killed` (nothing has recorded the end),
+    `running`, or one of PLANNED_CAUSES. Of an attempt without a stop record the launcher's event
+    counts."""
     exit: int | None
     """Exit code; None: there is no stop record."""
     culprit: int | None
@@ -103,16 +105,14 @@ def fold(
             starts=[start for start in starts if start.attempt <= claim.attempt],
             taken_over=_taken_over(claim.attempt, starts),
             is_running=is_alive and claim.attempt == newest,
-            unrecorded=unrecorded_end(claims[index:], launch_events),
+            event=launcher_end(claims[index:], launch_events),
         )
         for index, claim in enumerate(claims)
     ]
 
 
-def unrecorded_end(claims: Sequence[Record], events: Sequence[LaunchEvent]) -> tuple[str, str]:
-    """Returns cause and reason of the end of an attempt that has recorded none, as after a lost VM.
-
-    They are those of the launcher, `killed` and "" if it has none.
+def launcher_end(claims: Sequence[Record], events: Sequence[LaunchEvent]) -> LaunchEvent | None:
+    """Returns the launcher's event of the end of an attempt; None: it has none.
 
     Args:
       claims: those of the run, from that of the attempt on.
@@ -121,10 +121,28 @@ def unrecorded_end(claims: Sequence[Record], events: Sequence[LaunchEvent]) -> t
     """
     until = claims[1].time if len(claims) > 1 else math.inf
     ends = (e for e in events if e.kind == "attempt_ended" and claims[0].time <= e.time < until)
-    found = next(ends, None)
-    if found is None or not found.cause.isdigit():
+    return next(ends, None)
+
+
+def unrecorded_end(event: LaunchEvent | None) -> tuple[str, str]:
+    """Returns cause and reason of the end of an attempt that has recorded none, as after a lost VM.
+
+    They are those of the launcher's event, `killed` and "" if there is none.
+    """
+    if event is None or not event.cause.isdigit():
         return KILLED, ""
-    return exit_row(int(found.cause)).name, found.reason
+    return exit_row(int(event.cause)).name, event.reason
+
+
+def recorded_end(stop: AttemptEnded, event: LaunchEvent | None) -> tuple[str, str]:
+    """Returns cause and reason of the end of an attempt by its record.
+
+    A supervisor that the launcher has told to save and exit records a preemption: if `event`, the
+    launcher's own, has a planned end, that is the cause.
+    """
+    if event is not None and event.planned and stop.exit == ExitCode.PREEMPTED:
+        return planned_cause(event.planned), event.reason
+    return exit_row(stop.exit).name, stop.reason
 
 
 def _taken_over(attempt: int, starts: Sequence[Record]) -> int | None:
@@ -144,16 +162,14 @@ def _attempt(
     starts: Sequence[Record],
     taken_over: int | None,
     is_running: bool,
-    unrecorded: tuple[str, str],
+    event: LaunchEvent | None,
 ) -> AttemptSummary:
     assert isinstance(claim.body, Claim), claim
     bodies = [record.body for record in records]
     start = next((body.step for body in bodies if isinstance(body, Start)), None)
     committed = max((body.step for body in bodies if isinstance(body, Commit)), default=None)
     stop = next((r for r in reversed(records) if isinstance(r.body, AttemptEnded)), None)
-    end, cause, code, reason = _end(
-        records, events, stop, is_running=is_running, unrecorded=unrecorded
-    )
+    end, cause, code, reason = _end(records, events, stop, is_running=is_running, event=event)
     has_peers = claim.body.num_hosts > 1
     culprit = (
         stop.body.culprit if stop and isinstance(stop.body, AttemptEnded) and has_peers else None
@@ -188,16 +204,17 @@ def _end(
     stop: Record | None,
     *,
     is_running: bool,
-    unrecorded: tuple[str, str],
+    event: LaunchEvent | None,
 ) -> tuple[float | None, str, int | None, str]:
     """Returns end, cause, exit code and reason."""
     if stop is not None:
         assert isinstance(stop.body, AttemptEnded), stop
-        return stop.time, exit_row(stop.body.exit).name, stop.body.exit, stop.body.reason
+        cause, reason = recorded_end(stop.body, event)
+        return stop.time, cause, stop.body.exit, reason
     if is_running:
         return None, RUNNING, None, ""
     times = [record.time for record in records] + [e["time"] for e in events if "time" in e]
-    cause, why = unrecorded
+    cause, why = unrecorded_end(event)
     if cause != KILLED:
         reason = f"{why or cause}, by the launcher; no stop record, so end: its last event"
         return max(times), cause, None, reason

@@ -7,7 +7,7 @@ whether another attempt follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
@@ -17,6 +17,24 @@ from jaxres.runlog.records import AttemptEnded, HostFault, SupervisorEnded
 from jaxres.secret_values import redact_text
 
 HostT = TypeVar("HostT", int, str)
+PLANNED_ENDS: Mapping[str, str] = {
+    "grow": "more hosts are ready",
+    "move": "all VMs of a cheaper capacity option are ready",
+}
+"""Why the launcher of `launch gce` ends an attempt by itself -> the reason for the operator. Such
+an end has the exit code of a preemption, and is none."""
+
+
+def planned_cause(planned: str) -> str:
+    """Returns the cause of a planned end, which stands where other ends have their exit's name.
+
+    >>> planned_cause("grow")
+    'planned grow'
+    """
+    return f"planned {planned}"
+
+
+PLANNED_CAUSES = frozenset(map(planned_cause, PLANNED_ENDS))
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,8 @@ class AttemptOutcome(Generic[HostT]):
     """The host that is the cause; None: unknown, or none is."""
     attempt: int = 0
     """Number of the attempt; 0: unknown."""
+    planned: str = ""
+    """Why the launcher has ended it, one of PLANNED_ENDS; empty: the launcher has not."""
 
 
 def stop_record(result: AttemptResult) -> AttemptEnded:

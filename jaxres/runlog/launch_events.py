@@ -36,6 +36,8 @@ LaunchEventKind = Literal[
     "no_capacity",
     "capacity_found",
     "spend_exceeded",
+    "spare_lost",
+    "spares_ready",
 ]
 
 
@@ -66,6 +68,10 @@ class LaunchEvent:
     """Of a loss: the VM that was requested at the notice, or was a spare; empty: there is none."""
     is_last: bool = False
     """Whether no other attempt follows the one that has ended."""
+    planned: str = ""
+    """Of the end of an attempt: why the launcher has ended it (attempt_result.PLANNED_ENDS)."""
+    lacking: int = 0
+    """Of `shrunk` and `grown`: hosts that the job has less than its range allows."""
 
 
 def encode(events: Iterable[LaunchEvent]) -> bytes:

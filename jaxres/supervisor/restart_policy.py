@@ -256,7 +256,8 @@ def _excluded(
 
 def _recent_restarts(history: Sequence[AttemptOutcome[int]]) -> int:
     newest = max(outcome.step_after for outcome in history)
-    return sum(outcome.step_after > newest - PER_STEPS for outcome in history)
+    unplanned = (outcome for outcome in history if not outcome.planned)
+    return sum(outcome.step_after > newest - PER_STEPS for outcome in unplanned)
 
 
 def _within_budgets(
@@ -270,16 +271,18 @@ def _within_budgets(
     streak, fruitless = since_progress(history)
     last, limits = history[-1], policy.restart
     failures = sum(map(_is_failure, fruitless))
-    same = sum(outcome.code == last.code for outcome in fruitless)
+    same = sum(outcome.code == last.code and not outcome.planned for outcome in fruitless)
     rule = exit_row(last.code).restart
+    if last.planned:
+        return Restart(0.0, without, "ended as planned; no budget used")
     if rule is RestartRule.WITHOUT_HOST:
-        decision = Restart(0.0, without, "without the unhealthy host; no budget used")
-        return decision if same < limits.max_attempts_without_commit else _no_progress(last, same)
+        most = limits.max_attempts_without_commit
+        decision = Restart(0.0, without, f"without the unhealthy host; {_used(same, most)}")
+        return decision if same < most else _no_progress(last, same)
     if rule is RestartRule.PREEMPTION_BUDGET:
-        decision = Restart(0.0, without, "restarts at once; no budget used")
-        return (
-            decision if same < limits.max_preemptions_without_commit else _no_progress(last, same)
-        )
+        most = limits.max_preemptions_without_commit
+        decision = Restart(0.0, without, f"restarts at once; {_used(same, most)}")
+        return decision if same < most else _no_progress(last, same)
     if rule is RestartRule.STORAGE_BUDGET:
         first, longest = limits.storage_backoff_seconds, MAX_STORAGE_BACKOFF_SECONDS
         seconds = _backoff(same, first, longest, policy)
@@ -302,6 +305,11 @@ def _within_budgets(
     if failures < limits.max_attempts_without_commit:
         return Restart(seconds, without, reason)
     return _no_progress(last, failures)
+
+
+def _used(times: int, most: int) -> str:
+    """Returns the used part of a budget, for messages."""
+    return f"{times} of {most} without a new commit" if times else "no budget used"
 
 
 def _is_failure(outcome: AttemptOutcome[int]) -> bool:

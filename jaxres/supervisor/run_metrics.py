@@ -24,7 +24,8 @@ from jaxres.runlog import run_log
 from jaxres.runlog.attempt_history import KILLED
 from jaxres.runlog.run_log import AttemptEnded, Claim, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
-from jaxres.supervisor.health.gpu_health import ECC
+from jaxres.supervisor.health import nvml
+from jaxres.supervisor.health.gpu_health import CORRECTED, ECC, NVLINK, PCIE
 from jaxres.supervisor.health.health_watcher import HealthWatcher
 from jaxres.supervisor.health.nvml import BAD_REASONS
 from jaxres.telemetry.heartbeat import (
@@ -82,12 +83,24 @@ METRICS = {
             "End of the newest step, in seconds since the epoch",
         ),
         Metric("jaxres_loss", "gauge", "Loss of the newest step; NaN: not finite"),
+        Metric("jaxres_grad_norm", "gauge", "Its gradient norm before clipping; NaN: not finite"),
         Metric("jaxres_tokens", "gauge", "Tokens consumed up to the newest step"),
         Metric("jaxres_step_seconds", "gauge", "Mean duration of the last 50 steps of the attempt"),
         Metric(
             "jaxres_tokens_per_second",
             "gauge",
             "Tokens of all hosts per second in the last 50 steps",
+        ),
+        Metric(
+            "jaxres_mfu_ratio",
+            "gauge",
+            "Model FLOP/s in these steps as a share of the devices' peak, attention in full; of known kinds of GPUs",
+        ),
+        Metric("jaxres_hosts", "gauge", "Hosts of the newest attempt"),
+        Metric(
+            "jaxres_target_hosts",
+            "gauge",
+            "Upper end of launch.gce.num_hosts, else the most hosts that an attempt of this supervisor had",
         ),
         Metric(
             "jaxres_goodput_seconds_total",
@@ -126,6 +139,43 @@ METRICS = {
             ("gpu",),
         ),
         Metric(
+            "jaxres_gpu_ecc_corrected_errors_total",
+            "counter",
+            "Corrected memory errors since the driver was loaded",
+            ("gpu",),
+        ),
+        Metric(
+            "jaxres_gpu_pcie_replays_total",
+            "counter",
+            "PCIe packets that were sent again",
+            ("gpu",),
+        ),
+        Metric(
+            "jaxres_gpu_nvlink_errors_total",
+            "counter",
+            "Replays, recoveries and CRC errors of all NVLinks",
+            ("gpu",),
+        ),
+        Metric(
+            "jaxres_gpu_utilization_ratio",
+            "gauge",
+            "Share of the driver's last interval in which a kernel ran, not of the GPU that it used",
+            ("gpu",),
+        ),
+        Metric(
+            "jaxres_gpu_memory_used_bytes",
+            "gauge",
+            "Memory in use, by the driver: also what JAX has reserved and other processes use",
+            ("gpu",),
+        ),
+        Metric(
+            "jaxres_gpu_memory_peak_bytes",
+            "gauge",
+            "The most of the readings of this supervisor, one in health.poll_seconds",
+            ("gpu",),
+        ),
+        Metric("jaxres_gpu_memory_total_bytes", "gauge", "Memory of the GPU", ("gpu",)),
+        Metric(
             "jaxres_gpu_clocks_slowed",
             "gauge",
             "1: heat, the power supply or a fault slows the clocks",
@@ -150,6 +200,16 @@ METRICS = {
     )
 }
 """Name -> metric."""
+AS_READ: Mapping[str, str] = {
+    ECC: "jaxres_gpu_ecc_uncorrected_errors_total",
+    CORRECTED: "jaxres_gpu_ecc_corrected_errors_total",
+    PCIE: "jaxres_gpu_pcie_replays_total",
+    NVLINK: "jaxres_gpu_nvlink_errors_total",
+    nvml.USED: "jaxres_gpu_memory_used_bytes",
+    nvml.PEAK: "jaxres_gpu_memory_peak_bytes",
+    nvml.TOTAL: "jaxres_gpu_memory_total_bytes",
+}
+"""Reading of a GPU -> the metric that has its value."""
 WINDOW_STEPS = 50
 CAUSES = (
     *(row.name.lower() for row in ROWS if row.restart is not RestartRule.NEVER),
@@ -162,6 +222,7 @@ VERDICTS: tuple[str, ...] = (
 )
 FAULTS = (
     *("lost", "xid", "ecc", "row_remap", "thermal", "link", "silent", "other_xid", "unreadable"),
+    *("temperature", "ecc_corrected"),
     *("host_memory", "disk", "clock", "network"),
 )
 """Kinds of faults of the health guard (docs/hardware.md)."""
@@ -219,7 +280,9 @@ class RunMetrics:
             self._counts.update({(name, (kind,)): 0 for kind in kinds})
         for name in ("steps", "skipped_steps", "failed_saves"):
             self._counts[f"jaxres_{name}_total", ()] = 0
-        self._target = config.last_step
+        self._target, self._num_hosts = config.last_step, 0
+        gce = config.launch.gce
+        self._target_hosts = 0 if gce is None else gce.most_hosts
 
     def on_history(self, records: Sequence[Record], *, reached: int = 0) -> None:
         """Takes over the counts of earlier attempts, before another attempt starts.
@@ -237,9 +300,11 @@ class RunMetrics:
                 self._commit = history.step, newest.time
             self._timeline.reached = max(self._timeline.reached, reached)
 
-    def on_attempt_started(self, attempt: int) -> None:
-        """Workers of an attempt start."""
+    def on_attempt_started(self, attempt: int, *, num_hosts: int) -> None:
+        """Workers of an attempt start on so many hosts."""
         with self._lock:
+            self._num_hosts = num_hosts
+            self._target_hosts = max(num_hosts, self._target_hosts)
             self._attempt, self._phase = attempt, "start"
             self._durations.clear()
             self._tokens_per_step = 0.0
@@ -308,6 +373,9 @@ class RunMetrics:
             yield Sample("jaxres_target_step", self._target)
         yield Sample("jaxres_attempt", self._attempt)
         yield Sample("jaxres_phase", 1, (self._phase,))
+        if self._num_hosts:
+            yield Sample("jaxres_hosts", self._num_hosts)
+            yield Sample("jaxres_target_hosts", self._target_hosts)
         if self._commit is not None:
             step, at = self._commit
             yield Sample("jaxres_last_commit_step", step)
@@ -321,12 +389,16 @@ class RunMetrics:
         yield Sample("jaxres_step", newest.step)
         yield Sample("jaxres_last_step_timestamp_seconds", self._step_at)
         yield Sample("jaxres_loss", math.nan if newest.loss is None else newest.loss)
+        norm = newest.grad_norm
+        yield Sample("jaxres_grad_norm", math.nan if norm is None else norm)
         yield Sample("jaxres_tokens", newest.tokens)
         if total := sum(self._durations):
             mean = total / len(self._durations)
             yield Sample("jaxres_step_seconds", mean)
             if self._tokens_per_step:
                 yield Sample("jaxres_tokens_per_second", self._tokens_per_step / mean)
+            if newest.peak_seconds:
+                yield Sample("jaxres_mfu_ratio", newest.peak_seconds / mean)
 
     def _of_time(self) -> Iterator[Sample]:
         now = self._clock.monotonic()
@@ -347,8 +419,11 @@ def _of_machine(health: HealthWatcher | None) -> Iterator[Sample]:
             yield Sample("jaxres_gpu_temperature_celsius", degrees, (gpu,))
         if (milliwatts := values.get("power_mW")) is not None:
             yield Sample("jaxres_gpu_power_watts", milliwatts / 1000, (gpu,))
-        if (errors := values.get(ECC)) is not None:
-            yield Sample("jaxres_gpu_ecc_uncorrected_errors_total", errors, (gpu,))
+        if (percent := values.get(nvml.UTILIZATION)) is not None:
+            yield Sample("jaxres_gpu_utilization_ratio", percent / 100, (gpu,))
+        for reading, name in AS_READ.items():
+            if (value := values.get(reading)) is not None:
+                yield Sample(name, value, (gpu,))
         if (reasons := values.get("clocks_event_reasons")) is not None:
             yield Sample("jaxres_gpu_clocks_slowed", bool(reasons & BAD_REASONS), (gpu,))
     if (host := health.host_reading()) is not None:

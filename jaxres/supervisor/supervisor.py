@@ -66,7 +66,7 @@ def supervise(spec: AttemptSpec, services: Services) -> AttemptResult:
             _spawn_workers(running, wakeup=wakeup)
             if metrics is not None:
                 running.workers[0].on_message = metrics.on_status
-                metrics.on_attempt_started(spec.number)
+                metrics.on_attempt_started(spec.number, num_hosts=spec.num_hosts)
             ended = _with_stop_request(running, _wait(running, wakeup, watch))
             _send_exit(running, ended)
             return ended

@@ -26,6 +26,7 @@ from jaxres.runlog.events import (
     PerformanceEvent,
     PhaseChanged,
     RolledBack,
+    RunBuilt,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
@@ -41,6 +42,7 @@ from jaxres.runlog.skip_causes import SkipCause
 from jaxres.storage.codec import TaggedCodec
 from jaxres.storage.threads import make_thread
 from jaxres.telemetry.masked_steps import MaskedSteps
+from jaxres.telemetry.throughput import peak_seconds
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class StepFinished:
     """Tokens consumed since the first step."""
     skipped: bool = False
     """Whether the update was masked."""
+    grad_norm: float | None = None
+    """Global norm before clipping; None: unknown, or not finite."""
+    peak_seconds: float | None = None
+    """Time of a step at the peak of the devices' FLOP/s; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,7 @@ class StatusWriter:
         self._descriptor = descriptor
         self._masked = MaskedSteps(None, window_steps=1) if masked is None else masked
         self._num_rollbacks = 0
+        self._peak_seconds: float | None = None
         self._waiting: deque[StatusMessage] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -216,6 +223,8 @@ class StatusWriter:
         match event:
             case PhaseChanged(phase):
                 self._send(PhaseEntered(phase))
+            case RunBuilt():
+                self._peak_seconds = peak_seconds(event)
             case TrainingStarted(step=step, committed_step=committed):
                 self._committed = step if committed is None else committed
             case SaveStarted(step):
@@ -239,10 +248,19 @@ class StatusWriter:
                 self._num_rollbacks += 1
                 text = f"step {onset}: {reason}"
                 self._send(TrainingReport(Kind.ROLLBACK, target, text, self._num_rollbacks))
-            case UpdateSkipped(step=step, cause=cause) if cause is not SkipCause.LOSS_SCALE:
-                self._masked.add(step, cause)
+            case UpdateSkipped() if event.cause is not SkipCause.LOSS_SCALE:
+                self._on_masked(event)
             case _:
                 pass
+
+    def _on_masked(self, event: UpdateSkipped) -> None:
+        step, masked = event.step, self._masked
+        masked.add(step, event.cause)
+        if masked.is_new_spike(step, event.cause):
+            norm, score = event.grad_norm, event.spike_score
+            reason = f"step {step}: norm {norm:.4g}, {score:.3g} standard deviations above its mean"
+            report = TrainingReport(Kind.NORM_SPIKE, self._committed, reason, masked.num_spikes)
+            self._send(report)
 
     def _send_health(self, health: SaveHealth) -> None:
         if self._last_health is not type(health):
@@ -251,8 +269,17 @@ class StatusWriter:
 
     def on_step(self, line: MetricsLine) -> None:
         """Sends a completed step."""
-        loss = finite_or_none(line.loss)
-        self._send(StepFinished(line.step, line.step_seconds, loss, line.tokens, line.skipped))
+        self._send(
+            StepFinished(
+                line.step,
+                line.step_seconds,
+                finite_or_none(line.loss),
+                line.tokens,
+                line.skipped,
+                finite_or_none(line.grad_norm),
+                self._peak_seconds,
+            )
+        )
         if (kind := self._masked.check(line.step)) is not None:
             reason = self._masked.reason if kind is Kind.MASKED_STEPS else ""
             self._send(TrainingReport(kind, self._committed, reason, self._masked.num_series))
@@ -343,8 +370,9 @@ def encode(message: StatusMessage) -> bytes:
 def decode(line: bytes) -> StatusMessage:
     """Returns the message of a line.
 
-    >>> decode(encode(StepFinished(7, 0.5, loss=2.5, tokens=96)))
-    StepFinished(step=7, seconds=0.5, loss=2.5, tokens=96, skipped=False)
+    >>> message = StepFinished(7, 0.5, loss=2.5, tokens=96)
+    >>> decode(encode(message)) == message
+    True
     """
     return MESSAGES.decode(json.loads(line))
 

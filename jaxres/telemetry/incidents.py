@@ -343,6 +343,8 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
     code = int(event.cause) if event.cause.isdecimal() else None
     reason, what_next = event.reason, ""
     match event.kind:
+        case "attempt_ended" if event.planned:
+            return None  # The events `grown` and `moved` tell what the job trains on.
         case "attempt_ended" if not event.is_last:
             kind = Kind.PREEMPTED if code == ExitCode.PREEMPTED else Kind.RESTARTED
             what_next = f"attempt {event.attempt + 1} from step {event.step}"
@@ -352,9 +354,15 @@ def _of_launch_event(event: LaunchEvent, *, run: str) -> Incident | None:
             kind = Kind.FINISHED
         case "job_ending" if code != ExitCode.STOPPED:
             kind, what_next = Kind.GAVE_UP, "an operator must act: launch gce status RUN"
-        case "commits_stalled" | "commits_resumed" | "no_capacity" | "capacity_found":
+        case "no_capacity" | "spare_lost":
+            kind, what_next = Kind(event.kind), "VMs are requested again and again"
+        case "commits_stalled" | "commits_resumed" | "capacity_found" | "spares_ready":
             kind = Kind(event.kind)
-            what_next = "VMs are requested again and again" if kind is Kind.NO_CAPACITY else ""
+        case "shrunk" | "grown":
+            kind = Kind.SHRUNK if event.lacking else Kind.GROWN
+            what_next = "more VMs are requested while they would pay" if event.lacking else ""
+        case "moved":
+            kind = Kind.MOVED
         case "spend_exceeded":
             kind, what_next = Kind.SPEND_EXCEEDED, "training continues"
         case _:

@@ -20,6 +20,20 @@ class MaskedSteps:
     num_series: int = 0
     """Number of times that the limit was exceeded, the present one included."""
     is_exceeded: bool = False
+    last_spike: int | None = None
+    """Step of the newest spike that was reported."""
+    num_spikes: int = 0
+    """Number of reported spikes."""
+
+    def is_new_spike(self, step: int, cause: SkipCause | None) -> bool:
+        """Returns whether a masked step is to be reported by itself: once in a window."""
+        if cause is not SkipCause.NORM_SPIKE or self.limit is None:
+            return False
+        if self.last_spike is not None and abs(step - self.last_spike) < self.window_steps:
+            return False
+        self.last_spike = step
+        self.num_spikes += 1
+        return True
 
     @property
     def reason(self) -> str:

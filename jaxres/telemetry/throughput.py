@@ -22,6 +22,15 @@ def peak_flops(device_kind: str) -> float | None:
     return next((v for k, v in PEAK_FLOPS.items() if device_kind.startswith(k)), None)
 
 
+def peak_seconds(built: RunBuilt) -> float | None:
+    """Returns the time of a step at the peak of all devices, attention in full; None: unknown."""
+    count, _, kind = built.devices.partition(" x ")
+    peak = peak_flops(kind)
+    if peak is None:
+        return None
+    return built.flops_per_token * built.tokens_per_step / (peak * int(count))
+
+
 def tokens_per_second(built: RunBuilt, step_seconds: float) -> float:
     """Returns the tokens that all devices together train on per second; 0 for unknown seconds."""
     return built.tokens_per_step / step_seconds if step_seconds else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog import launch_events
+from jaxres.runlog import attempt_history, launch_events
 from tests.promises.cloud import Cloud
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, run_history, starts
 from tests.tiers import campaign_but
@@ -52,6 +52,9 @@ def test_survivors_of_stockouts_train_on_and_each_sample_is_used_once(
     assert desired is not None
     grew = desired.history[1::2]
     assert [one.code for one in grew] == stockouts * [ExitCode.PREEMPTED], desired.history
+    assert [one.planned for one in grew] == stockouts * ["grow"], desired.history
+    causes = [one.cause for one in attempt_history.read(cloud.run_dir, is_alive=False)]
+    assert causes[1::2] == stockouts * ["planned grow"], causes
     begun = starts(cloud.run_dir)[2::2]
     assert begun == [outcome.step_after for outcome in grew], "steps were lost"
     steps = run_history(cloud.run_dir).step

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
-from jaxres.runlog import launch_events
+from jaxres.runlog import attempt_history, launch_events
 from tests.promises.cloud import OPTION, SPOT, Cloud, Launcher
 from tests.promises.trainer import FAULTY, Workspace, assert_bit_exact, run_history, starts
 
@@ -60,7 +60,9 @@ def finish(cloud: Cloud, launcher: Launcher, costly: set[str], workspace: Worksp
         ({vm.name for vm in desired.vms}, "us-central1-a")
     ]
     first = desired.history[0]
-    assert first.code == ExitCode.PREEMPTED, desired.history
+    assert (first.code, first.planned) == (ExitCode.PREEMPTED, "move"), desired.history
+    causes = [one.cause for one in attempt_history.read(cloud.run_dir, is_alive=False)]
+    assert causes[0] == "planned move", causes
     assert starts(cloud.run_dir)[1] == first.step_after > 0, "steps were lost"
     steps = run_history(cloud.run_dir).step
     workspace.launched("unbroken", f"train.steps={steps}", hosts=2, config=FAULTY)

@@ -19,6 +19,8 @@ typedef struct {
   unsigned domain, bus, device, id, subsystem;
   char text[32];
 } pci_info;
+typedef struct { unsigned gpu, memory; } rates;
+typedef struct { u64 total, free, used; } memory_info;
 enum { NOT_SUPPORTED = 3, TIMEOUT = 10, NOT_FOUND = 13, LOST = 15 };
 
 static int index_of(device gpu) { return (int)((size_t)gpu & 0xff); }
@@ -121,6 +123,15 @@ int nvmlDeviceGetCurrentClocksEventReasons(device gpu, u64 *bits) {
 int nvmlDeviceGetCurrentClocksThrottleReasons(device gpu, u64 *bits) {
   *bits = of(gpu, "reasons", 0x1);
   return fails(gpu, "nvmlDeviceGetCurrentClocksThrottleReasons");
+}
+int nvmlDeviceGetUtilizationRates(device gpu, rates *used) {
+  used->gpu = (unsigned)of(gpu, "utilization", 97), used->memory = 50;
+  return fails(gpu, "nvmlDeviceGetUtilizationRates");
+}
+int nvmlDeviceGetMemoryInfo(device gpu, memory_info *memory) {
+  memory->total = 80000000000, memory->used = of(gpu, "memory_used", 60000000000);
+  memory->free = memory->total - memory->used;
+  return fails(gpu, "nvmlDeviceGetMemoryInfo");
 }
 int nvmlDeviceGetPcieReplayCounter(device gpu, unsigned *n) {
   *n = (unsigned)of(gpu, "pcie_replays", 0);

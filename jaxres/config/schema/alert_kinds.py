@@ -77,12 +77,21 @@ class Kind(StrEnum):
     VM_LOST = ("vm_lost", KindRow("has lost VMs between two attempts", "warning"))
     NO_CAPACITY = ("no_capacity", KindRow("gets no VMs for too long", "error"))
     CAPACITY_FOUND = ("capacity_found", KindRow("has all its VMs again", resolves=("no_capacity",)))
+    SHRUNK = ("shrunk", KindRow("trains with fewer hosts than it should", "warning"))
+    GROWN = ("grown", KindRow("trains with all its hosts again", resolves=("shrunk",)))
+    MOVED = ("moved", KindRow("has moved to another capacity option", "info"))
+    SPARE_LOST = ("spare_lost", KindRow("lacks a spare that is ready", "warning"))
+    SPARES_READY = ("spares_ready", KindRow("has all its spares again", resolves=("spare_lost",)))
     SPEND_EXCEEDED = ("spend_exceeded", KindRow("has cost more than its bound", "warning"))
     ATTEMPT_FAILED = (
         "attempt_failed",
         KindRow("has failed: its supervisor does not restart it", "error", ends_run=True),
     )
     MASKED_STEPS = ("masked_steps", KindRow("masks many steps", "warning", next=GUARDS))
+    NORM_SPIKE = (
+        "norm_spike",
+        KindRow("has masked a spike of the gradient norm", "info", next=GUARDS),
+    )
     MASKED_STEPS_RECOVERED = (
         "masked_steps_recovered",
         KindRow("masks few steps again", resolves=("masked_steps",)),

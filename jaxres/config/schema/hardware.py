@@ -31,6 +31,8 @@ class HealthSection(Section):
     """The remapping of a row of memory is pending (until a reset of the GPU) or has failed."""
     thermal: HealthAction = free("warn")
     """Heat, the power supply or a fault slows the clocks for 5 minutes."""
+    temperature_celsius: PositiveFloat | None = free(85.0)
+    """Warns if a GPU is at least as hot, also before its clocks are slowed; null: never."""
     link: HealthAction = free("warn")
     """More than 100 errors of PCIe or NVLink in a minute, which the link repeats."""
     silent: HealthAction = free("warn")

@@ -240,7 +240,7 @@ class Controller:
             since=since,
             heartbeat=self._heartbeat(desired),
         )
-        lacks_vms = job_conditions.lacks_vms(desired)
+        lacks_vms = job_conditions.lacks_vms(desired, self.config)
         self._observer.update_waits(self._bucket.log.step, lacks_vms=lacks_vms, since=since)
         creation, not_found = None, frozenset[str]()
         has_end_record = self._bucket.log.last_end_seq > desired.attempt.seq_before

@@ -18,6 +18,7 @@ from jaxres.launch.gce.state.capacity_options import NO_CAPACITY
 from jaxres.operate.plan.observed_vms import ObservedVms
 from jaxres.operate.plan.simulated_attempts import SimulatedJob
 from jaxres.operate.plan.simulated_vms import Gap
+from jaxres.runlog.attempt_result import PLANNED_CAUSES
 from jaxres.runlog.events import EVENTS, SaveCommitted, SaveStarted
 
 HOUR_SECONDS = 3600.0
@@ -25,6 +26,7 @@ NO_FAILURES = (
     exit_row(ExitCode.STOPPED).name,
     exit_row(ExitCode.PREEMPTED).name,
     ROLLED_BACK,
+    *PLANNED_CAUSES,
 )
 """Causes of incidents that are no failures of the fleet."""
 

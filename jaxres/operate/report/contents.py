@@ -16,6 +16,7 @@ from jaxres.goodput.run_timeline import RunTimeline
 from jaxres.goodput.summary import ROLLED_BACK, Summary
 from jaxres.runlog import attempt_history, metrics_columns, run_log, skip_causes
 from jaxres.runlog.attempt_history import KILLED, RUNNING, AttemptSummary
+from jaxres.runlog.attempt_result import PLANNED_CAUSES
 from jaxres.runlog.event_log import LONGEST_SECONDS
 from jaxres.runlog.events import EVENTS, RunBuilt, SaveCommitted, SaveFailed, SaveStarted
 from jaxres.runlog.guarantee import guarantee_level
@@ -272,7 +273,8 @@ def cause_text(cause: str, culprit: int | None) -> str:
 
 def is_planned(cause: str) -> bool:
     """Returns whether an end is no failure: asked for, or announced."""
-    return cause in (exit_row(ExitCode.STOPPED).name, exit_row(ExitCode.PREEMPTED).name)
+    names = (exit_row(ExitCode.STOPPED).name, exit_row(ExitCode.PREEMPTED).name)
+    return cause in names or cause in PLANNED_CAUSES
 
 
 def is_failure(cause: str) -> bool:

@@ -43,6 +43,7 @@ VM_EVENTS = {
     "vm_lost": "lost",
     "request_failed": "interrupted",
     "shrunk": "interrupted",
+    "spare_lost": "interrupted",
     "vms_created": "useful",
     "grown": "useful",
     "moved": "useful",

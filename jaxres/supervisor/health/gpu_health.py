@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxres.config.schema.hardware import HealthAction, HealthSection
+from jaxres.supervisor.health import nvml
 from jaxres.supervisor.health.health_messages import GpuReading, XidReported
 from jaxres.supervisor.health.nvml import BAD_REASONS, reason_names
 
@@ -40,14 +41,24 @@ The meaning of each number is from NVIDIA's catalogue of Xid errors (docs.nvidia
 xid-errors/analyzing-xid-catalog.html). The numbers here are those whose immediate action is to
 restart or check the application, and those that NVIDIA's device plugin of Kubernetes ignores.
 """
-ECC = "ecc_uncorrected_volatile"
-LINKS: Mapping[str, str] = {"pcie_replays": "PCIe replays", "nvlink_errors": "NVLink errors"}
+ECC, CORRECTED = "ecc_uncorrected_volatile", "ecc_corrected_volatile"
+PCIE, NVLINK = "pcie_replays", "nvlink_errors"
+CORRECTIONS: Mapping[str, str] = {
+    PCIE: "PCIe replays",
+    NVLINK: "NVLink errors",
+    CORRECTED: "corrected ECC errors",
+}
+"""Name of each counter of errors that the hardware corrects -> their name in a finding."""
 SLOW_MINUTES = 5.0
 """Minutes of slowed clocks after which it is a fault: a burst of heat ends sooner."""
 WINDOW_SECONDS = 60.0
-"""Time over which link errors are counted."""
+"""Time over which corrected errors are counted."""
 LINK_ERRORS_PER_MINUTE = 100.0
-"""Most errors in a minute that a link repeats without a fault; NVIDIA states no number."""
+CORRECTED_PER_MINUTE = 10.0
+"""Most errors in a minute that a link repeats, or that memory corrects, without a fault; NVIDIA
+states no number."""
+COOLER_CELSIUS = 5.0
+"""By how much a GPU has to cool below the limit until its heat is over."""
 SAME_XID_SECONDS = 60.0
 """Longest time between the two reports of one Xid error, by NVML and in the kernel's log."""
 MAX_WAITING = 16
@@ -114,7 +125,7 @@ class GpuState:
     last: Mapping[str, int] = field(default_factory=dict)
     """Name of each reading -> its last value."""
     windows: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Name of each counter of link errors -> begin of the window, value then."""
+    """Name of each counter of corrected errors -> begin of the window, value then."""
     slow_since: float | None = None
     """Since when heat or a fault slows the clocks; None: nothing does."""
     reported: frozenset[str] = frozenset()
@@ -147,11 +158,12 @@ def judge(
     slow_since = state.slow_since
     if (reasons := values.get("clocks_event_reasons")) is not None:
         slow_since = (now if slow_since is None else slow_since) if reasons & BAD_REASONS else None
-    windows, storms = _link_storms(state, values, section, now=now)
+    windows, storms = _storms(state, values, section, now=now)
     failures = {name: 1 + state.failures.get(name, 0) for name in reading.errors}
     conditions = {
         **_states(reading, section),
         **_slowdown(reading, slow_since, section, now=now),
+        **_heat(reading, state, section),
         **storms,
         **_unreadable(reading, last, failures),
     }
@@ -167,7 +179,10 @@ def judge(
         found.append(Finding("ecc", reading.gpu, text, section.ecc))
     unknown = {condition for condition in state.reported if _is_unknown(condition, reading)}
     reported = frozenset(conditions) | unknown
-    return GpuState({**last, **values}, windows, slow_since, reported, failures), found
+    kept = {name: value for name, value in last.items() if name not in nvml.EXPORTED}
+    if (used := values.get(nvml.USED)) is not None:
+        values = {**values, nvml.PEAK: max(used, last.get(nvml.PEAK, 0))}
+    return GpuState({**kept, **values}, windows, slow_since, reported, failures), found
 
 
 Conditions = dict[str, tuple[str, str, HealthAction]]
@@ -199,12 +214,24 @@ def _slowdown(
     return {"thermal": ("thermal", text, section.thermal)}
 
 
-def _link_storms(
+def _heat(reading: GpuReading, state: GpuState, section: HealthSection) -> Conditions:
+    limit, degrees = section.temperature_celsius, reading.values.get("temperature_C")
+    if limit is None or degrees is None:
+        return {}
+    least = limit - COOLER_CELSIUS * ("temperature" in state.reported)
+    text = f"{degrees} °C, with a limit of {limit:g} °C"
+    return {"temperature": ("temperature", text, "warn")} if degrees >= least else {}
+
+
+def _storms(
     state: GpuState, values: Mapping[str, int], section: HealthSection, *, now: float
 ) -> tuple[Mapping[str, tuple[float, int]], Conditions]:
-    """Returns the windows of the link counters, and the storms: too many errors in a window."""
+    """Returns the windows of counters, and the storms: too many corrected errors in a window."""
     windows, found = dict(state.windows), Conditions()
-    for name, label in LINKS.items():
+    for name, label in CORRECTIONS.items():
+        kind, action, most = "link", section.link, LINK_ERRORS_PER_MINUTE
+        if name == CORRECTED:
+            kind, action, most = "ecc_corrected", "warn", CORRECTED_PER_MINUTE
         if name not in values:
             continue
         since, before = windows.setdefault(name, (now, values[name]))
@@ -212,11 +239,10 @@ def _link_storms(
         if grown < 0 or seconds >= WINDOW_SECONDS:
             windows[name] = (now, values[name])
         elif name in state.reported:
-            found[name] = ("link", "", section.link)  # Until the window ends.
+            found[name] = (kind, "", action)  # Until the window ends.
             continue
-        if seconds >= WINDOW_SECONDS and 60 * grown / seconds > LINK_ERRORS_PER_MINUTE:
-            text = f"{grown} {label} in {seconds:.0f} s"
-            found[name] = ("link", text, section.link)
+        if seconds >= WINDOW_SECONDS and 60 * grown / seconds > most:
+            found[name] = (kind, f"{grown} {label} in {seconds:.0f} s", action)
     return windows, found
 
 
@@ -235,5 +261,6 @@ def _unreadable(
 
 def _is_unknown(condition: str, reading: GpuReading) -> bool:
     """Returns whether a reading can't show that a reported condition is over."""
-    needed = {"thermal": "clocks_event_reasons"}.get(condition, condition)
+    needs = {"thermal": "clocks_event_reasons", "temperature": "temperature_C"}
+    needed = needs.get(condition, condition)
     return needed in reading.errors

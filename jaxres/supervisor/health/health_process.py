@@ -125,7 +125,9 @@ def _read(library: Any, gpus: Sequence[Gpu], labels: Mapping[int, str]) -> list[
             found.append(GpuReading(label, {}, errors, gpu.is_lost))
         else:
             read = nvml.read(library, gpu.handle)
-            found.append(GpuReading(label, read.values, read.errors, read.is_lost))
+            exported = nvml.read(library, gpu.handle, nvml.EXPORTED)
+            is_lost = read.is_lost or exported.is_lost
+            found.append(GpuReading(label, exported.values | read.values, read.errors, is_lost))
     return found
 
 

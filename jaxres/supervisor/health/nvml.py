@@ -175,6 +175,14 @@ READINGS: Mapping[str, Callable[[Any, Any], int]] = {
     "nvlink_errors": _nvlink_errors,
 }
 """Name of each reading of the health guard -> its call."""
+USED, TOTAL, PEAK = "memory_used_bytes", "memory_total_bytes", "memory_peak_bytes"
+UTILIZATION = "utilization_percent"
+EXPORTED: Mapping[str, Callable[[Any, Any], int]] = {
+    UTILIZATION: lambda n, d: n.nvmlDeviceGetUtilizationRates(d).gpu,
+    USED: lambda n, d: n.nvmlDeviceGetMemoryInfo(d).used,
+    TOTAL: lambda n, d: n.nvmlDeviceGetMemoryInfo(d).total,
+}
+"""Readings that are exported and not judged: parts of a GPU (MIG) and some VMs have none."""
 PCIE: Mapping[str, Callable[[Any, Any], int]] = {
     "pcie_generation": lambda n, d: n.nvmlDeviceGetCurrPcieLinkGeneration(d),
     "pcie_width": lambda n, d: n.nvmlDeviceGetCurrPcieLinkWidth(d),
@@ -189,8 +197,8 @@ PCIE: Mapping[str, Callable[[Any, Any], int]] = {
 class Readings:
     """Readings of one GPU; each name is in one of the two maps."""
 
-    values: Mapping[str, int]
-    errors: Mapping[str, str]
+    values: dict[str, int]
+    errors: dict[str, str]
     """Name -> why there is no value."""
     is_lost: bool
     """Whether the driver has lost the GPU, or asks for its reset."""

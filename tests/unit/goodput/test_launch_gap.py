@@ -11,6 +11,8 @@ import pytest
 from jaxres.exit_codes import exit_row
 from jaxres.goodput import launch_gap, run_timeline, summary
 from jaxres.goodput.intervals import Activity
+from jaxres.operate.plan import measured
+from jaxres.operate.report import contents
 from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.metrics_columns import of_lines
 from tests.unit.goodput.simulated_run import SimulatedRun
@@ -168,6 +170,17 @@ def test_the_loss_of_a_vm_that_recorded_no_end_has_the_launchers_cause() -> None
     assert lost_vm(own, exit=None) == ("PREEMPTED", "vm-1: preempted")
     assert lost_vm(own, exit=70) == (exit_row(70).name, "why"), "it has recorded its end"
     assert lost_vm([], exit=None) == ("killed", "")
+
+
+def test_a_planned_end_is_an_incident_of_its_own_cause() -> None:
+    own = events(
+        (10.0, "attempt_ended"), attempt=1, cause="75", reason="more hosts", planned="grow"
+    )
+    assert lost_vm(own, exit=75) == ("planned grow", "more hosts")
+    assert lost_vm(own, exit=70)[0] == exit_row(70).name
+    assert contents.is_planned("planned grow")
+    assert not contents.is_failure("planned grow")
+    assert "planned grow" in measured.NO_FAILURES
 
 
 def test_the_newest_recovery_ends_with_the_next_attempt() -> None:

@@ -101,6 +101,22 @@ def test_an_attempt_on_a_vm_that_was_lost_has_the_launchers_cause():
     assert ends(dataclasses.replace(preempted, cause=""))[0] == "killed"
 
 
+def test_a_planned_end_is_the_cause_of_an_attempt_that_was_told_to_save_and_exit():
+    def first(exit: int, event: LaunchEvent) -> tuple[str, str]:
+        stop = AttemptEnded(exit=exit, reason="requested by SIGTERM", committed=False)
+        records = [*RECORDS[:3], dataclasses.replace(RECORDS[3], body=stop), *RECORDS[4:]]
+        found = attempt_history.fold(
+            records, events=EVENTS, finished=FINISHED, is_alive=False, launch_events=[event]
+        )[0]
+        return found.cause, found.reason
+
+    grow = LaunchEvent(1, "attempt_ended", 1021.0, cause="75", reason="more hosts", planned="grow")
+    assert first(75, grow) == ("planned grow", "more hosts")
+    assert first(75, dataclasses.replace(grow, planned=""))[0] == "PREEMPTED"
+    assert first(75, dataclasses.replace(grow, time=1031.0))[0] == "PREEMPTED", "of a later attempt"
+    assert first(70, grow)[0] == "BUG"
+
+
 def test_seconds_by_phase_use_the_monotonic_clock_up_to_the_last_event():
     assert attempt_history.phase_seconds(EVENTS[1]) == {"import": 2.0, "train": 11.0, "save": 1.0}
     assert attempt_history.phase_seconds(EVENTS[2]) == {"train": 13.5}

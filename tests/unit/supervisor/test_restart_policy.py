@@ -74,8 +74,25 @@ def test_the_backoff_is_bounded_and_its_jitter_depends_on_the_seed():
     assert len(set(waits[6:])) > 100
 
 
-def test_a_preemption_restarts_at_once_and_uses_no_budget():
-    assert decide(75) == Restart(0.0, frozenset(), "restarts at once; no budget used")
+def test_a_planned_end_uses_no_budget_of_preemptions_and_is_no_restart_of_a_storm():
+    strict = dataclasses.replace(POLICY, launch=LaunchSection(max_restarts_per_1000_steps=1))
+    planned = AttemptOutcome[int](75, "more hosts are ready", 0, 0, planned="grow")
+    found = restart_policy.decide([planned] * 101, 0.0, strict)
+    assert found == Restart(0.0, frozenset(), "ended as planned; no budget used")
+    preempted = AttemptOutcome[int](75, "", 0, 0)
+    found = restart_policy.decide([planned] * 100 + [preempted], 0.0, strict)
+    assert found == Restart(0.0, frozenset(), "restarts at once; 1 of 100 without a new commit")
+
+
+def test_no_budget_is_said_to_be_used_only_after_a_new_commit():
+    assert decide((75, 1)).reason == "restarts at once; no budget used"
+    assert decide(75, 75).reason == "restarts at once; 2 of 100 without a new commit"
+    unhealthy = decide((82, 1, 1), policy=MANY).reason
+    assert unhealthy == "without the unhealthy host; no budget used"
+
+
+def test_a_preemption_restarts_at_once_and_uses_no_budget_of_failures():
+    assert decide(75).after_seconds == 0
     assert decide(*[70] * 4, *[75] * 50).after_seconds == 0
     assert decide(*[70] * 3, *[75] * 50, 70).after_seconds == 8, "neither charged nor given back"
     assert decide(*[75] * 100).exit == ExitCode.NO_PROGRESS
@@ -100,7 +117,7 @@ def test_two_out_of_memory_exits_without_progress_give_up():
 
 def test_an_unhealthy_host_is_excluded_at_once():
     assert decide((82, 0, 1), policy=MANY) == Restart(
-        0.0, frozenset({1}), "without the unhealthy host; no budget used"
+        0.0, frozenset({1}), "without the unhealthy host; 1 of 5 without a new commit"
     )
     assert decide((82, 0, 1), 70, (82, 0, 3), policy=MANY).without_hosts == {1, 3}
     third = decide((82, 0, 1), (82, 0, 3), (82, 0, 0), policy=MANY)

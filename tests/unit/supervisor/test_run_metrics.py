@@ -73,7 +73,7 @@ def record(seq, attempt, body, time=0.0):
 
 
 def test_every_sample_is_of_a_known_metric_and_has_its_labels(metrics, clock):
-    metrics.on_attempt_started(1)
+    metrics.on_attempt_started(1, num_hosts=1)
     metrics.on_status(StepFinished(1, 0.5, 2.0, 100))
     metrics.on_status(SaveEnded(1, 0.5))
     for sample in metrics.samples():
@@ -149,7 +149,7 @@ def test_a_new_supervisor_knows_the_last_commit_and_all_restarts_from_the_log(me
 
 def test_steps_that_an_earlier_supervisor_has_reached_are_replayed(metrics, clock):
     metrics.on_history([], reached=2)
-    metrics.on_attempt_started(2)
+    metrics.on_attempt_started(2, num_hosts=1)
     metrics.on_status(PhaseEntered("train"))
     for step in (2, 3):
         clock.now += 1
@@ -161,7 +161,7 @@ def test_steps_that_an_earlier_supervisor_has_reached_are_replayed(metrics, cloc
 
 def test_the_phase_is_down_between_attempts(metrics):
     assert values(metrics, "jaxres_phase") == {("down",): 1}
-    metrics.on_attempt_started(1)
+    metrics.on_attempt_started(1, num_hosts=1)
     metrics.on_status(PhaseEntered("compile"))
     assert values(metrics, "jaxres_phase") == {("compile",): 1}
     metrics.on_status(ExitMessage(0, "done", True))
@@ -214,6 +214,57 @@ def test_a_fault_and_readings_of_the_machine_are_exported(metrics):
     assert values(metrics, "jaxres_gpu_ecc_uncorrected_errors_total") == {("GPU 1",): 3}
     assert values(metrics, "jaxres_memory_available_bytes") == 7
     assert values(metrics, "jaxres_disk_free_bytes") == {}, "unknown is no number"
+
+
+COUNTED = {
+    "ecc_corrected_volatile": 500,
+    "pcie_replays": 6,
+    "nvlink_errors": 7,
+    "utilization_percent": 97,
+    "memory_used_bytes": 60,
+    "memory_peak_bytes": 70,
+    "memory_total_bytes": 80,
+}
+
+
+def test_counters_utilization_and_memory_of_each_gpu_are_exported(metrics):
+    class Watcher:
+        def gpu_values(self):
+            return {"GPU 2": COUNTED}
+
+        def host_reading(self):
+            return None
+
+    metrics.health = Watcher()
+    found = {s.metric: s.value for s in metrics.samples() if s.labels == ("GPU 2",)}
+    assert found == {
+        "jaxres_gpu_ecc_corrected_errors_total": 500,
+        "jaxres_gpu_pcie_replays_total": 6,
+        "jaxres_gpu_nvlink_errors_total": 7,
+        "jaxres_gpu_utilization_ratio": 0.97,
+        "jaxres_gpu_memory_used_bytes": 60,
+        "jaxres_gpu_memory_peak_bytes": 70,
+        "jaxres_gpu_memory_total_bytes": 80,
+    }
+
+
+def test_the_gradient_norm_and_the_utilization_by_the_model_are_those_of_the_steps(metrics):
+    metrics.on_status(StepFinished(1, 0.5, 2.0, 100, grad_norm=1.5, peak_seconds=0.2))
+    assert values(metrics, "jaxres_grad_norm") == 1.5
+    assert values(metrics, "jaxres_mfu_ratio") == 0.4
+    metrics.on_status(StepFinished(2, 0.5, 2.0, 200))
+    assert math.isnan(values(metrics, "jaxres_grad_norm"))
+    assert values(metrics, "jaxres_mfu_ratio") == {}, "of an unknown device"
+
+
+def test_a_job_with_fewer_hosts_than_it_should_have_is_seen(metrics, clock):
+    assert values(metrics, "jaxres_hosts") == {}, "no attempt has started"
+    elastic = RunMetrics(gce_config.config(num_hosts="2..4"), clock=clock)
+    for found, target in ((metrics, 3), (elastic, 4)):
+        found.on_attempt_started(1, num_hosts=3)
+        found.on_attempt_started(2, num_hosts=2)
+        assert values(found, "jaxres_hosts") == 2
+        assert values(found, "jaxres_target_hosts") == target
 
 
 def test_the_spend_grows_by_the_price_of_a_host(clock):

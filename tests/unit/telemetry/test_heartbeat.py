@@ -17,6 +17,7 @@ from jaxres.runlog.events import (
     PartCommitted,
     PhaseChanged,
     RolledBack,
+    RunBuilt,
     SaveCommitted,
     SaveFailed,
     SaveStarted,
@@ -28,6 +29,7 @@ from jaxres.runlog.events import (
     UpdateSkipped,
 )
 from jaxres.runlog.metrics import MetricsLine
+from jaxres.runlog.skip_causes import SkipCause
 from jaxres.telemetry import heartbeat
 from jaxres.telemetry.heartbeat import (
     ExitMessage,
@@ -40,9 +42,12 @@ from jaxres.telemetry.heartbeat import (
     SpeedChanged,
     StatusWriter,
     StepFinished,
+    TrainingReport,
     decode,
     encode,
 )
+from jaxres.telemetry.incidents import of_training
+from jaxres.telemetry.masked_steps import MaskedSteps
 from tests.waiting import SURE_SECONDS
 
 
@@ -82,7 +87,7 @@ def test_a_message_is_in_the_pipe_when_the_method_returns(pipe):
         writer.on_event(PhaseChanged("train"))
         assert drain(pipe[0]) == [PhaseEntered("train")]
         writer.on_step(finished(1))
-        assert drain(pipe[0]) == [StepFinished(1, 0.5, 1.0, 1, False)]
+        assert drain(pipe[0]) == [StepFinished(1, 0.5, 1.0, 1, False, 1.0)]
         writer.on_event(Noted("no progress"))
         assert drain(pipe[0]) == []
         writer.on_exit(ExitMessage(75, "asked", True))
@@ -238,7 +243,40 @@ def test_each_act_of_a_guard_is_a_message_that_names_it(pipe):
     ]
 
 
+def test_one_masked_spike_of_the_norm_is_told_with_its_norm_and_more_in_the_window_are_not(pipe):
+    masked = MaskedSteps(10, window_steps=100)
+    spike = UpdateSkipped(7, 2.5, 12.25, 9.5, (), 0, (), cause=SkipCause.NORM_SPIKE)
+    with StatusWriter(pipe[1], masked=masked) as writer:
+        writer.on_event(spike)
+        writer.on_event(dataclasses.replace(spike, step=8))
+        writer.on_event(dataclasses.replace(spike, step=9, cause=SkipCause.NONFINITE_LOSS))
+    reason = "step 7: norm 12.25, 9.5 standard deviations above its mean"
+    told = [message for message in drain(pipe[0]) if isinstance(message, TrainingReport)]
+    assert told == [TrainingReport(Kind.NORM_SPIKE, 0, reason, 1)]
+    assert of_training(told[0], run="r", attempt=1).kind is Kind.NORM_SPIKE
+
+
+def test_the_time_of_a_step_at_the_peak_of_known_devices_is_sent_with_each_step(pipe):
+    built = RunBuilt(
+        model="gpt",
+        params=1,
+        rows=9,
+        tokens_per_epoch=9,
+        steps=9,
+        tokens_per_step=1000,
+        flops_per_token=989e9,
+        devices="8 x NVIDIA H100 80GB HBM3",
+        state_bytes_per_device=9,
+    )
+    with StatusWriter(pipe[1]) as writer:
+        writer.on_event(built)
+        writer.on_step(finished(1))
+        writer.on_event(dataclasses.replace(built, devices="2 x cpu"))
+        writer.on_step(finished(2))
+    assert [message.peak_seconds for message in drain(pipe[0])] == [0.125, None]
+
+
 def test_a_loss_that_json_has_no_number_for_is_sent_as_unknown(pipe):
     with StatusWriter(pipe[1]) as writer:
         writer.on_step(dataclasses.replace(finished(1), loss=float("nan")))
-    assert drain(pipe[0]) == [StepFinished(1, 0.5, None, 1)]
+    assert drain(pipe[0]) == [StepFinished(1, 0.5, None, 1, grad_norm=1.0)]

@@ -205,6 +205,8 @@ def test_the_launchers_events_that_are_incidents_and_those_that_are_none():
         event(7, "no_capacity", time=7.0),
         event(8, "capacity_found", time=8.0),
         event(9, "spend_exceeded", time=9.0),
+        event(14, "spare_lost", time=9.5),
+        event(15, "spares_ready", time=9.6),
         event(10, "attempt_ended", time=10.0, cause="0", is_last=True),
         event(11, "job_ending", time=10.0, cause="0"),
         event(12, "job_ended", time=11.0, cause="0"),
@@ -217,10 +219,23 @@ def test_the_launchers_events_that_are_incidents_and_those_that_are_none():
         ("no_capacity", 7),
         ("capacity_found", 8),
         ("spend_exceeded", 9),
+        ("spare_lost", 14),
+        ("spares_ready", 15),
         ("finished", 11),
     ]
     assert of_events(event(0, "job_ending", cause="84", reason="5 attempts")) == [("gave_up", 0)]
     assert of_events(event(0, "job_ending", cause="76")) == [], "an operator has ended it"
+
+
+def test_a_planned_end_is_no_preemption_and_a_degraded_job_is_told():
+    ended = event(0, "attempt_ended", cause="75", planned="grow")
+    assert of_events(ended, event(1, "grown", time=2.0)) == [("grown", 1)]
+    assert of_events(event(0, "shrunk", lacking=2), event(1, "grown", time=2.0, lacking=1)) == [
+        ("shrunk", 0),
+        ("shrunk", 1),
+    ], "it still lacks a host"
+    assert of_events(event(0, "moved")) == [("moved", 0)]
+    assert Kind.GROWN.resolves == ("shrunk",)
 
 
 def test_vms_that_are_lost_with_an_attempt_are_one_incident_with_its_end():
@@ -258,6 +273,10 @@ def test_masked_steps_are_reported_once_for_a_series():
         if (kind := masked.check(step)) is not None:
             reports[step] = kind
     assert reports == {5: "masked_steps", 15: "masked_steps_recovered"}
+    told = [step for step in (2, 11, 12, 30) if masked.is_new_spike(step, SkipCause.NORM_SPIKE)]
+    assert (told, masked.num_spikes) == ([2, 12, 30], 3)
+    assert not masked.is_new_spike(99, SkipCause.NONFINITE_LOSS)
+    assert not MaskedSteps(None, window_steps=10).is_new_spike(1, SkipCause.NORM_SPIKE)
     masked.add(41, None)
     masked.rewind(40)
     assert masked.steps == {30: SkipCause.NORM_SPIKE}, "it is computed again"

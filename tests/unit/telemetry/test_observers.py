@@ -203,7 +203,7 @@ def test_the_supervisor_has_the_heartbeat_before_a_later_observer_receives_the_s
         )
     assert own.received[:2] == [(Noted("built"),), (1,)]
     assert [type(event) for (event,) in own.received[2:]] == [RunEnded]
-    assert late.received[1][-1] == StepFinished(1, 0.5, 2.5, 64)
+    assert late.received[1][-1] == StepFinished(1, 0.5, 2.5, 64, grad_norm=1.0)
     assert requests.has_stepped
     assert "built" in shown.getvalue()
     assert heartbeat.decode(os.read(reading, 9999).splitlines()[-1]) == ExitMessage(0, "done", True)

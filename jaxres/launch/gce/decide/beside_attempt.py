@@ -116,6 +116,13 @@ def plan_restart(
     return found.then(replace(found.desired, beside=beside), *((line,) if wants else ()))
 
 
+def planned_end(desired: DesiredState, observed: ObservedState) -> str:
+    """Returns why the running attempt ends now, one of PLANNED_ENDS; empty: it does not."""
+    planned = {"move": desired.beside.move_after, "grow": desired.beside.grow_after}
+    due = (why for why, after in planned.items() if must_restart(desired, after, observed))
+    return next(due, "")
+
+
 def must_restart(desired: DesiredState, planned: int | None, observed: ObservedState) -> bool:
     """Returns whether the running attempt has committed a step after the planned one."""
     is_waiting = desired.phase == "running" and planned is not None

@@ -34,8 +34,7 @@ def note(found: Transition, observed: ObservedState) -> Transition:
     desired = found.desired
     drained = to_drain(desired, observed)
     names = tuple(drained)
-    planned = (desired.beside.grow_after, desired.beside.move_after)
-    if not drained and any(beside_attempt.must_restart(desired, p, observed) for p in planned):
+    if not drained and beside_attempt.planned_end(desired, observed):
         names = (desired.attempt.hosts[0].name,)
     if names == desired.attempt.draining:
         return found

@@ -12,6 +12,7 @@ from jaxres.config import RunConfig
 from jaxres.config.schema.gce import GceSection
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.launch.gce.decide import (
+    beside_attempt,
     cheaper_option,
     draining,
     early_replacement,
@@ -36,7 +37,7 @@ from jaxres.launch.gce.state.desired_state import (
 )
 from jaxres.launch.gce.state.observed_state import AgentReport, ObservedState
 from jaxres.launch.gce.state.spending import lifetime_seconds
-from jaxres.runlog.attempt_result import AttemptOutcome, is_named_twice
+from jaxres.runlog.attempt_result import PLANNED_ENDS, AttemptOutcome, is_named_twice
 from jaxres.supervisor import restart_policy
 from jaxres.supervisor.restart_policy import GiveUp, Restart
 
@@ -59,7 +60,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
         decided = stage.decide(decided, observed, config)
     decided = _count_replacements(desired, decided, observed, gce)
     decided = _note_suspicions(decided, observed, gce)
-    decided = transition_events.record(desired, decided, observed)
+    decided = transition_events.record(desired, decided, observed, most_hosts=gce.most_hosts)
     spent = dollars(decided.desired, gce, now=observed.now)
     decided = job_conditions.note(decided, observed, config, dollars=spent)
     decided = spending.note_attempt(desired, decided, now=observed.now)
@@ -310,8 +311,27 @@ def follow_attempt(decided: Transition, observed: ObservedState, config: RunConf
     if not is_settled and (is_early or may_be_lost):
         return Transition(desired)
     outcome = _attempt_outcome(desired, codes, ended, lost, observed, config)
+    if not lost and _is_planned(desired, outcome, ended, observed):
+        planned = beside_attempt.planned_end(desired, observed)
+        outcome = replace(outcome, planned=planned, reason=PLANNED_ENDS[planned])
     unhealthy = [name for name, code in codes.items() if code == ExitCode.UNHEALTHY]
     return _after_attempt(desired, outcome, observed, config, unhealthy=unhealthy)
+
+
+def _is_planned(
+    desired: DesiredState,
+    outcome: AttemptOutcome[str],
+    ended: Mapping[str, AgentReport],
+    observed: ObservedState,
+) -> bool:
+    """Returns whether an attempt has ended because more hosts or cheaper VMs are ready.
+
+    A drained host and a preemption notice end it too, and then count as before.
+    """
+    is_requested = bool(desired.attempt.draining) and not draining.to_drain(desired, observed)
+    has_notice = any(lost_vms.is_notice_due(report, now=observed.now) for report in ended.values())
+    is_preempted = outcome.code == ExitCode.PREEMPTED and not has_notice
+    return is_requested and is_preempted and bool(beside_attempt.planned_end(desired, observed))
 
 
 def _settle_seconds(codes: Mapping[str, int], config: RunConfig) -> float:
@@ -451,7 +471,10 @@ def _restart(
     history: Sequence[AttemptOutcome[str]], config: RunConfig, *, seed: int
 ) -> Restart | GiveUp:
     """Applies the supervisor's restart policy; the launcher itself checks hours and hosts."""
-    outcomes = [AttemptOutcome[int](p.code, p.reason, p.step_before, p.step_after) for p in history]
+    outcomes = [
+        AttemptOutcome[int](p.code, p.reason, p.step_before, p.step_after, planned=p.planned)
+        for p in history
+    ]
     return restart_policy.decide_next(outcomes, config, seed=seed)
 
 

@@ -19,13 +19,15 @@ STORED_TOGETHER = 16
 MAX_REASON = 300
 
 
-def record(before: DesiredState, found: Transition, observed: ObservedState) -> Transition:
-    """Returns the decision with its events."""
+def record(
+    before: DesiredState, found: Transition, observed: ObservedState, *, most_hosts: int
+) -> Transition:
+    """Returns the decision with its events; `most_hosts`: the upper end of the job's range."""
     after = found.desired
     if after is before:
         return found
     new = [*_ends(before, found, observed), *_requests(before, after, observed)]
-    new += [*_resizes(before, after), *_starts(before, after, observed)]
+    new += [*_resizes(before, after, most_hosts), *_starts(before, after, observed)]
     return replace(found, desired=with_events(after, new, observed))
 
 
@@ -78,6 +80,7 @@ def _ends(before: DesiredState, found: Transition, observed: ObservedState) -> I
         fields["is_last"] = after.end is not None
         if outcome is not None:
             fields |= {"cause": str(int(outcome.code)), "reason": outcome.reason[:MAX_REASON]}
+            fields |= {"planned": outcome.planned}
         yield "attempt_ended", fields
     for name, kind in found.losses.items():
         since = now - observed.silent.get(name, 0.0)
@@ -119,7 +122,7 @@ def _requests(
         yield "vms_requested", {"vms": next_one.names, "zone": zone}
 
 
-def _resizes(before: DesiredState, after: DesiredState) -> Iterator[Fields]:
+def _resizes(before: DesiredState, after: DesiredState, most_hosts: int) -> Iterator[Fields]:
     """Yields that the job has moved to another capacity option, or has other numbers of hosts."""
     were, are = len(before.vms), len(after.vms)
     if were and are and before.vms[0].option != after.vms[0].option:
@@ -128,7 +131,8 @@ def _resizes(before: DesiredState, after: DesiredState) -> Iterator[Fields]:
     if were and are and were != are:
         kind: LaunchEventKind = "shrunk" if are < were else "grown"
         fields = {"vms": tuple(vm.name for vm in after.vms), "zone": after.vms[0].zone}
-        yield kind, {**fields, "reason": f"{are} hosts instead of {were}"}
+        reason = f"{are} hosts instead of {were}, of at most {most_hosts}"
+        yield kind, {**fields, "reason": reason, "lacking": max(0, most_hosts - are)}
 
 
 def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) -> Iterator[Fields]:

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxres.config.schema.hardware import HealthSection
+from jaxres.supervisor.health import gpu_health
 from jaxres.supervisor.health.gpu_health import MAX_WAITING, GpuState, XidReports, judge, judge_xid
 from jaxres.supervisor.health.health_messages import GpuReading, XidReported
 
@@ -68,12 +69,12 @@ def test_a_lost_gpu_is_found_once_and_makes_no_reading_unreadable():
 
 
 def test_slowed_clocks_are_a_fault_after_minutes_and_a_power_limit_never_is():
-    hot, cool = {"clocks_event_reasons": THERMAL, "temperature_C": 93}, {"clocks_event_reasons": 1}
+    hot, cool = {"clocks_event_reasons": THERMAL, "temperature_C": 84}, {"clocks_event_reasons": 1}
     found = judged(hot, hot, hot, hot, seconds=120.0)
     assert [len(each) for each in found] == [0, 0, 0, 1]
     assert found[-1][0] == (
         *("thermal", "warn"),
-        "its clocks are slowed for 5 minutes at 93 °C: HW thermal slowdown",
+        "its clocks are slowed for 5 minutes at 84 °C: HW thermal slowdown",
     )
     assert kinds(hot, hot, cool, hot, hot, seconds=120.0) == [[]] * 5
     limited = {"clocks_event_reasons": POWER_LIMIT}
@@ -98,6 +99,38 @@ def test_a_storm_of_xid_errors_costs_no_more_for_each_than_a_few():
         num_new += is_new
     assert (num_new, len(reports.times)) == (10 * MAX_WAITING, MAX_WAITING)
     assert not reports.add("nvml", now=1.0)[1], "the same error, by the other source"
+
+
+def test_heat_alone_is_told_from_85_degrees_on_and_again_once_it_was_cooler():
+    def degrees(*values):
+        return [{"temperature_C": value} for value in values]
+
+    found = judged(*degrees(84, 85, 91, 80, 85, 79, "Timeout", 85))
+    assert [len(each) for each in found] == [0, 1, 0, 0, 0, 0, 0, 1]
+    assert found[1] == [("temperature", "warn", "85 °C, with a limit of 85 °C")]
+
+
+def test_corrected_ecc_errors_are_told_if_many_come_in_a_minute():
+    def counts(*values):
+        return [{"ecc_corrected_volatile": value} for value in values]
+
+    assert kinds(*counts(500, 501, 511), seconds=60.0) == [[], [], []]
+    assert kinds(*counts(500, 511), seconds=60.0) == [[], ["ecc_corrected"]]
+    assert judged(*counts(500, 1000), seconds=60.0)[1] == [
+        ("ecc_corrected", "warn", "500 corrected ECC errors in 60 s")
+    ]
+
+
+def test_the_peak_of_the_memory_is_kept_and_an_exported_reading_that_fails_is_not():
+    def reading(**values):
+        return GpuReading(GPU, values, {}, False)
+
+    state = GpuState()
+    for used in (60, 70, 50):
+        state, _ = judge(state, reading(memory_used_bytes=used), SECTION, now=0.0)
+    assert gpu_health.readable(state) == {"memory_used_bytes": 50, "memory_peak_bytes": 70}
+    state, _ = judge(state, reading(power_mW=1), SECTION, now=1.0)
+    assert gpu_health.readable(state) == {"power_mW": 1, "memory_peak_bytes": 70}
 
 
 @pytest.mark.parametrize("name", ["pcie_replays", "nvlink_errors"])

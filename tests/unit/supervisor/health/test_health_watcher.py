@@ -79,6 +79,8 @@ FAULTS = {
     "needs reset": ("1.lost 16", "lost", "asks for its reset"),
     "xid": ("xid 79 a 1", "xid", "Xid 79: the GPU has fallen off the bus"),
     "application": ("xid 13 a 1", "other_xid", "Xid 13: an error of the program"),
+    "hot": ("1.temperature 91", "temperature", "91 °C, with a limit of 85 °C"),
+    "corrected": ("1.ecc_corrected 500", "ecc_corrected", "500 corrected ECC errors"),
     "PCIe": ("1.pcie_replays 900", "link", "900 PCIe replays"),
     "NVLink": ("1.nvlink_errors 900", "link", "900 NVLink errors"),
 }
@@ -95,6 +97,18 @@ def test_each_fault_of_one_gpu_is_found_and_named(gpus, watch, fault, monkeypatc
     found = next_found(watcher)
     assert [(each.kind, each.device) for each in found] == [(kind, "GPU 1 (Fake H100, GPU-1)")]
     assert text in found[0].text
+
+
+def test_utilization_and_memory_are_read_and_a_gpu_that_has_none_is_no_fault(gpus, watch):
+    gpus.set("gpus 2", "0.utilization 55", "0.memory_used 7", "1.error.nvmlDeviceGetMemoryInfo 3")
+    watcher = watch()
+    assert started(watcher).unreadable == {}
+    wait_for(watcher, lambda: len(watcher.gpu_values()) == 2)
+    first, second = watcher.gpu_values().values()
+    names = ("utilization_percent", "memory_used_bytes", "memory_peak_bytes", "memory_total_bytes")
+    assert [first.get(name) for name in names] == [55, 7, 7, 80000000000]
+    assert [second.get(name) for name in names] == [97, None, None, None]
+    assert watcher.poll() == []
 
 
 def test_an_xid_error_of_the_kernels_log_is_found_and_named(gpus, watch, tmp_path):

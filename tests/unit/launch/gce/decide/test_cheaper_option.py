@@ -230,6 +230,7 @@ def test_the_attempt_ends_after_the_next_commit_once_all_are_ready() -> None:
     ended = replace(found, reports={**found.reports, **saved})
     free = next_state(leaves, ended, CONFIG)
     assert (free.phase, free.beside.move_after, free.attempt.draining) == ("placing", None, ())
+    assert (free.history[-1].code, free.history[-1].planned) == (75, "move")
     moved = next_state(free, between(*NEW, step=21), CONFIG)
     assert (names(moved.vms), moved.spares) == (list(NEW), ())
     assert names(moved.deleting) == list(HOSTS), "the costly VMs are left"

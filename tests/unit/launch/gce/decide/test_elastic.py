@@ -9,7 +9,7 @@ import pytest
 
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
-from jaxres.launch.gce.decide import elastic, reconcile
+from jaxres.launch.gce.decide import elastic, job_conditions, reconcile
 from jaxres.launch.gce.state import run_speed
 from jaxres.launch.gce.state.capacity_options import Backoff
 from jaxres.launch.gce.state.desired_state import DesiredState, HostAddress, VmSpec
@@ -85,7 +85,7 @@ def test_the_survivors_of_a_stockout_go_on_with_what_the_mesh_allows() -> None:
     shrunk = next_state(lost, seen(*NAMES[:2]), CONFIG)
     assert slots(shrunk) == list(NAMES[:2]), "the survivors are idle in a stockout"
     assert {one.name for one in shrunk.deleting} == {*LACKING}
-    assert [event.kind for event in shrunk.events.newest] == ["shrunk"]
+    assert [(event.kind, event.lacking) for event in shrunk.events.newest] == [("shrunk", 2)]
     started = next_state(shrunk, seen(*NAMES[:2]), CONFIG)
     assert (started.phase, [h.name for h in started.attempt.hosts]) == ("running", list(NAMES[:2]))
     assert slots(next_state(lost, seen(*NAMES[:2]), config(num_hosts=4))) == slots(lost)
@@ -159,13 +159,43 @@ def test_a_job_grows_after_the_next_commit_if_that_pays_for_the_restart() -> Non
     ended = replace(at_21, reports={**at_21.reports, **saved})
     between = next_state(leaves, ended, CONFIG)
     assert (between.phase, between.beside.grow_after) == ("placing", None)
+    end, event = between.history[-1], between.events.newest[-1]
+    assert (end.code, end.planned, end.reason) == (75, "grow", "more hosts are ready")
+    assert (event.kind, event.cause, event.planned) == ("attempt_ended", "75", "grow")
     assert between.attempt.draining == ()
     ready = replace(seen(*NAMES, log=at_21.log), now=NOW + 100)
     grown = next_state(between, ready, CONFIG)
     assert (slots(grown), spares(grown)) == (list(NAMES), [])
-    assert grown.events.newest[-1].kind == "grown"
+    assert (grown.events.newest[-1].kind, grown.events.newest[-1].lacking) == ("grown", 0)
     started = next_state(grown, ready, CONFIG)
     assert [host.name for host in started.attempt.hosts] == list(NAMES)
+
+
+def test_a_job_that_is_short_of_hosts_for_too_long_has_no_capacity_until_vms_wait_for_it() -> None:
+    late = running(*NAMES[:2], log=speed(1.0, hosts=2), lacking_seconds=3600.0)
+    short = next_state(SHRUNK, late, CONFIG)
+    assert [event.kind for event in short.events.newest] == ["no_capacity"]
+    assert "trains with 2 of 4 hosts" in short.events.newest[0].reason
+    between = changed(short, phase="placing", hosts=())
+    assert job_conditions.lacks_vms(between, CONFIG), "an alert at each restart"
+    assert job_conditions.lacks_vms(replace(short, spares=WAITING.spares[:1]), CONFIG)
+    assert not job_conditions.lacks_vms(replace(short, spares=WAITING.spares), CONFIG)
+    assert not job_conditions.lacks_vms(short, config(num_hosts=2))
+    exist = running(*NAMES[:2], waiting=NAMES[2:], log=speed(9 * ENOUGH, hosts=2))
+    found = next_state(replace(short, spares=WAITING.spares), exist, CONFIG)
+    assert [event.kind for event in found.events.newest] == ["no_capacity", "capacity_found"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"notice": "instance/preempted"}, {"exit": 70}], ids=["notice", "failure"]
+)
+def test_another_end_while_one_is_planned_keeps_its_own_cause(other: dict[str, Any]) -> None:
+    due = changed(WAITING, grow_after=20, draining=NAMES[:1])
+    at_21 = running(*NAMES[:2], waiting=NAMES[2:], log=speed(9 * ENOUGH, hosts=2, step=21))
+    saved = AgentReport("ended", "b", 3, 75, "saved")
+    ends = {NAMES[0]: saved, NAMES[1]: replace(saved, **other)}
+    between = next_state(due, replace(at_21, reports={**at_21.reports, **ends}), CONFIG)
+    assert (between.history[-1].planned, between.events.newest[0].planned) == ("", "")
 
 
 @pytest.mark.parametrize("left", [ENOUGH - 1, None])

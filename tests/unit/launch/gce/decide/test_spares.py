@@ -179,6 +179,8 @@ def test_a_lost_spare_is_replaced_later_and_the_attempt_goes_on(fields: dict[str
     assert spares(found) == [], "spares are made and deleted every second"
     assert deleting(found) == {SPARE}
     assert (found.failures.replacements.times, found.end) == (1, None), "it uses no budget"
+    assert [event.kind for event in found.events.newest] == ["spare_lost"]
+    assert found.events.newest[0].reason.startswith("0 of 1 spares are ready")
     soon = decided(found, training(now=NOW + FIRST_WAIT_SECONDS - 1))
     assert spares(soon) == [], "the wait is too short"
     later = decided(found, training(now=NOW + FIRST_WAIT_SECONDS + 1))
@@ -213,6 +215,10 @@ def test_the_wait_begins_anew_once_all_spares_are_ready() -> None:
     failed = changed(BOOTING, spare_failures=5)
     assert decided(failed, training()).beside.spare_wait.tries == 5
     assert decided(failed, training(SPARE)).beside.spare_wait.tries == 0
+    lost = decided(failed, training())
+    assert decided(lost, training()) == lost, "it is told each second"
+    kinds = [event.kind for event in decided(lost, training(SPARE)).events.newest]
+    assert kinds == ["spare_lost", "spares_ready"]
 
 
 LAST = RunLogSummary(step=CONFIG.train.steps)
