@@ -259,7 +259,7 @@ def _job(
         neighbor_share=value.get("--neighbor-share"),
         repair_hours=value.get("--repair-hours"),
         preemptions_per_day=options.spot_rate or 0.0,
-        notice_seconds=_notice(options, config, value),
+        notice_seconds=_notice(config, value),
         stockout_share=value.get("--stockout-share", "stockout_share"),
         stockout_seconds=value.get("--capacity-wait-seconds", "stockout_seconds"),
         outages=Outages(per_day, outage_seconds) if per_day else None,
@@ -432,7 +432,7 @@ def _spares(options: argparse.Namespace, config: RunConfig | None) -> int:
     return 0 if gce is None else gce.spares
 
 
-def _notice(options: argparse.Namespace, config: RunConfig | None, value: _Values) -> float:
+def _notice(config: RunConfig | None, value: _Values) -> float:
     found = None
     if config is not None:
         found = config.preemption.notice_seconds

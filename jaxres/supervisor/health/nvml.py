@@ -175,14 +175,6 @@ READINGS: Mapping[str, Callable[[Any, Any], int]] = {
     "nvlink_errors": _nvlink_errors,
 }
 """Name of each reading of the health guard -> its call."""
-PCIE: Mapping[str, Callable[[Any, Any], int]] = {
-    "pcie_generation": lambda n, d: n.nvmlDeviceGetCurrPcieLinkGeneration(d),
-    "pcie_width": lambda n, d: n.nvmlDeviceGetCurrPcieLinkWidth(d),
-    "pcie_max_generation": lambda n, d: n.nvmlDeviceGetMaxPcieLinkGeneration(d),
-    "pcie_max_width": lambda n, d: n.nvmlDeviceGetMaxPcieLinkWidth(d),
-    "nvlinks_active": lambda n, d: len(active_links(n, d)),
-}
-"""How a GPU is connected."""
 
 
 @dataclass(frozen=True)
