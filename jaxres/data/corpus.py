@@ -50,6 +50,7 @@ from jaxres.data.tokens.token_folder import (
     TokensDamaged,
     file_id,
     open_tokens,
+    remove_at_once,
     token_type,
 )
 from jaxres.data.tokens.token_writer import PARTIAL_OFFSETS, TokenWriter, Written
@@ -538,7 +539,7 @@ def _install(building: Path, corpus: Corpus) -> None:
         try:
             open_cached(corpus)
         except TokensDamaged:
-            _remove(entry)
+            remove_at_once(entry)
         else:
             shutil.rmtree(building, ignore_errors=True)
             return None
@@ -549,16 +550,6 @@ def move_aside(entry: Path) -> None:
     """Renames a damaged entry; it is deleted after a day."""
     os.utime(entry)
     entry.rename(entry.parent / f".damaged-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}")
-
-
-def _remove(entry: Path) -> None:
-    """Removes an entry in one step, so that no process sees a part of it."""
-    removed = entry.parent / f".removed-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
-    try:
-        entry.rename(removed)
-    except FileNotFoundError:
-        return  # Another process removed it first.
-    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _remove_leftovers(corpora: Path, clock: Clock) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -158,6 +159,12 @@ def drain(wakeup: int) -> bytes:
     with contextlib.suppress(BlockingIOError):
         return os.read(wakeup, 4096)
     return b""
+
+
+def wait_for_stop(wakeup: int, seconds: float) -> bool:
+    """Waits; returns at once, and True, if this process is told to end."""
+    ready, _, _ = select.select([wakeup], [], [], seconds)
+    return bool(ready) and any(number in STOP_SIGNALS for number in drain(wakeup))
 
 
 def _ignore(number: int, frame: object) -> None:

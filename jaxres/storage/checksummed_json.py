@@ -22,7 +22,7 @@ def canonical_json(value: Any) -> bytes:
 
 def encode_checksummed(fields: Mapping[str, Any]) -> bytes:
     """Returns an object as canonical JSON with the digest of its fields: xxh3-128, in hex."""
-    return canonical_json({**fields, DIGEST: _digest(fields)})
+    return canonical_json({**fields, DIGEST: digest_of(fields)})
 
 
 def decode_checksummed(data: bytes, *, number: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def decode_checksummed(data: bytes, *, number: int) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError("not an object")
     digest = fields.pop(DIGEST, None)
-    if digest is not None and digest != _digest(fields):
+    if digest is not None and digest != digest_of(fields):
         raise ValueError("its digest does not match its fields")
     require_format(fields, number=number)
     if digest is None:
@@ -47,5 +47,6 @@ def decode_checksummed(data: bytes, *, number: int) -> dict[str, Any]:
     return fields
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """Returns xxh3-128 of the canonical JSON of an object."""
     return xxhash.xxh3_128_hexdigest(canonical_json(fields))

@@ -94,13 +94,15 @@ METRICS = {
         Metric(
             "jaxres_mfu_ratio",
             "gauge",
-            "Model FLOP/s in these steps as a share of the devices' peak, attention in full; of known kinds of GPUs",
+            "Model FLOP/s in these steps as a share of the devices' peak, attention in full; "
+            "of known kinds of GPUs",
         ),
         Metric("jaxres_hosts", "gauge", "Hosts of the newest attempt"),
         Metric(
             "jaxres_target_hosts",
             "gauge",
-            "Upper end of launch.gce.num_hosts, else the most hosts that an attempt of this supervisor had",
+            "Upper end of launch.gce.num_hosts, else the most hosts that an attempt of this "
+            "supervisor had",
         ),
         Metric(
             "jaxres_goodput_seconds_total",
@@ -159,7 +161,7 @@ METRICS = {
         Metric(
             "jaxres_gpu_utilization_ratio",
             "gauge",
-            "Share of the driver's last interval in which a kernel ran, not of the GPU that it used",
+            "Share of the driver's last interval in which a kernel ran, not of the GPU it used",
             ("gpu",),
         ),
         Metric(

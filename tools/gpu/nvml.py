@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from jaxres.supervisor.health import nvml
+
+PCIE: Mapping[str, Callable[[Any, Any], int]] = {
+    "pcie_generation": lambda n, d: n.nvmlDeviceGetCurrPcieLinkGeneration(d),
+    "pcie_width": lambda n, d: n.nvmlDeviceGetCurrPcieLinkWidth(d),
+    "pcie_max_generation": lambda n, d: n.nvmlDeviceGetMaxPcieLinkGeneration(d),
+    "pcie_max_width": lambda n, d: n.nvmlDeviceGetMaxPcieLinkWidth(d),
+    "nvlinks_active": lambda n, d: len(nvml.active_links(n, d)),
+}
+"""How a GPU is connected."""
 
 
 def readings(index: int = 0) -> dict[str, object]:
@@ -15,7 +27,7 @@ def readings(index: int = 0) -> dict[str, object]:
     gpu = next((gpu for gpu in gpus if gpu.index == index), None)
     if gpu is None or gpu.handle is None:
         return {"nvml": f"not measured: no GPU {index}: {gpu.error if gpu else 'none found'}"}
-    read = nvml.read(library, gpu.handle, {**nvml.READINGS, **nvml.PCIE})
+    read = nvml.read(library, gpu.handle, {**nvml.READINGS, **PCIE})
     found: dict[str, object] = {"driver": nvml.driver_version(library), **read.values}
     found |= {name: f"not measured: {why}" for name, why in read.errors.items()}
     reasons = read.values.get("clocks_event_reasons")

@@ -31,7 +31,13 @@ from jaxres.config.schema.data import (
     TokensSource,
 )
 from jaxres.data.sources import own_folders
-from jaxres.data.tokens.token_folder import CacheDamaged, TokenFolder, TokensDamaged, file_id
+from jaxres.data.tokens.token_folder import (
+    CacheDamaged,
+    TokenFolder,
+    TokensDamaged,
+    file_id,
+    remove_at_once,
+)
 from jaxres.faults import ConfigError, StorageRefused
 from jaxres.storage import files, gcs_objects
 from jaxres.storage.files import TransferCorrupted, fault_of, sync_dir
@@ -94,7 +100,7 @@ def discard(entry: Path) -> None:
     linked = [path for path in objects if file_id(path) in damaged]
     for path in linked or objects:  # On a disk without links the entry has copies of them.
         path.unlink(missing_ok=True)
-    _remove(entry)
+    remove_at_once(entry)
 
 
 def localize(config: DataSection, *, progress: Callable[[str], None]) -> SingleSource:
@@ -255,7 +261,7 @@ def _is_complete(entry: Path, objects: Mapping[str, gcs_objects.Stat]) -> bool:
             return True
     except FileNotFoundError:
         pass
-    _remove(entry)
+    remove_at_once(entry)
     return False
 
 
@@ -358,16 +364,6 @@ def _fetch(path: GcsPath, stat: gcs_objects.Stat, part: Path, copied: _DownloadP
             copied.add(len(chunk))
         out.flush()
         os.fsync(out.fileno())
-
-
-def _remove(entry: Path) -> None:
-    """Removes a copy in one step, by a rename first."""
-    removed = entry.parent / f".removed-{entry.name}-{os.getpid()}-{uuid.uuid4().hex}"
-    try:
-        entry.rename(removed)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _delete_leftovers(root: Path) -> None:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from jaxres.data.batching import Arrays, BadRecord, check_ids
@@ -24,7 +26,7 @@ from jaxres.data.tokens.token_digests import CheckedBlocks, num_blocks
 from jaxres.data.tokens.token_width import IdPattern
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError, RunError
-from jaxres.storage.checksummed_json import canonical_json
+from jaxres.storage.checksummed_json import digest_of
 from jaxres.storage.files import LFS_POINTER, fault_of, open_file, read_whole, refuse_lfs_pointer
 from jaxres.storage.path import RunPath
 
@@ -298,7 +300,7 @@ def read_meta(folder: Path) -> Meta:
     if meta.block_bytes is not None and meta.block_bytes < 1:
         raise TokensDamaged(f"{path}: block_bytes {meta.block_bytes} is not at least 1")
     checksum = fields.pop(CHECKSUM, None)
-    if checksum is not None and checksum != checksum_of(fields):
+    if checksum is not None and checksum != digest_of(fields):
         raise TokensDamaged(
             f"{path}: its {CHECKSUM} does not match its other fields. Restore it from a copy; if "
             f"you have changed a field yourself, remove the line {CHECKSUM}."
@@ -315,8 +317,14 @@ def check_size(size_bytes: int, meta: Meta, path: RunPath) -> None:
         )
 
 
-def checksum_of(fields: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(canonical_json(fields))
+def remove_at_once(folder: Path) -> None:
+    """Removes a folder in one step, so that no process sees a part of it."""
+    removed = folder.parent / f".removed-{folder.name}-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        folder.rename(removed)
+    except FileNotFoundError:
+        return  # Another process removed it first.
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def open_offsets(path: Path, meta: Meta) -> NDArray[np.int64]:

@@ -23,9 +23,9 @@ from jaxres.data.tokens.token_folder import (
     FORMAT_VERSION,
     MAX_VOCAB_SIZE,
     Meta,
-    checksum_of,
     token_type,
 )
+from jaxres.storage.checksummed_json import digest_of
 from jaxres.storage.files import sync_dir
 
 PARTIAL_OFFSETS = "offsets.partial"
@@ -210,7 +210,7 @@ class TokenWriter:
         )
         fields = asdict(meta)
         with (self._folder / "meta.json").open("w") as file:
-            file.write(json.dumps(fields | {CHECKSUM: checksum_of(fields)}, indent=2) + "\n")
+            file.write(json.dumps(fields | {CHECKSUM: digest_of(fields)}, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
         sync_dir(self._folder)

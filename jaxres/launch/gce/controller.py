@@ -154,7 +154,7 @@ class Controller:
         assert desired.end is not None, desired
         if self.alerts is not None:
             self.alerts.close()  # It sends only while the lease is held.
-        self._cleanup(desired)
+        self._cleanup()
         return desired.end
 
     def _tick(self) -> DesiredState | None:
@@ -502,7 +502,7 @@ class Controller:
             gcs_objects.write(self.paths.stop, b"", over=None)
             self._stopped_attempt = desired.attempt.number
 
-    def _cleanup(self, desired: DesiredState) -> None:
+    def _cleanup(self) -> None:
         """Deletes the requests, which would end the next `up`, and the reports of deleted VMs."""
         with contextlib.suppress(StorageUnavailable):
             delete_requests(self.paths)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from jaxres import faults
 from jaxres.clock import Clock, SystemClock
 from jaxres.config import RunConfig
 from jaxres.config.argparser import Parser
-from jaxres.exit_codes import SIGNAL_BASE, STOP_SIGNALS, ExitCode, exit_name
+from jaxres.exit_codes import SIGNAL_BASE, ExitCode, exit_name
 from jaxres.faults import ConfigError, StorageUnavailable, UsageError
 from jaxres.host import signals
 from jaxres.host.processes import kill_me_with_parent
@@ -165,7 +164,7 @@ def _node(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock) -> 
             loaded.config,
             run_dir,
             clock=clock,
-            wait=partial(_wait, wakeup),
+            wait=partial(signals.wait_for_stop, wakeup),
             train=partial(_train, arguments, env, wakeup),
             is_first=env.get("JAXRES_HOST_ID", "0") == "0",
         )
@@ -296,11 +295,7 @@ def _train(
     )
     is_stopped = False
     while (code := process.poll()) is None:
-        is_stopped |= _wait(wakeup, POLL_SECONDS)
-    return (SIGNAL_BASE - code if code < 0 else code), is_stopped | _wait(wakeup, 0.0)
-
-
-def _wait(wakeup: int, seconds: float) -> bool:
-    """Waits; returns at once, and True, if this process is told to end."""
-    ready, _, _ = select.select([wakeup], [], [], seconds)
-    return bool(ready) and any(number in STOP_SIGNALS for number in signals.drain(wakeup))
+        is_stopped |= signals.wait_for_stop(wakeup, POLL_SECONDS)
+    return (SIGNAL_BASE - code if code < 0 else code), is_stopped | signals.wait_for_stop(
+        wakeup, 0.0
+    )

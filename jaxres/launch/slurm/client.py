@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import select
 import shlex
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from jaxres.exit_codes import STOP_SIGNALS
 from jaxres.faults import ConfigError, RunError, StorageUnavailable
 from jaxres.host import signals
 from jaxres.storage import threads
@@ -272,15 +270,9 @@ def run_step(
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=own, process_group=0)
     is_stopped = False
     while not is_stopped and process.poll() is None:
-        is_stopped = wait(wakeup, POLL_SECONDS)
-    is_stopped |= wait(wakeup, 0.0)
+        is_stopped = signals.wait_for_stop(wakeup, POLL_SECONDS)
+    is_stopped |= signals.wait_for_stop(wakeup, 0.0)
     if is_stopped:
         on_stop()
     code = process.wait()
     return (128 - code if code < 0 else code), is_stopped
-
-
-def wait(wakeup: int, seconds: float) -> bool:
-    """Waits; returns at once, and True, if this process is told to end."""
-    ready, _, _ = select.select([wakeup], [], [], seconds)
-    return bool(ready) and any(number in STOP_SIGNALS for number in signals.drain(wakeup))

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str]) -> int:
         return _job(_parse(rest), env=env)
     if verb and verb[0] in VERBS:
         return {"status": _status, "logs": _logs, "stop": _stop}[verb[0]](rest)
-    return _submit(_parse(arguments), env=env)
+    return _submit(_parse(arguments))
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _journal(run_dir: RunDir, folder: str | None) -> Journal:
     return Journal(found)
 
 
-def _submit(options: _Options, *, env: Mapping[str, str]) -> int:
+def _submit(options: _Options) -> int:
     loaded, run_dir = resolve_run(*parse_target(options.arguments, command=COMMAND))
     gpus = slurm_job.gpus_per_node(options.job.sbatch)
     if options.job.least == options.job.most:
@@ -288,7 +288,7 @@ def _job(options: _Options, *, env: Mapping[str, str]) -> int:
         found = with_retries(
             lambda: resolve_run(target, overrides),
             _restart_limits(target, overrides),
-            wait=partial(slurm_commands.wait, wakeup),
+            wait=partial(signals.wait_for_stop, wakeup),
             what="the run can't be read",
         )
         if found is None:
@@ -515,7 +515,7 @@ class _Job:
         return with_retries(call, self.config.restart, wait=self._wait, what=what)
 
     def _wait(self, seconds: float) -> bool:
-        return slurm_commands.wait(self.wakeup, seconds)
+        return signals.wait_for_stop(self.wakeup, seconds)
 
 
 def _ended_between_attempts() -> int:

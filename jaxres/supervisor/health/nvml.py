@@ -183,14 +183,6 @@ EXPORTED: Mapping[str, Callable[[Any, Any], int]] = {
     TOTAL: lambda n, d: n.nvmlDeviceGetMemoryInfo(d).total,
 }
 """Readings that are exported and not judged: parts of a GPU (MIG) and some VMs have none."""
-PCIE: Mapping[str, Callable[[Any, Any], int]] = {
-    "pcie_generation": lambda n, d: n.nvmlDeviceGetCurrPcieLinkGeneration(d),
-    "pcie_width": lambda n, d: n.nvmlDeviceGetCurrPcieLinkWidth(d),
-    "pcie_max_generation": lambda n, d: n.nvmlDeviceGetMaxPcieLinkGeneration(d),
-    "pcie_max_width": lambda n, d: n.nvmlDeviceGetMaxPcieLinkWidth(d),
-    "nvlinks_active": lambda n, d: len(active_links(n, d)),
-}
-"""How a GPU is connected."""
 
 
 @dataclass(frozen=True)
