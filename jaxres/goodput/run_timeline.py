@@ -59,6 +59,8 @@ class AttemptTime:
     """None: unknown."""
     starts: tuple[tuple[int, float | None], ...]
     """Number of each start record, and when training began; None: unknown."""
+    dollars_per_hour: float | None = None
+    """Price of its VMs together, as the launcher has recorded it; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def fold(
         event = launcher_end(claims[index:], launch_events)
         end = _end(own, source.events, event, is_running=is_running)
         summary = _attempt(claim, own, placed, attempts, end=end)
+        summary = replace(summary, dollars_per_hour=_price(claim, launch_events))
         if attempts and not is_complete:
             intervals += _gap(attempts[-1], summary, claim.time, launch_events)
         intervals += placed.intervals
@@ -157,6 +160,13 @@ def _end(
         return RUNNING, ""
     ends = (event.get("exit") for event in events if event.get("event") == RUN_ENDED)
     return (DONE, "") if ExitCode.DONE in ends else unrecorded_end(launch_event)
+
+
+def _price(claim: Record, launch_events: Sequence[LaunchEvent]) -> float | None:
+    """Returns the price of the VMs of the launcher's newest attempt before a claim."""
+    starts = (e for e in reversed(launch_events) if e.kind == "attempt_started")
+    found = next((event for event in starts if event.time <= claim.time), None)
+    return None if found is None else found.dollars_per_hour
 
 
 def _gap(

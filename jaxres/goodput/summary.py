@@ -72,7 +72,7 @@ class Summary:
     """Of all attempts; None: unknown."""
     useful_device_hours: float | None
     dollars: float | None
-    """At the given price; None: no price."""
+    """At the prices of the VMs of each attempt, or at the given one; None: one is unknown."""
     useful_dollars: float | None
     dollars_by_activity: Mapping[str, float] | None
     """Dollars of each class while attempts ran; their sum is `dollars`."""
@@ -122,13 +122,25 @@ class _Cost:
         return hours
 
     def dollars(self, intervals: Iterable[ActivityInterval]) -> float | None:
-        if self.dollars_per_host_hour is None:
+        if (prices := self._prices) is None:
             return None
-        host_seconds = sum(self.attempts[i.attempt].num_hosts * i.seconds for i in intervals)
-        return self.dollars_per_host_hour * host_seconds / HOUR
+        return sum(prices[interval.attempt] * interval.seconds / HOUR for interval in intervals)
+
+    @property
+    def _prices(self) -> Mapping[int, float] | None:
+        """Dollars of an hour of each attempt; None: one is unknown."""
+        found = dict[int, float]()
+        for number, attempt in self.attempts.items():
+            price = attempt.dollars_per_hour
+            if price is None and self.dollars_per_host_hour is not None:
+                price = self.dollars_per_host_hour * attempt.num_hosts
+            if price is None:
+                return None
+            found[number] = price
+        return found if found or self.dollars_per_host_hour is not None else None
 
     def by_activity(self, intervals: Iterable[ActivityInterval]) -> dict[str, float] | None:
-        if self.dollars_per_host_hour is None:
+        if self._prices is None:
             return None
         found = dict[str, float]()
         for interval in intervals:

@@ -72,6 +72,8 @@ class LaunchEvent:
     """Of the end of an attempt: why the launcher has ended it (attempt_result.PLANNED_ENDS)."""
     lacking: int = 0
     """Of `shrunk` and `grown`: hosts that the job has less than its range allows."""
+    dollars_per_hour: float | None = None
+    """Of the start of an attempt: the price of its VMs together; None: unknown."""
 
 
 def encode(events: Iterable[LaunchEvent]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import replace
 from typing import Any
@@ -181,6 +182,40 @@ def test_a_planned_end_is_an_incident_of_its_own_cause() -> None:
     assert contents.is_planned("planned grow")
     assert not contents.is_failure("planned grow")
     assert "planned grow" in measured.NO_FAILURES
+
+
+def test_an_incident_costs_what_the_vms_of_its_attempts_cost_whatever_the_options_cost() -> None:
+    run = SimulatedRun(wall_offset=START)
+    run.train(run.begin(), 2.0)
+    run.end(75, detection_seconds=0.0)
+    run.now += 60.0
+    run.train(run.begin(("restore", 3.0)), 2.0)
+    run.end(0, detection_seconds=0.0)
+    own = events((-1.0, "attempt_started"), dollars_per_hour=3600.0)
+    own += events((50.0, "attempt_started"), dollars_per_hour=7200.0)
+
+    def found(*events: LaunchEvent, price: float | None = None) -> summary.Summary:
+        timeline = run_timeline.fold(
+            run.records,
+            events=run.events,
+            supervisor_events=run.supervisor_events,
+            lines={n: of_lines(lines) for n, lines in run.lines.items()},
+            is_alive=False,
+            launch_events=events,
+        )
+        return summary.summarize(timeline, dollars_per_host_hour=price)
+
+    whole, (incident,) = found(*own), found(*own).incidents
+    assert incident.device_hours == pytest.approx(4 * (2.0 + 4.0) / 3600), "4 devices"
+    assert incident.dollars == pytest.approx(2.0 * 1 + 4.0 * 2), "lost, and set-up of the second"
+    assert whole.dollars_by_activity is not None
+    assert whole.dollars == pytest.approx(sum(whole.dollars_by_activity.values()))
+    cheap = found(own[0]).incidents[0].dollars
+    assert cheap == pytest.approx(2.0 + 4.0), "the price of the newest start before it"
+    unknown = dataclasses.replace(own[1], dollars_per_hour=None)
+    assert found(own[0], unknown).dollars is None
+    assert found(own[0], unknown).incidents[0].dollars is None
+    assert found(own[0], unknown, price=1.0).dollars is not None, "the only price of the options"
 
 
 def test_the_newest_recovery_ends_with_the_next_attempt() -> None:

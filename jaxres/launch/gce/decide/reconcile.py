@@ -60,7 +60,7 @@ def decide(desired: DesiredState, observed: ObservedState, config: RunConfig) ->
         decided = stage.decide(decided, observed, config)
     decided = _count_replacements(desired, decided, observed, gce)
     decided = _note_suspicions(decided, observed, gce)
-    decided = transition_events.record(desired, decided, observed, most_hosts=gce.most_hosts)
+    decided = transition_events.record(desired, decided, observed, gce)
     spent = dollars(decided.desired, gce, now=observed.now)
     decided = job_conditions.note(decided, observed, config, dollars=spent)
     decided = spending.note_attempt(desired, decided, now=observed.now)

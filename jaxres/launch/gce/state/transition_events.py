@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxres.config.schema.gce import GceSection
 from jaxres.launch.gce.state.desired_state import DesiredState, Transition
 from jaxres.launch.gce.state.observed_state import CreateFailed, ObservedState
 from jaxres.runlog.launch_events import LaunchEvent, LaunchEventKind
@@ -20,14 +21,14 @@ MAX_REASON = 300
 
 
 def record(
-    before: DesiredState, found: Transition, observed: ObservedState, *, most_hosts: int
+    before: DesiredState, found: Transition, observed: ObservedState, gce: GceSection
 ) -> Transition:
-    """Returns the decision with its events; `most_hosts`: the upper end of the job's range."""
+    """Returns the decision with its events."""
     after = found.desired
     if after is before:
         return found
     new = [*_ends(before, found, observed), *_requests(before, after, observed)]
-    new += [*_resizes(before, after, most_hosts), *_starts(before, after, observed)]
+    new += [*_resizes(before, after, gce.most_hosts), *_starts(before, after, observed, gce)]
     return replace(found, desired=with_events(after, new, observed))
 
 
@@ -135,7 +136,9 @@ def _resizes(before: DesiredState, after: DesiredState, most_hosts: int) -> Iter
         yield kind, {**fields, "reason": reason, "lacking": max(0, most_hosts - are)}
 
 
-def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) -> Iterator[Fields]:
+def _starts(
+    before: DesiredState, after: DesiredState, observed: ObservedState, gce: GceSection
+) -> Iterator[Fields]:
     """Yields the start of an attempt, after the first reports of the VMs that are new in it."""
     if before.phase == "running" or after.phase != "running":
         return
@@ -143,4 +146,8 @@ def _starts(before: DesiredState, after: DesiredState, observed: ObservedState) 
         if not vm.trained_from:
             at = min(observed.now, observed.first_reports.get(vm.name, observed.now))
             yield "agent_reported", {"vms": (vm.name,), "time": at, "zone": vm.zone}
-    yield "attempt_started", {"vms": tuple(host.name for host in after.attempt.hosts)}
+    prices = [gce.capacity_options[vm.option].dollars_per_hour for vm in after.vms]
+    known = [price for price in prices if price is not None]
+    fields: dict[str, Any] = {"vms": tuple(host.name for host in after.attempt.hosts)}
+    fields["dollars_per_hour"] = sum(known) if len(known) == len(prices) else None
+    yield "attempt_started", fields

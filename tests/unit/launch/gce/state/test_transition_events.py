@@ -32,6 +32,7 @@ from tests.unit.launch.gce.decide.test_reconcile import (
     next_state,
     observed,
 )
+from tests.unit.launch.gce_config import OPTION
 
 
 def kinds(desired: DesiredState) -> list[str]:
@@ -56,6 +57,8 @@ def test_a_start_has_the_first_reports_of_new_vms_only() -> None:
     assert kinds(found) == ["agent_reported", "attempt_started"]
     assert (found.events.newest[0].vms, found.events.newest[0].time) == ((new.name,), NOW - 30.0)
     assert all(vm.trained_from for vm in found.vms)
+    price = len(found.vms) * OPTION["dollars_per_hour"]
+    assert found.events.newest[-1].dollars_per_hour == price > OPTION["dollars_per_hour"]
 
 
 def test_a_loss_has_its_cause_and_the_last_sign_of_life() -> None:
