@@ -117,7 +117,7 @@ def main() -> int:
         assert metrics is not None
         exporter.ensure_started(host=0, health=None)
         metrics.health = Machine()  # type: ignore[assignment]
-        metrics.on_attempt_started(1)
+        metrics.on_attempt_started(1, num_hosts=1)
         metrics.on_status(PhaseEntered("train"))
         for _ in range(options.rounds):
             before.append(seconds_of(without, options.steps))
