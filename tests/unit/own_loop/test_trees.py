@@ -105,24 +105,37 @@ def donated():
 
 
 BAD = {
-    "text": ({"a": {"b": "text"}}, "the leaf a/b: a str, which can't be stored"),
-    "object": ([np.asarray([object()])], "the leaf 0: a numpy.ndarray, of items that can't be"),
-    "function": ({"a": Pair(jnp.ones(1), [len])}, "the leaf a/rest/0: a builtin_function_or"),
-    "large": ({"a": 2**63}, "the leaf a: a int, of more than 64 bits"),
-    "donated": ({"a": donated()}, "the leaf a: a .*ArrayImpl, which was donated before the call"),
-    "slash": ({"a/b": jnp.ones(1)}, "the leaf a/b: has no name, or a slash in it"),
-    "leaf": (jnp.ones(1), "the leaf of the tree: has no name"),
-    "empty": ({"a": None}, "the tree has no arrays"),
-    "twice": ({"x": Twice(jnp.ones(1), jnp.ones(1))}, "two leaves of the tree have one path"),
-    "dot": ({"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, "would be stored as one"),
-    "no elements": ({"a": jnp.ones((0, 2))}, "the array a of the state has no elements"),
-    "type": ({"a": jnp.ones(2, jnp.uint4)}, "the array a of the state has the type uint4"),
+    "text": (lambda: {"a": {"b": "text"}}, "the leaf a/b: a str, which can't be stored"),
+    "object": (
+        lambda: [np.asarray([object()])],
+        "the leaf 0: a numpy.ndarray, of items that can't be",
+    ),
+    "function": (
+        lambda: {"a": Pair(jnp.ones(1), [len])},
+        "the leaf a/rest/0: a builtin_function_or",
+    ),
+    "large": (lambda: {"a": 2**63}, "the leaf a: a int, of more than 64 bits"),
+    "donated": (
+        lambda: {"a": donated()},
+        "the leaf a: a .*ArrayImpl, which was donated before the call",
+    ),
+    "slash": (lambda: {"a/b": jnp.ones(1)}, "the leaf a/b: has no name, or a slash in it"),
+    "leaf": (lambda: jnp.ones(1), "the leaf of the tree: has no name"),
+    "empty": (lambda: {"a": None}, "the tree has no arrays"),
+    "twice": (
+        lambda: {"x": Twice(jnp.ones(1), jnp.ones(1))},
+        "two leaves of the tree have one path",
+    ),
+    "dot": (lambda: {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, "would be stored as one"),
+    "no elements": (lambda: {"a": jnp.ones((0, 2))}, "the array a of the state has no elements"),
+    "type": (lambda: {"a": jnp.ones(2, jnp.uint4)}, "the array a of the state has the type uint4"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_leaf_that_cant_be_stored_is_named_before_anything_is_written(tmp_path, name):
-    tree, message = BAD[name]
+    made, message = BAD[name]
+    tree = made()
     with jaxres.checkpoints(tmp_path) as saves:
         with pytest.raises(ConfigError, match=message):
             saves.save(1, tree)
