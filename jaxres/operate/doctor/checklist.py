@@ -19,7 +19,6 @@ from jaxres.operate.doctor import estimates, saved_state
 from jaxres.operate.doctor.check import Check, ItemResult, Status, fail, not_applicable, ok, warn
 from jaxres.operate.doctor.facts import Facts
 from jaxres.operate.doctor.saved_state import listed
-from jaxres.supervisor.run_metrics import METRICS
 from jaxres.telemetry import incidents
 
 SMALL = "a run of less than an hour on one machine"
@@ -183,12 +182,12 @@ def _notices(config: RunConfig, facts: Facts) -> ItemResult:
 # Monitoring.
 
 
-def _metrics(_: RunConfig, facts: Facts) -> ItemResult:
+def _metrics(config: RunConfig, facts: Facts) -> ItemResult:
     found = "loss, gradient norm, duration and tokens of each step; MFU on the console"
-    if facts.platform == "gpu" and not any("utilization" in name for name in METRICS):
+    if facts.platform == "gpu" and config.telemetry.prometheus is None:
         return warn(
-            f"{found}; no utilization and no memory of the GPUs",
-            "Run NVIDIA's dcgm-exporter on each host",
+            f"{found}; utilization and memory of the GPUs are not exported",
+            "Set telemetry.prometheus, or run NVIDIA's dcgm-exporter on each host",
         )
     return ok(found)
 

@@ -110,7 +110,10 @@ def _initializer(
         )
 
     bare = jax.eval_shape(init)
-    array_infos(states.to_plain(bare))  # Raises for what no checkpoint can store.
+    try:
+        array_infos(states.to_plain(bare))  # Raises for what no checkpoint can store.
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from error
     shardings = states.shardings(bare, model, mesh)
     shapes = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), bare, shardings

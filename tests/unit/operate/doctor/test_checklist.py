@@ -277,6 +277,7 @@ SMALL = {"platform": "cpu", "num_devices": 1, "num_hosts": 1, "num_params": 1000
         ("capacity", "pass", "standard, spot", ["run.dir=gs://one/run", gce(ON_DEMAND, SPOT)], {}),
         ("metrics", "warn", "dcgm-exporter", [], {}),
         ("metrics", "pass", "loss", [], {"platform": "cpu"}),
+        ("metrics", "pass", "loss", ["telemetry.prometheus={}"], {}),
         ("dashboards", "warn", "tools/dashboards", [], {}),
         ("dashboards", "pass", "127.0.0.1:19400", ["telemetry.prometheus={}"], {}),
         (
