@@ -20,6 +20,8 @@ def error_of_limit(error: BaseException) -> RunError | None:
             "the current directory does not exist any more, and a relative path begins there. "
             "Change to one that does (cd), or give absolute paths"
         )
+    if number == errno.ENAMETOOLONG:
+        return ConfigError(f"{str(error)[:300]}: give a shorter path")
     if isinstance(error, RuntimeError) and NO_THREAD in str(error):
         return UnhealthyHost(
             f"this host starts no more threads ({error}): the limit of processes and threads of "

@@ -21,6 +21,7 @@ from jaxres.supervisor import attempt_runner
         (OSError(errno.ENFILE, "File table overflow"), ExitCode.UNHEALTHY, "fs.file-max"),
         (OSError(errno.ENOMEM, "Cannot allocate"), ExitCode.OUT_OF_MEMORY, "ulimit -v"),
         (ImportError("x.so: failed to map segment"), ExitCode.OUT_OF_MEMORY, "ulimit -v"),
+        (OSError(errno.ENAMETOOLONG, "too long", "x" * 999), ExitCode.CONFIG, "a shorter path"),
         (MemoryError(), ExitCode.OUT_OF_MEMORY, "memory.max"),
     ],
 )
