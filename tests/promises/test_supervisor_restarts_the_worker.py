@@ -354,10 +354,15 @@ def environment(pid: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", campaign_but(["SIGTERM", "SIGINT", "stop"], "stop"))
-def test_a_stop_during_the_restart_delay_exits_at_once(workspace: Workspace, how: str) -> None:
+def test_a_stop_during_the_restart_delay_exits_at_once(
+    workspace: Workspace, tmp_path: Path, how: str
+) -> None:
     delay = 10 * SURE_SECONDS  # No wait for it would end.
-    delays = [f"restart.{name}_seconds={delay}" for name in ("backoff", "max_backoff")]
-    trainer = start(workspace, *delays, FAULT="build:1:fail")
+    change = f"from jaxres.supervisor import restart_policy as p; p.MAX_BACKOFF_SECONDS = {delay}"
+    (tmp_path / "sitecustomize.py").write_text(change)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    delays = f"restart.backoff_seconds={delay}"
+    trainer = start(workspace, delays, FAULT="build:1:fail", PYTHONPATH=path)
     trainer.wait_printed("restart from step 0 in ")
     if how == "stop":
         trainer.run_dir.request("stop").touch()
