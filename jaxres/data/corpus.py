@@ -195,9 +195,7 @@ def open_corpus(corpus: Corpus, *, progress: Callable[[str], None]) -> TokenFold
         content_key.keep(corpus.kept_content, corpus.content)
     if exists(corpus.entry):
         try:
-            opened = open_cached(corpus)
-            _tell_bad_records(corpus, progress)
-            return _as_cached(opened, corpus.entry)
+            return _as_cached(_open_entry(corpus, progress), corpus.entry)
         except TokensDamaged as error:
             progress(f"The cached corpus is damaged and will be rebuilt: {error}")
     try:
@@ -267,9 +265,7 @@ def _build(corpus: Corpus, progress: Callable[[str], None], clock: Clock) -> Tok
     try:
         with contextlib.suppress(TokensDamaged):
             if exists(entry):
-                opened = open_cached(corpus)
-                _tell_bad_records(corpus, progress)
-                return opened
+                return _open_entry(corpus, progress)
         try:
             _tokenise(corpus, building, progress, clock)
             content_key.check_unchanged(corpus.files, corpus.content)
@@ -428,14 +424,14 @@ def _write_journal(building: Path, position: Position, written: Written) -> None
     sync_dir(building)
 
 
-def _tell_bad_records(corpus: Corpus, progress: Callable[[str], None]) -> None:
-    """Tells how many documents a cached corpus lacks as bad records.
+def _open_entry(corpus: Corpus, progress: Callable[[str], None]) -> TokenFolder:
+    """Opens the entry of a cached corpus, and tells how many documents it lacks as bad records.
 
     Raises:
       ConfigError: they are more than the config allows.
-      TokensDamaged: the number can't be read.
+      TokensDamaged: the entry is damaged.
     """
-    path = corpus.entry / BAD_DOCUMENTS
+    opened, path = open_cached(corpus), corpus.entry / BAD_DOCUMENTS
     text = (read(path) or b"0").decode(errors="replace").strip()
     if not (text.isascii() and text.isdecimal()):
         raise TokensDamaged(f"{path}: is no number")
@@ -447,6 +443,7 @@ def _tell_bad_records(corpus: Corpus, progress: Callable[[str], None]) -> None:
         )
     if num_bad:
         progress(BAD_TOLD.format(num_bad))
+    return opened
 
 
 def _write_files(corpus: Corpus, folder: Path, *, num_bad: int) -> None:
