@@ -43,7 +43,8 @@ def _shards(names: Collection[str]) -> list[str]:
 
 
 def _compressed_twins(names: Collection[str]) -> list[str]:
-    twice = sorted(name for name in names if {f"{name}.gz", f"{name}.zst"} & {*names})
+    known = frozenset(names)
+    twice = sorted(name for name in known if not known.isdisjoint((f"{name}.gz", f"{name}.zst")))
     if not twice:
         return []
     more = f", and {len(twice) - 1:,} more" if len(twice) > 1 else ""
