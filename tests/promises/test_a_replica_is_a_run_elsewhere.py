@@ -121,7 +121,7 @@ def test_a_run_goes_on_in_its_replica_exactly(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", campaign_but([5, 61], 61))
+@pytest.mark.parametrize("stride", campaign_but([5, 23], 23))
 def test_a_replicator_killed_at_any_file_operation_leaves_a_valid_replica(
     workspace: Workspace, later: tuple[RunDir, RunDir], stride: int
 ) -> None:
