@@ -72,7 +72,7 @@ secret, or arguments of custom data.
 --grace-seconds: time from SIGTERM to SIGKILL (preemption.sigterm_seconds, else by measured saves).
 --max-restarts: most restarts for failures (100).
 --patch: file with `metadata` and `spec` that are added to the template of the pods: requests and
-    limits, tolerations, nodeSelector, imagePullSecrets, variables of secrets (docs/kubernetes.md).
+    limits, tolerations, nodeSelector, imagePullSecrets, variables of secrets (docs/schedulers.md).
 """
 CALL_SECONDS = 60.0
 JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
