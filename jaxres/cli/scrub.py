@@ -72,7 +72,6 @@ def check_step(
     """Verifies a step and writes the result; does nothing if the step is not committed any more.
 
     Args:
-      run_dir: the run directory.
       path: path of the step's directory in it.
       supervisor: pid of the supervisor, which must own the run.
       replica: folder of the run's replica; None: there is none.

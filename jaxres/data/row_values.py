@@ -40,7 +40,6 @@ def limits_of(model: AnyModel, *, vocab_size: int | None, seq_len: int) -> Mappi
     """Returns the limits of the arrays that a model reads, by name; of a custom model none.
 
     Args:
-      model: the model.
       vocab_size: number of token ids of the data; None: unknown.
       seq_len: positions of a row.
     """

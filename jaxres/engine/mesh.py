@@ -85,7 +85,6 @@ def move(arrays: Any, mesh: Mesh, target: Mesh) -> Any:
 
     Args:
       arrays: tree of jax.Array on `mesh`.
-      mesh: where they are.
       target: a mesh of the same shape, with devices of the same host at each place.
     """
     device_at = dict(zip(mesh.devices.flat, target.devices.flat, strict=True))

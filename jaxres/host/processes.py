@@ -49,7 +49,6 @@ def start_command(
     Args:
       command: its words.
       output: file to which its output is appended.
-      env: its environment.
     """
     with open(output, "ab", opener=files.only_files) as file:
         return subprocess.Popen(
@@ -80,7 +79,6 @@ def start_session(
 
     Args:
       command: its words.
-      env: its environment.
       stdin, stdout: as of subprocess.Popen.
 
     Raises:
@@ -98,7 +96,6 @@ def kill_session(process: subprocess.Popen[bytes], *, seconds: float | None = No
     """Kills a process that leads a session, with its children, unless it has ended.
 
     Args:
-      process: the process.
       seconds: longest wait; one that hangs in storage or a driver is left behind. None: no limit.
     """
     if process.poll() is not None:

@@ -83,7 +83,6 @@ def fold(
     """Returns the attempts in order; pure.
 
     Args:
-      records: the run log.
       events: events of host 0, by attempt.
       finished: newest finished step by attempt, from the metrics.
       is_alive: whether the owner of the newest attempt is alive.

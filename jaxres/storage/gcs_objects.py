@@ -271,7 +271,6 @@ def list_names(folder: GcsPath, *, after: str = "") -> list[str]:
     """Returns the sorted names of objects and folders in a folder; [] if there are none.
 
     Args:
-      folder: the folder.
       after: names before this one are not requested.
     """
     prefix = f"{folder.key}/" if folder.key else ""

@@ -59,7 +59,6 @@ def load_history(
     """Returns the outcomes of earlier supervisors; none of their attempts may still run.
 
     Args:
-      records: the run log.
       forgotten: nonces of the claims of attempts whose faults are forgotten.
       supervised_only: whether attempts that were not started by a restart loop are left out.
     """

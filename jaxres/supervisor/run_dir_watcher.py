@@ -76,7 +76,6 @@ class RunDirWatcher:
         """Prepares the watcher; starts no thread yet.
 
         Args:
-          run_dir: the run directory.
           attempt: the number of the running attempt.
           last_seq: number of the newest record that was read; a claim after it supersedes this one.
           run_lock: its heartbeat is written every second, in a bucket every five.

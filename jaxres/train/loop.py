@@ -222,7 +222,6 @@ def dispatch(
       in_flight: receives the fingerprints.
       state: the state before the step, which is donated.
       inputs: the other inputs of the step.
-      step: its number.
     """
     replay = run.replay_check
     first = None

@@ -134,8 +134,6 @@ def run_session(
     """Joins the other hosts, builds the run, trains, and returns the result with a summary.
 
     Args:
-      config: config of the run.
-      context: context of the attempt.
       stack: closes all resources that are opened.
       member: rank of this host.
 

@@ -170,9 +170,7 @@ class MemoryTier:
           shapes: nested dict of jax.ShapeDtypeStruct with shardings.
           nonce: nonce of this attempt's claim.
           available: returns the bytes of memory that are left.
-          pace: throttle of the writing.
           peers: the other hosts; None: this host is alone.
-          emit: receives the events of the tier.
           flush: writes the metrics lines up to the state, so that they survive the process.
         """
         self._settings = settings or TierSettings(None)

@@ -82,9 +82,7 @@ def verify_step(
     """Verifies all of a committed step; repeats failed checks with the page cache dropped.
 
     Args:
-      step_dir: directory of the step.
       commit: commit record of the step.
-      pace: throttle of the reads.
 
     Raises:
       StorageUnavailable: storage could not be read, or two reads of the same file differ.

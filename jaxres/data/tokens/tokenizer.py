@@ -422,7 +422,6 @@ def parse_tokenizer(
     Args:
       data: contents of tokenizer.json.
       settings: fields of tokenizer_config.json.
-      where: begin of error messages.
       end_of_document: None: eos_token of the settings.
       special_tokens: what the spelling of a special token in a text becomes.
       of_model: files of its model -> their eos_token_id, which counts if the settings say nothing.

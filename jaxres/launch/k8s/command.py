@@ -256,7 +256,6 @@ def grace_seconds(config: RunConfig, save_seconds: float | None, *, asked: int |
     Args:
       config: preemption.sigterm_seconds is used if nothing is asked for.
       save_seconds: the longest measured save; None: unknown.
-      asked: --grace-seconds.
 
     Raises:
       ConfigError: what was asked for is too short for the save, or longer than a week.

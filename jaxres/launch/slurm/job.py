@@ -118,7 +118,6 @@ def outcomes(
 
     Args:
       journal: all entries; no training runs now.
-      records: the run log.
     """
     found: list[AttemptOutcome[str]] = []
     begun: Begun | None = None
@@ -425,7 +424,6 @@ def script(options: JobOptions, *, output: str, file: str, config: str, command:
     """Returns the job's script.
 
     Args:
-      options: options of the job.
       output: path of the output, with Slurm's `%j` for the number of the job.
       file: path at which the script writes the config, for all attempts.
       config: the resolved config.

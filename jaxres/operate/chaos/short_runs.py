@@ -147,7 +147,6 @@ def report_failed(reference: RunFacts, *, command: str, run: str, otherwise: int
     """Prints why the run with which all are compared has failed; returns the command's exit code.
 
     Args:
-      reference: the run.
       command: the command of jaxres.
       run: what the run is called.
       otherwise: the exit code, unless the input is wrong.

@@ -60,7 +60,6 @@ def of_run(
     (`launch local`) or the launcher of `launch gce` has started all attempts but the first.
 
     Args:
-      timeline: the run's timeline.
       records: its log, without late records.
       events: those of host 0's workers, of all attempts.
       supervisor_events: those of the restart loop.

@@ -47,8 +47,6 @@ class Companions:
         """Starts nothing.
 
         Args:
-          config: config of the run.
-          run_dir: the run directory.
           env: environment of the processes.
           clock: the supervisor's clock.
           is_inline: whether the supervisor itself trains: it watches nothing and serves no metrics.

@@ -113,7 +113,6 @@ def kind_warnings(
     """Returns warnings about devices of another kind than in the attempt before, or of several.
 
     Args:
-      history: the run history.
       claim: the claim of this attempt.
       kinds: number of each host -> the kinds of its devices.
     """

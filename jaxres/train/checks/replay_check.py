@@ -92,7 +92,6 @@ class ReplayCheck:
 
         Args:
           replay: both results.
-          step: the step.
           last_good_step: newest step whose commit is trusted if they differ.
           was_equal: whether an earlier replay on these devices had equal results.
         """

@@ -83,7 +83,6 @@ def corruption_verdict(
       step: the step after which it was found.
       host: this host.
       mode: the setting `guards.corruption.mode`.
-      emit: receives the event.
       last_good_step: newest step whose commit is trusted; None: all are.
     """
     hosts = tuple(sorted({device.process_index for device in suspects}))

@@ -137,7 +137,6 @@ def load_or_compile(
 
     Args:
       parts: components of the run.
-      context: context of the attempt.
       rotated: the same on the rotated devices, for replays; None: no replays there.
     """
     config, mesh = parts.config, parts.mesh

@@ -77,7 +77,6 @@ def needs(
     """Yields the quota usage of the VMs of a capacity option.
 
     Args:
-      option: the capacity option.
       size: what one VM uses; None: unknown.
       num_hosts: number of VMs.
       disk_type: type of the boot disk; None: unknown.

@@ -27,7 +27,6 @@ def note(
 
     Args:
       found: the decision.
-      observed: the observed state.
       config: its section on alerts has the limits.
       dollars: costs of the job so far.
     """

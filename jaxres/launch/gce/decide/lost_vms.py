@@ -162,7 +162,6 @@ def find_lost(
 
     Args:
       vms: the VMs to judge.
-      observed: the observed state.
       gce: the config of the VMs.
       is_training: whether these VMs are the hosts of the running attempt. A VM with a notice
         continues to save then.

@@ -61,8 +61,6 @@ class StandbySupervisor:
         """Starts a standby.
 
         Args:
-          run_dir: the run directory.
-          config: the config of the run.
           env: environment of the training.
           key: digests of code and config: the attempt must have the same.
         """

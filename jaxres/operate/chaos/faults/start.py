@@ -97,7 +97,6 @@ def _unhealthy_start(
       fault: the planned fault.
       did: what is wrong with the hardware.
       *settings: overrides of the start with the fault.
-      env: variables of that start.
       text: what its message must say.
     """
     if problem := run.stop(number):
