@@ -77,7 +77,6 @@ def fields_of(
     """Returns the fields of config.json of a decoder.
 
     Args:
-      model: the decoder.
       rows: rows of its embedding.
       dtype: type of the stored numbers.
       seq_len: positions of a row, in training.

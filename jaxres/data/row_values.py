@@ -69,7 +69,6 @@ def problem(
     """Returns the index of the first row with an unusable value, and the error.
 
     Args:
-      arrays: the arrays of rows.
       limits: limits of some of them, by name.
       has_64_bits: whether a device keeps numbers of 64 bits.
     """

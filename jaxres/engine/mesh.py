@@ -213,7 +213,6 @@ def place_batch(
     """Places the rows of a global batch on the devices that compute them.
 
     Args:
-      mesh: the devices.
       arrays: arrays of the local rows.
       local: the local rows' indices in the global batch; None: all rows.
     """

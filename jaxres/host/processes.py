@@ -272,7 +272,6 @@ def kill_leftovers(
 
     Args:
       folder: the identity of the run directory (`run_dir_id`).
-      claims: the claims of the attempts.
       clock: the supervisor's clock.
       keep: pids of children that belong to no attempt; neither they nor their own descendants are
         killed.

@@ -138,7 +138,6 @@ def write(
     which the nonce shows.
 
     Args:
-      path: the object.
       data: its new content.
       over: the expected generation; 0: the object must not exist; None: any.
       metadata: stored with the object; `list_metadata` returns it.

@@ -91,7 +91,6 @@ def review(
     Args:
       claim: the claim of the attempt, which has ended.
       section: what follows.
-      now: the time, for messages.
     """
     if section.exclude == "off":
         return None

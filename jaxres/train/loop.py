@@ -422,7 +422,6 @@ def finalize(
     Args:
       run: components of the run.
       stop: the verdict that ends the run; None: the run is done.
-      state: the state of the last step.
       progress: the host's facts at the last step.
     """
     checkpoints = run.checkpoints

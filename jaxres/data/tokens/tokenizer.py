@@ -382,7 +382,6 @@ def of_folder(folder: Path, name: str, *, special_tokens: str = "text") -> Token
 
     Args:
       folder: the folder, with a copy of the tokenizer.
-      name: the tokenizer's name.
       special_tokens: what the spelling of a special token in a text becomes.
 
     Raises:

@@ -91,7 +91,6 @@ def emulated_vms(runner: Runner, name: str, *, hosts: int) -> Iterator[tuple[Run
     """Yields a runner whose run is on VMs, in an empty bucket, and the VMs.
 
     Args:
-      name: of the run.
       hosts: number of VMs.
     """
     from jaxres_emulators.gce import GceEmulator

@@ -280,7 +280,6 @@ class Runner:
         """Starts the command of a run, or starts it again.
 
         Args:
-          name: of the run.
           topology: workers, and devices of each.
           hang: whether the supervisor will meet a hang, which it is to find soon.
           extra: overrides of this run alone.

@@ -64,7 +64,6 @@ def of_run(
       events: those of host 0's workers, of all attempts.
       supervisor_events: those of the restart loop.
       config: the newest config.
-      launch_events: events of the launcher of `launch gce`.
     """
     attempts = timeline.attempts
     if not _goes_straight_on(attempts, records):

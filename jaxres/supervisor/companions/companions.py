@@ -125,7 +125,6 @@ class Companions:
         """Starts the companions that do not run yet, for a claimed attempt.
 
         Args:
-          claim: the claim of the attempt.
           host: the job's first host on this machine.
           emit: called with the events of the replica and of the verification, in their threads.
         """

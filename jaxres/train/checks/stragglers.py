@@ -195,7 +195,6 @@ def measure(
 
     Args:
       state: the state before.
-      seconds: the duration.
       block_size: durations in a block.
       drop: share by which the rate, the inverse of the duration, has dropped if it is too low.
       min_seconds: shortest time for which the rate is too low before it has dropped.

@@ -228,7 +228,6 @@ def get(
     """Returns the compiled steps by name.
 
     Args:
-      steps: the steps to compile, by name.
       devices: devices of the mesh, in its order.
       made_of: what determines the lowered text; None: only the text itself does.
       section: where programs are stored, and how many.

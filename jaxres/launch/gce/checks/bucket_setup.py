@@ -308,7 +308,6 @@ def check_settings(
     """Yields a finding for every setting of a bucket; pure.
 
     Args:
-      found: the bucket's settings.
       run: the run directory in it.
       regions: regions of the VMs, the preferred one first.
     """

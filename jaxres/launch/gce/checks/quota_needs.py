@@ -78,7 +78,6 @@ def needs(
 
     Args:
       size: what one VM uses; None: unknown.
-      num_hosts: number of VMs.
       disk_type: type of the boot disk; None: unknown.
       disk_gb: size of the boot disk; None: that of a template.
     """

@@ -102,7 +102,6 @@ def find_suspects(
       silent: seconds without a new report of an agent, by name.
       listed: names of the newest list; None: there is none.
       events: names of the VMs with an operation of the service itself.
-      gce: the config of the VMs.
       unreachable: zones that have not answered; there no list lacks a VM.
     """
     suspects = list[VmSpec]()
@@ -162,7 +161,6 @@ def find_lost(
 
     Args:
       vms: the VMs to judge.
-      gce: the config of the VMs.
       is_training: whether these VMs are the hosts of the running attempt. A VM with a notice
         continues to save then.
     """

@@ -102,7 +102,6 @@ class StandbySupervisor:
 
         Args:
           arguments: those of `jaxres.train`.
-          env: environment of the training.
           key: digests of code and config of the attempt.
           output: file that its output shall have.
         """
