@@ -76,7 +76,6 @@ def check_step(
       supervisor: pid of the supervisor, which must own the run.
       replica: folder of the run's replica; None: there is none.
       limit: limit of the bytes that are read.
-      clock: stamps the result.
 
     Raises:
       Fenced: another process has claimed the run; nothing was written.

@@ -79,7 +79,6 @@ def fields_of(
     Args:
       rows: rows of its embedding.
       dtype: type of the stored numbers.
-      seq_len: positions of a row, in training.
       eos: token that ends a document; None: unknown.
 
     Raises:

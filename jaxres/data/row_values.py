@@ -41,7 +41,6 @@ def limits_of(model: AnyModel, *, vocab_size: int | None, seq_len: int) -> Mappi
 
     Args:
       vocab_size: number of token ids of the data; None: unknown.
-      seq_len: positions of a row.
     """
     if isinstance(model, CustomModel):
         return {}

@@ -154,7 +154,6 @@ def dump(program: Any, signature: Signature, facts: Mapping[str, str]) -> bytes:
     """Returns the content of a program's file.
 
     Args:
-      program: a jax.stages.Compiled.
       signature: arguments and results that it was traced with.
       facts: what `facts_of` returns.
 

@@ -44,12 +44,7 @@ def kill_me_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> Non
 def start_command(
     command: Sequence[str], *, output: Path, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a command in a process group of its own, which gets SIGTERM if this process dies.
-
-    Args:
-      command: its words.
-      output: file to which its output is appended.
-    """
+    """Starts a command in a process group of its own, which gets SIGTERM if this process dies."""
     with open(output, "ab", opener=files.only_files) as file:
         return subprocess.Popen(
             command,
@@ -78,7 +73,6 @@ def start_session(
     """Starts a process that leads a session, so that a Ctrl-C in the terminal does not reach it.
 
     Args:
-      command: its words.
       stdin, stdout: as of subprocess.Popen.
 
     Raises:
@@ -272,7 +266,6 @@ def kill_leftovers(
 
     Args:
       folder: the identity of the run directory (`run_dir_id`).
-      clock: the supervisor's clock.
       keep: pids of children that belong to no attempt; neither they nor their own descendants are
         killed.
       adopts: whether every descendant of this process is a leftover too, as `become_subreaper` has

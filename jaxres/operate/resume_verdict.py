@@ -226,7 +226,6 @@ def decide(
     """Returns the verdict of all runs.
 
     Args:
-      reference: the unbroken run.
       again: a second unbroken run, compared with the first one as the broken ones are; None: there
         was none, as no broken run differs.
       rows_differ: whether two processes were seen to read other rows at equal positions.

@@ -250,12 +250,7 @@ def _decoded(
 
 
 def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: float) -> None:
-    """Stores the fault that a host's own supervisor has found, durably.
-
-    Args:
-      claim: the claim of the attempt.
-      now: the time, for messages.
-    """
+    """Stores the fault that a host's own supervisor has found, durably."""
     fields = {"format": REPORT_FORMAT, "time": now, "fault": asdict(fault)}
     files.make_dir(run_dir.reported_faults)
     files.create(run_dir.reported_faults / f"{claim.nonce}-{host}", encode_checksummed(fields))
@@ -299,8 +294,6 @@ def exclude(
     Args:
       host: name of the machine.
       slot: slot of the worker under `launch local`; None: the whole machine.
-      reason: why, for messages.
-      now: the time, for messages.
       is_drained: whether an attempt that trains on it saves and ends; only `launch gce` does so.
     """
     fields = {"format": EXCLUSION_FORMAT, "host": host, "slot": slot, "time": now, "reason": reason}

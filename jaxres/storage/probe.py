@@ -46,7 +46,6 @@ def probe(folder: RunPath, *, size_bytes: int, clock: Clock) -> Probed:
 
     Args:
       folder: the folder; one on a disk exists.
-      clock: times it.
 
     Raises:
       NoRoom: the disk has no room for it.

@@ -100,7 +100,6 @@ def check(env: Mapping[str, str], *, tried_flags: Sequence[str] = ()) -> None:
     """Raises if a variable has a value that JAX or XLA can't read, or that no run can have.
 
     Args:
-      env: the environment of the workers.
       tried_flags: values of XLA_FLAGS with which these versions have trained before.
 
     Raises:

@@ -208,7 +208,6 @@ def decide_next(
     Args:
       history: outcomes of the attempts, oldest first; at least one.
       config: limits of restarts; `launch.max_hours` is left out.
-      seed: seed of the jitter.
     """
     unlimited = config.launch.model_copy(update={"max_hours": None})
     policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)

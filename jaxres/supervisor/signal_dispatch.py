@@ -175,7 +175,6 @@ def request_stop(
     """Asks the workers to save and exit; kills them if the attempt has not finished a step.
 
     Args:
-      why: the reason, for messages.
       choice: what the remaining time allows; None: the remaining time is unknown.
     """
     if running.stop_requested is not None:

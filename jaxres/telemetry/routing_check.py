@@ -50,7 +50,6 @@ def send(
     Args:
       run: name of the run.
       nonce: makes the ids of the messages unique.
-      clock: stamps them.
     """
     for number, target in enumerate(targets):
         result = webhook.PostResult(False, False, "was not asked")

@@ -128,7 +128,6 @@ class TensorBoard:
 
         Args:
           folder: the folder of the event files.
-          emit: receives notes about failures.
           copy_to: where the files are copied to; None: nowhere.
 
         Raises:

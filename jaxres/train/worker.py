@@ -344,7 +344,6 @@ def exit_on_crash(
     into the attempt's folder.
 
     Args:
-      member: rank of this host.
       record: receives the result.
     """
 

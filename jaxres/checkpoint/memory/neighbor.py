@@ -221,7 +221,6 @@ class Neighbor:
           address: host:port of its CopyServer.
           seconds: longest transfer of a state; a slower one is given up.
           emit: receives an event of the first copy, of the first failure and of the end of it.
-          clock: times the failures.
         """
         self.host = host
         self._address = address

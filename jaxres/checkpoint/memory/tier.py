@@ -302,7 +302,6 @@ class MemoryTier:
 
         Args:
           state: nested dict of jax.Array, judged by the guards; may be donated once this returns.
-          progress: the host's facts at the same step.
           is_busy: whether any host is still writing; the same on every host.
         """
         if not self.is_due(progress.step):

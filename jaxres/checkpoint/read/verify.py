@@ -81,9 +81,6 @@ def verify_step(
 ) -> VerificationReport:
     """Verifies all of a committed step; repeats failed checks with the page cache dropped.
 
-    Args:
-      commit: commit record of the step.
-
     Raises:
       StorageUnavailable: storage could not be read, or two reads of the same file differ.
     """

@@ -142,7 +142,6 @@ def link(
 
     Args:
       source: absolute path of the committed step.
-      commit: its commit record.
       step_dir: absolute path of the step directory that Orbax has written.
       verifies: whether to read the files and to compare their checksums.
 

@@ -320,7 +320,6 @@ def after_restart(
 
     Args:
       records: the run log; no attempt runs.
-      config: limits of restarts.
       restarts: how often Kubernetes has restarted the JobSet; what ended before it began does not
         count, because an operator has submitted it since.
     """

@@ -266,7 +266,6 @@ def next_attempt(
 
     Args:
       records: the run log; no attempt runs.
-      config: limits of restarts.
       idle: how many tries in a row have ended before they began an attempt, and so are not in the
         log: the hosts did not find each other.
       last: exit code of the last of them.

@@ -298,7 +298,6 @@ class Runner:
         """Starts a supervisor for each host, as a scheduler does, without restarts.
 
         Args:
-          name: of the run.
           addresses: of the rendezvous, for each host.
           extra: overrides of this run alone.
         """

@@ -63,7 +63,6 @@ def of_run(
       records: its log, without late records.
       events: those of host 0's workers, of all attempts.
       supervisor_events: those of the restart loop.
-      config: the newest config.
     """
     attempts = timeline.attempts
     if not _goes_straight_on(attempts, records):

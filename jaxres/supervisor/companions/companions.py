@@ -47,8 +47,6 @@ class Companions:
         """Starts nothing.
 
         Args:
-          env: environment of the processes.
-          clock: the supervisor's clock.
           is_inline: whether the supervisor itself trains: it watches nothing and serves no metrics.
           owns_run: whether this is the supervisor of host 0.
 

@@ -261,7 +261,6 @@ def spawn_worker(
       host: the number of its host in the job.
       is_alone: whether the job has a single host.
       kills_before: the kernel's count of out-of-memory kills.
-      clock: the supervisor's clock.
       fork: forks the worker if it can; otherwise, and if None, a fresh process is spawned.
       may_wait: called again and again while `fork` waits for imports; False ends that.
     """

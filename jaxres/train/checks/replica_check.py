@@ -81,7 +81,6 @@ def corruption_verdict(
       suspects: devices with a wrong copy or result; where it is unknown, all that may have it.
       reason: what differs.
       step: the step after which it was found.
-      host: this host.
       mode: the setting `guards.corruption.mode`.
       last_good_step: newest step whose commit is trusted; None: all are.
     """

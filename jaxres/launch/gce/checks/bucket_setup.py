@@ -167,7 +167,6 @@ def _refused(path: GcsPath, error: Exception, what: str, remedy: str) -> ConfigE
       path: in the bucket.
       error: the response.
       what: the failed action.
-      remedy: what to do if a permission is missing.
     """
     from google.api_core.exceptions import GoogleAPICallError
 

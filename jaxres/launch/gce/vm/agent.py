@@ -180,8 +180,6 @@ class Agent:
         """Stores the settings; starts nothing.
 
         Args:
-          paths: the run's paths.
-          name: the VM's name.
           folder: folder for files on this machine.
           notice_seconds: seconds until the VM is stopped once it is preempted, as requested.
           max_idle_seconds: idle time after which the VM is powered off.

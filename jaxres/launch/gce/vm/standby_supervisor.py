@@ -61,7 +61,6 @@ class StandbySupervisor:
         """Starts a standby.
 
         Args:
-          env: environment of the training.
           key: digests of code and config: the attempt must have the same.
         """
         self.stop()

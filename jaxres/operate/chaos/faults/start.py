@@ -93,8 +93,6 @@ def _unhealthy_start(
 
     Args:
       run: the run.
-      number: of the hold.
-      fault: the planned fault.
       did: what is wrong with the hardware.
       *settings: overrides of the start with the fault.
       text: what its message must say.
