@@ -244,9 +244,9 @@ def _has_no_devices() -> bool:
 def backend_error(error: BaseException, env: Mapping[str, str]) -> RunError | None:
     """Returns the fault of an exception that this host causes; None: it is another one.
 
-    JAX finds no devices, or the operating system starts no thread.
+    JAX finds no devices, or a limit of the machine is reached (`error_of_limit`).
     """
-    if isinstance(error, RuntimeError) and (end := error_of_limit(error)) is not None:
+    if (end := error_of_limit(error)) is not None:
         return end
     if isinstance(error, AssertionError) and _has_no_devices():
         text = "there is no device of this platform"
