@@ -1,4 +1,4 @@
-# The image of `launch k8s`, and of `runtime: {kind: container}` of `launch gce` (docs/kubernetes.md).
+# The image of `launch k8s`, and of `runtime: {kind: container}` of `launch gce` (docs/schedulers.md).
 #   docker build -t REGISTRY/jaxres:1 .                              with CUDA 12, from the wheels of jax
 #   docker build --build-arg EXTRAS=gcs -t REGISTRY/jaxres:cpu .     without
 # The driver comes from the host. /dev/shm: `docker run --shm-size 16g` or --ipc=host; Docker's default of 64 MB is too

@@ -134,7 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report_bug(args: Sequence[str], error: Exception) -> int:
     from jaxres.config.errors import one_line
-    from jaxres.host.limits import error_of_limit
     from jaxres.storage import files
     from jaxres.supervisor.jax_settings import backend_error
     from jaxres.train.checks.oom_advice import is_oom
@@ -148,7 +147,7 @@ def _report_bug(args: Sequence[str], error: Exception) -> int:
         text = one_line(f"jaxres {args[0]}: not enough memory; ask for less at once ({error})")
         stdio.eprint(faults.format_exit_message(ExitCode.OUT_OF_MEMORY, text))
         return ExitCode.OUT_OF_MEMORY
-    end = error_of_limit(error) or backend_error(error, os.environ)
+    end = backend_error(error, os.environ)
     if end is not None:
         stdio.eprint(faults.format_exit_message(end.exit_code, str(end)))
         return end.exit_code

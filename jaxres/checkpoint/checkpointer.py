@@ -95,7 +95,6 @@ class Checkpointer:
           log: run log that receives commit and prune records; its clock times the saves.
           claim: claim of this attempt; versions and fingerprint are copied into every manifest.
           peers: other hosts of the job. Each writes its shards; host 0 decides and commits.
-          emit: receives the events of every save.
           before_commit: makes durable what a commit depends on (the metrics lines).
           trainable: which parameters are frozen: unchanged ones are not written again.
         """
@@ -198,7 +197,6 @@ class Checkpointer:
 
         Args:
           state: the plain nested dict of arrays; may be donated as soon as this returns.
-          progress: the host's facts at the same step.
           may_skip: whether the save may be skipped: if `checkpoint.busy` allows it, and while the
             previous save is late. Host 0 decides for all hosts, because their parts of the
             previous save may end at different times.

@@ -69,7 +69,6 @@ class CommitTracker:
         """Commits a durable step by appending its record.
 
         Args:
-          commit: the record.
           started: monotonic time of the start of its save.
           linked_bytes: how many of its bytes are links to files of an earlier step.
         """

@@ -79,11 +79,8 @@ def finalize(
 
     Args:
       step_dir: absolute path of the step directory.
-      progress: the host's facts at the step.
-      written: the arrays of the step.
       reports: every process's report on its own files.
       root: absolute path of the run directory.
-      claim: claim of this attempt.
       records: returns the run log; `checkpoints adopt` rebuilds a lost one from this copy.
 
     Raises:

@@ -79,7 +79,6 @@ def branch(
       origin: the run to branch from; it may be live.
       to: directory of the new run; must not exist.
       step: committed step of the origin.
-      overrides: changes of the origin's config.
       env: environment, for the record of the claim.
       clock: time of the records; None: the system's.
 

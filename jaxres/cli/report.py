@@ -64,7 +64,6 @@ def text(
     """Returns the report: text, or one JSON object for each run.
 
     Args:
-      run_dir: the run.
       as_json: whether to return JSON.
       out: file to which the HTML page is written.
       compare: another run; the text, and the page, then have both.

@@ -72,12 +72,10 @@ def check_step(
     """Verifies a step and writes the result; does nothing if the step is not committed any more.
 
     Args:
-      run_dir: the run directory.
       path: path of the step's directory in it.
       supervisor: pid of the supervisor, which must own the run.
       replica: folder of the run's replica; None: there is none.
       limit: limit of the bytes that are read.
-      clock: stamps the result.
 
     Raises:
       Fenced: another process has claimed the run; nothing was written.

@@ -100,8 +100,6 @@ def read_status(
 
     Args:
       run_dir: directory of the run, whose processes may be on another machine.
-      history: the run history.
-      clock: clock of this machine.
       watch: observe whether the lock holder's heartbeat advances, instead of comparing its time
         stamp, which may come from another machine's clock.
     """

@@ -135,7 +135,6 @@ def load_secret(path: RunPath, *, given: str, clock: Clock) -> Secret:
     The first host creates the file in the run directory.
 
     Args:
-      path: the secret file in the run directory.
       given: the value of JAXRES_SECRET; empty: not set.
       clock: for the wait until a secret that another host has created can be read.
 

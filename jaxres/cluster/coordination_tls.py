@@ -74,7 +74,6 @@ def certificates(key: bytes, *, host: int) -> tuple[str, bytes, bytes, bytes]:
 
     Args:
       key: that of the attempt.
-      host: number of the host.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

@@ -39,7 +39,6 @@ class LimitedServer(socketserver.ThreadingTCPServer):
           handler: serves a connection.
           max_connections: the oldest one is closed for one more.
           seconds: after these a connection is closed.
-          clock: measures them.
 
         Raises:
           OSError: it can't listen there.

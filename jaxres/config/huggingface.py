@@ -47,7 +47,8 @@ ACTIVATIONS = {
 }
 GELUS = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 """Values of hidden_act of a Gemma, all of which mean the same there."""
-LAYER_KINDS = {"full_attention", "sliding_attention"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_KINDS = {FULL, SLIDING}
 WINDOWS = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "gemma3_text": 4096}
 """Default of sliding_window; of the others there is none."""
 FULL_BEFORE = 28
@@ -175,7 +176,7 @@ def _windows(family: str, fields: Mapping[str, Any], unsupported: dict[str, Any]
     if len(kinds) != num_layers or set(kinds) - LAYER_KINDS:
         unsupported[key] = kinds
         return {}
-    full = [n for n, kind in enumerate(kinds, start=1) if kind == "full_attention"]
+    full = [n for n, kind in enumerate(kinds, start=1) if kind == FULL]
     if family == "mistral" and len(full) != (num_layers if window is None else 0):
         unsupported[key] = kinds  # Its class ignores this: all layers have the window.
     if len(full) == num_layers:
@@ -200,17 +201,22 @@ def _layer_kinds(
     num_layers, kinds = fields["num_hidden_layers"], fields.get("layer_types")
     if kinds is not None:
         return "layer_types", kinds
-    full, sliding = "full_attention", "sliding_attention"
     if family == "gemma3_text":
         every = _pattern(fields)
-        found = [sliding if n % every else full for n in range(1, num_layers + 1)]
-        return "sliding_window_pattern", found
-    if window is None:
-        return "sliding_window", [full] * num_layers
-    if family == "mistral":
-        return "sliding_window", [sliding] * num_layers
+        return "sliding_window_pattern", layer_kinds(num_layers, has_window=True, every=every)
+    if window is None or family == "mistral":
+        return "sliding_window", layer_kinds(num_layers, has_window=window is not None)
     num_full = fields.get("max_window_layers", FULL_BEFORE)
-    return "max_window_layers", [full if n < num_full else sliding for n in range(num_layers)]
+    return "max_window_layers", [FULL if n < num_full else SLIDING for n in range(num_layers)]
+
+
+def layer_kinds(num_layers: int, *, has_window: bool, every: int | None = None) -> list[str]:
+    """Returns the kind of attention of each layer; with a window every n-th layer is full."""
+    if not has_window:
+        return [FULL] * num_layers
+    if every is None:
+        return [SLIDING] * num_layers
+    return [SLIDING if n % every else FULL for n in range(1, num_layers + 1)]
 
 
 def _pattern(fields: Mapping[str, Any]) -> int:

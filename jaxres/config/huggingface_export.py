@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jaxres.config.huggingface import STYLES, model_of
+from jaxres.config.huggingface import FULL, SLIDING, STYLES, layer_kinds, model_of
 from jaxres.config.schema.model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.faults import ConfigError
 
@@ -77,10 +77,8 @@ def fields_of(
     """Returns the fields of config.json of a decoder.
 
     Args:
-      model: the decoder.
       rows: rows of its embedding.
       dtype: type of the stored numbers.
-      seq_len: positions of a row, in training.
       eos: token that ends a document; None: unknown.
 
     Raises:
@@ -119,17 +117,15 @@ def _function(model: GptModel, *, seq_len: int) -> dict[str, Any]:
         "head_dim": model.head_width,
         "d_ff": model.ff_width,
     }
-    every, has_rotary = model.full_attention_every, model.positions == "rotary"
-    if every is not None and every > model.num_layers:
-        every = None
-    if every == 1 or model.sliding_window is None:
-        fields |= {"sliding_window": None}
-    has_window = fields["sliding_window"] is not None
-    fields["full_attention_every"] = every if has_window else None
+    kinds = _layer_kinds(model)
+    if not (has_window := SLIDING in kinds):
+        fields["sliding_window"] = None
+    if not has_window or FULL not in kinds:
+        fields["full_attention_every"] = None
     theta = model.sliding_rope_theta
     local = (model.rope_theta, model.rope_scaling) if theta is None else (theta, None)
     fields["sliding_rope_theta"] = local if has_window else None
-    if has_rotary:
+    if model.positions == "rotary":
         return fields | {"max_positions": None}
     positions = {"max_positions": model.max_positions or seq_len}
     return fields | dict.fromkeys(("rope_theta", "rope_scaling", "sliding_rope_theta")) | positions
@@ -171,14 +167,13 @@ def _stored_scaling(scaling: LinearScaling | Llama3Scaling | None) -> dict[str, 
     }
 
 
+def _layer_kinds(model: GptModel) -> list[str]:
+    has_window = model.sliding_window is not None
+    return layer_kinds(model.num_layers, has_window=has_window, every=model.full_attention_every)
+
+
 def _stored_windows(model: GptModel, family: str) -> dict[str, Any]:
-    window, every = model.sliding_window, model.full_attention_every
-    kinds = [
-        "full_attention"
-        if window is None or (every is not None and layer % every == 0)
-        else "sliding_attention"
-        for layer in range(1, model.num_layers + 1)
-    ]
+    window, kinds = model.sliding_window, _layer_kinds(model)
     if family == "mistral":
         return {"sliding_window": window}
     if family.startswith("qwen"):

@@ -105,7 +105,6 @@ def unknown(
 
     Args:
       family: its model_type, one of `READ`.
-      fields: the config.json.
       compared: keys whose value is compared elsewhere.
     """
     known = READ[family] | HARMLESS | compared.keys()

@@ -45,7 +45,6 @@ def read_file(
     """Reads one file as a layer.
 
     Args:
-      path: the file.
       named_by: the line that names it as a base.
       hint: what may have been meant, if it is absent.
       is_given: on the command line, where it may be a shell's `<(COMMAND)`: a pipe.
@@ -304,7 +303,6 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
 
     Args:
       path: the file, or the name of a built-in config (builtin_configs.py).
-      overrides: the overrides.
 
     Raises:
       UsageError: 64, an absent file or an argument that is no override.

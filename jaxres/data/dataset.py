@@ -120,7 +120,6 @@ class Dataset:
         """Returns the data set for a model, whose rows are refused if it can't compute with them.
 
         Args:
-          model: the model.
           has_64_bits: whether the devices keep numbers of 64 bits (JAX_ENABLE_X64).
         """
         limits = functools.partial(

@@ -32,7 +32,6 @@ def heldout_start(corpus: TokenFolder, fraction: float, *, least: int) -> int:
     the share, as it can be with few documents.
 
     Args:
-      corpus: the tokens.
       fraction: the share to hold out.
       least: tokens of the smallest part that has a row; a smaller share is no reason to cut.
     """

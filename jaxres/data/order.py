@@ -97,7 +97,6 @@ def skip_ranges(order: Order, skips: Skips, bad: Skips, *, num_served: int) -> N
     """Returns the skips, extended by the later positions of the rows of the bad ranges.
 
     Args:
-      order: order of the rows.
       skips: all skipped ranges.
       bad: those of them whose rows are skipped in every later epoch too.
       num_served: number of rows that the run serves in total; the result is complete up to there.

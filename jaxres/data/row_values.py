@@ -40,9 +40,7 @@ def limits_of(model: AnyModel, *, vocab_size: int | None, seq_len: int) -> Mappi
     """Returns the limits of the arrays that a model reads, by name; of a custom model none.
 
     Args:
-      model: the model.
       vocab_size: number of token ids of the data; None: unknown.
-      seq_len: positions of a row.
     """
     if isinstance(model, CustomModel):
         return {}
@@ -70,7 +68,6 @@ def problem(
     """Returns the index of the first row with an unusable value, and the error.
 
     Args:
-      arrays: the arrays of rows.
       limits: limits of some of them, by name.
       has_64_bits: whether a device keeps numbers of 64 bits.
     """

@@ -237,7 +237,6 @@ def bounded_rollbacks(
     """Replaces a rollback beyond the limit by the verdict that ends the run.
 
     Args:
-      verdict: the most severe verdict of the guards.
       rollbacks: number of rollbacks of the run so far.
       section: the limits; None: no rollback is allowed.
     """

@@ -125,7 +125,6 @@ def sources(
     a machine whose clock is ahead: a change since then would have a time before now.
 
     Args:
-      folder: the package's folder.
       paths: the files in it; None: all.
       since: wall-clock time before the import; imported files are older.
       now: wall-clock time.
@@ -155,7 +154,6 @@ def dump(program: Any, signature: Signature, facts: Mapping[str, str]) -> bytes:
     """Returns the content of a program's file.
 
     Args:
-      program: a jax.stages.Compiled.
       signature: arguments and results that it was traced with.
       facts: what `facts_of` returns.
 

@@ -85,7 +85,6 @@ def move(arrays: Any, mesh: Mesh, target: Mesh) -> Any:
 
     Args:
       arrays: tree of jax.Array on `mesh`.
-      mesh: where they are.
       target: a mesh of the same shape, with devices of the same host at each place.
     """
     device_at = dict(zip(mesh.devices.flat, target.devices.flat, strict=True))
@@ -214,7 +213,6 @@ def place_batch(
     """Places the rows of a global batch on the devices that compute them.
 
     Args:
-      mesh: the devices.
       arrays: arrays of the local rows.
       local: the local rows' indices in the global batch; None: all rows.
     """

@@ -57,7 +57,6 @@ class Copies:
 
         Args:
           shapes: tree of jax.ShapeDtypeStruct with NamedSharding.
-          mesh: the mesh of the shardings.
         """
         num_bytes: Counter[int] = Counter()
         kinds: dict[Axes, None] = {}

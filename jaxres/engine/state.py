@@ -206,9 +206,7 @@ def shardings(shapes: TrainState, model: Model, mesh: Mesh) -> TrainState:
     """Returns the sharding of every array of the state; moments are sharded as their parameters.
 
     Args:
-      shapes: the state's shapes, from jax.eval_shape.
       model: its `axes` name the dims of every parameter.
-      mesh: the devices.
     """
 
     def split(leaf: jax.ShapeDtypeStruct, dims: tuple[str | None, ...]) -> NamedSharding:

@@ -215,7 +215,6 @@ def estimate(
 
     Args:
       config: its config; None: none is known.
-      machines: its machines.
       state_bytes: size of its state; None: unknown.
       given: flag of `jaxres plan` -> value, which takes precedence; `write_seconds` and
         `read_seconds` are those of a run.

@@ -79,7 +79,6 @@ def fold(
     """Returns the intervals of an attempt that has at least one event.
 
     Args:
-      attempt: its number.
       events: those of host 0 that have a monotonic time, in order.
       lines: the metrics of the steps, in the order of their completion.
       lost_to: of each line `Interval.lost_to`, or NOT_LOST.
@@ -161,7 +160,6 @@ class _Steps:
         """Places the next steps into a stretch, one after the other.
 
         Args:
-          stretch: the stretch.
           through: its last step; None: as many as fit.
           is_last: whether the stretch has no known end, so that it takes all of them.
         """

@@ -18,7 +18,6 @@ def read(
     """Returns the timeline of a run.
 
     Args:
-      run_dir: the run directory.
       is_alive: whether the owner of its newest attempt is.
       warn: see launch_events.read.
     """

@@ -101,7 +101,6 @@ def fold(
       supervisor_events: events of supervisors on host 0's machine, by attempt.
       lines: metrics by attempt.
       is_alive: whether the owner of the newest attempt is alive.
-      launch_events: events of the launcher of `launch gce`.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
     reached = None if is_alive else run_log.fold(records).step

@@ -44,13 +44,7 @@ def kill_me_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> Non
 def start_command(
     command: Sequence[str], *, output: Path, env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a command in a process group of its own, which gets SIGTERM if this process dies.
-
-    Args:
-      command: its words.
-      output: file to which its output is appended.
-      env: its environment.
-    """
+    """Starts a command in a process group of its own, which gets SIGTERM if this process dies."""
     with open(output, "ab", opener=files.only_files) as file:
         return subprocess.Popen(
             command,
@@ -79,8 +73,6 @@ def start_session(
     """Starts a process that leads a session, so that a Ctrl-C in the terminal does not reach it.
 
     Args:
-      command: its words.
-      env: its environment.
       stdin, stdout: as of subprocess.Popen.
 
     Raises:
@@ -98,7 +90,6 @@ def kill_session(process: subprocess.Popen[bytes], *, seconds: float | None = No
     """Kills a process that leads a session, with its children, unless it has ended.
 
     Args:
-      process: the process.
       seconds: longest wait; one that hangs in storage or a driver is left behind. None: no limit.
     """
     if process.poll() is not None:
@@ -275,8 +266,6 @@ def kill_leftovers(
 
     Args:
       folder: the identity of the run directory (`run_dir_id`).
-      claims: the claims of the attempts.
-      clock: the supervisor's clock.
       keep: pids of children that belong to no attempt; neither they nor their own descendants are
         killed.
       adopts: whether every descendant of this process is a leftover too, as `become_subreaper` has

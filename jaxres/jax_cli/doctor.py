@@ -169,10 +169,8 @@ class Doctor:
         Args:
           loaded: the config.
           num_devices: devices to plan for; None: those of this machine.
-          num_hosts: number of their hosts.
           hardware: extent of the tests of this machine's hardware; None: none.
           probe_bytes: size of the probe of storage; None: none is written.
-          env: the environment.
         """
         self._loaded = loaded
         self._config: RunConfig = loaded.config

@@ -118,7 +118,6 @@ def from_linen(
     state: saved, restored and digested with the parameters.
 
     Args:
-      module: the module.
       loss: (apply, batch, train) -> (sums_B, weights_B) or (sums_B, weights_B, metrics), float32;
         see Model.loss. `apply(...)` calls the module; with train=True it updates the collections
         of the model state and has random numbers for dropout.

@@ -226,10 +226,8 @@ def decide(
     """Returns the verdict of all runs.
 
     Args:
-      reference: the unbroken run.
       again: a second unbroken run, compared with the first one as the broken ones are; None: there
         was none, as no broken run differs.
-      broken: the broken runs.
       rows_differ: whether two processes were seen to read other rows at equal positions.
     """
     unequal = [one for one in broken if one.mismatch is not None or one.run.exit != ExitCode.DONE]

@@ -43,7 +43,6 @@ def like_of(tree: Any, recorded: Mapping[str, ArrayInfo] = MappingProxyType({}))
     """Returns shapes, dtypes and places of the arrays of a tree, as `restore` takes them.
 
     Args:
-      tree: the tree.
       recorded: arrays of a step, by path: a number takes the width of the one there, because a
         compiled step makes an array of it.
     """

@@ -107,8 +107,6 @@ def start(section: ProgramSection, env: Mapping[str, str], *, keep: int) -> subp
     """Starts the command of a program; the kernel kills it if this process dies.
 
     Args:
-      section: the program.
-      env: its environment.
       keep: the descriptor that it inherits.
 
     Raises:
@@ -150,12 +148,9 @@ class RunningProgram:
         """Takes over a process that has just started.
 
         Args:
-          process: the program.
-          attempt: its attempt.
           status_fd: read end of the pipe of the program's status messages.
           report_fd: write end of the pipe to the supervisor.
           events: receives the phases.
-          clock: the clock.
         """
         self._process, self._attempt, self._events = process, attempt, events
         self._status_fd, self._report_fd, self._clock = status_fd, report_fd, clock

@@ -83,11 +83,9 @@ def fold(
     """Returns the attempts in order; pure.
 
     Args:
-      records: the run log.
       events: events of host 0, by attempt.
       finished: newest finished step by attempt, from the metrics.
       is_alive: whether the owner of the newest attempt is alive.
-      launch_events: events of the launcher of `launch gce`.
     """
     claims = [record for record in records if isinstance(record.body, Claim)]
     starts = [record for record in records if isinstance(record.body, Start)]

@@ -112,7 +112,6 @@ def faulty_hosts(
     clocks of hosts may jump. A fault that is in the log and in a report counts once.
 
     Args:
-      records: the run log.
       forgotten: names of faults that are forgotten; the nonce of an attempt: all of that one.
       reports: what hosts have reported themselves; those of attempts of another run do not count.
     """
@@ -197,7 +196,6 @@ def read(
     """Returns the hosts of a run that are left out.
 
     Args:
-      run_dir: the run directory.
       records: its log if that was read already.
       warn: gets the path and the cause of each file that can't be understood, and leaves out no
         host.
@@ -252,15 +250,7 @@ def _decoded(
 
 
 def report(run_dir: RunDir, fault: HostFault, *, claim: Claim, host: int, now: float) -> None:
-    """Stores the fault that a host's own supervisor has found, durably.
-
-    Args:
-      run_dir: the run directory.
-      fault: the fault.
-      claim: the claim of the attempt.
-      host: number of the host in it.
-      now: the time, for messages.
-    """
+    """Stores the fault that a host's own supervisor has found, durably."""
     fields = {"format": REPORT_FORMAT, "time": now, "fault": asdict(fault)}
     files.make_dir(run_dir.reported_faults)
     files.create(run_dir.reported_faults / f"{claim.nonce}-{host}", encode_checksummed(fields))
@@ -302,11 +292,8 @@ def exclude(
     """Excludes a host from the next start on, durably.
 
     Args:
-      run_dir: the run directory.
       host: name of the machine.
       slot: slot of the worker under `launch local`; None: the whole machine.
-      reason: why, for messages.
-      now: the time, for messages.
       is_drained: whether an attempt that trains on it saves and ends; only `launch gce` does so.
     """
     fields = {"format": EXCLUSION_FORMAT, "host": host, "slot": slot, "time": now, "reason": reason}

@@ -101,7 +101,6 @@ class RunHistory:
         Args:
           seq: number of the start record under which the state was trained.
           nonce: nonce of the claim of that attempt; the numbers of a rebuilt log may repeat.
-          step: step of the state.
           dataset: fingerprint of the data set as it is now.
         """
         nonces = {claim.attempt: claim.nonce for claim in self.claims}

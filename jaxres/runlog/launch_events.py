@@ -105,7 +105,6 @@ def read(run_dir: RunDir, *, warn: Callable[[str], None] | None = None) -> list[
     """Reads all events of a run in the order of time.
 
     Args:
-      run_dir: the run directory.
       warn: gets the cause if some events can't be read; the others are returned.
 
     Raises:

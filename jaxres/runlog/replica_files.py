@@ -201,8 +201,6 @@ def refuse_older_run(run_dir: RunDir, replica: RunPath, records: Sequence[Record
     A replica that can't be read, or is of another run, is the replicator's to report.
 
     Args:
-      run_dir: the run.
-      replica: folder of its replica.
       records: log of the run; empty: it has none, or has lost it.
 
     Raises:

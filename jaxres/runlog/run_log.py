@@ -83,7 +83,6 @@ def read_records(folder: RunPath, *, known: int = 0) -> list[Record]:
     numbers are left out.
 
     Args:
-      folder: the folder of the log.
       known: number of the newest record that this process has read or written before.
 
     Raises:

@@ -119,7 +119,6 @@ def unexplained(history: RunHistory, complete: list[StepDir]) -> list[StepDir]:
     """Returns the unrecorded step directories that no killed save explains. Pure.
 
     Args:
-      history: the run's history from the log.
       complete: complete step directories without a commit record.
     """
     per_attempt = collections.Counter(step_dir.attempt for step_dir in complete)
@@ -160,8 +159,6 @@ def require_same_log(run_dir: RunDir, history: RunHistory, records: Sequence[Rec
     numbers. Put together they make a log that no run has written.
 
     Args:
-      run_dir: the run directory.
-      history: the run's history from the log.
       records: the log; a summary of it is enough.
 
     Raises:

@@ -102,7 +102,6 @@ class DirectReader:
         """Opens the file.
 
         Args:
-          path: the file.
           longest: most bytes that `take` is asked for.
         """
         self._path = path

@@ -250,7 +250,6 @@ def delete_leftovers(folder: RunPath, *, of: Collection[str] | None = None) -> N
     No other process may be writing there.
 
     Args:
-      folder: the folder.
       of: names of files in `folder` itself; only their temporary files are deleted. None: all.
     """
     store_of(folder).delete_leftovers(folder, of=of)
@@ -260,7 +259,6 @@ def list_names(folder: RunPath, *, after: str = "") -> list[str]:
     """Returns the names in `folder` in order, without temporary files; [] if it does not exist.
 
     Args:
-      folder: the folder.
       after: names before this one may be omitted.
     """
     return store_of(folder).list_names(folder, after=after)

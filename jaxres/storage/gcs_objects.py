@@ -138,7 +138,6 @@ def write(
     which the nonce shows.
 
     Args:
-      path: the object.
       data: its new content.
       over: the expected generation; 0: the object must not exist; None: any.
       metadata: stored with the object; `list_metadata` returns it.
@@ -271,7 +270,6 @@ def list_names(folder: GcsPath, *, after: str = "") -> list[str]:
     """Returns the sorted names of objects and folders in a folder; [] if there are none.
 
     Args:
-      folder: the folder.
       after: names before this one are not requested.
     """
     prefix = f"{folder.key}/" if folder.key else ""

@@ -46,8 +46,6 @@ def probe(folder: RunPath, *, size_bytes: int, clock: Clock) -> Probed:
 
     Args:
       folder: the folder; one on a disk exists.
-      size_bytes: size of the probe.
-      clock: times it.
 
     Raises:
       NoRoom: the disk has no room for it.

@@ -261,10 +261,8 @@ def claim_attempt(
     """Writes the claim of the run's next attempt to the run log, and records its config.
 
     Args:
-      config: config of the attempt.
       run_lock: the lock of the run directory, held; its clock has the time of the records.
       job: hosts of the attempt.
-      env: environment of the attempt.
       known: number of records that this process has read before.
       threads: number of CPU threads of this process if it trains itself.
       attempt: number of the attempt, for a log that is being rebuilt; None: the next one of a log
@@ -355,7 +353,6 @@ def run_local_workers(
     """Runs the attempt's workers as processes of this machine, one per host of this supervisor.
 
     Args:
-      opened: the attempt.
       services: what its supervisor uses.
       env: the workers' environment, to which the attempt's own variables are added.
       advise: returns the message for a worker that the kernel has killed because memory ran out.

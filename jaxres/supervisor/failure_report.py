@@ -131,9 +131,6 @@ def failure_text(run_dir: RunDir, attempt: int, ended: AttemptResult, *, code: i
     that crashed.
 
     Args:
-      run_dir: the run directory.
-      attempt: number of the last attempt.
-      ended: result of the last attempt.
       code: exit code of the supervisor.
     """
     if exit_row(code).message_has_remedy:

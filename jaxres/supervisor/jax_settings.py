@@ -100,7 +100,6 @@ def check(env: Mapping[str, str], *, tried_flags: Sequence[str] = ()) -> None:
     """Raises if a variable has a value that JAX or XLA can't read, or that no run can have.
 
     Args:
-      env: the environment of the workers.
       tried_flags: values of XLA_FLAGS with which these versions have trained before.
 
     Raises:
@@ -245,9 +244,9 @@ def _has_no_devices() -> bool:
 def backend_error(error: BaseException, env: Mapping[str, str]) -> RunError | None:
     """Returns the fault of an exception that this host causes; None: it is another one.
 
-    JAX finds no devices, or the operating system starts no thread.
+    JAX finds no devices, or a limit of the machine is reached (`error_of_limit`).
     """
-    if isinstance(error, RuntimeError) and (end := error_of_limit(error)) is not None:
+    if (end := error_of_limit(error)) is not None:
         return end
     if isinstance(error, AssertionError) and _has_no_devices():
         text = "there is no device of this platform"

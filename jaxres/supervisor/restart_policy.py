@@ -59,7 +59,6 @@ def load_history(
     """Returns the outcomes of earlier supervisors; none of their attempts may still run.
 
     Args:
-      records: the run log.
       forgotten: nonces of the claims of attempts whose faults are forgotten.
       supervised_only: whether attempts that were not started by a restart loop are left out.
     """
@@ -209,7 +208,6 @@ def decide_next(
     Args:
       history: outcomes of the attempts, oldest first; at least one.
       config: limits of restarts; `launch.max_hours` is left out.
-      seed: seed of the jitter.
     """
     unlimited = config.launch.model_copy(update={"max_hours": None})
     policy = RestartPolicy(config.restart, unlimited, num_hosts=(1,), began=0.0, seed=seed)

@@ -228,9 +228,6 @@ def record(
     """Writes the resolved config of an attempt; after its claim: only the lock's holder writes it.
 
     Args:
-      config: the config.
-      run_dir: the run directory.
-      attempt: number of the attempt.
       starts: records of the starts before; none: the run directory gets the config too.
       report: called with a line for each change since the last of them that is to be told.
     """

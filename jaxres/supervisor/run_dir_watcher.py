@@ -76,11 +76,9 @@ class RunDirWatcher:
         """Prepares the watcher; starts no thread yet.
 
         Args:
-          run_dir: the run directory.
           attempt: the number of the running attempt.
           last_seq: number of the newest record that was read; a claim after it supersedes this one.
           run_lock: its heartbeat is written every second, in a bucket every five.
-          clock: the supervisor's clock.
           step: returns the newest finished step, for the names of moved request files.
           progress: returns the progress of the training for the heartbeat.
           report: called with each event, in the watcher's thread; None: `reports` returns them.

@@ -175,9 +175,6 @@ def request_stop(
     """Asks the workers to save and exit; kills them if the attempt has not finished a step.
 
     Args:
-      running: the attempt.
-      exit: the exit code of the stop.
-      why: the reason, for messages.
       choice: what the remaining time allows; None: the remaining time is unknown.
     """
     if running.stop_requested is not None:

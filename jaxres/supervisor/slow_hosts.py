@@ -89,11 +89,8 @@ def review(
     Slots of `launch local`, which share a machine, are only proposed.
 
     Args:
-      run_dir: the run directory.
       claim: the claim of the attempt, which has ended.
       section: what follows.
-      machines: the machine of each host.
-      now: the time, for messages.
     """
     if section.exclude == "off":
         return None

@@ -104,7 +104,6 @@ def _send_heartbeat(running: RunningAttempt, hosts: Iterable[int]) -> None:
     """Sends the other supervisors the progress of the workers here, of which some may not run yet.
 
     Args:
-      running: the attempt.
       hosts: the hosts of this supervisor.
     """
     progress = dict.fromkeys(

@@ -186,7 +186,6 @@ class Alerts:
         """Queues an incident for the targets without waiting; an incident is sent only once.
 
         Args:
-          incident: what happened.
           time: when it happened, in seconds since the epoch; None: now.
           targets: names of the targets that receive it; None: all.
         """

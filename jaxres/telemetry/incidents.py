@@ -115,7 +115,6 @@ def messages(
 
     Args:
       target: the target; its kind determines the body.
-      incident: what happened.
       key: the incident's id, from `key`.
       time: time of the incident, in seconds since the epoch.
       secret: PagerDuty's routing key; unused for the others, whose secret is in the URL.

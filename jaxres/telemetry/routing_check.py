@@ -20,7 +20,6 @@ def messages(target: ResolvedTarget, *, run: str, key: str, time: float) -> list
     """Returns the requests of a test message; the alert at PagerDuty is resolved at once.
 
     Args:
-      target: the target.
       run: name of the run.
       key: id of the message.
       time: in seconds since the epoch.
@@ -49,10 +48,8 @@ def send(
     """Sends a test message to each target once; yields name, whether it was accepted, the answer.
 
     Args:
-      targets: the targets.
       run: name of the run.
       nonce: makes the ids of the messages unique.
-      clock: stamps them.
     """
     for number, target in enumerate(targets):
         result = webhook.PostResult(False, False, "was not asked")

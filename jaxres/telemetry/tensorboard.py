@@ -128,9 +128,6 @@ class TensorBoard:
 
         Args:
           folder: the folder of the event files.
-          attempt: number of the attempt.
-          emit: receives notes about failures.
-          clock: the clock.
           copy_to: where the files are copied to; None: nowhere.
 
         Raises:

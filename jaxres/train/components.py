@@ -151,7 +151,6 @@ class StepSchedule:
         """Returns the actions due now; the last step is always saved, and evaluated if any step is.
 
         Args:
-          progress: where the run is.
           saved_step: the newest step that is saved or being saved.
           save_requested: whether a person, or the save scheduler of host 0, requests a save.
         """

@@ -218,11 +218,9 @@ def dispatch(
     """Dispatches a step, twice if a replay is due, and the comparisons that are due after it.
 
     Args:
-      run: components of the run.
       in_flight: receives the fingerprints.
       state: the state before the step, which is donated.
       inputs: the other inputs of the step.
-      step: its number.
     """
     replay = run.replay_check
     first = None
@@ -421,10 +419,7 @@ def finalize(
     """Commits the last step if it may be saved, and returns how the loop ended.
 
     Args:
-      run: components of the run.
       stop: the verdict that ends the run; None: the run is done.
-      state: the state of the last step.
-      progress: the host's facts at the last step.
     """
     checkpoints = run.checkpoints
     if stop is not None:

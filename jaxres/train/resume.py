@@ -146,7 +146,6 @@ def restore_or_start(
     A newer state in host memory, of which the run continues, precedes the committed steps.
 
     Args:
-      run: components of the run.
       entry: how often this attempt has called this before.
       replays: InFlight.replayed_step and has_equal_replay of this attempt before a rollback; a
         commit after that step is not known to be good because the run continues from it.

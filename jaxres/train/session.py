@@ -133,12 +133,6 @@ def run_session(
 ) -> SessionResult:
     """Joins the other hosts, builds the run, trains, and returns the result with a summary.
 
-    Args:
-      config: config of the run.
-      context: context of the attempt.
-      stack: closes all resources that are opened.
-      member: rank of this host.
-
     Raises:
       RunError: the attempt failed for a known cause.
     """

@@ -344,9 +344,6 @@ def exit_on_crash(
     into the attempt's folder.
 
     Args:
-      run_dir: the run directory.
-      attempt: number of the attempt.
-      member: rank of this host.
       record: receives the result.
     """
 

@@ -218,12 +218,9 @@ class Neighbor:
         """Connects to nothing yet.
 
         Args:
-          host: its number.
           address: host:port of its CopyServer.
-          token: its token.
           seconds: longest transfer of a state; a slower one is given up.
           emit: receives an event of the first copy, of the first failure and of the end of it.
-          clock: times the failures.
         """
         self.host = host
         self._address = address

@@ -170,9 +170,7 @@ class MemoryTier:
           shapes: nested dict of jax.ShapeDtypeStruct with shardings.
           nonce: nonce of this attempt's claim.
           available: returns the bytes of memory that are left.
-          pace: throttle of the writing.
           peers: the other hosts; None: this host is alone.
-          emit: receives the events of the tier.
           flush: writes the metrics lines up to the state, so that they survive the process.
         """
         self._settings = settings or TierSettings(None)
@@ -304,7 +302,6 @@ class MemoryTier:
 
         Args:
           state: nested dict of jax.Array, judged by the guards; may be donated once this returns.
-          progress: the host's facts at the same step.
           is_busy: whether any host is still writing; the same on every host.
         """
         if not self.is_due(progress.step):

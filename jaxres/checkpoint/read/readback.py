@@ -103,10 +103,7 @@ def verify_own_files(
     transfer.
 
     Args:
-      step_dir: directory of the step.
       arrays: those that the save has written.
-      process: number of the process.
-      pace: throttle of the reads.
       frozen: paths of those arrays that are in the folder of the frozen parameters.
       copies: its data files, as the bucket has sent them.
     """
@@ -186,12 +183,9 @@ def verify_part(
     """Verifies one part of a save, which is a database of its own; returns the report on its files.
 
     Args:
-      step_dir: directory of the step.
-      database: name of the database in it.
       arrays: path -> dtype and shape of the arrays in it.
       boxes: path -> boxes of items that are in it.
       expected: path -> digests of the snapshot.
-      pace: throttle of the reads.
     """
 
     def check() -> HostReport:
@@ -216,12 +210,9 @@ def verify_object(
     """Downloads an object of a save once, and compares it; returns the report on it.
 
     Args:
-      step_dir: directory of the step.
-      name: name of the object in it.
       stat: the generation that was written.
       chunks: path -> the chunks of an array, all of which are in the object.
       expected: path -> digests of the snapshot.
-      pace: throttle of the comparison.
     """
     placed = {path: own for path, own in chunks.items() if own}
     by_chunk = _with_digests(placed, expected)
@@ -262,12 +253,9 @@ def verify_index(
     """Verifies that the index of a database in a bucket has each chunk where it was written.
 
     Args:
-      step_dir: directory of the step.
-      database: name of the database in it.
       infos: path -> dtype and shape of the arrays in it.
       chunks: path -> the chunks of an array in the data files; the others are in the index.
       expected: path -> digests of the snapshot.
-      pace: throttle of the comparison.
     """
 
     def check() -> HostReport:

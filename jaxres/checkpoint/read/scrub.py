@@ -45,7 +45,6 @@ def judge(result: Result, commit: Commit, before: StepCheck | None, *, now: floa
     Args:
       result: what the verification has returned or raised. An error: another step can be read.
       commit: the step, which is still committed: a step is pruned in the log before its files are.
-      before: the check before it.
       now: wall-clock time.
     """
     check = StepCheck(commit.step, commit.path, now)

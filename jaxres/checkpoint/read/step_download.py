@@ -57,7 +57,6 @@ class StepDownload:
           step_dir: directory of a step that is being saved.
           process: number of the process whose data files are downloaded.
           folder: local folder of the downloads; nothing else is in it.
-          pace: throttle of the checksums.
         """
         self._step_dir, self._process = step_dir, str(process)
         self._folder = folder

@@ -94,7 +94,6 @@ def locate_chunks(
     """Returns array path -> all its chunks, for arrays that are stored as plain items.
 
     Args:
-      step_dir: directory of the step.
       arrays: path -> expected dtype and shape.
       frozen: paths of those arrays that are in the folder of the frozen parameters.
 
@@ -224,11 +223,8 @@ def scan(
     """Reads a data file once, from its start to its end; returns its size and checksum.
 
     Args:
-      path: the file.
-      chunks: the chunks in it.
       visit: is called with each chunk, a box of items in it and these items, which are valid until
         it returns. A chunk is cut along its first dim, between blocks of its digests.
-      pace: throttle of the work.
 
     Raises:
       ValueError: the file is too short, or the index of a chunk is wrong.

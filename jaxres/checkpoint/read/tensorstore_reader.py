@@ -43,7 +43,6 @@ class ArrayReader:
         """Opens nothing yet.
 
         Args:
-          step_dir: directory of the step.
           arrays: path -> expected dtype and shape of every array to be read.
           frozen: paths of the arrays that are in the folder of the frozen parameters.
           copied: folder of the step, as `state/ocdbt.process_0/d` -> local folder with copies of

@@ -81,11 +81,6 @@ def verify_step(
 ) -> VerificationReport:
     """Verifies all of a committed step; repeats failed checks with the page cache dropped.
 
-    Args:
-      step_dir: directory of the step.
-      commit: commit record of the step.
-      pace: throttle of the reads.
-
     Raises:
       StorageUnavailable: storage could not be read, or two reads of the same file differ.
     """

@@ -256,7 +256,6 @@ def restore(step_dir: RunPath, commit: Commit, like: Tree) -> Restored:
 
     Args:
       step_dir: absolute path of the step directory.
-      commit: commit record of the step.
       like: nested dict of jax.ShapeDtypeStruct with shardings.
 
     Raises:

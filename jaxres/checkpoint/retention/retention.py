@@ -183,7 +183,6 @@ def leftovers(
     committed that step or a newer one: the log may be an old copy that lacks its record.
 
     Args:
-      run_dir: the run directory.
       history: the run's history, read after this attempt's claim.
       attempt: number of this attempt, which has no save in flight.
       listed: the step directories, if they were listed already.

@@ -70,7 +70,6 @@ def map_weights(
     """Maps stored weights to the arrays of a model.
 
     Args:
-      weights: the stored weights.
       wanted: path -> dtype and shape of the model's arrays.
       facts: settings of the model that must match.
       section: differences that are allowed, and names to replace.

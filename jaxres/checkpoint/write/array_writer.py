@@ -89,9 +89,7 @@ class ArrayWriter:
 
         Args:
           step_dir: directory of the step, which does not exist yet.
-          arrays: what is written.
           process: number of this host.
-          pace: throttle of the writing and the read-back.
           earlier: this host's parts of a committed step; those that are the same are linked.
         """
         self.step_dir = step_dir

@@ -141,9 +141,6 @@ def start_save(
     The state may be donated as soon as this returns.
 
     Args:
-      state: the arrays.
-      step_dir: the new step directory.
-      settings: how the state is copied and written.
       frozen: part of the state to write into a folder of its own; empty or None: no part.
       memory: keeps the memory of the snapshot for the next save.
       earlier: this host's parts of a committed step.

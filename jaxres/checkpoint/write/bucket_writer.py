@@ -95,10 +95,8 @@ class BucketWriter:
 
         Args:
           step_dir: directory of the step, which no object is in yet.
-          arrays: what is written.
           process: number of this host.
           num_hosts: number of hosts that write a share of the arrays each.
-          pace: throttle of the read-back.
         """
         self.step_dir = step_dir
         """Directory of the step."""

@@ -142,10 +142,8 @@ def link(
 
     Args:
       source: absolute path of the committed step.
-      commit: its commit record.
       step_dir: absolute path of the step directory that Orbax has written.
       verifies: whether to read the files and to compare their checksums.
-      pace: throttle of the reads.
 
     Raises:
       StorageUnavailable: a file is missing, differs from the committed one, or can't be linked.

@@ -47,7 +47,6 @@ class HostArrays:
           folders: folder of the step -> path -> info and jax.Array.
           describe: returns name -> content of Orbax's files (orbax_files.py), if Orbax writes none.
           is_own: whether the arrays are such a copy.
-          pace: throttle of the digests.
           sums: sums of the bits of the state itself, with which what is written is compared.
         """
         self.is_own = is_own

@@ -69,9 +69,7 @@ class OrbaxWriter:
 
         Args:
           step_dir: directory of the step, which does not exist yet.
-          arrays: what is written.
           trees: folder of the step -> nested dict of jax.Array, of the same arrays.
-          pace: throttle of the read-back.
           timeout_seconds: limit of Orbax's waits for other processes.
           downloads: local folder for this host's data files while a bucket gives them back.
         """

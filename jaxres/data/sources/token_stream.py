@@ -87,7 +87,6 @@ def token_blocks(
 
     Args:
       files: the listing of the source.
-      source: where the documents are in the files.
       tokenizer: None: the files have token ids.
       start: position after a block of an earlier call; None: the first document.
       max_bad: most documents that are left out as bad records; one more raises ConfigError.

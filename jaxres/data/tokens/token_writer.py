@@ -62,8 +62,6 @@ class TokenWriter:
 
         Args:
           folder: the folder to write.
-          vocab_size: number of token ids.
-          tokenizer: name of the tokenizer.
           dtype: type of the tokens; None: the usual one for this many ids.
           resume: what an earlier writer has made durable.
 

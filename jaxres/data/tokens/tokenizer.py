@@ -211,8 +211,7 @@ class LibraryTokenizer:
         It takes 0.4 s with 200,000 words, so only tokens that are made, or those of another program
         at a start, need it.
         """
-        _check_vocabulary(self.files[FILE_NAME], self.where)
-        for word, id_ in vocabulary(self.files[FILE_NAME])[0]:
+        for word, id_ in _unambiguous_added(self.files[FILE_NAME], self.where):
             if (taken := self.library.token_to_id(word)) != id_:
                 raise ConfigError(
                     f"{self.where}: its added token {word!r} has the id {id_}, and the library "
@@ -382,7 +381,6 @@ def of_folder(folder: Path, name: str, *, special_tokens: str = "text") -> Token
 
     Args:
       folder: the folder, with a copy of the tokenizer.
-      name: the tokenizer's name.
       special_tokens: what the spelling of a special token in a text becomes.
 
     Raises:
@@ -422,7 +420,6 @@ def parse_tokenizer(
     Args:
       data: contents of tokenizer.json.
       settings: fields of tokenizer_config.json.
-      where: begin of error messages.
       end_of_document: None: eos_token of the settings.
       special_tokens: what the spelling of a special token in a text becomes.
       of_model: files of its model -> their eos_token_id, which counts if the settings say nothing.
@@ -518,10 +515,12 @@ def vocabulary(data: bytes) -> tuple[Words, Words]:
     return added, [(word[0], i) for i, word in enumerate(words) if word[0] not in special]
 
 
-def _check_vocabulary(data: bytes, where: str) -> None:
-    """Raises ConfigError if a tokenizer.json, which is valid, has a word or an id twice.
+def _unambiguous_added(data: bytes, where: str) -> Words:
+    """Returns the added tokens of a tokenizer.json.
 
-    The library keeps one of them without a word, and not every reader the same one.
+    Raises:
+      ConfigError: it has a word or an id twice. The library keeps one of them without a message,
+        and not every reader the same one.
     """
     try:
         added, own = vocabulary(data)
@@ -531,6 +530,7 @@ def _check_vocabulary(data: bytes, where: str) -> None:
                 raise ValueError(f"{of_id[id_]!r} and {word!r} have the id {id_}")
             if of_word.setdefault(word, id_) != id_:
                 raise ValueError(f"{word!r} has the ids {of_word[word]} and {id_}")
+        return added
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{where}: which word has which id is ambiguous: {error}. Take the file that its model "

@@ -62,7 +62,6 @@ def check(settings: Mapping[str, Any], data: bytes, ids: Mapping[str, int], *, w
       settings: fields of tokenizer_config.json.
       data: contents of tokenizer.json, which is valid.
       ids: its tokens with their ids.
-      where: begin of error messages.
     """
     others = {k: v for k, v in settings.items() if v is not None and k not in HARMLESS}
     fields = json.loads(data) if others else {}
@@ -146,7 +145,6 @@ def check_tokens(
       special: fields of special_tokens_map.json.
       added: fields of added_tokens.json: token -> id.
       control: whether the spelling of a special token in a text becomes that token.
-      where: begin of error messages.
     """
     there = library.get_added_tokens_decoder()
     own = {token.content: token for token in there.values()}

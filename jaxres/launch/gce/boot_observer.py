@@ -38,7 +38,6 @@ class BootObserver:
         """Returns the boot state of each VM that exists and whose agent has not reported.
 
         Args:
-          vms: the VMs of the job.
           reported: names of the VMs whose agents have reported.
           now: seconds since the epoch.
           ready_seconds: time until the first report of an agent after which a VM counts as lost.

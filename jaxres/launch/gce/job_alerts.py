@@ -55,10 +55,8 @@ class JobAlerts:
         Args:
           targets: where to; empty: nothing is read or sent.
           run: the run directory.
-          section: limits.
           job: id of the job, with which the ids of its incidents begin.
           lease: this launcher's; without it nothing is sent.
-          clock: of the senders.
         """
         self._run_dir, self._name, self._clock = RunDir(run), run.name, clock
         self._is_off = not targets

@@ -92,8 +92,6 @@ def start_or_resume(
     Args:
       config: config of the job; one that runs keeps the config of its start.
       run: run directory.
-      env: environment variables.
-      clock: the clock.
       waits: whether to wait while another launcher holds the lease.
       resume_only: starts no new job.
       clear: deletes what an ended job has left in the run directory, so that a new run begins;

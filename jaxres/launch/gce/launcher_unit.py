@@ -98,7 +98,6 @@ def start_arguments(
     """Returns the command that starts the unit. Pure.
 
     Args:
-      unit: the unit.
       command: what it runs; its first word is a path.
       description: for the operator.
       folder: the working directory.

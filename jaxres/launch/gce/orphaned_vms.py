@@ -135,8 +135,6 @@ def delete_all(
 
     Args:
       compute: the Compute API.
-      label: the label.
-      clock: the clock.
       console: prints which VMs are deleted, what is refused, and that the API does not answer.
       each_cycle: called before each list; renews the lease.
 

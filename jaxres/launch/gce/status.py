@@ -50,7 +50,6 @@ def show_status(
       run: the run directory.
       given: the config whose file was given, if any; needed if the run's folder is gone.
       as_json: whether to print a JSON object.
-      clock: the clock.
       compute_for: returns the Compute API of a config.
     """
     paths = LaunchPaths(run)

@@ -34,8 +34,6 @@ class StepPrinter:
 
         Args:
           attempt: number of the running attempt.
-          committed: the newest committed step.
-          spent: what the job has cost so far.
 
         Raises:
           StorageUnavailable: the bucket does not answer.

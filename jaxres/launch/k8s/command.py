@@ -72,7 +72,7 @@ secret, or arguments of custom data.
 --grace-seconds: time from SIGTERM to SIGKILL (preemption.sigterm_seconds, else by measured saves).
 --max-restarts: most restarts for failures (100).
 --patch: file with `metadata` and `spec` that are added to the template of the pods: requests and
-    limits, tolerations, nodeSelector, imagePullSecrets, variables of secrets (docs/kubernetes.md).
+    limits, tolerations, nodeSelector, imagePullSecrets, variables of secrets (docs/schedulers.md).
 """
 CALL_SECONDS = 60.0
 JOBSETS = (k8s_manifest.JOBSET_GROUP, k8s_manifest.JOBSET_VERSION, k8s_manifest.JOBSET_PLURAL)
@@ -256,7 +256,6 @@ def grace_seconds(config: RunConfig, save_seconds: float | None, *, asked: int |
     Args:
       config: preemption.sigterm_seconds is used if nothing is asked for.
       save_seconds: the longest measured save; None: unknown.
-      asked: --grace-seconds.
 
     Raises:
       ConfigError: what was asked for is too short for the save, or longer than a week.
@@ -321,7 +320,6 @@ def after_restart(
 
     Args:
       records: the run log; no attempt runs.
-      config: limits of restarts.
       restarts: how often Kubernetes has restarted the JobSet; what ended before it began does not
         count, because an operator has submitted it since.
     """

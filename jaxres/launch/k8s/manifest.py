@@ -154,7 +154,6 @@ def manifests(config: RunConfig, root: RunPath, options: ClusterOptions) -> list
     Args:
       config: the resolved config, which the pods read from a ConfigMap, or from a Secret.
       root: the run directory, as the pods see it.
-      options: where it runs.
     """
     text = dump_yaml(config)
     is_secret = file_mode(text) == PRIVATE

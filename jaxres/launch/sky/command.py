@@ -55,7 +55,7 @@ creates other nodes after a preemption (75) and for a node that has failed (82);
 training on them by itself. The job ends when the last step is committed (0), or an attempt ends
 with what can't be retried (76, 78, 81, 83, 85), or a budget of restarts without a new commit is
 used up (84).
---image: image with jaxres, whose user is root (docs/skypilot.md). --setup: line of the shell that
+--image: image with jaxres, whose user is root (docs/schedulers.md). --setup: line of the shell that
     installs jaxres on a new node; may be repeated. --workdir: folder that is copied to the nodes.
 --gpus: GPUs of each node, as sky names them, such as H100:8. --spot: preemptible nodes.
 --disk-gb: size of the disk of each node (as sky decides).
@@ -266,7 +266,6 @@ def next_attempt(
 
     Args:
       records: the run log; no attempt runs.
-      config: limits of restarts.
       idle: how many tries in a row have ended before they began an attempt, and so are not in the
         log: the hosts did not find each other.
       last: exit code of the last of them.

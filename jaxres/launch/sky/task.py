@@ -88,7 +88,6 @@ def task(config: RunConfig, root: RunPath, options: TaskOptions) -> Task:
     Args:
       config: the resolved config, which is in the script of the nodes; in a secret if it has one.
       root: the run directory, in a bucket.
-      options: where it runs.
     """
     resources: Task = {"infra": options.infra} if options.infra else {}
     if options.accelerators:

@@ -118,7 +118,6 @@ def outcomes(
 
     Args:
       journal: all entries; no training runs now.
-      records: the run log.
     """
     found: list[AttemptOutcome[str]] = []
     begun: Begun | None = None
@@ -264,9 +263,7 @@ def decide(
     Args:
       history: outcomes since the last final end (`outcomes`), also of earlier jobs.
       allocation: what the job has.
-      config: limits of restarts.
       is_first: whether this job has not trained yet.
-      seed: seed of the jitter of the backoff.
       idle_jobs: number of the newest jobs in which no attempt has begun (`idle_jobs`).
     """
     decision = _by_restart_policy(history, allocation, config, is_first=is_first, seed=seed)
@@ -425,10 +422,8 @@ def script(options: JobOptions, *, output: str, file: str, config: str, command:
     """Returns the job's script.
 
     Args:
-      options: options of the job.
       output: path of the output, with Slurm's `%j` for the number of the job.
       file: path at which the script writes the config, for all attempts.
-      config: the resolved config.
       command: command of the process that starts the training, quoted for the shell.
     """
     is_fixed = options.least == options.most

@@ -28,7 +28,6 @@ def emulated_bucket(runner: Runner, name: str) -> Iterator[tuple[Runner, GcsServ
     """Yields a runner whose runs are in an empty bucket, and the service.
 
     Args:
-      runner: of runs on a disk.
       name: of the run; its files outside the bucket are deleted at the end.
     """
     from jaxres_emulators.environment import environment

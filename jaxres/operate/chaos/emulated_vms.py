@@ -91,8 +91,6 @@ def emulated_vms(runner: Runner, name: str, *, hosts: int) -> Iterator[tuple[Run
     """Yields a runner whose run is on VMs, in an empty bucket, and the VMs.
 
     Args:
-      runner: of runs on a disk.
-      name: of the run.
       hosts: number of VMs.
     """
     from jaxres_emulators.gce import GceEmulator

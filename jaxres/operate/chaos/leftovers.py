@@ -83,8 +83,6 @@ def find(run_dir: RunDir, clock: Clock, *, ports: Mapping[int, str]) -> tuple[st
     """Returns the leftovers of a run that has ended, one text for each.
 
     Args:
-      run_dir: the run directory.
-      clock: of the waits.
       ports: those of `ports_of`, while the run was there: a process that does not name the run
         may have inherited one.
     """

@@ -147,7 +147,6 @@ def report_failed(reference: RunFacts, *, command: str, run: str, otherwise: int
     """Prints why the run with which all are compared has failed; returns the command's exit code.
 
     Args:
-      reference: the run.
       command: the command of jaxres.
       run: what the run is called.
       otherwise: the exit code, unless the input is wrong.
@@ -281,7 +280,6 @@ class Runner:
         """Starts the command of a run, or starts it again.
 
         Args:
-          name: of the run.
           topology: workers, and devices of each.
           hang: whether the supervisor will meet a hang, which it is to find soon.
           extra: overrides of this run alone.
@@ -300,7 +298,6 @@ class Runner:
         """Starts a supervisor for each host, as a scheduler does, without restarts.
 
         Args:
-          name: of the run.
           addresses: of the rendezvous, for each host.
           extra: overrides of this run alone.
         """

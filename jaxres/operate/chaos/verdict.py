@@ -149,7 +149,6 @@ def judge(
     """Returns the promises that did not hold in a run, in the order of PROMISES.
 
     Args:
-      reference: the run without faults.
       facts: the run with faults.
       save_every: steps between two saves.
       max_recovery_seconds: limit of a recovery; None: there is none.

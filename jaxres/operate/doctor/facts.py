@@ -145,9 +145,6 @@ def gather(
     """Reads the facts.
 
     Args:
-      config: the config.
-      run_dir: its run directory.
-      env: the environment.
       checks: the checks before, by name; of several the worst.
       devices: the devices of the run.
       estimate: the estimate of the job, see `estimate_of`.

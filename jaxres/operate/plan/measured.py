@@ -77,8 +77,6 @@ def of_run(
     """Returns the measured costs of saves and failures of a run.
 
     Args:
-      timeline: the run's timeline.
-      summary: its summary.
       events: the events of host 0's workers, of all attempts.
       vms: of a job on VMs, what its launcher has recorded between the attempts.
     """

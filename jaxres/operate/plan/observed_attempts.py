@@ -60,12 +60,9 @@ def of_run(
     (`launch local`) or the launcher of `launch gce` has started all attempts but the first.
 
     Args:
-      timeline: the run's timeline.
       records: its log, without late records.
       events: those of host 0's workers, of all attempts.
       supervisor_events: those of the restart loop.
-      config: the newest config.
-      launch_events: events of the launcher of `launch gce`.
     """
     attempts = timeline.attempts
     if not _goes_straight_on(attempts, records):

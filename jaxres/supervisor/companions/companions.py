@@ -47,10 +47,6 @@ class Companions:
         """Starts nothing.
 
         Args:
-          config: config of the run.
-          run_dir: the run directory.
-          env: environment of the processes.
-          clock: the supervisor's clock.
           is_inline: whether the supervisor itself trains: it watches nothing and serves no metrics.
           owns_run: whether this is the supervisor of host 0.
 
@@ -127,7 +123,6 @@ class Companions:
         """Starts the companions that do not run yet, for a claimed attempt.
 
         Args:
-          claim: the claim of the attempt.
           host: the job's first host on this machine.
           emit: called with the events of the replica and of the verification, in their threads.
         """

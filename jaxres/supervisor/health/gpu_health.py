@@ -150,9 +150,6 @@ def judge(
 
     Args:
       state: the state after the readings before.
-      reading: the new reading.
-      section: the policy.
-      now: the supervisor's clock.
     """
     values, last = reading.values, state.last
     slow_since = state.slow_since

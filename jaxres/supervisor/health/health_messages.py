@@ -78,10 +78,6 @@ def gpu_label(index: int, uuid: str, name: str) -> str:
 def gone(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """Returns the labels of GPUs that were there and are not: numbers change where one is gone.
 
-    Args:
-      before: the labels before.
-      now: the labels now.
-
     >>> gone(("GPU 0 (H100, GPU-a)", "GPU 1 (H100, GPU-b)"), ("GPU 0 (H100, GPU-b)",))
     ['GPU 0 (H100, GPU-a)']
     """

@@ -104,9 +104,7 @@ def _follow(log: KernelLog, labels: Mapping[str, str], clock: Clock) -> None:
     """Sends the Xid errors in the kernel's log until it ends.
 
     Args:
-      log: the log.
       labels: PCI address of each GPU that is watched -> its label; others are not the run's.
-      clock: the clock.
     """
     with contextlib.suppress(BrokenPipeError, KernelLogUnreadable), log:
         while True:

@@ -83,7 +83,6 @@ class HealthWatcher:
           section: the policy; None: no guard.
           folder: folder of the run's local files, whose disk is watched.
           env: the environment of the run, which the process gets too.
-          clock: the supervisor's clock.
           log: the kernel's log.
         """
         self._section, self._folder = section, folder

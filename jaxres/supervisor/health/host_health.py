@@ -77,7 +77,6 @@ def read(folder: Path, *, supervisor: int, clock: Clock, sysfs: Path = SYSFS) ->
     Args:
       folder: folder of the run's local files.
       supervisor: pid whose descendants are the run's processes.
-      clock: the clock of this host.
       sysfs: where the kernel's sysfs is mounted.
     """
     free = None
@@ -162,7 +161,6 @@ def judge(readings: Sequence[HostReading], section: HealthSection) -> list[Findi
 
     Args:
       readings: at most NUM_READINGS, oldest first; at least one.
-      section: the limits.
     """
     found: list[Finding] = []
     least_gb = section.disk_free_gb

@@ -204,7 +204,6 @@ def read(
     Args:
       nvml: see `load`.
       device: the handle of the GPU.
-      readings: what to read.
     """
     values: dict[str, int] = {}
     errors: dict[str, str] = {}

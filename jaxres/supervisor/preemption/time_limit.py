@@ -45,7 +45,6 @@ def find(env: Mapping[str, str], *, wall: float) -> TimeLimit | Unknown | None:
     answer of `squeue` is used rather than the variable because it knows of later changes.
 
     Args:
-      env: the environment of this process.
       wall: seconds since the epoch.
 
     Raises:

@@ -55,7 +55,6 @@ class PreemptionWatcher:
         Args:
           section: the config section that says how much time each notice leaves.
           env: the environment, which may name the server.
-          clock: the clock of the notices.
           product: product name of the machine; None: it is read from the firmware.
         """
         self.section = section

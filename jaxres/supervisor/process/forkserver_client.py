@@ -103,7 +103,6 @@ class ForkServer:
 
         Args:
           command: the worker's argv; `--status-fd N` is appended there.
-          env: the worker's environment.
           status_fd: write end of the worker's status pipe.
           may_wait: called again and again while this waits for the imports; False ends that.
           patience_seconds: longest wait for them.

@@ -53,7 +53,6 @@ def spawn_in_group(
     Args:
       command: its argv.
       keep: the descriptor that the process inherits.
-      env: its environment.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
     try:

@@ -111,8 +111,6 @@ def as_leader(
     """Waits for the supervisors of the other hosts; connections last until the end of the block.
 
     Args:
-      config: the config of the run.
-      run_dir: the run directory.
       member: this host's rank.
       address: the address to listen on.
       secret: JAXRES_SECRET; empty: the run directory holds the secret.

@@ -260,9 +260,7 @@ def spawn_worker(
       command: the worker's argv; `--status-fd N` is appended.
       host: the number of its host in the job.
       is_alone: whether the job has a single host.
-      env: its environment.
       kills_before: the kernel's count of out-of-memory kills.
-      clock: the supervisor's clock.
       fork: forks the worker if it can; otherwise, and if None, a fresh process is spawned.
       may_wait: called again and again while `fork` waits for imports; False ends that.
     """

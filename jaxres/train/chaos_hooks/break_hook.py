@@ -73,7 +73,6 @@ def hold(context: HoldContext, *, folder: str | None = None) -> None:
     """Holds if a hold is planned after this step; a hook, called after each step on each host.
 
     Args:
-      context: the hook's context.
       folder: that of `folder_of` where the check runs; None: the same as here.
     """
     run_dir = context.run_dir

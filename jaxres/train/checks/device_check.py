@@ -35,7 +35,6 @@ def expected_devices(
 
     Args:
       history: the run history, which contains the claim.
-      claim: the claim of this attempt.
       host: the number of the host in this attempt.
       given: the number in JAXRES_MIN_DEVICES; 0: it is not set.
       mesh: the sizes of the mesh axes by the config; -1: all remaining devices.
@@ -77,7 +76,6 @@ def expected_platform(history: RunHistory, claim: Claim, *, given: str) -> tuple
 
     Args:
       history: the run history, which contains the claim.
-      claim: the claim of this attempt.
       given: the platform in JAXRES_PLATFORM; empty: it is not set.
     """
     if given:
@@ -113,8 +111,6 @@ def kind_warnings(
     """Returns warnings about devices of another kind than in the attempt before, or of several.
 
     Args:
-      history: the run history.
-      claim: the claim of this attempt.
       kinds: number of each host -> the kinds of its devices.
     """
     warnings: list[str] = []

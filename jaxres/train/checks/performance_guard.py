@@ -79,7 +79,6 @@ class PerformanceGuard:
           places: the devices in the order of the mesh.
           tokens_per_step: tokens that a step trains on.
           reports: whether this host reports.
-          emit: receives the events.
           clock: measures how long something is slow.
         """
         self._section, self._places, self._tokens = section, places, tokens_per_step

@@ -112,7 +112,6 @@ def run(
       dtypes: dtypes of the parameters and of the computation.
       places: existing folders on the disk of the run and, if it is in one, in the bucket.
       host: name of the host, for messages.
-      clock: times the tests.
 
     Raises:
       UnhealthyHost: a test has a wrong answer; the message names host and device.

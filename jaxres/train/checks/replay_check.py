@@ -91,8 +91,6 @@ class ReplayCheck:
         """Waits for both results of a step; returns a stop or a warning if they differ.
 
         Args:
-          replay: both results.
-          step: the step.
           last_good_step: newest step whose commit is trusted if they differ.
           was_equal: whether an earlier replay on these devices had equal results.
         """

@@ -81,9 +81,7 @@ def corruption_verdict(
       suspects: devices with a wrong copy or result; where it is unknown, all that may have it.
       reason: what differs.
       step: the step after which it was found.
-      host: this host.
       mode: the setting `guards.corruption.mode`.
-      emit: receives the event.
       last_good_step: newest step whose commit is trusted; None: all are.
     """
     hosts = tuple(sorted({device.process_index for device in suspects}))

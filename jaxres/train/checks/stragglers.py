@@ -99,7 +99,6 @@ def compare(
     """Adds a record; returns the new state, the newly slow units, and the recovered units.
 
     Args:
-      state: the state before.
       times: a time of each unit, measured for the same steps.
       factor: multiple of the median from which on a unit is slow.
       min_seconds: shortest time for which a unit is slow before it is named.
@@ -194,8 +193,6 @@ def measure(
     """Adds a duration; returns the new state, and whether `is_slow` has changed.
 
     Args:
-      state: the state before.
-      seconds: the duration.
       block_size: durations in a block.
       drop: share by which the rate, the inverse of the duration, has dropped if it is too low.
       min_seconds: shortest time for which the rate is too low before it has dropped.

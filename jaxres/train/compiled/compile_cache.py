@@ -228,12 +228,9 @@ def get(
     """Returns the compiled steps by name.
 
     Args:
-      steps: the steps to compile, by name.
-      context: context of the attempt.
       devices: devices of the mesh, in its order.
       made_of: what determines the lowered text; None: only the text itself does.
       section: where programs are stored, and how many.
-      options: options of XLA for all of them.
       seconds: how long the hosts wait for each other.
     """
     begun = context.clock.monotonic()

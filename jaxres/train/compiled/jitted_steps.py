@@ -44,7 +44,6 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
     """Jits the train step and returns its trace, which can be lowered for absent devices too.
 
     Args:
-      parts: components of the run.
       facts: shape of the flags that the hosts exchange in each step; None with a single host.
       donates: whether the step donates the state, as every run does.
     """
@@ -136,8 +135,6 @@ def load_or_compile(
     """Loads the steps from the compile cache, or compiles them, before the first step.
 
     Args:
-      parts: components of the run.
-      context: context of the attempt.
       rotated: the same on the rotated devices, for replays; None: no replays there.
     """
     config, mesh = parts.config, parts.mesh

@@ -81,10 +81,6 @@ def numerics_fingerprint(
     Not in it: what a host callback of custom code computes, and what custom code reads from files.
 
     Args:
-      config: config of the run.
-      claim: claim of the attempt.
-      mesh: mesh of the devices.
-      plan: how the devices share the work.
       compiled: the compiled steps. On a GPU the compiler chooses kernels by timing them, so only
         the executable of the train step identifies them.
     """

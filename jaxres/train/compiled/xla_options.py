@@ -136,7 +136,6 @@ def layer_bytes(params: Any, axes: Any, *, dtype: str | None) -> int:
     """Returns the bytes of a layer's parameters; 0: no parameters are stacked over layers.
 
     Args:
-      params: tree of parameters or their shapes.
       axes: tree of the names of their dims.
       dtype: type in which the model computes; None: that of the parameters.
     """

@@ -94,7 +94,7 @@ def test_the_examples_for_kubernetes_are_accepted_by_the_types():
 
 def test_the_example_for_slurm_is_that_of_its_page_and_valid_shell():
     path = ROOT / "examples/slurm.sbatch"
-    assert f"```bash\n{path.read_text()}```" in (ROOT / "docs/slurm.md").read_text()
+    assert f"```bash\n{path.read_text()}```" in (ROOT / "docs/schedulers.md").read_text()
     command = [SCRIPTS / "shellcheck", path]
     found = subprocess.run(command, capture_output=True, text=True, timeout=SURE_SECONDS)
     assert found.returncode == 0, found.stdout + found.stderr

@@ -43,7 +43,6 @@ def read_pages(pages: Iterable[Any], word: str) -> tuple[list[Any], dict[str, st
     """Returns the items of a list of all zones, and why it lacks others, by zone.
 
     Args:
-      pages: its pages.
       word: field of a scope that has the items.
     """
     items, unreachable = list[Any](), dict[str, str]()

@@ -167,7 +167,6 @@ def _refused(path: GcsPath, error: Exception, what: str, remedy: str) -> ConfigE
       path: in the bucket.
       error: the response.
       what: the failed action.
-      remedy: what to do if a permission is missing.
     """
     from google.api_core.exceptions import GoogleAPICallError
 
@@ -308,7 +307,6 @@ def check_settings(
     """Yields a finding for every setting of a bucket; pure.
 
     Args:
-      found: the bucket's settings.
       run: the run directory in it.
       regions: regions of the VMs, the preferred one first.
     """

@@ -63,7 +63,6 @@ def expected_devices(machine_type: str, env: Mapping[str, str], variables: Seque
     """Returns the number of devices expected on a VM of a machine type, as text.
 
     Args:
-      machine_type: the machine type.
       env: `launch.gce.env`.
       variables: names of `launch.gce.env` that decide which devices the training has.
 

@@ -127,25 +127,30 @@ def _interface(gce: GceSection, reader: ResourceReader, region: str) -> _Interfa
     return _Interface(where, bool(first and first.access_configs), first is None)
 
 
-def access(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
-    """Yields whether the VMs reach the bucket, and the internet if they need it."""
+def _interfaces(gce: GceSection, reader: ResourceReader) -> Iterator[tuple[_Interface, Any]]:
+    """Yields the known first interface in each region, and its subnetwork; None: it is absent."""
     for region in regions_of(gce):
         interface = _interface(gce, reader, region)
-        if interface is None or interface.subnetwork.region != region:
-            continue
+        if interface is not None and interface.subnetwork.region == region:
+            where = dataclasses.asdict(interface.subnetwork)
+            yield interface, reader.get("SubnetworksClient", **where)
+
+
+def access(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
+    """Yields whether the VMs reach the bucket, and the internet if they need it."""
+    for interface, found in _interfaces(gce, reader):
         where = interface.subnetwork
-        found = reader.get("SubnetworksClient", **dataclasses.asdict(where))
         if found is None and interface.is_default:
             yield CheckResult(
                 "access",
                 "failed",
-                f"there is no default network with a subnetwork in {region}",
+                f"there is no default network with a subnetwork in {where.region}",
                 f"Set {KEY}: `gcloud compute networks subnets list --project {where.project}` "
                 "shows those that there are",
                 KEY,
             )
         elif found is not None and interface.has_external_ip:
-            yield CheckResult("access", "ok", f"VMs in {region} have an external address")
+            yield CheckResult("access", "ok", f"VMs in {where.region} have an external address")
         elif found is not None:
             yield from _private_access(gce, reader, where, found)
 
@@ -225,12 +230,8 @@ def firewall(gce: GceSection, reader: ResourceReader) -> Iterator[CheckResult]:
     """Yields whether firewall rules close ports on which the VMs connect to each other."""
     if gce.most_hosts == 1:
         return
-    for region in regions_of(gce):
-        interface = _interface(gce, reader, region)
-        if interface is None or interface.subnetwork.region != region:
-            continue
+    for interface, found in _interfaces(gce, reader):
         where = interface.subnetwork
-        found = reader.get("SubnetworksClient", **dataclasses.asdict(where))
         if found is None or not found.ip_cidr_range:
             continue
         network = {"project": where.project, "network": _short(found.network)}

@@ -34,7 +34,6 @@ def results(config: RunConfig, *, earlier: DesiredState | None = None) -> Iterat
     """Yields which prices are missing: failed if a limit on costs needs them.
 
     Args:
-      config: of the job.
       earlier: its desired state, if it has one. An earlier version of jaxres may have written
         prices into it that it had asked Google for; they are refused rather than ignored.
     """
@@ -67,7 +66,6 @@ def check(
     """Prints which prices are missing.
 
     Args:
-      config: of the job.
       console: prints a line.
       earlier: its desired state; None: it has none.
 

@@ -77,9 +77,7 @@ def needs(
     """Yields the quota usage of the VMs of a capacity option.
 
     Args:
-      option: the capacity option.
       size: what one VM uses; None: unknown.
-      num_hosts: number of VMs.
       disk_type: type of the boot disk; None: unknown.
       disk_gb: size of the boot disk; None: that of a template.
     """

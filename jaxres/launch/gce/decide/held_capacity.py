@@ -29,9 +29,6 @@ def kind_of(
 
     Args:
       kind: why the service has refused it.
-      option: the capacity option that was requested.
-      desired: the desired state.
-      observed: the observed state.
       requested_at: when it was requested, in seconds since the epoch.
     """
     is_full = kind == "quota" or (kind == "stockout" and option.uses_reservation)

@@ -26,8 +26,6 @@ def note(
     """Returns the decision with the events of conditions that begin or end.
 
     Args:
-      found: the decision.
-      observed: the observed state.
       config: its section on alerts has the limits.
       dollars: costs of the job so far.
     """

@@ -69,7 +69,6 @@ def is_notice_due(report: AgentReport, *, now: float) -> bool:
     maintenance may be announced months ahead, and called off.
 
     Args:
-      report: newest report of the agent.
       now: seconds since the epoch.
     """
     if not report.notice:
@@ -98,11 +97,9 @@ def find_suspects(
     Their agents are silent, or the list lacks them after an operation of the service on them.
 
     Args:
-      vms: the VMs to judge.
       silent: seconds without a new report of an agent, by name.
       listed: names of the newest list; None: there is none.
       events: names of the VMs with an operation of the service itself.
-      gce: the config of the VMs.
       unreachable: zones that have not answered; there no list lacks a VM.
     """
     suspects = list[VmSpec]()
@@ -161,9 +158,6 @@ def find_lost(
     """Returns the lost VMs and, unless an attempt runs, VMs that will soon be stopped.
 
     Args:
-      vms: the VMs to judge.
-      observed: the observed state.
-      gce: the config of the VMs.
       is_training: whether these VMs are the hosts of the running attempt. A VM with a notice
         continues to save then.
     """

@@ -41,9 +41,6 @@ def provision(
     """Returns the next state while no attempt runs.
 
     Args:
-      desired: the desired state.
-      observed: the observed state.
-      gce: the config of the VMs.
       most_unready: how often VMs may be lost before they have trained.
     """
     if not desired.vms:

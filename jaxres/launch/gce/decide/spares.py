@@ -71,7 +71,6 @@ def exchange(desired: DesiredState, taken: Mapping[str, VmSpec], *, now: float) 
     """Returns the state with spares in the slots of other VMs, which are no longer in the state.
 
     Args:
-      desired: the desired state.
       taken: the spare of each VM that leaves its slot, by the name of the latter.
       now: seconds since the epoch.
     """

@@ -100,7 +100,6 @@ def choose(
     are less preferred.
 
     Args:
-      options: the capacity options.
       backoffs: zones that are skipped for a while.
       now: seconds since the epoch.
       unreachable: zones that do not answer now.

@@ -327,7 +327,6 @@ class StateObserver:
 
         Args:
           log: facts from the run log.
-          attempt: the current attempt.
           is_on: whether it runs.
           any_ended: whether a training process of it has exited.
           since: seconds since the last observation.

@@ -109,7 +109,6 @@ def next_idle(before: IdleTime, *, now: float, is_training: bool, lease: int | N
 
     Args:
       before: the idle time at the last observation.
-      now: the time.
       is_training: whether the VM has a training process.
       lease: generation of the launcher lease; 0: there is none; None: the bucket has not answered,
         and the time is not counted.
@@ -181,10 +180,7 @@ class Agent:
         """Stores the settings; starts nothing.
 
         Args:
-          paths: the run's paths.
-          name: the VM's name.
           folder: folder for files on this machine.
-          clock: the clock.
           notice_seconds: seconds until the VM is stopped once it is preempted, as requested.
           max_idle_seconds: idle time after which the VM is powered off.
         """

@@ -502,7 +502,6 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
     """Returns the startup script for the VMs of one run.
 
     Args:
-      config: the config of the run.
       run: the run directory.
       code: the packed code.
       digest: digest of the packed code.

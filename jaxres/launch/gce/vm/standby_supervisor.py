@@ -61,9 +61,6 @@ class StandbySupervisor:
         """Starts a standby.
 
         Args:
-          run_dir: the run directory.
-          config: the config of the run.
-          env: environment of the training.
           key: digests of code and config: the attempt must have the same.
         """
         self.stop()
@@ -104,7 +101,6 @@ class StandbySupervisor:
 
         Args:
           arguments: those of `jaxres.train`.
-          env: environment of the training.
           key: digests of code and config of the attempt.
           output: file that its output shall have.
         """

@@ -93,11 +93,8 @@ def _unhealthy_start(
 
     Args:
       run: the run.
-      number: of the hold.
-      fault: the planned fault.
       did: what is wrong with the hardware.
       *settings: overrides of the start with the fault.
-      env: variables of that start.
       text: what its message must say.
     """
     if problem := run.stop(number):

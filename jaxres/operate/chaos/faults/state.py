@@ -94,8 +94,6 @@ def _end_by_edit(
 
     Args:
       run: the run.
-      number: of the hold.
-      fault: the planned fault.
       kind: what is done to the state.
       expected: the exit code of the command.
       host: whose state it is; None: that of all hosts.

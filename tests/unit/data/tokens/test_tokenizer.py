@@ -169,10 +169,10 @@ def test_a_word_or_an_id_that_a_tokenizer_has_twice_is_refused(
     trained: Path, change: Callable[[Any], object], says: str
 ) -> None:
     fields = json.loads((trained / "tokenizer.json").read_bytes())
-    tokenizer._check_vocabulary(json.dumps(fields).encode(), "here")
+    tokenizer._unambiguous_added(json.dumps(fields).encode(), "here")
     change(fields)
     with pytest.raises(ConfigError, match=f"here: which word has which id is ambiguous: .*{says}"):
-        tokenizer._check_vocabulary(json.dumps(fields).encode(), "here")
+        tokenizer._unambiguous_added(json.dumps(fields).encode(), "here")
 
 
 def test_a_word_that_a_unigram_tokenizer_has_twice_is_refused(tmp_path: Path) -> None:
@@ -212,13 +212,13 @@ def test_an_added_token_whose_id_the_library_changes_is_refused(
 def test_an_ambiguous_tokenizer_makes_no_tokens_and_cached_ones_need_no_second_parse(
     corpus: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked, check = list[str](), tokenizer._check_vocabulary
+    checked, check = list[str](), tokenizer._unambiguous_added
 
-    def counted(data: bytes, where: str) -> None:
+    def counted(data: bytes, where: str) -> tokenizer.Words:
         checked.append(where)
-        check(data, where)
+        return check(data, where)
 
-    monkeypatch.setattr(tokenizer, "_check_vocabulary", counted)
+    monkeypatch.setattr(tokenizer, "_unambiguous_added", counted)
     for _ in range(2):
         built = open_dataset(section(corpus, trained))
     assert checked == [f"data.tokenizer.path: {trained / 'tokenizer.json'}"]

@@ -17,7 +17,7 @@ from jaxres.launch.k8s.manifest import ClusterOptions
 
 ROOT = Path(__file__).parents[4]
 SHELLCHECK = Path(sysconfig.get_path("scripts")) / "shellcheck"
-PAGES = ("slurm", "kubernetes", "skypilot", "many-hosts")
+PAGES = ("schedulers", "many-hosts")
 OPTIONS = ClusterOptions(image="i", name="NAME", grace_seconds=180)
 
 
@@ -39,7 +39,7 @@ def test_shellcheck_finds_nothing_in_the_commands_of_a_page(page):
 
 
 def kubectl_commands() -> list[list[str]]:
-    text = (ROOT / "docs/kubernetes.md").read_text()
+    text = (ROOT / "docs/schedulers.md").read_text()
     found = re.findall(r"`(kubectl [^`\n]+)`|^ *(kubectl .+)$", text, re.MULTILINE)
     return [(inline or line).split() for inline, line in found]
 
@@ -56,7 +56,7 @@ def test_commands_of_kubectl_name_what_the_manifest_has():
 
 def test_arguments_of_the_image_s_build_are_those_of_the_dockerfile():
     known = set(re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    for path in (ROOT / "docs/kubernetes.md", ROOT / "Dockerfile"):
+    for path in (ROOT / "docs/schedulers.md", ROOT / "Dockerfile"):
         asked = re.findall(r"--build-arg (\w+)=", path.read_text())
         assert asked
         assert set(asked) <= known
