@@ -14,7 +14,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
@@ -131,6 +131,9 @@ _ASSIGNED = (
     r"(?<!\w)([\"']?)([A-Za-z_][\w.-]*)\1(\s*:\s*(?=[\"'])|=)"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
 )
+_OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)([ \t]+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'-]\S*)"
+"""An option of a command and its value, as two words."""
+_AUTHORIZATION = r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?(?:[a-z]+ +)?)([^\s\"',]+)"
 _VALUE = r"(?<![\w.+/-])[A-Za-z0-9+/_-]{20,}=*(?![\w.(\[])"
 """A word of letters and digits, as in code, a script or a file of settings."""
 _NAME = r"(?<![\w.-])([A-Za-z_][\w.-]*)"
@@ -247,12 +250,22 @@ def redact(value: Any, name: str = "") -> Any:
             for key, child in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact(child, name) for child in value]
+        return list(_redact_items(value, name))
     if is_secret(name, value):
         return HIDDEN
     if not isinstance(value, str):
         return value
     return redact_text(re.sub(_URL_ONLY, lambda match: _redact_url(match, is_secret), value))
+
+
+def _redact_items(items: Sequence[Any], name: str) -> Iterator[Any]:
+    """Yields the items of a list, which may be a command: `--password`, `hunter2`."""
+    option = ""
+    for item in items:
+        is_value = is_secret(option, item) and not str(item).startswith("-")
+        yield HIDDEN if is_value else redact(item, name)
+        is_option = isinstance(item, str) and re.fullmatch("--?[A-Za-z][\\w-]*", item)
+        option = item.lstrip("-") if is_option else ""
 
 
 def redact_text(text: str) -> str:
@@ -269,6 +282,9 @@ def redact_text(text: str) -> str:
     text = re.sub(_ANY_TOKEN, HIDDEN, text)
     if "=" in text or ":" in text:
         text = re.sub(_ASSIGNED, _redact_assigned, text)
+        text = re.sub(_AUTHORIZATION, _redact_authorization, text)
+    if "--" in text:
+        text = re.sub(_OPTION, _redact_option, text)
     return re.sub(_HEADER, _redact_header, text)
 
 
@@ -417,6 +433,17 @@ def _redact_assigned(match: re.Match[str]) -> str:
     if is_word or not is_secret(name, 0 if bare.isdecimal() else bare):
         return match[0]
     return f"{quote}{name}{quote}{sign}{HIDDEN}"
+
+
+def _redact_authorization(match: re.Match[str]) -> str:
+    return f"{match[1]}{HIDDEN}" if _looks_like_a_token(match[2]) else match[0]
+
+
+def _redact_option(match: re.Match[str]) -> str:
+    name, blank, value = match.groups()
+    bare = value.strip("\"'")  # Of prose the next word may be any: "give --password to it".
+    is_hidden = is_secret(name, bare) and (bare != value or _looks_like_a_token(bare))
+    return f"--{name}{blank}{HIDDEN}" if is_hidden and bare != HIDDEN else match[0]
 
 
 def _redact_header(match: re.Match[str]) -> str:

@@ -38,7 +38,7 @@ from jaxres.config.schema.optimizer import (
     SgdOptimizer,
 )
 from jaxres.config.schema.program import OWN_VARIABLES, ProgramSection
-from jaxres.config.schema.run_config import RunConfig, TrainSection
+from jaxres.config.schema.run_config import EvaluationSection, RunConfig, TrainSection
 from jaxres.config.schema.training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
@@ -66,6 +66,18 @@ def check(config: RunConfig) -> list[Problem]:
         *_gce(config),
         *_compilation(config),
     ]
+
+
+def without_effect(config: RunConfig) -> list[str]:
+    """Returns notes on settings that a start reads and that do nothing.
+
+    They are no errors: `jaxres evaluate` uses them.
+    """
+    if config.evaluation.every_steps:
+        return []
+    batches = config.evaluation.batches != EvaluationSection.model_fields["batches"].default
+    unused = ["data.validation"] * bool(config.data.validation) + ["evaluation.batches"] * batches
+    return [f"{key} is not used in training: evaluation.every_steps is 0" for key in unused]
 
 
 def _program(section: ProgramSection) -> Iterator[Problem]:

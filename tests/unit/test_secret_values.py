@@ -207,6 +207,12 @@ MESSAGES = {
     "{'password': 'x', 'n': 1}": f"{{'password': {HIDDEN}, 'n': 1}}",
     '{"api_key": "x"}': f'{{"api_key": {HIDDEN}}}',
     "Authorization: Bearer abcdef1234567890": f"Authorization: Bearer {HIDDEN}",
+    "Authorization: Token abcdef1234567": f"Authorization: Token {HIDDEN}",
+    "{'Authorization': 'ApiKey abcdef1234567'}": f"{{'Authorization': {HIDDEN}}}",
+    "t.py --token abc123def4567 -n 2": f"t.py --token {HIDDEN} -n 2",
+    "t.py --api-key 'my key' --n 2": f"t.py --api-key {HIDDEN} --n 2",
+    "give --password to the program": "give --password to the program",
+    "t.py --tokenizer abc123def4567": "t.py --tokenizer abc123def4567",
     "sources[0].args.secret=abc": f"sources[0].args.secret={HIDDEN}",
 }
 
@@ -214,6 +220,15 @@ MESSAGES = {
 def test_assignments_of_secrets_in_messages_are_hidden():
     rows = [(text, redact_text(text), shown) for text, shown in MESSAGES.items()]
     assert_no([row for row in rows if row[1] != row[2]])
+
+
+def test_the_secret_after_an_option_of_a_command_is_hidden():
+    given = ["t.py", "--api-key", "abc", "-n", "2", "--password", "--token", "x", "--seed", "7"]
+    shown = ["t.py", "--api-key", HIDDEN, "-n", "2", "--password", "--token", HIDDEN, "--seed", "7"]
+    assert redact({"command": given}) == {"command": shown}
+    assert redact(redact(given)) == shown
+    assert contains(given)
+    assert not contains(["t.py", "--tokens", "5", "--password"])
 
 
 def test_what_is_hidden_stays_hidden():

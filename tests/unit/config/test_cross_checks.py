@@ -1,6 +1,7 @@
 import pytest
 
 from jaxres.config import check, load
+from jaxres.config.cross_checks import without_effect
 from jaxres.faults import ConfigError
 
 from .conftest import MINIMAL, Write
@@ -277,3 +278,19 @@ def test_all_impossible_combinations_are_reported_at_once_with_their_lines(write
         load(path)
     places = [line.partition(": ")[0] for line in str(caught.value).split("\n")]
     assert places == ["x.yaml:5", "x.yaml:6", "x.yaml:7"]
+
+
+def test_settings_of_evaluations_are_told_if_there_is_none(write: Write):
+    wiki = "data.validation=[{name: wiki, source: {kind: text, path: x}}]"
+    cases = {
+        (): [],
+        (wiki,): ["data.validation"],
+        ("evaluation.batches=3",): ["evaluation.batches"],
+        (wiki, "evaluation.batches=3", "evaluation.every_steps=2"): [],
+    }
+    path = write()
+    keys = {
+        given: [note.split()[0] for note in without_effect(load(path, given).config)]
+        for given in cases
+    }
+    assert keys == cases
