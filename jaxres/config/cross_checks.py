@@ -38,7 +38,7 @@ from jaxres.config.schema.optimizer import (
     SgdOptimizer,
 )
 from jaxres.config.schema.program import OWN_VARIABLES, ProgramSection
-from jaxres.config.schema.run_config import EvaluationSection, RunConfig, TrainSection
+from jaxres.config.schema.run_config import RunConfig, TrainSection
 from jaxres.config.schema.training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
@@ -68,18 +68,6 @@ def check(config: RunConfig) -> list[Problem]:
     ]
 
 
-def without_effect(config: RunConfig) -> list[str]:
-    """Returns notes on settings that a start reads and that do nothing.
-
-    They are no errors: `jaxres evaluate` uses them.
-    """
-    if config.evaluation.every_steps:
-        return []
-    batches = config.evaluation.batches != EvaluationSection.model_fields["batches"].default
-    unused = ["data.validation"] * bool(config.data.validation) + ["evaluation.batches"] * batches
-    return [f"{key} is not used in training: evaluation.every_steps is 0" for key in unused]
-
-
 def _program(section: ProgramSection) -> Iterator[Problem]:
     if not section.command:
         yield Problem("program.command", "is empty; give the program and its arguments")
@@ -92,6 +80,9 @@ def _program(section: ProgramSection) -> Iterator[Problem]:
 
 
 def _numbers(config: RunConfig) -> Iterator[Problem]:
+    if config.lora is not None and not config.lora.targets:
+        text = "is empty, so no parameter is trained; give patterns of matrices, or leave lora out"
+        yield Problem("lora.targets", text)
     if math.frexp(config.train.loss_scale.first)[0] != 0.5:
         yield Problem("train.loss_scale.first", "must be a power of two, such as 65536")
 

@@ -35,7 +35,14 @@ from jaxres.config.schema.data import (
 from jaxres.config.schema.data import Tokenizer as TokenizerSection
 from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data.sources import content_key
-from jaxres.data.sources.images import CLASSES, IMAGES, parquet_classes, pillow, with_labels
+from jaxres.data.sources.images import (
+    CLASSES,
+    IMAGES,
+    numbered,
+    parquet_classes,
+    pillow,
+    with_labels,
+)
 from jaxres.data.sources.lost_text import LostText
 from jaxres.data.sources.saved_dataset import other_rows
 from jaxres.data.sources.source_files import SourceFile, list_corpus
@@ -133,12 +140,13 @@ def describe_corpus(
     All files are read if no start with the same listing has succeeded so far.
     """
     listing = list_corpus(source)
-    files, classes = listing.files, ()
+    files, classes, warnings = listing.files, (), listing.warnings
     if isinstance(source, NanogptSource):
         opened, vocab_size = None, source.vocab_size
     elif isinstance(source, ImagesSource):
         pillow("Image")
         files, classes = with_labels(files, source.classes, folders=listing.folders)
+        warnings = [*warnings, *([] if source.classes else numbered(classes))]
         opened, vocab_size = None, NUM_BYTES
     else:
         opened = open_tokenizer(tokenizer)
@@ -164,7 +172,7 @@ def describe_corpus(
         classes=classes,
         left_out=tuple(listing.left_out),
         max_bad=max_bad,
-        warnings=tuple(listing.warnings),
+        warnings=tuple(warnings),
     )
 
 
@@ -335,8 +343,9 @@ def _tokenise(
         return _remove_progress(building)
     if isinstance(corpus.tokenizer, LibraryTokenizer):
         corpus.tokenizer.require_unambiguous()
+    notes = list[str]()
     if isinstance(corpus.source, ImagesSource) and not corpus.classes:
-        names = parquet_classes(corpus.files, corpus.source.label_column)
+        names, notes = parquet_classes(corpus.files, corpus.source.label_column)
         corpus = replace(corpus, classes=names)
     total_bytes = sum(file.size_bytes for file in corpus.files)
     verb = "Copying" if isinstance(corpus.source, ImagesSource) else "Tokenising"
@@ -362,7 +371,7 @@ def _tokenise(
         if not writer.num_documents:
             what = "every document is empty" + (f" or a bad record: {bad}" if bad else "")
             raise ConfigError(f"data.source.path: {corpus.source.path}: {what}")
-        notes = [*_notes(corpus.source, writer.num_documents, at), *lost.lines()]
+        notes += [*_notes(corpus.source, writer.num_documents, at), *lost.lines()]
         _write_files(corpus, building, num_bad=at.num_bad, notes=notes)
     if at.num_bad:
         progress(BAD_TOLD.format(at.num_bad))

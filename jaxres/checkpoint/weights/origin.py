@@ -16,6 +16,7 @@ from jaxres.config.schema.run_config import RunConfig
 from jaxres.config.schema.training import FromSafetensors
 from jaxres.faults import ConfigError
 from jaxres.storage import files, foreign_json
+from jaxres.storage.path import normalized
 
 LONGEST, END = "max_position_embeddings", "eos_token_id"
 TOKENS = ("bos_token_id", "pad_token_id")
@@ -39,7 +40,8 @@ def find(config: RunConfig, exported: Mapping[str, Any]) -> Origin:
     start = config.init_from
     if not isinstance(start, FromSafetensors):
         return Origin()
-    folder = start.path if files.is_dir(start.path) else start.path.parent
+    place = normalized(start.path)
+    folder = place if files.is_dir(place) else place.parent
     path = folder / "config.json"
     data = files.read(path)
     if data is None:
