@@ -14,7 +14,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
@@ -68,6 +68,7 @@ _TOKENS = (
     ("Replicate token", r"r8_[A-Za-z0-9]{30,}"),
     ("Groq key", r"gsk_[A-Za-z0-9]{40,}"),
     ("W&B key", r"wandb_v1_[A-Za-z0-9_]{20,}"),
+    ("W&B key", r"wandb[ .]login(?: +(?:--[a-z]+ +)*|\((?:[\w=\"' ,]{0,40}=)? *[\"'])[0-9a-f]{40}"),
     ("Databricks token", r"dapi[0-9a-f]{32}"),
     ("Docker Hub token", r"dckr_(?:pat|oat)_[A-Za-z0-9_-]{20,}"),
     ("DigitalOcean token", r"do[opr]_v1_[0-9a-f]{64}"),
@@ -131,7 +132,10 @@ _ASSIGNED = (
     r"(?<!\w)([\"']?)([A-Za-z_][\w.-]*)\1(\s*:\s*(?=[\"'])|=)"
     r"(\"[^\"\n]*\"|'[^'\n]*'|[^\s,;&\"')}\]<>][^\s,;&\"')}\]]*)"
 )
-_VALUE = r"(?<![\w.+/-])[A-Za-z0-9+/_-]{20,}=*(?![\w.(\[])"
+_OPTION = r"(?<![\w-])--([A-Za-z][\w-]*)([ \t]+)(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"'-]\S*)"
+"""An option of a command and its value, as two words."""
+_AUTHORIZATION = r"(?i)\b(authorization[\"']?\s*[:=]\s*[\"']?(?:[a-z]+ +)?)([^\s\"',]+)"
+_VALUE = r"(?<![\w.+/-])[A-Za-z0-9+/_-]{16,}=*(?![\w.(\[])"
 """A word of letters and digits, as in code, a script or a file of settings."""
 _NAME = r"(?<![\w.-])([A-Za-z_][\w.-]*)"
 _NAMED = re.compile(
@@ -139,10 +143,17 @@ _NAMED = re.compile(
     rf"|[\"']{_NAME}[\"']\s*,\s*"  # Of a call: os.environ.setdefault("NAME", "value").
     rf"|{_NAME}[\"']?\s*,?\s*[\"']?value[\"']?\s*[:=]\s*"  # name: NAME, value: value
     rf"|[\"']{_NAME}[\"']\s*\{{[^{{}}]{{0,99}}?\bdefault\s*=\s*"  # Of Terraform.
-    rf"|\bENV[ \t]+{_NAME}[ \t]+|--([A-Za-z][\w-]*)(?:[ \t]+|=))[\"']?\Z"
+    rf"|\bENV[ \t]+{_NAME}[ \t]+|--([A-Za-z][\w-]*)(?:[ \t]+|=)"
+    rf"|\bcurl\b[^\n|;]{{0,99}}?[ \t]-(u(?:ser)?)[ \t]*[\"']?[\w.@-]+:)"
+    rf"[\"']?(?:(?:[Bb]earer|[Bb]asic|[Tt]oken|[Aa]pi[Kk]ey)[ \t]+)?\Z"
 )
 """The name of a value, before it."""
 NEAR_CHARS = 160
+_TURN = r"[a-z](?=[A-Z0-9])|[A-Z](?=[a-z0-9])|[0-9](?=[A-Za-z])"
+TURNS, MORE_TURNS = 0.4, 0.5
+"""Share of the characters of a random word that another kind follows; names in code have fewer.
+
+The second one counts for a word with a single digit."""
 _HEADER = r"\b([Bb]earer|[Bb]asic)( +)([A-Za-z0-9._~+/=:-]{12,})"
 _PAIR = r"(?<![\w/:.@+-])([\w.@+-]+):(?!/)[^\s'\",)]{3,}"
 """User and password, without a scheme; also `package.module:function`."""
@@ -247,12 +258,22 @@ def redact(value: Any, name: str = "") -> Any:
             for key, child in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redact(child, name) for child in value]
+        return list(_redact_items(value, name))
     if is_secret(name, value):
         return HIDDEN
     if not isinstance(value, str):
         return value
     return redact_text(re.sub(_URL_ONLY, lambda match: _redact_url(match, is_secret), value))
+
+
+def _redact_items(items: Sequence[Any], name: str) -> Iterator[Any]:
+    """Yields the items of a list, which may be a command: `--password`, `hunter2`."""
+    option = ""
+    for item in items:
+        is_value = is_secret(option, item) and not str(item).startswith("-")
+        yield HIDDEN if is_value else redact(item, name)
+        is_option = isinstance(item, str) and re.fullmatch("--?[A-Za-z][\\w-]*", item)
+        option = item.lstrip("-") if is_option else ""
 
 
 def redact_text(text: str) -> str:
@@ -269,6 +290,9 @@ def redact_text(text: str) -> str:
     text = re.sub(_ANY_TOKEN, HIDDEN, text)
     if "=" in text or ":" in text:
         text = re.sub(_ASSIGNED, _redact_assigned, text)
+        text = re.sub(_AUTHORIZATION, _redact_authorization, text)
+    if "--" in text:
+        text = re.sub(_OPTION, _redact_option, text)
     return re.sub(_HEADER, _redact_header, text)
 
 
@@ -320,11 +344,13 @@ def kind_of_secret(text: str) -> str | None:
             return next(kind for kind, form in _TOKENS if re.fullmatch(form, match[0]))
     for match in re.finditer(_VALUE, text):
         value, at = match[0], match.start()
-        if len(re.findall(r"[0-9]", value)) < 4 or value.isdecimal() or _is_placeholder(value):
+        if not _is_random(value) or _is_placeholder(value):
             continue
         named = _NAMED.search(text, max(0, at - NEAR_CHARS), at)
         name = next(filter(None, named.groups())) if named else ""
-        if is_rotatable(name, value):
+        if is_rotatable(
+            "password" if name in ("u", "user") and "curl" in named[0] else name, value
+        ):
             return f"secret named {name}"
     for match in re.finditer(_URL, text):
         if _has_password(match[3]):
@@ -344,6 +370,21 @@ def _has_password(rest: str) -> bool:
         and not host.startswith(("localhost", "127.0.0.1", "example."))
         and not _is_placeholder(password)
     )
+
+
+def _is_random(word: str) -> bool:
+    """Returns whether a word has many digits, or upper and lower case and digits in turns.
+
+    >>> [_is_random(w) for w in ("WB8dWKnHfDNxSIvPZZ63fFKc", "getThePasswordOfUser2", "x" * 20)]
+    [True, False, False]
+    """
+    num_digits = len(re.findall("[0-9]", word))
+    if num_digits == 0 or num_digits == len(word):
+        return False
+    if num_digits >= 4 and len(word) >= 20:
+        return True
+    turns = TURNS if num_digits > 1 else MORE_TURNS
+    return len(re.findall(_TURN, word)) >= turns * len(word)
 
 
 def _is_placeholder(token: str) -> bool:
@@ -417,6 +458,17 @@ def _redact_assigned(match: re.Match[str]) -> str:
     if is_word or not is_secret(name, 0 if bare.isdecimal() else bare):
         return match[0]
     return f"{quote}{name}{quote}{sign}{HIDDEN}"
+
+
+def _redact_authorization(match: re.Match[str]) -> str:
+    return f"{match[1]}{HIDDEN}" if _looks_like_a_token(match[2]) else match[0]
+
+
+def _redact_option(match: re.Match[str]) -> str:
+    name, blank, value = match.groups()
+    bare = value.strip("\"'")  # Of prose the next word may be any: "give --password to it".
+    is_hidden = is_secret(name, bare) and (bare != value or _looks_like_a_token(bare))
+    return f"--{name}{blank}{HIDDEN}" if is_hidden and bare != HIDDEN else match[0]
 
 
 def _redact_header(match: re.Match[str]) -> str:

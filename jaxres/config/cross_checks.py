@@ -80,6 +80,9 @@ def _program(section: ProgramSection) -> Iterator[Problem]:
 
 
 def _numbers(config: RunConfig) -> Iterator[Problem]:
+    if config.lora is not None and not config.lora.targets:
+        text = "is empty, so no parameter is trained; give patterns of matrices, or leave lora out"
+        yield Problem("lora.targets", text)
     if math.frexp(config.train.loss_scale.first)[0] != 0.5:
         yield Problem("train.loss_scale.first", "must be a power of two, such as 65536")
 

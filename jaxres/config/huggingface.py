@@ -19,7 +19,7 @@ from jaxres.config.schema.model import GptModel, LinearScaling, Llama3Scaling
 from jaxres.config.yaml import Node, plain
 from jaxres.faults import ConfigError
 from jaxres.storage import files, foreign_json
-from jaxres.storage.path import RunPath, parse_path
+from jaxres.storage.path import RunPath, normalized, parse_path
 
 GEMMA = {"norm": "rms_plus_1", "activation": "gelu_tanh", "scale_embeddings": True}
 STYLES: Mapping[str, Mapping[str, Any]] = {
@@ -327,7 +327,8 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
         return config, _unchosen_tokenizer(config) if isinstance(config.value, dict) else []
     at = given["path"]
     try:
-        folder = parse_path(str(plain(at)))
+        named = parse_path(str(plain(at)))
+        folder = normalized(named)
         model = _from_folder(folder)
     except (ConfigError, ValueError, OSError) as error:
         return config, [Problem("model.path", str(error), at.where)]
@@ -338,7 +339,7 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
     weights = top.get("init_from", Node({}, at.where))
     is_own = isinstance(weights.value, dict) and not {"kind", "path"} & weights.value.keys()
     if is_own:
-        own_path = _node({"kind": "safetensors", "path": str(folder)}, at.where)
+        own_path = _node({"kind": "safetensors", "path": str(named)}, at.where)
         top["init_from"] = Node({**own_path.value, **weights.value}, weights.where)
         if not _holds(folder, "model.safetensors", "model.safetensors.index.json"):
             text = (
@@ -349,7 +350,7 @@ def resolve(config: Node) -> tuple[Node, list[Problem]]:
             problems.append(Problem("model.path", text, at.where))
     data = top.get("data")
     if data is not None and _text_source(data) and _holds(folder, "tokenizer.json"):
-        own_path = _node({"kind": "huggingface", "path": str(folder)}, at.where)
+        own_path = _node({"kind": "huggingface", "path": str(named)}, at.where)
         more = data.value.get("tokenizer", Node({}, at.where))
         if isinstance(more.value, dict) and not {"kind", "path"} & more.value.keys():
             tokenizer = Node({**own_path.value, **more.value}, more.where)
@@ -362,10 +363,23 @@ def _text_source(data: Node) -> str | None:
     """Returns the kind of a data section's source if a tokenizer reads it; default: text."""
     if not isinstance(data.value, dict):
         return None
-    source = data.value.get("source")
-    kind = source.value.get("kind") if source and isinstance(source.value, dict) else None
-    name = "text" if kind is None else kind.value
+    name = _kind_of(data.value.get("source"))
     return name if name in WITH_TOKENIZER else None
+
+
+def _kind_of(source: Node | Any) -> Any:
+    value = plain(source) if isinstance(source, Node) else source
+    return value.get("kind", "text") if isinstance(value, dict) else "text"
+
+
+def _has_text(source: Node | None) -> bool:
+    """Returns whether a source, or a part of a mixture, is tokenised: it may be of tokens alone."""
+    if source is None or _kind_of(source) != "mixture":
+        return True
+    parts = plain(source).get("sources")
+    return isinstance(parts, list) and any(
+        isinstance(part, dict) and _kind_of(part.get("source")) in WITH_TOKENIZER for part in parts
+    )
 
 
 def _unchosen_tokenizer(config: Node) -> list[Problem]:
@@ -375,12 +389,12 @@ def _unchosen_tokenizer(config: Node) -> list[Problem]:
     if data is None or source is None or not isinstance(weights and weights.value, dict):
         return []
     kind, path = weights.value.get("kind"), weights.value.get("path")
-    if "tokenizer" in data.value or source == "mixture":
-        return []  # A mixture may be of token folders alone.
+    if "tokenizer" in data.value or not _has_text(data.value.get("source")):
+        return []
     if not _is(kind, "safetensors") or path is None or _accepts_tokenizer(weights):
         return []
     try:
-        place = parse_path(str(plain(path)))
+        place = normalized(parse_path(str(plain(path))))
         folder = place if files.is_dir(place) else place.parent
         # An export of jaxres with its own names has no tokenizer; the start says so.
         is_known = _holds(folder, "tokenizer.json", "jaxres.json") or not files.exists(place)

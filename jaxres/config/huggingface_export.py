@@ -100,7 +100,7 @@ def fields_of(
     else:
         fields = common | _rotary_fields(model, family, seq_len)
     found, unsupported = model_of(fields)
-    given, read = (_function(one, seq_len=seq_len) for one in (model, found))
+    given, read = (function(one, seq_len=seq_len) for one in (model, found))
     lost = [f"model.{key}={value}" for key, value in given.items() if value != read[key]]
     if lost or unsupported:
         raise ConfigError(
@@ -110,7 +110,7 @@ def fields_of(
     return fields
 
 
-def _function(model: GptModel, *, seq_len: int) -> dict[str, Any]:
+def function(model: GptModel, *, seq_len: int) -> dict[str, Any]:
     """Returns the settings that decide the function of a decoder, each in one form only."""
     fields = model.model_dump(exclude=NOT_OF_THE_FUNCTION) | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,

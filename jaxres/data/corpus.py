@@ -17,14 +17,12 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from jaxres.clock import Clock, SystemClock
 from jaxres.config.schema.data import (
@@ -37,7 +35,15 @@ from jaxres.config.schema.data import (
 from jaxres.config.schema.data import Tokenizer as TokenizerSection
 from jaxres.config.schema.training import BadRecordsSection
 from jaxres.data.sources import content_key
-from jaxres.data.sources.images import CLASSES, IMAGES, parquet_classes, pillow, with_labels
+from jaxres.data.sources.images import (
+    CLASSES,
+    IMAGES,
+    numbered,
+    parquet_classes,
+    pillow,
+    with_labels,
+)
+from jaxres.data.sources.lost_text import LostText
 from jaxres.data.sources.saved_dataset import other_rows
 from jaxres.data.sources.source_files import SourceFile, list_corpus
 from jaxres.data.sources.token_stream import Position, check_begin, token_blocks
@@ -71,6 +77,8 @@ NUM_INSTALL_TRIES = 10
 JOURNAL = "build.json"
 BAD_DOCUMENTS = "bad_documents.txt"
 """File of an entry with the number of documents that were left out; missing: none, or unknown."""
+NOTES = "notes.txt"
+"""File of an entry with what its build has told of the documents, a line each; missing: nothing."""
 BAD_TOLD = "WARNING: bad records, which are left out: {:,}"
 NUM_BYTES = 256
 ROW_KEYS = ("size", "augment", "augment_seed")
@@ -132,12 +140,13 @@ def describe_corpus(
     All files are read if no start with the same listing has succeeded so far.
     """
     listing = list_corpus(source)
-    files, classes = listing.files, ()
+    files, classes, warnings = listing.files, (), listing.warnings
     if isinstance(source, NanogptSource):
         opened, vocab_size = None, source.vocab_size
     elif isinstance(source, ImagesSource):
         pillow("Image")
         files, classes = with_labels(files, source.classes, folders=listing.folders)
+        warnings = [*warnings, *([] if source.classes else numbered(classes))]
         opened, vocab_size = None, NUM_BYTES
     else:
         opened = open_tokenizer(tokenizer)
@@ -163,7 +172,7 @@ def describe_corpus(
         classes=classes,
         left_out=tuple(listing.left_out),
         max_bad=max_bad,
-        warnings=tuple(listing.warnings),
+        warnings=tuple(warnings),
     )
 
 
@@ -334,52 +343,51 @@ def _tokenise(
         return _remove_progress(building)
     if isinstance(corpus.tokenizer, LibraryTokenizer):
         corpus.tokenizer.require_unambiguous()
+    notes = list[str]()
     if isinstance(corpus.source, ImagesSource) and not corpus.classes:
-        names = parquet_classes(corpus.files, corpus.source.label_column)
+        names, notes = parquet_classes(corpus.files, corpus.source.label_column)
         corpus = replace(corpus, classes=names)
     total_bytes = sum(file.size_bytes for file in corpus.files)
     verb = "Copying" if isinstance(corpus.source, ImagesSource) else "Tokenising"
     progress(
         f"{verb} {len(corpus.files):,} files, {total_bytes / 1e6:,.1f} MB, into {corpus.entry}"
     )
-    writer, at = _open_writer(corpus, building, progress)
-    report = _Report(total_bytes, progress, clock)
-    synced, unknown, bad = clock.monotonic(), _UnknownTexts(corpus.tokenizer), ""
+    writer, at, lost = _open_writer(corpus, building, progress)
+    report, synced, bad = _Report(total_bytes, progress, clock), clock.monotonic(), ""
     with writer:
         blocks = token_blocks(
             corpus.files, corpus.source, corpus.tokenizer, start=at, max_bad=corpus.max_bad
         )
         for block in blocks:
             writer.write_documents(block.tokens, block.ends)
-            unknown.count(block.tokens)
+            lost.count(block)
             at = block.position
             for bad in block.problems:
                 progress(f"BAD RECORD: {bad} It is left out")
             report.at(block.num_bytes)
             if clock.monotonic() - synced >= SYNC_SECONDS:
-                _write_journal(building, block.position, writer.sync())
+                _write_journal(building, block.position, writer.sync(), lost)
                 synced = clock.monotonic()
         if not writer.num_documents:
             what = "every document is empty" + (f" or a bad record: {bad}" if bad else "")
             raise ConfigError(f"data.source.path: {corpus.source.path}: {what}")
-        _write_files(corpus, building, num_bad=at.num_bad)
-    _report_rows(corpus.source, writer.num_documents, at, progress)
-    unknown.report(progress)
+        notes += [*_notes(corpus.source, writer.num_documents, at), *lost.lines()]
+        _write_files(corpus, building, num_bad=at.num_bad, notes=notes)
+    if at.num_bad:
+        progress(BAD_TOLD.format(at.num_bad))
+    for line in notes:
+        progress(line)
     return _remove_progress(building)
 
 
-def _report_rows(
-    source: DocumentSource, num_documents: int, at: Position, progress: Callable[[str], None]
-) -> None:
-    """Reports how many documents are left out, and whether a saved data set records others."""
+def _notes(source: DocumentSource, num_documents: int, at: Position) -> Iterator[str]:
+    """Yields how many documents have no text, and whether a saved data set records others."""
     if at.num_empty:
-        progress(f"Documents without text, which are left out: {at.num_empty:,}")
-    if at.num_bad:
-        progress(BAD_TOLD.format(at.num_bad))
+        yield f"Documents without text, which are left out: {at.num_empty:,}"
     if isinstance(source, HuggingfaceSource):
         num_rows = num_documents + at.num_empty + at.num_bad
         if (other := other_rows(Path(source.path).expanduser(), num_rows)) is not None:
-            progress(other)
+            yield other
 
 
 def _remove_progress(building: Path) -> None:
@@ -390,8 +398,8 @@ def _remove_progress(building: Path) -> None:
 
 def _open_writer(
     corpus: Corpus, building: Path, progress: Callable[[str], None]
-) -> tuple[TokenWriter, Position]:
-    """Returns a writer, and the position in the files at which it continues."""
+) -> tuple[TokenWriter, Position, LostText]:
+    """Returns a writer, the position in the files at which it continues, and what is lost."""
     new = {
         "vocab_size": corpus.vocab_size,
         "tokenizer": corpus.tokenizer_name,
@@ -400,6 +408,7 @@ def _open_writer(
     try:
         fields = decode_checksummed(read_whole(building / JOURNAL), number=FORMAT_VERSION)
         at, written = Position(**fields["position"]), Written(**fields["written"])
+        lost = LostText.of(corpus.tokenizer, fields.get("lost", {}))
         writer = TokenWriter(building, **new, resume=written)
     except FileNotFoundError:
         pass
@@ -407,16 +416,17 @@ def _open_writer(
         progress(f"What an interrupted start has tokenised can't be used: {error!r}")
     else:
         progress(f"Continues after the {written.num_tokens:,} tokens of an interrupted start")
-        return writer, at
+        return writer, at, lost
     for path in building.iterdir():
         path.unlink()
-    return TokenWriter(building, **new), Position()
+    return TokenWriter(building, **new), Position(), LostText.of(corpus.tokenizer, {})
 
 
-def _write_journal(building: Path, position: Position, written: Written) -> None:
+def _write_journal(building: Path, position: Position, written: Written, lost: LostText) -> None:
     new = building / f"{JOURNAL}.new"
+    fields = {"format": FORMAT_VERSION, "position": vars(position), "written": vars(written)}
+    fields["lost"] = lost.fields()
     with new.open("wb") as file:
-        fields = {"format": FORMAT_VERSION, "position": vars(position), "written": vars(written)}
         file.write(encode_checksummed(fields))
         file.flush()
         os.fsync(file.fileno())
@@ -425,7 +435,7 @@ def _write_journal(building: Path, position: Position, written: Written) -> None
 
 
 def _open_entry(corpus: Corpus, progress: Callable[[str], None]) -> TokenFolder:
-    """Opens the entry of a cached corpus, and tells how many documents it lacks as bad records.
+    """Opens the entry of a cached corpus, and tells what its build has told of its documents.
 
     Raises:
       ConfigError: they are more than the config allows.
@@ -443,50 +453,25 @@ def _open_entry(corpus: Corpus, progress: Callable[[str], None]) -> TokenFolder:
         )
     if num_bad:
         progress(BAD_TOLD.format(num_bad))
+    for line in (read(corpus.entry / NOTES) or b"").decode(errors="replace").splitlines():
+        progress(line)
     return opened
 
 
-def _write_files(corpus: Corpus, folder: Path, *, num_bad: int) -> None:
-    """Writes the files of the tokenizer or the names of the classes, and the number left out."""
+def _write_files(corpus: Corpus, folder: Path, *, num_bad: int, notes: Sequence[str]) -> None:
+    """Writes the files of the tokenizer or the names of the classes, and what each start tells."""
     written = {} if corpus.tokenizer is None else dict(corpus.tokenizer.files)
     if corpus.classes:
         written[CLASSES] = canonical_json(list(corpus.classes))
     if num_bad:
         written[BAD_DOCUMENTS] = f"{num_bad}\n".encode()
+    if notes:
+        written[NOTES] = "".join(f"{line}\n" for line in notes).encode()
     for name, data in written.items():
         with (folder / name).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-
-
-class _UnknownTexts:
-    """Counts the tokens of a build that stand for text outside the tokenizer's vocabulary."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._library = tokenizer if isinstance(tokenizer, LibraryTokenizer) else None
-        self._token = None if self._library is None else self._library.unknown
-        self._num_unknown = self._num_tokens = 0
-
-    def count(self, tokens: NDArray[Any]) -> None:
-        """Counts some tokens."""
-        if self._token is not None:
-            self._num_unknown += int(np.count_nonzero(tokens == self._token))
-            self._num_tokens += len(tokens)
-
-    def report(self, progress: Callable[[str], None]) -> None:
-        """Tells how much of the text is lost to the model."""
-        if self._num_unknown:
-            share = self._num_unknown / self._num_tokens
-            progress(
-                f"WARNING: {self._num_unknown:,} tokens ({share:.2%}) are the unknown token: the "
-                "tokenizer does not have these words or characters"
-            )
-        if self._library is not None and self._library.drops_text():
-            progress(
-                "WARNING: the tokenizer drops characters that are not in its vocabulary. Give it "
-                "an unknown token or byte fallback, unless its text has no others"
-            )
 
 
 class _Report:

@@ -211,7 +211,8 @@ def open_dataset(
         where = f"data.validation[{part.name}]"
         opened = _open_part(alone, where, progress, bad_records)
         _check_validation(opened, dataset, where)
-        for warning in _compare_tokenizers(opened, dataset, where):
+        same = _unknown_classes(opened, dataset, where, "the training data")
+        for warning in (*_compare_tokenizers(opened, dataset, where), *same):
             progress(warning)
         sets[part.name] = _not_augmented(opened.train)
         evaluated.append(opened.fingerprint)
@@ -261,6 +262,20 @@ def _compare_tokenizers(opened: Dataset, dataset: Dataset, where: str) -> list[s
     return list(itertools.chain.from_iterable(found))
 
 
+def _unknown_classes(one: Dataset, other: Dataset, name: str, other_name: str) -> list[str]:
+    """Returns a warning if two sources have labels, and one of them no names of classes."""
+    without = [each for each, data in ((name, one), (other_name, other)) if not data.classes]
+    rows = [data.train for data in (one, other)]
+    first = [each.parts.values() if isinstance(each, MixedRows) else (each,) for each in rows]
+    has_labels = all(isinstance(next(iter(each)), ImageRows) for each in first)
+    if not (has_labels and without):
+        return []
+    return [
+        f"WARNING: whether a label is the same class in {name} and in {other_name} is not known: "
+        f"{' and '.join(without)} has no names of classes"
+    ]
+
+
 def _spec(rows: Rows) -> dict[str, str] | None:
     """Returns the dtype and shape of each array of a row; None: the first rows can't be read."""
     with contextlib.suppress(BadRecord):
@@ -300,6 +315,8 @@ def _mixture(
     first, *others = parts
     for name in others:
         _check_alike(parts[first], first, parts[name], name)
+        for warning in _unknown_classes(parts[first], parts[name], first, name):
+            progress(warning)
     sources = {f"data.source.sources[{name}]": part for name, part in parts.items()}
     for warning in tokenizer_names.check(_names_of(sources)):
         progress(warning)

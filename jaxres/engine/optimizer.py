@@ -73,14 +73,22 @@ def param_settings(config: Optimizer, axes: Tree) -> dict[str, ParamSettings]:
     one counts, setting by setting.
 
     Raises:
-      ConfigError: a group matches no parameter.
+      ConfigError: a group matches no parameter, or none that is trained.
     """
-    decays = flatten(matrices(axes))
+    decays, trained = flatten(matrices(axes)), trainable(config, axes)
     found = {
         path: ParamSettings(config.weight_decay if decays[path] else 0.0, 1.0) for path in decays
     }
     for number, group in enumerate(config.groups):
-        for path in matching((group.match,), axes, key=f"optimizer.groups[{number}].match"):
+        key = f"optimizer.groups[{number}].match"
+        paths = matching((group.match,), axes, key=key)
+        if paths <= trained.frozen:
+            shown = ", ".join(sorted(paths)[:5])
+            raise ConfigError(
+                f"{key}: {group.match} matches frozen parameters only: {shown}. Leave the group "
+                f"out, or match others{f', as {ADAPTERS}/*' if ADAPTERS in axes else ''}."
+            )
+        for path in paths:
             old, rate = found[path], group.learning_rate
             found[path] = ParamSettings(
                 old.weight_decay if group.weight_decay is None else group.weight_decay,

@@ -156,7 +156,7 @@ def _exit_as_bug(
 def _log_to_go_on_with(run_dir: RunDir, config: RunConfig) -> list[Record]:
     records = run_log.read_records(run_dir.log)
     if config.checkpoint.replica is not None:
-        replica_files.refuse_older_run(run_dir, config.checkpoint.replica.path, records)
+        replica_files.refuse_older_run(run_dir, config.checkpoint.replica.place, records)
     return records
 
 

@@ -36,6 +36,7 @@ from jaxres.supervisor.attempt_runner import (
     Inline,
     hard_exit,
 )
+from jaxres.supervisor.companions import attempt_alerts
 from jaxres.supervisor.follower import follow
 from jaxres.supervisor.process import worker_env
 from jaxres.supervisor.process.worker_group import Membership, as_leader
@@ -109,8 +110,17 @@ def training_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in own}
 
 
+def refuse_unknown(env: Mapping[str, str]) -> None:
+    """Raises UsageError if a variable has a value that would be taken for none."""
+    known = {RESTART_VARIABLE: ("0", "1"), attempt_alerts.VARIABLE: (attempt_alerts.RECORDED,)}
+    for name, values in known.items():
+        if (value := env.get(name, "")) not in ("", *values):
+            raise UsageError(f"{name}={value}: must be {' or '.join(values)}, or not be set")
+
+
 def _train(arguments: Sequence[str], *, is_command: bool, fork: Fork | None) -> int:
     home.ensure(os.environ)
+    refuse_unknown(os.environ)
     env, advise = training_variables(os.environ), oom_advice.host_advice
     secret = os.environ.get(authentication.VARIABLE, "")
     flags, others = split_flags(arguments)

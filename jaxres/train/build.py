@@ -20,6 +20,7 @@ from jaxres.checkpoint.snapshot import prepare_copies
 from jaxres.checkpoint.throttle import Throttle
 from jaxres.checkpoint.write.frozen_arrays import split_state
 from jaxres.config import RunConfig
+from jaxres.config.doubts import doubts
 from jaxres.config.schema.training import GuardsSection
 from jaxres.data import Dataset
 from jaxres.data.text_bytes import bytes_per_target
@@ -385,6 +386,8 @@ def _parts(config: RunConfig, context: AttemptContext) -> Components:
     )
     if config.telemetry.sample_tokens and parts.model.logits is None:
         emit(Noted("telemetry.sample_tokens: the model has no logits, so no text is sampled"))
+    for note in doubts(config):
+        emit(Noted(f"WARNING: {note}"))
     return parts
 
 

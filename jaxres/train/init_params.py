@@ -38,7 +38,6 @@ from jaxres.engine.state import TrainState
 from jaxres.faults import ConfigError, StorageRefused, Unrestorable, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.events import Noted, PhaseChanged
-from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import RunHistory, recorded_tokenizer
 from jaxres.storage import files
 from jaxres.storage.path import is_remote, normalized
@@ -256,11 +255,14 @@ def check_tokenizer(section: FromStored, dataset: Dataset) -> str | None:
 def _comparison(section: FromStored, tokenizer: Tokenizer | None) -> Callable[[str], Likeness]:
     """Returns the comparison of the weights' tokenizer with that of a name, the data's."""
     if isinstance(section, FromRun):
-        recorded = recorded_tokenizer(run_log.read_records(RunDir(section.path).log))
+        recorded = recorded_tokenizer(
+            run_log.read_records(weights_source.source_run_dir(section).log)
+        )
         if recorded is None:
             return lambda name: "unknown"
         return functools.partial(tokenizer_names.compare, recorded)
-    folder = section.path if files.is_dir(section.path) else section.path.parent
+    place = normalized(section.path)
+    folder = place if files.is_dir(place) else place.parent
     there, where = files.read(folder / FILE_NAME), f"init_from.path: {folder / FILE_NAME}"
     files.refuse_lfs_pointer(there or b"", where)
     if there is None:
@@ -282,7 +284,8 @@ def _check_moved_weights(
     moved = [key for key, _, _ in configs.moved_content(recorded, parts.config)]
     if init is None or "init_from.path" not in moved:
         return
-    if not (files.exists(section.path) or files.list_names(section.path)):
+    place = normalized(section.path)
+    if not (files.exists(place) or files.list_names(place)):
         context.emit(
             Noted(
                 f"init_from.path: {section.path} does not exist. It is not needed: the run has "

@@ -308,10 +308,10 @@ def test_a_run_on_images_as_in_the_docs_resumes_exactly(
     moved = [*overrides, f"data.source.path={built}"]
     assert workspace.start("killed", *moved, config=path, env=env).wait_exit() == 0
     assert run_history(run_dir).step == 100
-    (tmp_path / "shards").mkdir()
+    (tmp_path / "tables").mkdir()
     table = pyarrow.table({"image": contents, "label": [0] * 30 + [1] * 30})
-    pyarrow.parquet.write_table(table, tmp_path / "shards" / "all.parquet")
-    shards = [f"data.source.path={tmp_path / 'shards'}", "data.source.label_column=label"]
+    pyarrow.parquet.write_table(table, tmp_path / "tables" / "all.parquet")
+    shards = [f"data.source.path={tmp_path / 'tables'}", "data.source.label_column=label"]
     workspace.finish("shards", *shards, config=path, env=env)
 
 

@@ -18,7 +18,6 @@ FLAP_SECONDS = 1.5
 @pytest.fixture
 def storm(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """A cloud in which requests to the bucket and the metadata server fail at random."""
-    monkeypatch.setattr(scenarios, "SLOW", {"PACE": "0.05"})  # Observing the run takes longer.
     # Faults are not sped up ten times like the notice of 120 s: these are real seconds.
     monkeypatch.setattr(scenarios, "NOTICE_SECONDS", 1200.0)
     fault = cloud.gcs.fail("503", probability=0.05, times=None, seed=5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import string
 
 import pytest
 
@@ -207,6 +209,12 @@ MESSAGES = {
     "{'password': 'x', 'n': 1}": f"{{'password': {HIDDEN}, 'n': 1}}",
     '{"api_key": "x"}': f'{{"api_key": {HIDDEN}}}',
     "Authorization: Bearer abcdef1234567890": f"Authorization: Bearer {HIDDEN}",
+    "Authorization: Token abcdef1234567": f"Authorization: Token {HIDDEN}",
+    "{'Authorization': 'ApiKey abcdef1234567'}": f"{{'Authorization': {HIDDEN}}}",
+    "t.py --token abc123def4567 -n 2": f"t.py --token {HIDDEN} -n 2",
+    "t.py --api-key 'my key' --n 2": f"t.py --api-key {HIDDEN} --n 2",
+    "give --password to the program": "give --password to the program",
+    "t.py --tokenizer abc123def4567": "t.py --tokenizer abc123def4567",
     "sources[0].args.secret=abc": f"sources[0].args.secret={HIDDEN}",
 }
 
@@ -214,6 +222,15 @@ MESSAGES = {
 def test_assignments_of_secrets_in_messages_are_hidden():
     rows = [(text, redact_text(text), shown) for text, shown in MESSAGES.items()]
     assert_no([row for row in rows if row[1] != row[2]])
+
+
+def test_the_secret_after_an_option_of_a_command_is_hidden():
+    given = ["t.py", "--api-key", "abc", "-n", "2", "--password", "--token", "x", "--seed", "7"]
+    shown = ["t.py", "--api-key", HIDDEN, "-n", "2", "--password", "--token", HIDDEN, "--seed", "7"]
+    assert redact({"command": given}) == {"command": shown}
+    assert redact(redact(given)) == shown
+    assert contains(given)
+    assert not contains(["t.py", "--tokens", "5", "--password"])
 
 
 def test_what_is_hidden_stays_hidden():
@@ -250,9 +267,12 @@ FORMS = (
     *("WANDB_API_KEY ?= {}", '"WANDB_API_KEY":\n  "{}"', "export WANDB_API_KEY='{}'"),
     'variable "api_key" {{\n  type = string\n  default = "{}"\n}}',
     "https://acc.blob.core.windows.net/c?sv=1&sp=r&sig={}%3D",
+    *('{{"Authorization": "Bearer {}"}}', "curl -H 'Authorization: Token {}' https://host"),
+    *("curl -u me:{} https://host", "wandb login {}", "wandb.login(key='{}')"),
 )
 HARMLESS = (
     *("sha256: {}", "commit {}", 'load("{}")', "digest = '{}'", "the key is in {}", "- {}"),
+    *("wandb.log({{'commit': '{}'}})", "curl https://host/me:{}", "Bearer {}"),
     *("api_key = load_key({}", "https://host/x?page={}", 'cache_key: "{}"', "# api_key\n{}"),
 )
 
@@ -261,6 +281,17 @@ def test_a_random_value_under_the_name_of_a_secret_blocks_a_package_in_every_for
     assert_no([form for form in FORMS if kind_of_secret(form.format(RANDOM)) is None])
     assert_no([form for form in HARMLESS if kind_of_secret(form.format(RANDOM)) is not None])
     assert_no([form for form in FORMS if kind_of_secret(form.format("x" * 40)) is not None])
+
+
+def test_random_passwords_of_letters_and_few_digits_block_a_package_and_names_do_not():
+    generator, letters = random.Random(0), string.ascii_letters + string.digits
+    for length in (16, 20, 24, 32):
+        words = ["".join(generator.choices(letters, k=length)) for _ in range(200)]
+        missed = [word for word in words if kind_of_secret(f"PASSWORD: {word}\n") is None]
+        assert len(missed) <= 24, missed
+    names = "getThePasswordOfUser2 readPasswordFromFileV2 Llama3Tokenizer2"
+    names += " password-prompt-version-2 MyDatabasePasswordV2 the/path/To/Password2/file"
+    assert_no([w for w in names.split() if kind_of_secret(f"password = {w}\n") is not None])
 
 
 def test_placeholders_of_documentation_block_no_package():

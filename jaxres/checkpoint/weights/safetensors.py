@@ -176,6 +176,13 @@ def open_path(path: Path) -> dict[str, Tensor]:
         )
     if index is not None:
         tensors = _open_index(path, index)
+        named = {tensor.file for tensor in tensors.values()}
+        others = [name for name in files if _SHARD.fullmatch(name) and path / name not in named]
+        if others:
+            raise ConfigError(
+                f"{path}: {INDEX} does not name {', '.join(others[:3])}: they are of two saves, or "
+                "a copy is not complete. Move the files that are not meant away."
+            )
         if SINGLE_FILE in files:
             _refuse_another_save(path, tensors)
         return tensors

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxres.checkpoint.weights import export as weights_export
 from jaxres.checkpoint.weights import hf_tensors
+from jaxres.checkpoint.weights import origin as weights_origin
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.checkpoint.weights.export import ExportedParams
 from jaxres.checkpoint.weights.source import Weights
@@ -49,11 +50,12 @@ def export(options: argparse.Namespace) -> str:
         limit = weights_export.MAX_SHARD_BYTES
     if limit < 1:
         raise UsageError("--max-shard-bytes must be at least 1")
+    notes = list[str]()
     if options.names == "peft":
         source, named = _adapters(run_dir, config, commit)
     else:
         source = weights_source.from_run(run_dir, config, commit)
-        named = _named(options, run_dir, config, source)
+        named, notes = _named(options, run_dir, config, source)
     params = weights_export.of_run(source).cast(options.dtype)
     names = named["names"]
     out = options.out or run_dir.exports / f"{source.step:08d}-{names}-{options.dtype}"
@@ -73,7 +75,8 @@ def export(options: argparse.Namespace) -> str:
         _committed(run_dir, commit.step)  # A live run may have pruned it meanwhile.
         raise
     fields = _fields(out, params, digest) | {"step": source.step, "names": names}
-    return _text(fields, [f"step {source.step}, read back and equal"], as_json=options.json)
+    lines = [f"step {source.step}, read back and equal", *notes]
+    return _text(fields | ({"notes": notes} if notes else {}), lines, as_json=options.json)
 
 
 def _refuse_own_folder(run_dir: RunDir, out: Path | None) -> None:
@@ -88,13 +91,17 @@ def _refuse_own_folder(run_dir: RunDir, out: Path | None) -> None:
 
 def _named(
     options: argparse.Namespace, run_dir: RunDir, config: RunConfig, source: Weights
-) -> dict[str, Any]:
-    """Returns the names of the tensors, and the files beside them, as arguments of `write`."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the names of the tensors, and the files beside them, as arguments of `write`.
+
+    With them: notes on what is taken over from the folder of the initial weights.
+    """
     family = _family(options.names, config)
     if family is None:
-        return {"names": "jaxres", "rules": None, "beside": {}}
-    beside = _extra_files(run_dir, config, source, dtype=options.dtype)
-    return {"names": family, "rules": hf_tensors.rules_of(family), "beside": beside}
+        return {"names": "jaxres", "rules": None, "beside": {}}, []
+    beside, note = _extra_files(run_dir, config, source, dtype=options.dtype)
+    named = {"names": family, "rules": hf_tensors.rules_of(family), "beside": beside}
+    return named, [note] if note else []
 
 
 def _adapters(run_dir: RunDir, config: RunConfig, commit: Commit) -> tuple[Weights, dict[str, Any]]:
@@ -155,8 +162,8 @@ def _family(names: str | None, config: RunConfig) -> str | None:
 
 def _extra_files(
     run_dir: RunDir, config: RunConfig, source: Weights, *, dtype: str
-) -> dict[str, bytes]:
-    """Returns config.json, and the tokenizer files if the run has a tokenizer."""
+) -> tuple[dict[str, bytes], str]:
+    """Returns config.json, the tokenizer files if the run has a tokenizer, and a note."""
     assert isinstance(config.model, GptModel)
     seq_len = config.data.seq_len
     eos, files = _tokenizer_files(run_dir, config, seq_len=seq_len)
@@ -164,7 +171,9 @@ def _extra_files(
     fields = huggingface_export.fields_of(
         config.model, rows=rows, dtype=dtype, seq_len=seq_len, eos=eos
     )
-    return {"config.json": json.dumps(fields, indent=1).encode(), **files}
+    origin = weights_origin.find(config, fields)
+    text = json.dumps(fields | origin.fields, indent=1)
+    return {"config.json": text.encode(), **origin.beside, **files}, origin.note
 
 
 def _tokenizer_files(

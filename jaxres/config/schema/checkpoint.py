@@ -20,6 +20,7 @@ from jaxres.config.schema.base import (
     Section,
     free,
 )
+from jaxres.storage.path import RunPath, normalized
 
 
 class StepsWhen(Section):
@@ -115,6 +116,11 @@ class ReplicaSection(Section):
     """Minutes that a committed step may be missing in the replica until it is an incident.
 
     null: never."""
+
+    @property
+    def place(self) -> RunPath:
+        """The path in its normal form: absolute, `~` expanded."""
+        return normalized(self.path)
 
 
 class ScrubSection(Section):

@@ -43,7 +43,7 @@ class FilesSource(Section):
     include: tuple[str, ...] = ("**/*",)
     """Patterns of files below the folder, as in pathlib's glob."""
     exclude: tuple[str, ...] = ()
-    """Patterns of relative paths to exclude; `*` also matches `/`, as in fnmatch."""
+    """Patterns of relative paths to exclude; `*` also matches `/`, and `**/` no folder too."""
 
 
 class TextSource(FilesSource):

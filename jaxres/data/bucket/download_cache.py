@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jaxres.clock import SystemClock
@@ -31,6 +30,7 @@ from jaxres.config.schema.data import (
     TokensSource,
 )
 from jaxres.data.sources import own_folders
+from jaxres.data.sources.folder_tree import is_excluded
 from jaxres.data.tokens.token_folder import (
     CacheDamaged,
     TokenFolder,
@@ -235,7 +235,7 @@ def list_objects(
     for name, stat in listed.items():
         if name.startswith(prefixes):
             continue
-        if name.endswith("/") or any(fnmatchcase(name, pattern) for pattern in exclude):
+        if name.endswith("/") or any(is_excluded(name, pattern) for pattern in exclude):
             continue  # Web consoles represent an empty folder by an object of that name.
         if {"", ".", ".."} & set(name.split("/")):
             raise ConfigError(f"{remote / name}: no file can have this name; rename the object")

@@ -64,6 +64,8 @@ class FolderTree:
         """Device and inode of a folder -> its first path."""
         self._linked: set[Path] = set()
         """Folders whose path has a link below the root."""
+        self._entered: set[Path] = set()
+        """Folders in which a pattern has looked for names."""
 
     def matches(self, pattern: str) -> Iterator[Path]:
         """Yields the paths that match a pattern; one with `**` may yield a path several times.
@@ -88,6 +90,15 @@ class FolderTree:
             if not entry.is_dir and not entry.is_dangling
         ]
 
+    def not_entered(self) -> list[str]:
+        """Returns the relative paths of the folders beside files that no pattern looks into."""
+        entries = itertools.chain.from_iterable(self._listed.values())
+        return sorted(
+            self._name(entry.path)
+            for entry in entries
+            if entry.is_dir and entry.path not in self._entered and not self._is_left(entry)
+        )
+
     @property
     def own(self) -> dict[str, str]:
         """The folders of jaxres that were seen -> their kinds."""
@@ -102,6 +113,7 @@ class FolderTree:
 
     def _matches(self, folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
         first, rest = parts[0], parts[1:]
+        self._entered.add(folder)
         if first == "**":
             for each in self._below(folder) if rest else ():
                 yield from self._matches(each, rest)
@@ -151,9 +163,9 @@ class FolderTree:
     def _is_excluded(self, entry: Entry, pattern: str) -> bool:
         """Returns whether a pattern of `exclude` fits a file, a link, or a folder and all in it."""
         name, is_folder = self._name(entry.path), entry.is_dir or entry.is_dangling
-        if is_folder and pattern.endswith("*") and fnmatchcase(f"{name}/", pattern):
+        if is_folder and pattern.endswith("*") and is_excluded(f"{name}/", pattern):
             return True
-        return (entry.is_link or not entry.is_dir) and fnmatchcase(name, pattern)
+        return (entry.is_link or not entry.is_dir) and is_excluded(name, pattern)
 
     def _entries(self, folder: Path) -> tuple[Entry, ...]:
         if folder not in self._listed:
@@ -200,6 +212,21 @@ def own_kind(folder: Path) -> str | None:
         return own_folders.kind_of(lambda name: name_exists(folder / name))
     except OSError as error:
         raise unreadable(folder, error) from error
+
+
+def is_excluded(name: str, pattern: str) -> bool:
+    """Returns whether a pattern of `exclude` fits: as in fnmatch, and `**/` fits no folder too.
+
+    >>> [is_excluded(name, "**/*.md") for name in ("a.md", "b/a.md", "b/c/a.md", "a.txt")]
+    [True, True, True, False]
+    >>> [is_excluded(name, "a/**/*.md") for name in ("a/b.md", "a/b/c.md", "b.md")]
+    [True, True, False]
+    """
+    head, deep, tail = pattern.partition("**/")
+    if not deep:
+        return fnmatchcase(name, pattern)
+    none = [f"{head}{tail}"] if not head or head.endswith("/") else []
+    return any(is_excluded(name, each) for each in (*none, f"{head}*/{tail}"))
 
 
 def is_match(name: str, pattern: str) -> bool:

@@ -112,6 +112,18 @@ def with_labels(
     return labelled, names if images else ()
 
 
+def numbered(classes: Sequence[str]) -> list[str]:
+    """Returns a warning if classes are named by numbers that are not their labels."""
+    if not all(name.isdecimal() for name in classes):
+        return []
+    other = [(label, name) for label, name in enumerate(classes) if int(name) != label]
+    return [
+        f"data.source.path: the classes are numbers and have other labels: label {label} is the "
+        f"class {name!r}. data.source.classes gives another order"
+        for label, name in other[:1]
+    ]
+
+
 def _refuse_doubtful_classes(images: Sequence[SourceFile]) -> None:
     """Raises ConfigError if folders that would be classes are hidden, or parts of the data set."""
     within: dict[str, set[str]] = {}
@@ -147,12 +159,15 @@ def _refuse_doubtful_classes(images: Sequence[SourceFile]) -> None:
         )
 
 
-def parquet_classes(files: Sequence[SourceFile], column: str) -> tuple[str, ...]:
+def parquet_classes(files: Sequence[SourceFile], column: str) -> tuple[tuple[str, ...], list[str]]:
     """Returns the names of the labels that Parquet files of `datasets` have in their schema.
 
-    Raises ConfigError if they differ. None are known for files without them, and for one that can't
-    be read, which is told when its rows are.
+    None are known for files without them, and for one that can't be read, which is told when its
+    rows are; with the names is a note about these files, if others have names.
+
+    Raises ConfigError if they differ.
     """
+    unnamed = list[SourceFile]()
     arrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     first: tuple[SourceFile, tuple[str, ...]] | None = None
     for file in filter(is_table, files):
@@ -160,6 +175,7 @@ def parquet_classes(files: Sequence[SourceFile], column: str) -> tuple[str, ...]
             fields = json.loads((parquet.read_schema(file.path).metadata or {})[b"huggingface"])
             names = tuple(map(str, fields["info"]["features"][column]["names"]))
         except (KeyError, TypeError, ValueError, OSError, arrow.ArrowException):
+            unnamed.append(file)
             continue
         if first is not None and names != first[1]:
             raise ConfigError(
@@ -168,7 +184,12 @@ def parquet_classes(files: Sequence[SourceFile], column: str) -> tuple[str, ...]
                 "this order: one number means two classes. Save both with the same ClassLabel."
             )
         first = first or (file, names)
-    return () if first is None else first[1]
+    if first is None or not unnamed:
+        return (() if first is None else first[1]), []
+    return first[1], [
+        f"WARNING: {len(unnamed):,} Parquet files have no names of classes, such as "
+        f"{unnamed[0].path}; their labels are taken for those of {first[0].path}"
+    ]
 
 
 def classes_of(folder: Path) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import stat
 import sysconfig
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from jaxres.config.schema.data import (
@@ -30,6 +29,7 @@ from jaxres.data.sources import doubtful_names, own_folders
 from jaxres.data.sources.folder_tree import (
     WILD,
     FolderTree,
+    is_excluded,
     is_match,
     own_kind,
     parts_of,
@@ -154,8 +154,13 @@ def list_corpus(source: DocumentSource) -> Listing:
         warnings += [
             f"data.source.path: left out: the folder {name}; '{name}/**/*' takes what is in it"
             for name in sorted(folders)
-            if name not in used and not any(fnmatchcase(f"{name}/", each) for each in exclude)
+            if name not in used and not any(is_excluded(f"{name}/", each) for each in exclude)
         ]
+    elif not stdlib and (closed := tree.not_entered()):
+        warnings.append(
+            f"data.source.include: no pattern looks into {len(closed):,} folders, such as "
+            f"{closed[0]}; '{closed[0]}/**/*' takes what is in it"
+        )
     return Listing(ordered, tree.folders(), [] if stdlib else others, warnings)
 
 
@@ -200,7 +205,7 @@ def _is_taken(name: str, exclude: tuple[str, ...]) -> bool:
     """Returns whether a file is taken if its name matches."""
     if PurePath(name).name.startswith("._"):
         return False  # "._x" is what macOS keeps beside the file "x" on other file systems.
-    return not any(fnmatchcase(name, pattern) for pattern in exclude)
+    return not any(is_excluded(name, pattern) for pattern in exclude)
 
 
 def _refuse_tables(root: Path, names: list[str]) -> None:

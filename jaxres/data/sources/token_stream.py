@@ -24,7 +24,7 @@ from jaxres.data.sources.documents import (
 from jaxres.data.sources.folder_tree import unreadable
 from jaxres.data.sources.source_files import SourceFile
 from jaxres.data.tokens.text_cuts import ANYWHERE, Cuts
-from jaxres.data.tokens.tokenizer import Tokenizer
+from jaxres.data.tokens.tokenizer import LibraryTokenizer, Tokenizer
 from jaxres.faults import ConfigError
 from jaxres.storage.files import LFS_POINTER, open_file, refuse_lfs_pointer
 
@@ -65,6 +65,8 @@ class TokenBlock:
     """Bytes of the files that are read."""
     problems: tuple[str, ...] = ()
     """Why some documents are bad records; of the first NUM_NAMED of a source."""
+    characters: frozenset[str] = frozenset()
+    """Distinct characters of the text, if the tokenizer may drop some."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,16 @@ def token_blocks(
     """
 
     def encode(batch: _Batch) -> TokenBlock:
+        characters = frozenset[str]()
         if isinstance(batch.pieces, TokenPiece):
             tokens, ends = batch.pieces.tokens, batch.pieces.ends
         else:
             assert tokenizer is not None
             tokens, ends = _encode(batch.pieces, tokenizer)
-        return TokenBlock(tokens, ends, batch.position, batch.num_bytes, batch.problems)
+            if isinstance(tokenizer, LibraryTokenizer) and tokenizer.may_drop:
+                characters = characters.union(*(piece.text for piece in batch.pieces))
+        rest = (batch.position, batch.num_bytes, batch.problems, characters)
+        return TokenBlock(tokens, ends, *rest)
 
     cuts = ANYWHERE if tokenizer is None else tokenizer.cuts
     return _ahead(encode, _batches(files, source, start or Position(), cuts, max_bad))

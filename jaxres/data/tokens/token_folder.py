@@ -36,7 +36,8 @@ DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype
 MAX_VOCAB_SIZE = 2**31 - 1
 NUM_OFFSETS_CHECKED = 1024
 NUM_IDS_CHECKED = 2**20
-"""First ids of a folder without digests, whose width and byte order are checked at the opening."""
+NUM_LAST_CHECKED = 4096
+"""First and last ids of a folder without digests that are checked at the opening."""
 OFFSET_BYTES = 8
 
 OFFSETS_READ_BYTES = 16 * 2**20
@@ -239,6 +240,7 @@ def open_tokens(folder: Path) -> TokenFolder:
         blocks = _open_blocks(folder / "digests.npy", meta, tokens, offsets)
         if meta.block_bytes is None:
             _refuse_other_type(tokens[:NUM_IDS_CHECKED], folder / "tokens.bin")
+            _refuse_unfilled(tokens[-NUM_LAST_CHECKED:], folder / "tokens.bin")
     except FileNotFoundError as error:
         raise TokensDamaged(
             f"{error.filename} does not exist. A token folder has tokens.bin, offsets.npy and "
@@ -268,6 +270,17 @@ def _refuse_other_type(tokens: NDArray[Any], path: Path) -> None:
         )
 
 
+def _refuse_unfilled(tokens: NDArray[Any], path: Path) -> None:
+    """Raises ConfigError for ids that end with zeros, as those of a writer that was killed."""
+    pattern = IdPattern()
+    pattern.add(tokens)
+    if tokens.dtype != DTYPES["uint8"] and (zeros := pattern.zeros_at_end()):
+        raise ConfigError(
+            f"{path}: its last {zeros:,} ids or more are 0, as those of a file whose writer was "
+            "killed. Write it again, or leave them out, in offsets.npy and meta.json too."
+        )
+
+
 def read_meta(folder: Path) -> Meta:
     """Returns the contents of meta.json; raises TokensDamaged if a field is wrong."""
     path = folder / "meta.json"
@@ -291,7 +304,7 @@ def read_meta(folder: Path) -> Meta:
     if not meta.fingerprint.strip():
         raise TokensDamaged(
             f"{path}: fingerprint is empty, and a run knows its data by it. Write a text that no "
-            "other content has, such as a digest of tokens.bin and offsets.bin"
+            "other content has, such as a digest of tokens.bin and offsets.npy"
         )
     if not 1 <= meta.vocab_size <= MAX_VOCAB_SIZE:
         raise TokensDamaged(f"{path}: vocab_size {meta.vocab_size} is not in 1..{MAX_VOCAB_SIZE}")
@@ -355,9 +368,13 @@ def check_shape(dtype: np.dtype[Any], shape: tuple[int, ...], meta: Meta, path: 
 
 def check_ends(offsets: Items, meta: Meta, path: RunPath) -> None:
     """Raises TokensDamaged if the first or the last offsets are wrong."""
-    ends = (offsets[:NUM_OFFSETS_CHECKED], offsets[-NUM_OFFSETS_CHECKED:])
-    sorted_ends = all((end[1:] >= end[:-1]).all() for end in ends)
-    if offsets[0] != 0 or offsets[-1] != meta.num_tokens or not sorted_ends:
+    for begin in (0, max(len(offsets) - NUM_OFFSETS_CHECKED, 0)):
+        some = np.asarray(offsets[begin : begin + NUM_OFFSETS_CHECKED])
+        for at in np.flatnonzero(some[1:] < some[:-1])[:1]:
+            raise TokensDamaged(
+                f"{path} must rise: entry {begin + at + 1:,} is {some[at + 1]:,} after {some[at]:,}"
+            )
+    if offsets[0] != 0 or offsets[-1] != meta.num_tokens:
         raise TokensDamaged(
             f"{path} must rise from 0 to {meta.num_tokens:,}, the number of tokens; "
             f"it goes from {offsets[0]:,} to {offsets[-1]:,}"

@@ -3,7 +3,8 @@
 Ids of 32 bits that are read as 16 are followed by their upper half each, which is 0, or below 4 for
 vocabularies of up to 2^18: every second id says nothing. In the other byte order small ids are
 multiples of 256. Ids of 8 bits that are read as 16 have two of them in each: the upper byte is
-distributed as the lower one is. No text has such ids.
+distributed as the lower one is. No text has such ids, nor does one end with a thousand ids 0, as a
+file does whose writer made it in its full size and was killed before it had filled it.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ BYTES_OF_TEXT = 245
 """UTF-8 has no byte from here on; the lower bytes of ids of a larger vocabulary have all values."""
 SAME_SHARE = 0.2
 """Two distributions that differ in less than this share are the same one."""
+MIN_ZEROS = 1024
+"""So few ids 0 at the end could be a text."""
 
 
 class IdPattern:
     """Statistics of a file's ids, given in parts, that show a wrong type or byte order."""
 
     def __init__(self) -> None:
-        self._num_ids = 0
+        self._num_ids = self._num_zeros = 0
         self._highest = [0, 0]
         """Highest id at even and at odd positions."""
         self._low_bits = [0, 0]
@@ -48,6 +51,12 @@ class IdPattern:
             for which, part in enumerate((ids & 0xFF, ids >> 8)):
                 self._bytes[which] += np.bincount(part, minlength=256)
         self._num_ids += len(ids)
+        at_end = int(np.argmax(ids[::-1] != 0)) if ids.any() else len(ids)
+        self._num_zeros = at_end + (self._num_zeros if at_end == len(ids) else 0)
+
+    def zeros_at_end(self) -> int:
+        """Returns the number of ids 0 at the end; 0 if a text may have so few."""
+        return self._num_zeros if self._num_zeros >= MIN_ZEROS else 0
 
     def problem(self) -> str | None:
         """Returns why the ids can't be the written ids; None: nothing speaks against it."""

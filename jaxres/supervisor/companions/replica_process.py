@@ -46,7 +46,7 @@ class ReplicaProcess:
     ) -> None:
         """Starts nothing."""
         self._section = config.checkpoint.replica
-        if self._section is not None and self._section.path == run_dir.root.absolute():
+        if self._section is not None and self._section.place == run_dir.root.absolute():
             stdio.eprint(
                 "checkpoint.replica.path: this run trains in its replica now, so it has none. Give "
                 "another path\n"
@@ -91,12 +91,12 @@ class ReplicaProcess:
 
     def _missing(self) -> str:
         assert self._section is not None
-        text = f"{self._section.path} lacks newer steps"
+        text = f"{self._section.place} lacks newer steps"
         with contextlib.suppress(RunError):
             step = run_log.fold(run_log.read_records(self._run_dir.log)).step
             progress = replica_files.read_progress(self._run_dir)
             has = progress.step if progress is not None else 0
-            text = f"{self._section.path} has step {has}; step {step} is committed"
+            text = f"{self._section.place} has step {has}; step {step} is committed"
         return f"{text}. The same command copies the rest, also when the run is complete"
 
     def _start(self) -> None:
@@ -108,7 +108,7 @@ class ReplicaProcess:
             if is_over or self._process.pids:
                 return
             command = [sys.executable, "-m", "jaxres", "checkpoints", "replicate"]
-            command += [str(self._run_dir.root.absolute()), str(self._section.path)]
+            command += [str(self._run_dir.root.absolute()), str(self._section.place)]
             command += ["--follow", "--until-stdin-closes"]
             if (rate := self._section.max_mb_per_second) is not None:
                 command += [f"--max-mb-per-second={rate}"]
@@ -145,9 +145,9 @@ class ReplicaProcess:
         assert self._section is not None
         with contextlib.suppress(RunError):
             found = replica_files.read_progress(self._run_dir)
-            if found is not None and found.path == str(self._section.path):
+            if found is not None and found.path == str(self._section.place):
                 return found
-        return ReplicaProgress(str(self._section.path))
+        return ReplicaProgress(str(self._section.place))
 
     def _event(
         self, lag: ReplicaLag, records: list[Record], progress: ReplicaProgress, *, now: float
@@ -175,7 +175,7 @@ def lacks_records(config: RunConfig, run_dir: RunDir, records: Sequence[Record])
     if config.checkpoint.replica is None:
         return False
     progress = replica_files.read_progress(run_dir)
-    is_same = progress is not None and progress.path == str(config.checkpoint.replica.path)
+    is_same = progress is not None and progress.path == str(config.checkpoint.replica.place)
     return progress is None or not is_same or progress.seq < run_log.last_seq(records)
 
 

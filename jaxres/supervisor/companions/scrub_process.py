@@ -108,7 +108,7 @@ class ScrubProcess:
         command += ["--parent", str(os.getpid())]
         command += [f"--max-mb-per-second={self._section.max_mb_per_second}"]
         if self._replica is not None:
-            command += [f"--replica={self._replica.path}"]
+            command += [f"--replica={self._replica.place}"]
         try:
             self._process.start(command)
         except OSError:

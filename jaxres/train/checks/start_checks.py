@@ -59,9 +59,25 @@ def unreached(config: RunConfig) -> list[str]:
         for key, made in changes.items()
         if made and made[-1].after_step >= last
     ]
-    if (schedule.warmup_steps or 0) > last:
+    horizon = schedule.horizon_steps or last
+    if schedule.warmup_steps is not None and schedule.warmup_steps > last:
         found.append(f"optimizer.schedule: warmup_steps={schedule.warmup_steps}")
-    return [f"{each} lies beyond the last step, train.steps={last}" for each in found]
+    elif schedule.warmup_steps is None and schedule.warmup_fraction * horizon > last:
+        found.append(f"optimizer.schedule: the end of warmup_fraction={schedule.warmup_fraction}")
+    intervals = {
+        "guards.corruption.replay_every_steps": getattr(
+            config.guards.corruption, "replay_every_steps", None
+        ),
+        "checkpoint.memory.every_steps": getattr(config.checkpoint.memory, "every_steps", None),
+        **{f"hooks[{n}].every_steps": hook.every_steps for n, hook in enumerate(config.hooks)},
+    }
+    for key, steps in intervals.items():
+        if steps is not None and steps > last:
+            found.append(f"{key}={steps}")
+    lines = [f"{each} lies beyond the last step, train.steps={last}" for each in found]
+    if horizon < last and getattr(schedule, "final_fraction", None) == 0:
+        lines.append(f"optimizer.schedule: the learning rate is 0 from step {horizon} on")
+    return lines
 
 
 def require_inputs(run_dir: RunDir, config: RunConfig, *, env: Mapping[str, str]) -> None:

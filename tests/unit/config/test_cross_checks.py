@@ -1,6 +1,7 @@
 import pytest
 
 from jaxres.config import check, load
+from jaxres.config.doubts import doubts
 from jaxres.faults import ConfigError
 
 from .conftest import MINIMAL, Write
@@ -204,6 +205,11 @@ LATER = "{after_step: 5, factor: 0.1}, {after_step: 5, factor: 0.2}"
             "optimizer.args.learning_rate: is optimizer.learning_rate; set that instead",
         ),
         (
+            ["lora.targets=[]"],
+            "lora.targets: is empty, so no parameter is trained; give patterns of matrices, or "
+            "leave lora out",
+        ),
+        (
             ["lora.rank=4", "optimizer.freeze=['*']"],
             "optimizer.freeze: with lora only the adapters are trained; leave optimizer.freeze out",
         ),
@@ -277,3 +283,28 @@ def test_all_impossible_combinations_are_reported_at_once_with_their_lines(write
         load(path)
     places = [line.partition(": ")[0] for line in str(caught.value).split("\n")]
     assert places == ["x.yaml:5", "x.yaml:6", "x.yaml:7"]
+
+
+def test_settings_that_are_hardly_meant_are_told(write: Write):
+    wiki = "data.validation=[{name: wiki, source: {kind: text, path: x}}]"
+    llama, gpt2 = (
+        f"data.source={{kind: nanogpt, path: x, dtype: uint32, vocab_size: {size}}}"
+        for size in (128_256, 50_304)
+    )
+    end = "data.source.end_of_document"
+    cases = {
+        (): [],
+        (wiki,): ["data.validation"],
+        ("evaluation.batches=3",): ["evaluation.batches"],
+        (wiki, "evaluation.batches=3", "evaluation.every_steps=2"): [],
+        (llama,): [end],
+        (llama, "evaluation.every_steps=2"): [end],
+        (llama, f"{end}=128001"): [],
+        (llama, f"{end}=null"): [],
+        (gpt2,): [],
+    }
+    path = write()
+    keys = {
+        given: [note.split()[0] for note in doubts(load(path, given).config)] for given in cases
+    }
+    assert keys == cases

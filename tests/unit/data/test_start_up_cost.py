@@ -31,6 +31,8 @@ def write_set(folder: Path, *, size_bytes: int, num_documents: int) -> Path:
     folder.mkdir()
     with (folder / "tokens.bin").open("wb") as file:
         file.truncate(size_bytes)
+        file.seek(-1, 2)
+        file.write(b"\x01")
     with (folder / "offsets.npy").open("wb") as file:
         shape = (num_documents + 1,)
         np.lib.format.write_array_header_1_0(

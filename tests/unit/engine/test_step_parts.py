@@ -247,6 +247,10 @@ def test_a_group_has_its_own_rate_and_decay() -> None:
         (SgdOptimizer(freeze=("tail/*",)), "optimizer.freeze: tail/* matches no parameter"),
         (SgdOptimizer(freeze=("*",)), "every parameter is frozen"),
         (
+            SgdOptimizer(freeze=("body/*",), groups=(ParamGroup(match="b*"),)),
+            "optimizer.groups[0].match: b* matches frozen parameters only: body/w.",
+        ),
+        (
             SgdOptimizer(groups=(ParamGroup(match="x"),)),
             "optimizer.groups[0].match: x matches no parameter. They are: body/w, head/w",
         ),

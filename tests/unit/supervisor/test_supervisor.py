@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxres.exit_codes import ExitCode
+from jaxres.faults import UsageError
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
 from jaxres.storage import files
@@ -18,6 +19,7 @@ from jaxres.supervisor import run_lock
 from jaxres.supervisor.root_cause import GRACE_SECONDS
 from jaxres.supervisor.run_dir_watcher import end_stop_request
 from jaxres.supervisor.run_lock import TrainingProgress, progress_of
+from jaxres.train.__main__ import refuse_unknown
 from tests.promises import forks
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS, wait_until
@@ -406,3 +408,15 @@ def test_storage_is_polled_again_once_it_answers(start):
     supervisor.wait(lambda: "storage answers again" in supervisor.printed(), "word of the answer")
     supervisor.run_dir.request("stop").touch()
     assert supervisor.ended()["code"] == ExitCode.STOPPED
+
+
+def test_a_variable_with_an_unknown_value_is_refused() -> None:
+    for name, right, wrong in (
+        ("JAXRES_RESTART", ("", "0", "1"), ("true", "yes")),
+        ("JAXRES_ALERTS", ("", "recorded"), ("record", "1")),
+    ):
+        for value in right:
+            refuse_unknown({name: value})
+        for value in wrong:
+            with pytest.raises(UsageError, match=rf"{name}={value}: must be"):
+                refuse_unknown({name: value})

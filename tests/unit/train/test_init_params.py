@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -435,9 +436,10 @@ def test_weights_of_another_tokenizer_are_refused_or_accepted_by_name(corpus, tm
 
 @pytest.mark.slow
 def test_tokens_that_only_a_name_identifies_are_compared_with_the_tokenizer_of_weights(
-    tmp_path, source
+    tmp_path, source, monkeypatch
 ):
     root, _ = source
+    monkeypatch.setenv("HOME", str(tmp_path))
     trained = bpe.train(tmp_path / "tokenizer")
     name = open_tokenizer(HuggingfaceTokenizer(path=trained)).name
     other_end = open_tokenizer(
@@ -458,9 +460,10 @@ def test_tokens_that_only_a_name_identifies_are_compared_with_the_tokenizer_of_w
 
     known = (("run", copied), ("safetensors", weights))
     for kind, path in known:
-        assert told(name, kind, path) is None
-        with pytest.raises(ConfigError, match="another tokenizer than the data"):
-            told("huggingface:0123", kind, path)
+        for given in (path, Path("~") / path.name):
+            assert told(name, kind, given) is None
+            with pytest.raises(ConfigError, match="another tokenizer than the data"):
+                told("huggingface:0123", kind, given)
     assert other_end != name
     assert told(other_end, "safetensors", weights) is None, "only the end of documents differs"
     for tokens, kind, path in (("mine", *known[0]), ("ids", *known[1]), (name, known[1][0], bare)):

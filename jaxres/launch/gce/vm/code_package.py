@@ -103,6 +103,7 @@ def digest_of(data: bytes) -> str:
 
 
 def _package_files(package: Path) -> list[PackedFile]:
+    package = package.expanduser()
     if not package.is_dir():
         raise ConfigError(f"launch.gce.package={package}: there is no such folder.")
     root = package.resolve()

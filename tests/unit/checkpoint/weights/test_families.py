@@ -185,6 +185,33 @@ OTHER_TOKENIZERS = {
 }
 
 
+def test_parts_of_a_mixture_and_paths_below_home_are_no_way_around_the_tokenizer(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fields = families.CONFIGS["llama"] | {"vocab_size": 300}
+    families.write_folder(tmp_path / "model", fields)
+    text, ids = (f"{{kind: {kind}, path: x}}" for kind in ("text", "tokens"))
+    config = tmp_path / "c.yaml"
+    refused = list[tuple[str, str]]()
+    for model in ("{kind: huggingface, path: ~/model}", "{kind: mlp}"):
+        for parts in ((text,), (ids, text), (ids, ids)):
+            named = [f"{{name: n{n}, weight: 1, source: {x}}}" for n, x in enumerate(parts)]
+            config.write_text(
+                f"model: {model}\ninit_from: {{kind: safetensors, path: ~/model}}\n"
+                f"data: {{source: {{kind: mixture, sources: [{', '.join(named)}]}}}}\n"
+                "train: {steps: 1}\n"
+            )
+            try:
+                loaded = configs.load(config).config
+            except ConfigError as error:
+                refused.append((str(error), parts))
+            else:
+                assert str(loaded.init_from.path) == "~/model", "recorded as it is given"
+    assert [parts for _, parts in refused] == [(text,), (ids, text)] * 2
+    assert all("of a tokenizer there is: nothing" in error for error, _ in refused)
+
+
 @pytest.mark.parametrize("names", OTHER_TOKENIZERS.values(), ids=OTHER_TOKENIZERS)
 def test_weights_without_tokenizer_json_are_not_trained_on_unchosen_bytes(tmp_path, names):
     fields = families.CONFIGS["llama"] | {"vocab_size": 300}

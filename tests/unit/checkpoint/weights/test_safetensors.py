@@ -169,6 +169,13 @@ def test_several_files_without_an_index_are_not_guessed_at(tmp_path):
         safetensors.open_path(tmp_path)
 
 
+def test_numbered_files_that_the_index_does_not_name_are_of_another_save(tmp_path):
+    sharded(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
+    package.save_file({"a": ARRAYS["a"]}, tmp_path / "model-00001-of-00003.safetensors")
+    with pytest.raises(ConfigError, match=r"does not name model-00001-of-00003.*two saves"):
+        safetensors.open_path(tmp_path)
+
+
 def two_saves(folder, **single):
     sharded(folder, {"a": "1.safetensors", "b": "2.safetensors"})
     package.save_file({"a": ARRAYS["a"], "b": ARRAYS["b"]} | single, folder / "model.safetensors")

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxres.checkpoint.weights import export as weights_export
-from jaxres.checkpoint.weights import hf_tensors, safetensors
+from jaxres.checkpoint.weights import hf_tensors, origin, safetensors
 from jaxres.checkpoint.weights import source as weights_source
 from jaxres.cli.checkpoints import command as checkpoints_cli
 from jaxres.clock import SystemClock
-from jaxres.config.schema.training import LoraSection
+from jaxres.config.huggingface_export import fields_of
+from jaxres.config.schema.training import FromSafetensors, LoraSection
 from jaxres.faults import ConfigError, StorageUnavailable
 from jaxres.runlog.run_log import Prune, RunLog
 from tests import damage as damages
@@ -177,6 +178,49 @@ def test_a_config_that_contradicts_the_export_beside_it_is_refused(tmp_path, cap
         weights_source.from_safetensors(out)
     (out / "jaxres.json").unlink()
     assert weights_source.from_safetensors(out).facts["num_heads"] == 2 * heads
+
+
+def test_an_export_takes_over_what_serving_needs_from_the_folder_of_the_initial_weights(
+    tmp_path, capsys, untied
+):
+    run_dir, cfg, params = untied
+    given, out = tmp_path / "given", tmp_path / "out"
+    run_command(capsys, "export", run_dir.root, "--out", given)
+    own = json.loads((given / "config.json").read_text())
+    served = {"max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": [256, 3]}
+    beside = {"generation_config.json": "{}", "chat_template.jinja": "{{ messages }}"}
+    for name, text in beside.items():
+        (given / name).write_text(text)
+    tuned = cfg.model_copy(update={"init_from": FromSafetensors(path=given)})
+    tuned_run = run_of(tmp_path / "tuned", tuned, params)
+    for change, taken in (
+        ({}, served),
+        ({"rope_theta": 5.0}, {}),
+        ({"model_type": "t5"}, {}),
+        (None, {}),
+    ):
+        (given / "config.json").unlink(missing_ok=True)
+        if change is not None:
+            (given / "config.json").write_text(json.dumps(own | served | change))
+        printed = run_command(capsys, "export", tuned_run.root, "--out", out).out
+        assert json.loads((out / "config.json").read_text()) == own | taken
+        found = {path.name: path.read_text() for path in out.iterdir() if path.name in beside}
+        assert found == (beside if taken else {})
+        assert str(given) in printed.splitlines()[-1], "what is taken over, or why nothing is"
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize(("own", "taken"), [(3, [2, 3]), (None, [2, 3]), (4, 4)])
+def test_the_ends_of_the_initial_weights_are_taken_over_if_the_run_has_one_of_them(
+    tmp_path, own, taken
+):
+    cfg = config().model_copy(update={"init_from": FromSafetensors(path=tmp_path)})
+    fields = fields_of(cfg.model, rows=64, dtype="float32", seq_len=8, eos=own)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"eos_token_id": [2, 3]}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    found = origin.find(cfg, fields)
+    assert (fields | found.fields)["eos_token_id"] == taken
+    assert bool(found.beside) == (taken != own)
 
 
 def test_shards_are_small_and_the_index_names_every_tensor(tmp_path, capsys, untied):

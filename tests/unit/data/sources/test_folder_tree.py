@@ -111,9 +111,16 @@ def warnings(kind, path, **fields):
 
 def test_a_pattern_that_leaves_out_nothing_or_fits_nothing_is_told(corpus, kind):
     ending = ENDINGS[kind]
-    for pattern in ("own/*", "own/**", f"*/0.{ending}", f"code/deep/1.{ending}", "code/*"):
+    for pattern in (
+        "own/*",
+        "own/**",
+        "**/own/**",
+        f"*/0.{ending}",
+        f"code/deep/1.{ending}",
+        "code/*",
+    ):
         assert warnings(kind, corpus, exclude=(pattern,)) == []
-    for pattern in ("own", "own/", "./own", "Own/*", f"0.{ending}", "/own/*", "**/own/**"):
+    for pattern in ("own", "own/", "./own", "Own/*", f"0.{ending}", "/own/*"):
         told = "\n".join(warnings(kind, corpus, exclude=(pattern,)))
         assert told.startswith(f"data.source.exclude: {pattern!r} leaves out nothing")
         assert ("for the folder give 'own/*'" in told) == (pattern.strip("./") == "own")
@@ -273,6 +280,36 @@ def test_what_a_glob_leaves_out_or_overrides_is_told(tmp_path):
     assert list_corpus(TextSource(**given)).warnings == [ignored]
     given["path"] = str(tmp_path / "a.txt")
     assert ignored in list_corpus(TextSource(**given)).warnings
+
+
+def test_folders_that_no_pattern_of_include_looks_into_are_told(tmp_path):
+    for name in ("a.txt", "2023/b.txt", "2024/c.txt", "2024/old/d.txt"):
+        write("text", tmp_path / name)
+    told = (
+        "data.source.include: no pattern looks into {0} folders, such as {1}; '{1}/**/*' takes "
+        "what is in it"
+    )
+    cases = {
+        ("*.txt",): [told.format(2, "2023")],
+        ("*.txt", "2023/*"): [told.format(1, "2024")],
+        ("*/*.txt",): [told.format(1, "2024/old")],
+        ("**/*.txt",): [],
+        ("2024/c.txt",): [],
+    }
+    found = {
+        include: list_corpus(TextSource(path=str(tmp_path), include=include)).warnings
+        for include in cases
+    }
+    assert found == cases
+    source = TextSource(path=str(tmp_path), include=("*.txt",), exclude=("20*/*",))
+    assert list_corpus(source).warnings == []
+
+
+def test_an_exclude_pattern_for_any_folder_is_one_for_none_too(tmp_path):
+    for name in ("a.py", "README.md", "sub/x.md", "sub/deep/y.md"):
+        write("text", tmp_path / name)
+    assert names("text", tmp_path, exclude=("**/*.md",)) == ["a.py"]
+    assert names("text", tmp_path, exclude=("sub/**/*.md",)) == ["README.md", "a.py"]
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -344,7 +345,11 @@ def shard(path, *names):
 def test_labels_of_parquet_files_have_the_names_in_their_schemas(tmp_path):
     for name, names in (("a", ("cat", "dog")), ("b", ("cat", "dog")), ("c", ())):
         shard(tmp_path / "all" / f"{name}.parquet", *names)
-    assert open_dataset(section(tmp_path / "all")).classes == ("cat", "dog")
+    for _ in range(2):  # The second one opens the cached images.
+        told = []
+        found = open_dataset(section(tmp_path / "all"), progress=told.append)
+        assert found.classes == ("cat", "dog")
+        assert any("1 Parquet files have no names of classes, such as" in line for line in told)
     shard(tmp_path / "other" / "a.parquet", "dog", "cat")
     config = section(tmp_path / "all").model_dump()
     other = {"kind": "images", "path": str(tmp_path / "other"), "size": 8}
@@ -356,6 +361,37 @@ def test_labels_of_parquet_files_have_the_names_in_their_schemas(tmp_path):
     shard(tmp_path / "all" / "b.parquet", "dog", "cat")
     with pytest.raises(ConfigError, match="one number means two classes"):
         open_dataset(section(tmp_path / "all"))
+
+
+@pytest.mark.parametrize("where", ["validation", "mixture"])
+def test_labels_without_names_beside_others_are_told(folder, tmp_path, where):
+    shard(tmp_path / "plain" / "a.parquet")
+    kind = {"kind": "images", "path": str(tmp_path / "plain"), "size": 8}
+    config = section(folder).model_dump()
+    if where == "validation":
+        config |= {"validation": ({"name": "plain", "source": kind},)}
+    else:
+        sources = [
+            {"name": name, "weight": 1, "source": source}
+            for name, source in (("photos", config["source"]), ("plain", kind))
+        ]
+        config |= {"source": {"kind": "mixture", "sources": tuple(sources)}}
+    told = []
+    open_dataset(DataSection.model_validate(config), progress=told.append)
+    found = [line for line in told if "whether a label is the same class" in line]
+    assert [bool(re.search(r"plain\]? has no names of classes", line)) for line in found] == [True]
+
+
+def test_folders_of_numbers_whose_labels_are_others_are_told(folder, tmp_path):
+    for names, says in (("0 1 2", None), ("2 9 10", "label 0 is the class '10'")):
+        for old, new in zip(sorted(folder.iterdir()), names.split(), strict=True):
+            old.rename(folder / f"to-{new}")
+        for path in folder.iterdir():
+            path.rename(folder / path.name.removeprefix("to-"))
+        told = []
+        open_dataset(section(folder), progress=told.append)
+        found = [line for line in told if "the classes are numbers" in line]
+        assert [says in line for line in found] == [True] * (says is not None)
 
 
 def test_a_changed_image_or_class_changes_the_fingerprint_and_other_settings_do_not(folder):

@@ -1,3 +1,4 @@
+import os
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -223,6 +224,8 @@ def test_a_terabyte_opens_without_being_read(tmp_path):
     num_tokens = 2**39
     with (tmp_path / "set" / "tokens.bin").open("r+b") as file:
         file.truncate(2 * num_tokens)  # Sparse: takes no space.
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x01\0")
     np.save(tmp_path / "set" / "offsets.npy", np.array([0, num_tokens - 2**32, num_tokens]))
     change_meta(tmp_path / "set", num_tokens=num_tokens)
     dataset = opened(tmp_path / "set", heldout_fraction=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,55 @@ def test_how_a_file_is_divided_changes_nothing() -> None:
         for start in range(0, len(ids), size):
             pattern.add(ids[start : start + size])
         assert pattern.problem() == "every second id is at most 0, as of a wider type"
+
+
+HEADER = np.zeros(256, "<i4")
+HEADER[:3] = 20240520, 1, len(IDS)
+FILES = {
+    "filled": (IDS.astype("<u2").tobytes(), None),
+    "a few zeros": (np.append(IDS, [0] * 1000).astype("<u2").tobytes(), None),
+    "a tail of zeros": (
+        np.append(IDS, [0] * 2000).astype("<u2").tobytes(),
+        r"last 2,000 ids are 0.*truncate -s 2000\)",
+    ),
+    "zeros in two reads": (
+        np.append(IDS, np.zeros(2**23)).astype("<u2").tobytes(),
+        "last 8,388,608 ids are 0",
+    ),
+    "zeros only": (bytes(4096), "last 2,048 ids are 0"),
+    "llm.c": (HEADER.tobytes() + IDS.astype("<u2").tobytes(), None),
+    "llm.c of a later version": (
+        (HEADER + np.eye(1, 256, 1, dtype="<i4")[0]).tobytes() + IDS.astype("<u2").tobytes(),
+        "llm.c's of version 2, and version 1 is known",
+    ),
+    "lit-gpt": (
+        b"LITPKDS" + bytes(17) + IDS.astype("<u2").tobytes(),
+        "chunk of lit-gpt's PackedDataset",
+    ),
+}
+
+
+def test_a_file_of_ids_that_another_writer_left_unfilled_or_with_a_header_is_refused(
+    tmp_path: Path,
+) -> None:
+    told = {}
+    for number, (name, (data, _)) in enumerate(FILES.items()):
+        path = tmp_path / f"{number}.bin"
+        path.write_bytes(data)
+        try:
+            opened(NanogptSource(path=str(path), vocab_size=2**16), tmp_path / f"cache{number}")
+        except ConfigError as error:
+            told[name] = str(error)
+    wrong = {
+        name: told.get(name)
+        for name, (_, says) in FILES.items()
+        if (name in told) != (says is not None) or (says and not re.search(says, told[name]))
+    }
+    assert not wrong
+
+
+def test_a_token_folder_of_another_tool_that_ends_with_zeros_is_refused(tmp_path: Path) -> None:
+    ids = np.append(IDS, [0] * 1024).astype("<u2")
+    with pytest.raises(ConfigError, match=r"tokens.bin: its last 1,024 ids or more are 0"):
+        open_tokens(folder_of(tmp_path / "unfilled", ids, "uint16"))
+    assert open_tokens(folder_of(tmp_path / "few", ids[:-1], "uint16"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxres.config.schema.data import (
     BytesTokenizer,
@@ -23,8 +23,9 @@ from jaxres.config.schema.data import (
     TokensSource,
 )
 from jaxres.data import Dataset, open_dataset
+from jaxres.data import corpus as corpus_module
 from jaxres.data.corpus import describe_corpus, open_corpus
-from jaxres.data.sources import documents
+from jaxres.data.sources import documents, token_stream
 from jaxres.data.tokens import tokenizer
 from jaxres.faults import ConfigError
 from tests import bpe
@@ -488,7 +489,8 @@ UNKNOWN = {
     ),
     "BPE": (
         models.BPE(vocab={"a": 0, "b": 1}, merges=[]),
-        "WARNING: the tokenizer drops characters that are not in its vocabulary",
+        "WARNING: the tokenizer drops 2 characters of the text that are not in its vocabulary, "
+        "such as 'z' '\\u4e2d'.",
     ),
     "none": (models.WordLevel({"a": 0, "b": 1}), None),
 }
@@ -507,8 +509,64 @@ def test_text_outside_the_vocabulary_is_told(tmp_path: Path, name: str) -> None:
         with pytest.raises(ConfigError, match="the tokenizer can't encode a text: WordLevel"):
             open_corpus(corpus, progress=messages.append)
         return
-    open_corpus(corpus, progress=messages.append)
-    assert [one[: len(warning)] for one in messages if one.startswith("WARNING")] == [warning]
+    for _ in range(2):  # The second one opens the cached corpus.
+        open_corpus(corpus, progress=messages.append)
+        assert [one[: len(warning)] for one in messages if one.startswith("WARNING")] == [warning]
+        messages.clear()
+
+
+def test_what_an_interrupted_build_has_lost_of_the_text_is_told_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a Z"}\n' + '{"text": "a b"}\n' * 9)
+    section = vocabulary_only(tmp_path / "tokenizer", UNKNOWN["BPE"][0])
+    source, messages = JsonlSource(path=str(tmp_path / "a.jsonl")), list[str]()
+    described = describe_corpus(source, section, cache_dir=tmp_path / "cache")
+    write = corpus_module._write_journal
+
+    def stop(*given: Any) -> None:
+        write(*given)
+        raise RuntimeError("stopped")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(corpus_module, "SYNC_SECONDS", 0.0)
+        patched.setattr(token_stream, "BATCH_PIECES", 1)
+        patched.setattr(corpus_module, "_write_journal", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            open_corpus(described, progress=messages.append)
+    open_corpus(described, progress=messages.append)
+    assert any("tokens of an interrupted start" in line for line in messages)
+    assert "such as 'Z'" in messages[-2], messages
+
+
+TRAINED_ON = ["the quick brown fox jumps over the lazy dog", "\u4e2d\u6587 \u044f \u05d0"] * 3
+
+
+def byte_level(folder: Path, *, alphabet: list[str]) -> HuggingfaceTokenizer:
+    """Trains a BPE on bytes that has only those of some text and of an alphabet."""
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(  # type: ignore[call-arg]
+        vocab_size=400, special_tokens=["<e>"], initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(TRAINED_ON, trainer)
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    return HuggingfaceTokenizer(path=folder, end_of_document="<e>")
+
+
+def test_each_character_without_all_of_its_bytes_is_named(tmp_path: Path) -> None:
+    text = "The \u4e2d\u6587\u4e2e fox \U0001f600 = X\n"
+    (tmp_path / "a.txt").write_text(text)
+    source, messages = TextSource(path=str(tmp_path / "a.txt")), list[str]()
+    for name, alphabet in (("some", []), ("all", pre_tokenizers.ByteLevel.alphabet())):
+        section = byte_level(tmp_path / name, alphabet=alphabet)
+        corpus = describe_corpus(source, section, cache_dir=tmp_path / f"cache-{name}")
+        open_corpus(corpus, progress=messages.append)
+    (told,) = [line for line in messages if line.startswith("WARNING")]
+    assert "drops 6 characters" in told
+    assert "such as '\\n' '=' 'T' 'X' '\\u4e2e' '\\U0001f600'." in told
 
 
 def test_a_tokenizer_of_bytes_loses_nothing_and_nothing_is_told(

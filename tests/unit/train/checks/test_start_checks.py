@@ -77,6 +77,21 @@ def test_what_is_there_or_can_not_be_known_is_left_to_the_attempt(
     ("override", "says"),
     [
         ("optimizer.schedule.warmup_steps=11", "optimizer.schedule: warmup_steps=11 lies beyond"),
+        (
+            "optimizer.schedule={warmup_fraction: 0.5, horizon_steps: 21}",
+            "optimizer.schedule: the end of warmup_fraction=0.5 lies beyond",
+        ),
+        ("optimizer.schedule={warmup_fraction: 0.5, horizon_steps: 20}", None),
+        ("hooks=[{target: 'json:loads'}]", "hooks[0].every_steps=100 lies beyond"),
+        (
+            "guards.corruption.replay_every_steps=11",
+            "guards.corruption.replay_every_steps=11 lies beyond",
+        ),
+        ("checkpoint.memory={every_steps: 11}", "checkpoint.memory.every_steps=11 lies beyond"),
+        (
+            "optimizer.schedule={kind: linear, horizon_steps: 9}",
+            "optimizer.schedule: the learning rate is 0 from step 9 on",
+        ),
         ("optimizer.schedule.warmup_steps=10", None),
         (
             "optimizer.schedule={kind: piecewise, changes: [{after_step: 10, factor: 0.1}]}",
@@ -101,5 +116,5 @@ def test_a_setting_beyond_the_last_step_is_told(
     config = config_of(override, "train.steps=10")
     assert not start_checks.is_complete(RunDir(tmp_path / "run"), config, env={})
     told = capsys.readouterr().err
-    assert ("lies beyond" in told) == (says is not None)
+    assert ("WARNING" in told) == (says is not None)
     assert says is None or says in told
