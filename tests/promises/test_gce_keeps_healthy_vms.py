@@ -17,7 +17,7 @@ from tests.promises.trainer import assert_bit_exact
 HELD_STEP = 25
 """The training waits in this step of an attempt, after the commit of step 10."""
 SIXTY_DAYS = 60 * 86400.0
-SUPERVISOR, AGENT = b"-m\0jaxres.train\0", b"-m\0jaxres.launch\0agent\0"
+SUPERVISOR, AGENT = b"-m\0jaxres.launch.gce.vm.standby\0", b"-m\0jaxres.launch\0agent\0"
 
 
 def held(cloud: Cloud, *, hosts: int) -> dict[str, str]:

@@ -104,17 +104,6 @@ def test_down_during_a_creation_leaves_no_vm(cloud: Cloud) -> None:
 
 
 @pytest.mark.campaign
-def test_queued_vms_are_requested_one_by_one(cloud: Cloud, fault_free_pair: RunDir) -> None:
-    launcher = cloud.up(
-        cloud.config(num_hosts=2, capacity_options=[OPTION | {"kind": "flex_start"}])
-    )
-    assert launcher.wait_exit() == 0, cloud.describe()
-    assert cloud.gce.calls().calls["instances.insert"] == 2
-    assert_bit_exact(cloud.run_dir, fault_free_pair)
-    cloud.assert_nothing_is_left()
-
-
-@pytest.mark.campaign
 def test_vms_that_never_start_end_the_job_with_its_code(cloud: Cloud) -> None:
     config = cloud.config(runtime={"kind": "python", "python": "/nowhere"}, ready_minutes=0.05)
     launcher = cloud.up(config, "restart.max_attempts_without_commit=2")
