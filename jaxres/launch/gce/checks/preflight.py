@@ -6,6 +6,7 @@ result of each check (`--dry-run --check`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import shape_of
 from jaxres.config.schema.gce import GceSection
+from jaxres.estimate import job_estimate, state_size, storage_rate
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api import resize_requests
@@ -63,8 +65,27 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
             body = {**resize_requests.bodies(machine, names)}
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
     found += [*_code_lines(gce), *_account_lines(gce, run)]
+    found += estimate_lines(config, run)
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
     return [*found, *_limit_lines(config), "nothing was created"]
+
+
+def estimate_lines(config: RunConfig, run: GcsPath) -> list[str]:
+    """Returns the estimate of a job, which doctor, plan and its first start print too.
+
+    A program has none: the config says nothing of its state and saves.
+    """
+    gce, machines, size = config.launch.gce, job_estimate.vms_of(config), None
+    assert gce is not None, config
+    assert machines is not None, config
+    if config.program is not None:
+        return []
+    with contextlib.suppress(ConfigError):  # The estimate has "state unknown".
+        size = state_size.state_bytes(config)
+    machine = gce.capacity_options[0].machine_type
+    rate = storage_rate.read(config, run, machine=machine)
+    known = job_estimate.estimate(config, machines, state_bytes=size, rate=rate)
+    return [f"estimate: {line}" for line in known.lines()]
 
 
 def price_lines(config: RunConfig) -> list[str]:
@@ -177,7 +198,7 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     results += option_prices.results(config)
     num_failed = sum(result.state == "failed" for result in results)
     found = [f"project {gce.project}, run {run}: {gce.most_hosts} VMs", *table(results)]
-    found += price_lines(config)
+    found += [*price_lines(config), *estimate_lines(config, run)]
     counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
     found += [f"{counts}; nothing was created"]
     sys.stdout.write("".join(f"{line}\n" for line in found))

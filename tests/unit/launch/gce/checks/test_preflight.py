@@ -40,6 +40,14 @@ def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
     ), text
 
 
+def test_the_plan_has_the_estimate_of_doctor_and_plan() -> None:
+    lines = [line for line in preflight.lines(config(), RUN) if line.startswith("estimate: ")]
+    assert "2 devices on 2 hosts" in lines[0]
+    assert "$3.00 an hour (spot)" in lines[0]
+    assert "a save takes" in lines[1]
+    assert "preemptions a VM and day" in lines[3]
+
+
 def test_the_price_of_all_vms_includes_the_spares() -> None:
     lines = preflight.lines(config(spares=1), RUN)
     assert (
