@@ -87,6 +87,7 @@ def start_or_resume(
     waits: bool,
     resume_only: bool = False,
     clear: Callable[[GcsPath], None] | None = None,
+    other_region: bool = False,
 ) -> Controller | int:
     """Takes the lease of a job and returns its controller, or an exit code: nothing is to be led.
 
@@ -99,6 +100,7 @@ def start_or_resume(
       resume_only: starts no new job.
       clear: deletes what an ended job has left in the run directory, so that a new run begins;
         None: its run goes on.
+      other_region: whether the bucket of a new job may be in no region of its VMs.
 
     Raises:
       ConfigError: a check before the first VM has failed.
@@ -115,7 +117,7 @@ def start_or_resume(
         job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
         return ExitCode.DONE
     if is_new:
-        _check_before_lease(config, run, compute, env=env)
+        _check_before_lease(config, run, compute, env=env, other_region=other_region)
         if clear is None:  # A check of machines has none.
             for line in preflight.estimate_lines(config, run):
                 print_line(line)
@@ -170,7 +172,12 @@ def report_end(run: GcsPath, end: JobEnd) -> int:
 
 
 def _check_before_lease(
-    config: RunConfig, run: GcsPath, compute: Compute, *, env: Mapping[str, str]
+    config: RunConfig,
+    run: GcsPath,
+    compute: Compute,
+    *,
+    env: Mapping[str, str],
+    other_region: bool,
 ) -> None:
     """Makes all checks of a new job, and prints the warnings.
 
@@ -181,9 +188,10 @@ def _check_before_lease(
     alert_sender.resolve(config.alerts, env=env)
     job_metrics.check(config)
     elastic.check_range(config)
-    for warning in preflight.check(gce_section(config), compute, run):
+    section = gce_section(config)
+    for warning in preflight.check(section, compute, run, other_region=other_region):
         print_line(warning)
-    require_packed(config, code_package.list_files(gce_section(config).package))
+    require_packed(config, code_package.list_files(section.package))
 
 
 def require_packed(config: RunConfig, packed: Sequence[code_package.PackedFile]) -> None:

@@ -173,19 +173,29 @@ def _readable(value: Any) -> Any:
     return value
 
 
-def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
+def check(
+    gce: GceSection, compute: Compute, run: GcsPath, *, other_region: bool = False
+) -> list[str]:
     """Returns warnings for the operator.
+
+    Args:
+      gce: the section on VMs.
+      compute: the service.
+      run: the run directory.
+      other_region: whether its bucket may be in no region of the VMs.
 
     Raises:
       ConfigError: everything that is wrong, a line each.
       StorageUnavailable: the service does not answer.
     """
-    results = [*_results(gce, compute, run)]
+    results = [*_results(gce, compute, run, other_region=other_region)]
     raise_all(result.problem() for result in results if result.state == "failed")
     return [result.text() for result in results if result.state == "warning"]
 
 
-def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
+def show_checks(
+    config: RunConfig, run: GcsPath, compute: Compute, *, other_region: bool = False
+) -> int:
     """Prints the results of all checks of `up`, and the prices; creates nothing.
 
     Raises:
@@ -194,7 +204,7 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     """
     gce = config.launch.gce
     assert gce is not None, config
-    results = [*_results(gce, compute, run)]
+    results = [*_results(gce, compute, run, other_region=other_region)]
     results += option_prices.results(config)
     num_failed = sum(result.state == "failed" for result in results)
     found = [f"project {gce.project}, run {run}: {gce.most_hosts} VMs", *table(results)]
@@ -205,7 +215,9 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     return ExitCode.CONFIG if num_failed else ExitCode.DONE
 
 
-def _results(gce: GceSection, compute: Compute, run: GcsPath) -> Iterator[CheckResult]:
+def _results(
+    gce: GceSection, compute: Compute, run: GcsPath, *, other_region: bool
+) -> Iterator[CheckResult]:
     """Yields the results of all checks; raises as `check` does."""
     reader = ResourceReader(compute)
     yield from guard("project", resource_checks.project(reader))
@@ -220,10 +232,10 @@ def _results(gce: GceSection, compute: Compute, run: GcsPath) -> Iterator[CheckR
     yield from guard("firewall", network_checks.firewall(gce, reader))
     yield from guard("reservations", resource_checks.reservations(answering, reader))
     yield from resource_checks.quotas(gce, reader, silent=silent)
-    yield from _bucket(gce, run)
+    yield from _bucket(gce, run, other_region=other_region)
 
 
-def _bucket(gce: GceSection, run: GcsPath) -> Iterator[CheckResult]:
+def _bucket(gce: GceSection, run: GcsPath, *, other_region: bool) -> Iterator[CheckResult]:
     """Yields whether the bucket is in a region of the VMs: other traffic is slow and costs."""
     regions = network_checks.regions_of(gce)
     try:
@@ -240,10 +252,11 @@ def _bucket(gce: GceSection, run: GcsPath) -> Iterator[CheckResult]:
     elif place.name not in regions:
         yield CheckResult(
             "bucket",
-            "failed",
+            "warning" if other_region else "failed",
             f"{run}: the bucket is in {place.name}, the VMs would be in {', '.join(regions)}: each "
             "checkpoint would cross regions, slowly and at a cost",
-            "Use a bucket in their region (`launch gce init` creates one)",
+            "Use a bucket in their region (`launch gce init` creates one); `up --other-region`, if "
+            "no region has both",
             "run.dir",
         )
     else:
