@@ -13,6 +13,7 @@ from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
 from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import PagerdutyTarget, variable
+from jaxres.config.schema.checkpoint import EpochsWhen
 from jaxres.config.schema.data import (
     HELDOUT,
     BytesTokenizer,
@@ -28,7 +29,6 @@ from jaxres.config.schema.data import (
     TokensSource,
     single_sources,
 )
-from jaxres.config.schema.checkpoint import EpochsWhen
 from jaxres.config.schema.gce import CapacityOption, FlexStartOption, GceSection, PythonRuntime
 from jaxres.config.schema.model import CustomModel, GptModel, MlpModel, VitModel
 from jaxres.config.schema.optimizer import (

@@ -27,7 +27,5 @@ def set_all(folder: GcsPath, *, is_held: bool) -> int:
 
     names = gcs_client.with_retries(folder, different)
     with ThreadPoolExecutor(THREADS, "jaxres-bucket") as pool:
-        list(
-            pool.map(lambda n: gcs_client.with_retries(folder, lambda: change(n)), names)
-        )
+        list(pool.map(lambda n: gcs_client.with_retries(folder, lambda: change(n)), names))
     return len(names)
