@@ -201,6 +201,11 @@ def _tensor(path: RunPath, name: str, entry: Mapping[str, Any], base: int) -> Te
     return Tensor(path, name, info, base + start, stop - start)
 
 
+def is_one_file(path: RunPath) -> bool:
+    """Returns whether a path is no folder; in a bucket, where each name can be one: an object."""
+    return gcs_objects.stat(path) is not None if is_remote(path) else not storage.is_dir(path)
+
+
 def open_path(path: RunPath) -> dict[str, Tensor]:
     """Returns name -> tensor of a file, or of a folder with one file or several and their index.
 
@@ -209,7 +214,7 @@ def open_path(path: RunPath) -> dict[str, Tensor]:
         several models or saves.
       StorageUnavailable: storage could not be read.
     """
-    if not storage.is_dir(path):
+    if is_one_file(path):
         return open_file(path)
     index = storage.read(path / INDEX)
     names = sorted(storage.list_names(path))

@@ -7,7 +7,6 @@ import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -133,7 +132,7 @@ def from_safetensors(place: RunPath) -> Weights:
       StorageUnavailable: storage could not be read.
     """
     stored = safetensors.open_path(place)
-    folder = place if files.is_dir(place) else place.parent
+    folder = place.parent if safetensors.is_one_file(place) else place
     about = read_about(folder)
     sums: Mapping[str, str] = about["tensors"] if about else {}
     if about and sums.keys() != stored.keys():
