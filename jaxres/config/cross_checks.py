@@ -13,6 +13,7 @@ from jaxres.config.errors import Problem, did_you_mean, show
 from jaxres.config.gce_machine_types import region_of, shape_of
 from jaxres.config.schema.alert_kinds import Kind
 from jaxres.config.schema.alerts import PagerdutyTarget, variable
+from jaxres.config.schema.checkpoint import EpochsWhen
 from jaxres.config.schema.data import (
     HELDOUT,
     BytesTokenizer,
@@ -37,9 +38,8 @@ from jaxres.config.schema.optimizer import (
     PiecewiseSchedule,
     SgdOptimizer,
 )
-from jaxres.config.schema.program import OWN_VARIABLES, ProgramSection
+from jaxres.config.schema.program import OWN_VARIABLES
 from jaxres.config.schema.run_config import RunConfig, TrainSection
-from jaxres.config.schema.training import FromSafetensors
 from jaxres.storage.path import SCHEME, is_remote, parse_path
 
 SMALLEST_SHARE = 1 / 65_536
@@ -51,7 +51,7 @@ BYTES_VOCAB = 257
 def check(config: RunConfig) -> list[Problem]:
     """Returns every problem of this combination of values."""
     if config.program is not None:
-        return [*_program(config.program), *_alerts(config), *_gce(config)]
+        return [*_program(config), *_alerts(config), *_gce(config)]
     return [
         *_numbers(config),
         *_batch(config),
@@ -68,7 +68,12 @@ def check(config: RunConfig) -> list[Problem]:
     ]
 
 
-def _program(section: ProgramSection) -> Iterator[Problem]:
+def _program(config: RunConfig) -> Iterator[Problem]:
+    section = config.program
+    assert section is not None
+    if isinstance(config.checkpoint.when, EpochsWhen):
+        text = "kind epochs: jaxres does not know the epochs of a program; give another kind"
+        yield Problem("checkpoint.when", text, others=("program",))
     if not section.command:
         yield Problem("program.command", "is empty; give the program and its arguments")
     for name in sorted(set(OWN_VARIABLES) & set(section.env)):
@@ -342,10 +347,6 @@ def _features(config: RunConfig) -> Iterator[Problem]:
             f"(here {source.kind} and {model.kind}); set it to 0",
             others=("data.source.kind", "model.kind"),
         )
-    start = config.init_from
-    if isinstance(start, FromSafetensors) and is_remote(start.path):
-        text = "must be on this machine; copy the folder here, or start from the run (kind: run)"
-        yield Problem("init_from.path", text)
     for key, part in (*sources.items(), ("model", model)):
         if isinstance(part, CustomModel | CustomSource):
             taken = {"vocab_size", "seq_len"} if isinstance(part, CustomModel) else set()

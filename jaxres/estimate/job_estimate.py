@@ -15,7 +15,14 @@ from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus
-from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
+from jaxres.config.schema.checkpoint import (
+    AutoWhen,
+    ContinuousWhen,
+    EpochsWhen,
+    SecondsWhen,
+    StepsWhen,
+    When,
+)
 from jaxres.estimate.assumptions import ASSUMPTIONS, DEFAULTS, Assumption
 from jaxres.estimate.failure_model import Component, FleetModel
 from jaxres.estimate.goodput_model import HOUR_SECONDS, Outages, transfer_seconds
@@ -123,7 +130,7 @@ class JobEstimate:
                 return saves.interval_seconds
             case AutoWhen():
                 return save_interval.choose(Costs(saves.stall_seconds), self.when).seconds
-            case StepsWhen():
+            case StepsWhen() | EpochsWhen():
                 return None
             case _:
                 return saves.interval_seconds
@@ -184,6 +191,8 @@ class JobEstimate:
         if isinstance(when, StepsWhen) and (seconds is None or self.step_seconds is not None):
             measured = "" if seconds is None else f" ({clock_text(seconds)}, measured)"
             return f"every {when.every_steps} steps{measured}"
+        if isinstance(when, EpochsWhen):
+            return "every epoch" if when.every_epochs == 1 else f"every {when.every_epochs} epochs"
         assert seconds is not None, when
         at_first = " at first (auto)" if isinstance(when, AutoWhen) else ""
         return f"every {clock_text(seconds)}{at_first}"

@@ -19,7 +19,7 @@ from jaxres import faults
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.state_arrays import array_infos
 from jaxres.cluster.host_group import SingleHost
-from jaxres.config.schema.checkpoint import CheckpointSection, StepsWhen
+from jaxres.config.schema.checkpoint import CheckpointSection, EpochsWhen, StepsWhen
 from jaxres.engine import guards
 from jaxres.engine.state import Progress
 from jaxres.exit_codes import ExitCode
@@ -147,6 +147,7 @@ class Attempt:
             self._observers.append(self._status)
         self._due: Callable[[], bool] | None = None
         if not isinstance(when := self._section.when, StepsWhen):
+            assert not isinstance(when, EpochsWhen), "calls.py refuses it"
             scheduler = SaveScheduler(when, log=owned.log, emit=owned.emit, clock=owned.clock)
             self._observers.append(scheduler)
             self._due = scheduler.is_due

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxres import config as configs
-from jaxres.faults import UsageError
+from jaxres.config.schema.checkpoint import EpochsWhen
+from jaxres.faults import ConfigError, UsageError
 from jaxres.own_loop import ownership
 from jaxres.own_loop.attempt import NUM_HOSTS, Attempt
 from jaxres.own_loop.checkpoints import Checkpoints
@@ -60,4 +61,9 @@ def attempt(
     if not settings and ownership.is_supervised(run_dir, env):
         recorded = run_dir.attempt(int(env[ownership.ATTEMPT])) / "config.yaml"
         section = configs.load_recorded(recorded, ()).config.checkpoint
+    if isinstance(section.when, EpochsWhen):
+        raise ConfigError(
+            "jaxres.attempt: when.kind=epochs: jaxres does not know the epochs of a loop of one's "
+            "own. Give save_every_steps, or `when` of another kind."
+        )
     return Attempt(run_dir, section, on_spike=on_spike, env=env)

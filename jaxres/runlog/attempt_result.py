@@ -20,6 +20,7 @@ HostT = TypeVar("HostT", int, str)
 PLANNED_ENDS: Mapping[str, str] = {
     "grow": "more hosts are ready",
     "move": "all VMs of a cheaper capacity option are ready",
+    "drain": "an operator has drained a VM",
 }
 """Why the launcher of `launch gce` ends an attempt by itself -> the reason for the operator. Such
 an end has the exit code of a preemption, and is none."""

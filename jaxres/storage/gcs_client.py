@@ -179,6 +179,11 @@ def typed_error(error: Exception, path: GcsPath) -> Exception:
         return NoBucket(
             f"{path}: there is no bucket {path.bucket}. Create it, or choose another path."
         )
+    if isinstance(error, Forbidden) and "under active" in str(error):
+        return StorageRefused(
+            f"{path}: has a hold of Cloud Storage: it can't be deleted or replaced until `jaxres "
+            "checkpoints unpin RUN_DIR --step N` removes it."
+        )
     if isinstance(error, Forbidden | Unauthorized):
         return PermissionDenied(
             f"{path}: can't be used ({_brief(error)}). Give this account the role Storage Object "

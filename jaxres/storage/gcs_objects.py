@@ -160,8 +160,8 @@ def write(
             retry=None,
         )
 
-    written = _written(path, put)
-    return None if written is None else written.generation
+    found = written(path, put)
+    return None if found is None else found.generation
 
 
 def write_stream(path: GcsPath, file: MemoryFile) -> Stat:
@@ -184,12 +184,12 @@ def write_stream(path: GcsPath, file: MemoryFile) -> Stat:
             retry=_retry(gcs_client.may_send_again),
         )
 
-    if (written := _written(path, put)) is None:
+    if (found := written(path, put)) is None:
         raise StorageUnavailable(f"{path}: exists already; another process may be writing there.")
-    return written
+    return found
 
 
-def _written(path: GcsPath, put: Callable[[Any], None]) -> Stat | None:
+def written(path: GcsPath, put: Callable[[Any], None]) -> Stat | None:
     """Returns the metadata of an object that `put` has written; None: its precondition failed."""
     from google.api_core.exceptions import PreconditionFailed
 

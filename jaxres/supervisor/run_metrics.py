@@ -11,17 +11,19 @@ import importlib.metadata
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxres.clock import Clock
 from jaxres.config import RunConfig, digest
-from jaxres.exit_codes import ROWS, SIGNAL_BASE, RestartRule, exit_row
+from jaxres.exit_codes import ROWS, SIGNAL_BASE, RestartRule
 from jaxres.goodput.intervals import BY_LAUNCHER
 from jaxres.goodput.live_timeline import LiveTimeline
-from jaxres.runlog import run_log
+from jaxres.runlog import attempt_history, run_log
 from jaxres.runlog.attempt_history import KILLED
+from jaxres.runlog.attempt_result import PLANNED_CAUSES
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.run_log import AttemptEnded, Claim, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.supervisor.health import nvml
@@ -51,7 +53,8 @@ class Metric:
 
 
 LABELS = ("run", "host")
-"""Labels of every metric: name of the run directory; first host of the job on this machine."""
+"""Labels of every metric: name of the run directory; first host of the job on this machine, or
+`launcher`."""
 METRICS = {
     metric.name: metric
     for metric in (
@@ -125,7 +128,8 @@ METRICS = {
             "jaxres_restarts_total",
             "counter",
             "Attempts of the run before the present one, by how they ended: name of "
-            "the exit code, signal, or killed (no recorded end); from the run log",
+            "the exit code, signal, killed (no recorded end), or planned_grow, planned_move and "
+            "planned_drain (by the launcher); from the run log",
             ("cause",),
         ),
         Metric("jaxres_guard_verdicts_total", "counter", "Acts of the guards", ("verdict",)),
@@ -199,6 +203,16 @@ METRICS = {
             "Price of this host for the life of this supervisor, if all capacity "
             "options have one price",
         ),
+        Metric(
+            "jaxres_job_vms", "gauge", "Of the launcher, as the next three: created VMs of the job"
+        ),
+        Metric("jaxres_job_spares", "gauge", "Spares that are ready"),
+        Metric("jaxres_job_target_spares", "gauge", "launch.gce.spares"),
+        Metric(
+            "jaxres_job_capacity_wait_seconds",
+            "gauge",
+            "Since when VMs of the job are lacking, also while it trains with fewer; 0: none is",
+        ),
     )
 }
 """Name -> metric."""
@@ -216,6 +230,7 @@ WINDOW_STEPS = 50
 CAUSES = (
     *(row.name.lower() for row in ROWS if row.restart is not RestartRule.NEVER),
     *("signal", KILLED),
+    *sorted(cause.replace(" ", "_") for cause in PLANNED_CAUSES),
 )
 """Causes of restarts, known ones: each is exported from the start, so that `increase` sees it."""
 VERDICTS: tuple[str, ...] = (
@@ -277,7 +292,6 @@ class RunMetrics:
         for name, kinds in (
             ("jaxres_guard_verdicts_total", VERDICTS),
             ("jaxres_hardware_faults_total", FAULTS),
-            ("jaxres_restarts_total", CAUSES),
         ):
             self._counts.update({(name, (kind,)): 0 for kind in kinds})
         for name in ("steps", "skipped_steps", "failed_saves"):
@@ -287,20 +301,31 @@ class RunMetrics:
         self._target_hosts = 0 if gce is None else gce.most_hosts
 
     def on_history(self, records: Sequence[Record], *, reached: int = 0) -> None:
-        """Takes over the counts of earlier attempts, before another attempt starts.
+        """Takes over the progress of earlier attempts, before another attempt starts.
 
         Args:
           records: the run log up to the end of the newest of them.
           reached: highest step that they are known to have finished.
         """
-        causes, history = restart_causes(records), run_log.fold(records)
+        history = run_log.fold(records)
         with self._lock:
-            for cause, count in causes.items():
-                self._counts["jaxres_restarts_total", (cause,)] = count
             if history.commits:
                 newest = max(history.commits, key=lambda record: record.time)
                 self._commit = history.step, newest.time
             self._timeline.reached = max(self._timeline.reached, reached)
+
+    def on_restarts(self, records: Sequence[Record], events: Sequence[LaunchEvent] = ()) -> None:
+        """Takes over how earlier attempts have ended; before, restarts have no sample.
+
+        Args:
+          records: the run log up to the end of the newest of them.
+          events: events of the launcher of VMs, which has planned some ends.
+        """
+        causes = restart_causes(records, events)
+        with self._lock:
+            for cause in {*CAUSES, *causes}:
+                key = "jaxres_restarts_total", (cause,)
+                self._counts[key] = max(self._counts[key], causes.get(cause, 0))
 
     def on_attempt_started(self, attempt: int, *, num_hosts: int) -> None:
         """Workers of an attempt start on so many hosts."""
@@ -434,26 +459,26 @@ def _of_machine(health: HealthWatcher | None) -> Iterator[Sample]:
             yield Sample("jaxres_disk_free_bytes", host.disk_free_bytes)
 
 
-def restart_causes(records: Iterable[Record]) -> Mapping[str, int]:
-    """Returns the number of ended attempts by cause: name of the exit code, signal, or killed.
+def restart_causes(
+    records: Sequence[Record], events: Sequence[LaunchEvent] = ()
+) -> Mapping[str, int]:
+    """Returns the number of ended attempts by cause, one of CAUSES or the name of an exit code.
 
     Args:
       records: the run log up to the end of its newest attempt.
+      events: events of the launcher, for ends that it has planned.
     """
-    causes: dict[int, str] = {}
+    claims = [record for record in records if isinstance(record.body, Claim)]
+    by_launcher = {
+        claim.attempt: attempt_history.launcher_end(claims[number : number + 2], events)
+        for number, claim in enumerate(claims)
+    }
+    causes = {a: attempt_history.unrecorded_end(end)[0] for a, end in by_launcher.items()}
     for record in records:
-        match record.body:
-            case Claim(attempt=attempt):
-                causes[attempt] = KILLED
-            case AttemptEnded(exit=code):
-                causes[record.attempt] = "signal" if code > SIGNAL_BASE else _name(code)
-            case _:
-                pass
-    return Counter(causes.values())
-
-
-def _name(code: int) -> str:
-    return exit_row(code).name.lower()
+        if isinstance(stop := record.body, AttemptEnded):
+            name, _ = attempt_history.recorded_end(stop, by_launcher.get(record.attempt))
+            causes[record.attempt] = "signal" if stop.exit > SIGNAL_BASE else name
+    return Counter(cause.lower().replace(" ", "_") for cause in causes.values())
 
 
 def _epoch(clock: Clock) -> float:

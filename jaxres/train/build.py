@@ -308,6 +308,7 @@ def _step_schedule(parts: Components) -> StepSchedule:
         steps=config.train.steps,
         save_every_steps=save_scheduler.every_steps(config.checkpoint.when),
         evaluate_every_steps=config.evaluation.every_steps if parts.evaluates else 0,
+        save_every_epochs=save_scheduler.every_epochs(config.checkpoint.when),
     )
 
 

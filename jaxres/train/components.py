@@ -144,19 +144,25 @@ class StepSchedule:
 
     steps: int
     save_every_steps: int | None
-    """None: saves are time-based; the save scheduler requests each."""
+    """None: saves go by time, and the save scheduler requests each, or by epochs."""
     evaluate_every_steps: int
+    save_every_epochs: int | None = None
 
-    def at(self, progress: Progress, *, saved_step: int, save_requested: bool) -> DueActions:
+    def at(
+        self, progress: Progress, *, saved_step: int, save_requested: bool, epoch_before: int = 0
+    ) -> DueActions:
         """Returns the actions due now; the last step is always saved, and evaluated if any step is.
 
         Args:
           saved_step: the newest step that is saved or being saved.
           save_requested: whether a person, or the save scheduler of host 0, requests a save.
+          epoch_before: the epoch before the newest step.
         """
         step, last = progress.step, progress.step == self.steps
         every = self.save_every_steps
         regular = every is not None and step % every == 0
+        if (epochs := self.save_every_epochs) is not None:
+            regular = progress.epoch // epochs > epoch_before // epochs
         save = step > saved_step and (save_requested or last or regular)
         evaluate = (
             self.evaluate_every_steps > 0
@@ -195,6 +201,8 @@ class DataLoader:
     num_rows: int
     tokens_per_step: int
     """On average; without padding."""
+    rows_per_step: int = 0
+    """Rows of a batch."""
     epochs: Callable[[int], Mapping[str, float]] = lambda cursor: {}
     """Cursor -> epochs of each source of a mixture before it, by name; empty for one source."""
 
@@ -307,6 +315,8 @@ class InFlight:
     """Step -> the peak learning rate that holds for it, as the compiled step takes it."""
     cursor: int
     """Start of the batch of the oldest step in flight, in the stream."""
+    epoch_before: int
+    """The epoch before the newest step, dispatched or restored."""
     completed_at: float
     """When the last step completed; with none in flight, when work on the next one began."""
     dispatched_at: float

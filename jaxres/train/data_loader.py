@@ -77,6 +77,7 @@ def open_data_loader(
         open=open_at,
         num_rows=len(dataset.train),
         tokens_per_step=dataset.tokens_of(global_batch_size),
+        rows_per_step=global_batch_size,
         epochs=order.epochs if isinstance(order, Mixture) else lambda cursor: {},
     )
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,7 +39,7 @@ from jaxres.runlog import run_log
 from jaxres.runlog.events import Noted, PhaseChanged
 from jaxres.runlog.run_log import RunHistory, recorded_tokenizer
 from jaxres.storage import files
-from jaxres.storage.path import is_remote, normalized
+from jaxres.storage.path import normalized
 from jaxres.supervisor.run_config import newest_config, resolve_run
 from jaxres.train.components import Components
 from jaxres.train.context import AttemptContext
@@ -121,10 +120,7 @@ def _open_source(section: FromStored, *, step: int | None) -> Weights:
       StorageUnavailable: storage could not be read.
     """
     if isinstance(section, FromSafetensors):
-        assert not is_remote(section.path), "config/cross_checks.py refuses buckets"
-        place = normalized(section.path)
-        assert isinstance(place, Path)
-        return weights_source.from_safetensors(place)
+        return weights_source.from_safetensors(normalized(section.path))
     if isinstance(section, FromOrbax):
         return from_orbax(normalized(section.path))
     run_dir = weights_source.source_run_dir(section)

@@ -68,6 +68,7 @@ def train(run: Trainer) -> LoopResult:
                 progress,
                 saved_step=checkpoints.saved_step,
                 save_requested=run.consensus.save_requested(),
+                epoch_before=in_flight.epoch_before,
             )
             last, hooks_due = progress.step == run.steps, run.hooks.are_due(progress.step)
             keeps = run.memory.is_due(progress.step)
@@ -111,6 +112,7 @@ def train(run: Trainer) -> LoopResult:
             flags = run.consensus.local_flags(times=_local_times(run, in_flight), no_batch=no_batch)
             inputs = (arrays, flags, in_flight.peak_rate(progress.step + 1))
             state, metrics = dispatch(run, in_flight, state, inputs, step=progress.step + 1)
+            in_flight.epoch_before = progress.epoch
             progress = progress.after(
                 next_cursor=batch.next_cursor,
                 num_rows=run.data_loader.num_rows,

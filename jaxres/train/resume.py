@@ -189,15 +189,16 @@ def _new_in_flight(
     replays: tuple[int, bool] | None,
 ) -> InFlight:
     """Returns the steps in flight at a start, of which `seq` is the record: none yet."""
-    now = run.clock.monotonic()
+    now, loader = run.clock.monotonic(), run.data_loader
     replayed_step, has_equal_replay = replays or (progress.step, False)
     return InFlight(
         seq,
-        batch_at=run.data_loader.open(history),
+        batch_at=loader.open(history),
         rollbacks=history.num_rollbacks,
         skips=history.num_skips,
         peak_rate=lambda step: run.peak_rate(history.rate_factor(step)),
         cursor=progress.cursor,
+        epoch_before=max(0, progress.cursor - loader.rows_per_step) // loader.num_rows,
         completed_at=now,
         dispatched_at=now,
         replayed_step=min(replayed_step, progress.step),

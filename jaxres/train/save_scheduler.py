@@ -16,7 +16,14 @@ from collections.abc import Callable
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import Costs, Interval
 from jaxres.clock import Clock
-from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
+from jaxres.config.schema.checkpoint import (
+    AutoWhen,
+    ContinuousWhen,
+    EpochsWhen,
+    SecondsWhen,
+    StepsWhen,
+    When,
+)
 from jaxres.runlog.events import (
     Emit,
     Event,
@@ -39,16 +46,21 @@ MIN_CHANGE = 0.1
 
 
 def every_steps(when: When) -> int | None:
-    """Returns the steps between saves; None: saves are time-based."""
+    """Returns the steps between saves; None: saves go by time or by epochs."""
     return when.every_steps if isinstance(when, StepsWhen) else None
+
+
+def every_epochs(when: When) -> int | None:
+    """Returns the epochs between saves; None: saves go by time or by steps."""
+    return when.every_epochs if isinstance(when, EpochsWhen) else None
 
 
 def attach(when: When, context: AttemptContext) -> Callable[[], bool]:
     """Appends a save scheduler to the observers; returns a function: whether a save is due.
 
-    With step-based saves, and on every host but host 0, the function always returns False.
+    With saves by steps or epochs, and on every host but host 0, the function always returns False.
     """
-    if isinstance(when, StepsWhen) or not context.peers.member.leads:
+    if isinstance(when, StepsWhen | EpochsWhen) or not context.peers.member.leads:
         return lambda: False
     scheduler = SaveScheduler(when, log=context.log, emit=context.emit, clock=context.clock)
     context.observers.append(scheduler)

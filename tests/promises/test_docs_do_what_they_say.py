@@ -62,7 +62,7 @@ def shell(tmp_path: Path, caches: Path):
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("JAXRES")},
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "emulators"))),
         "HOME": str(tmp_path),
     }
     (tmp_path / "my.yaml").write_text(MY_YAML)
@@ -84,6 +84,22 @@ def shell(tmp_path: Path, caches: Path):
         return done.stdout
 
     return run
+
+
+@pytest.mark.slow
+def test_launch_gce_is_tried_without_google(tmp_path: Path, shell) -> None:
+    """One shell runs the commands of docs/gce.md, from the start of the emulators to their end."""
+    page = (ROOT / "docs" / "gce.md").read_text()
+    section = page.partition("\n## Without Google, on one machine\n")[2].partition("\n## ")[0]
+    (config,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    (script,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "TRY.yaml").write_text(config)
+    lines = [line for line in script.splitlines() if not line.startswith("pip ")]
+    printed = shell("\n".join(["trap 'kill $emulators; wait' EXIT", *lines[:-1]]))
+    assert lines[-1].startswith("kill $emulators ")
+    assert "no check failed; nothing was created" in printed
+    assert "the last step, 8, is committed; no VM is left (exit 0 DONE)" in printed
+    assert "attempt 1 on " in printed
 
 
 @pytest.mark.campaign

@@ -15,6 +15,8 @@ from jaxres import config as configs
 from jaxres.estimate import storage_rate
 from jaxres.estimate.storage_rate import StorageRate
 from jaxres.jax_cli import doctor
+from jaxres.launch.gce import job_config
+from jaxres.launch.gce.checks import preflight
 from tests.promises.trainer import TINY, Workspace
 
 DEVICES = 8
@@ -124,6 +126,10 @@ def test_doctor_plan_and_start_say_the_same_of_a_config(
     started, chosen = by_start(workspace, (*overrides, *case.on_vm))
     assert "; ".join(planned["estimate"]) == before
     assert started == before
+    if is_on_vms:
+        config, run = job_config.find_without_bucket(Path(arguments[0]), arguments[1:])
+        by_up = preflight.estimate_lines(config, run)
+        assert [line.removeprefix("estimate: ") for line in by_up] == planned["estimate"]
     for text in case.texts:
         assert text in before
     if chosen:

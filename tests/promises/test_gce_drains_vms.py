@@ -50,6 +50,7 @@ def assert_drained(cloud: Cloud, drained: str) -> None:
     assert desired is not None
     first, last = desired.history
     assert (first.code, last.code) == (ExitCode.PREEMPTED, ExitCode.DONE), desired.history
+    assert first.planned == "drain", "an operator's drain is counted as a preemption"
     assert starts(cloud.run_dir)[1] == first.step_after > 30, "the steps since the last save"
     assert desired.failures.replacements.losses == (LossCount("excluded by hand", 1),)
     deleted = [name for kind, name in cloud.gce.events(".*") if kind == "delete"]
@@ -79,6 +80,7 @@ def test_a_drained_vm_saves_and_is_replaced_while_its_output_is_followed(
     assert launcher.wait_exit() == 0, cloud.describe()
     assert f"{drained}: is drained; attempt 2 runs" in drain.printed()
     printed = launcher.printed()
+    assert printed.count("estimate: a notice leaves") == 1, "`up` does not print the estimate"
     assert f"{drained}: is drained (noise); the attempt saves and ends" in printed
     assert f", {kept}\n" in printed.partition("attempt 2 on ")[2], "the other VM was not kept"
     assert re.search(r"step [0-9]+/60, loss [0-9.]+, .*tok/s.*, spent \$[0-9.]+\n", printed)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,15 +21,18 @@ import numpy as np
 from jaxres.checkpoint.read.manifest import ArrayInfo
 from jaxres.faults import ConfigError
 from jaxres.storage import files as storage
-from jaxres.storage import foreign_json
+from jaxres.storage import foreign_json, gcs_objects
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import require_inside
+from jaxres.storage.gcs_objects import Stat
+from jaxres.storage.path import GcsPath, RunPath, is_remote, require_inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _ADAPTERS = re.compile(r"adapter_config\.json|adapter_model.*|adapters\.(safetensors|npz)")
 """Names that PEFT and MLX give the files of adapters, which are no whole model."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+OBJECT_BYTES = 64 * 2**20
+"""Most bytes of one request to a bucket."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format's reference reader."""
 _TYPES: dict[str, Any] = {
@@ -53,7 +56,7 @@ TYPE_CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 class Tensor:
     """Location, dtype and shape of one tensor."""
 
-    file: Path
+    file: RunPath
     name: str
     info: ArrayInfo
     """Shape and dtype; the dtype is NumPy's name, or the format's type code if NumPy has none."""
@@ -61,6 +64,8 @@ class Tensor:
     """Offset in the file, in bytes."""
     size: int
     """Size in bytes."""
+    generation: Stat | None = None
+    """The object of a bucket as it was when the header was read; None: a file of a disk."""
 
     def read(self) -> np.ndarray:
         """Reads the numbers.
@@ -75,6 +80,9 @@ class Tensor:
 
     def stored(self) -> bytearray:
         """Reads the bytes of the numbers; raises as `read` does."""
+        if is_remote(self.file):
+            assert self.generation is not None, self
+            return _read_object(self.file, self.generation, self.start, self.start + self.size)
         with (
             storage.typed_errors(self.file),
             open(self.file, "rb", opener=storage.only_files) as file,
@@ -86,7 +94,17 @@ class Tensor:
         return data
 
 
-def broken(path: Path, what: str) -> ConfigError:
+def _read_object(path: GcsPath, generation: Stat, start: int, stop: int) -> bytearray:
+    """Reads a part of an object; the checksum of the whole object can't be compared."""
+    data = bytearray()
+    while start + len(data) < stop:
+        first = start + len(data)
+        end = min(stop, first + OBJECT_BYTES)
+        data += gcs_objects.read_range(path, generation, start=first, stop=end)
+    return data
+
+
+def broken(path: RunPath, what: str) -> ConfigError:
     """Returns the error for a file that is damaged or incomplete."""
     return ConfigError(
         f"{path}: not a valid safetensors file: {what}. Copy or download it again; nothing was "
@@ -94,29 +112,26 @@ def broken(path: Path, what: str) -> ConfigError:
     )
 
 
-def open_file(path: Path) -> dict[str, Tensor]:
+def open_file(path: RunPath) -> dict[str, Tensor]:
     """Returns name -> tensor of one file; checks the header against the size of the file.
 
     Raises:
       ConfigError: the file does not exist, or is not a valid safetensors file.
       StorageUnavailable: storage could not be read.
     """
-    with storage.typed_errors(path):
-        if not storage.is_file(path):
-            what = "no such file. Give a safetensors file, or a folder of them."
-            raise ConfigError(f"{path}: {what}")
-    with storage.typed_errors(path), open(path, "rb", opener=storage.only_files) as file:
-        size = os.fstat(file.fileno()).st_size
-        storage.refuse_lfs_pointer(file.read(len(storage.LFS_POINTER)), path)
-        file.seek(0)
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise broken(path, f"a header of {length} bytes in a file of {size}")
-        header = file.read(length)
+    generation = gcs_objects.stat(path) if is_remote(path) else None
+    if is_remote(path):
+        header, size = _object_header(path, generation)
+    else:
+        header, size = _file_header(path)
+    length = len(header)
     try:
         fields = foreign_json.loads(header)
         metadata = dict(fields.pop("__metadata__", None) or {})
-        tensors = [_tensor(path, name, entry, 8 + length) for name, entry in fields.items()]
+        tensors = [
+            replace(_tensor(path, name, entry, 8 + length), generation=generation)
+            for name, entry in fields.items()
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(path, f"its header can't be read ({error!r})") from error
     _refuse_quantized(path, metadata)
@@ -130,7 +145,40 @@ def open_file(path: Path) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
-def _refuse_quantized(path: Path, metadata: Mapping[str, Any]) -> None:
+NO_FILE = "no such file. Give a safetensors file, or a folder of them."
+
+
+def _file_header(path: Path) -> tuple[bytes, int]:
+    """Returns the header of a file of a disk, and its size."""
+    with storage.typed_errors(path):
+        if not storage.is_file(path):
+            raise ConfigError(f"{path}: {NO_FILE}")
+    with storage.typed_errors(path), open(path, "rb", opener=storage.only_files) as file:
+        size = os.fstat(file.fileno()).st_size
+        storage.refuse_lfs_pointer(file.read(len(storage.LFS_POINTER)), path)
+        file.seek(0)
+        return file.read(_header_length(path, file.read(8), size)), size
+
+
+def _object_header(path: GcsPath, generation: Stat | None) -> tuple[bytes, int]:
+    """Returns the header of an object of a bucket, and its size."""
+    if generation is None:
+        raise ConfigError(f"{path}: {NO_FILE}")
+    size = generation.size
+    begin = bytes(_read_object(path, generation, 0, min(size, len(storage.LFS_POINTER))))
+    storage.refuse_lfs_pointer(begin, path)
+    length = _header_length(path, begin[:8], size)
+    return bytes(_read_object(path, generation, 8, 8 + length)), size
+
+
+def _header_length(path: RunPath, begin: bytes, size: int) -> int:
+    length = int.from_bytes(begin, "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise broken(path, f"a header of {length} bytes in a file of {size}")
+    return length
+
+
+def _refuse_quantized(path: RunPath, metadata: Mapping[str, Any]) -> None:
     """Raises ConfigError if a file's metadata say that its numbers are quantized."""
     for key, value in metadata.items():
         if "quant" in str(key).lower() and value not in ("", "none", "null", "{}"):
@@ -141,7 +189,7 @@ def _refuse_quantized(path: Path, metadata: Mapping[str, Any]) -> None:
             )
 
 
-def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
+def _tensor(path: RunPath, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
     code, shape = entry["dtype"], tuple(entry["shape"])
     start, stop = entry["data_offsets"]
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)) or stop < start:
@@ -153,7 +201,12 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tenso
     return Tensor(path, name, info, base + start, stop - start)
 
 
-def open_path(path: Path) -> dict[str, Tensor]:
+def is_one_file(path: RunPath) -> bool:
+    """Returns whether a path is no folder; in a bucket, where each name can be one: an object."""
+    return gcs_objects.stat(path) is not None if is_remote(path) else not storage.is_dir(path)
+
+
+def open_path(path: RunPath) -> dict[str, Tensor]:
     """Returns name -> tensor of a file, or of a folder with one file or several and their index.
 
     Raises:
@@ -161,7 +214,7 @@ def open_path(path: Path) -> dict[str, Tensor]:
         several models or saves.
       StorageUnavailable: storage could not be read.
     """
-    if not storage.is_dir(path):
+    if is_one_file(path):
         return open_file(path)
     index = storage.read(path / INDEX)
     names = sorted(storage.list_names(path))
@@ -201,7 +254,7 @@ def open_path(path: Path) -> dict[str, Tensor]:
     )
 
 
-def _refuse_another_save(folder: Path, indexed: Mapping[str, Tensor]) -> None:
+def _refuse_another_save(folder: RunPath, indexed: Mapping[str, Tensor]) -> None:
     """Raises ConfigError unless the index names the single file, or both have the same tensors."""
     if any(tensor.file == folder / SINGLE_FILE for tensor in indexed.values()):
         return
@@ -220,7 +273,7 @@ def _refuse_another_save(folder: Path, indexed: Mapping[str, Tensor]) -> None:
         )
 
 
-def _open_index(folder: Path, index: bytes) -> dict[str, Tensor]:
+def _open_index(folder: RunPath, index: bytes) -> dict[str, Tensor]:
     storage.refuse_lfs_pointer(index, folder / INDEX)
     try:
         weight_map: dict[str, str] = foreign_json.loads(index)["weight_map"]

@@ -7,7 +7,6 @@ import json
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -31,7 +30,7 @@ from jaxres.runlog.run_log import Commit
 from jaxres.secret_values import without_rotatable
 from jaxres.storage import files, foreign_json
 from jaxres.storage.checksummed_json import canonical_json
-from jaxres.storage.path import run_root
+from jaxres.storage.path import RunPath, run_root
 
 PARAMS, EMA, ADAPTERS = "params/", "ema/", "params/lora/"
 ABOUT = "jaxres.json"
@@ -123,15 +122,17 @@ def from_run(
     )
 
 
-def from_safetensors(place: Path) -> Weights:
+def from_safetensors(place: RunPath) -> Weights:
     """Returns the tensors of a safetensors folder or file; `read` verifies recorded checksums.
+
+    A folder or an object of a bucket is read in parts, without a copy on this machine.
 
     Raises:
       ConfigError: the files do not exist, or are damaged.
       StorageUnavailable: storage could not be read.
     """
     stored = safetensors.open_path(place)
-    folder = place if files.is_dir(place) else place.parent
+    folder = place.parent if safetensors.is_one_file(place) else place
     about = read_about(folder)
     sums: Mapping[str, str] = about["tensors"] if about else {}
     if about and sums.keys() != stored.keys():
@@ -152,7 +153,7 @@ def from_safetensors(place: Path) -> Weights:
     return Weights(str(place), tensors, read, _facts_there(folder, about))
 
 
-def read_about(folder: Path) -> dict[str, Any] | None:
+def read_about(folder: RunPath) -> dict[str, Any] | None:
     """Returns an export's description of itself; None if the folder is not an export."""
     data = files.read(folder / ABOUT)
     if data is None:
@@ -167,7 +168,7 @@ def read_about(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{folder / ABOUT}: can't be read ({error!r}).") from error
 
 
-def _facts_there(folder: Path, about: Mapping[str, Any] | None) -> WeightFacts | None:
+def _facts_there(folder: RunPath, about: Mapping[str, Any] | None) -> WeightFacts | None:
     data = files.read(folder / "config.json")
     if data is None:
         return about["facts"] if about else None

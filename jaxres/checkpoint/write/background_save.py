@@ -184,7 +184,9 @@ def _writer(
             step_dir, arrays, trees, pace=pace, timeout_seconds=seconds, downloads=downloads
         )
     if is_remote(step_dir):
-        return BucketWriter(step_dir, arrays, process=process, num_hosts=num_hosts, pace=pace)
+        return BucketWriter(
+            step_dir, arrays, process=process, num_hosts=num_hosts, pace=pace, earlier=earlier
+        )
     return ArrayWriter(step_dir, arrays, process=process, pace=pace, earlier=earlier)
 
 

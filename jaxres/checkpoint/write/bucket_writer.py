@@ -2,9 +2,11 @@
 
 A part is some arrays, with the pieces of them that this host writes: one object, whose bytes are
 sent from where they lie in memory. While parts are uploaded, those before are downloaded and
-compared with the digests of the snapshot. All parts of a host are one OCDBT database, whose index
-is written here (ocdbt.py) beside the last parts; host 0 writes one for those of all hosts: beside
-the last parts, too, if it is alone. TensorStore reads them back.
+compared with the digests of the snapshot. A part that has not changed since an earlier step is
+copied by the service instead of uploaded (linked_parts.py), and downloaded all the same. All parts
+of a host are one OCDBT database, whose index is written here (ocdbt.py) beside the last parts; host
+0 writes one for those of all hosts: beside the last parts, too, if it is alone. TensorStore reads
+them back.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from jaxres.checkpoint.read.stored_chunks import Chunk, entries_of
 from jaxres.checkpoint.read.tensorstore_reader import key_of
 from jaxres.checkpoint.snapshot import digests_name
 from jaxres.checkpoint.throttle import Throttle
+from jaxres.checkpoint.write import linked_parts
 from jaxres.checkpoint.write.array_writer import (
     DIGESTS_OF,
     append_array,
@@ -35,10 +38,12 @@ from jaxres.checkpoint.write.array_writer import (
     parts_of,
 )
 from jaxres.checkpoint.write.host_arrays import HostArrays, HostPieces
+from jaxres.checkpoint.write.linked_parts import WrittenPart, WrittenParts
 from jaxres.faults import RunError, StorageUnavailable
-from jaxres.storage import files, gcs_objects
+from jaxres.storage import files, gcs_objects, object_copies
+from jaxres.storage.gcs_objects import Stat
 from jaxres.storage.object_streams import MemoryFile
-from jaxres.storage.path import GcsPath
+from jaxres.storage.path import GcsPath, is_remote
 
 PARTS = 64
 """Parts of a save, unless they would be smaller or larger than the next two."""
@@ -80,7 +85,6 @@ class BucketWriter:
     """One host's save of the arrays of a step in a bucket."""
 
     is_collective = False
-    written = None
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class BucketWriter:
         process: int,
         num_hosts: int,
         pace: Throttle,
+        earlier: WrittenParts | None = None,
     ) -> None:
         """Writes nothing yet.
 
@@ -97,11 +102,13 @@ class BucketWriter:
           step_dir: directory of the step, which no object is in yet.
           process: number of this host.
           num_hosts: number of hosts that write a share of the arrays each.
+          earlier: this host's parts of a committed step; those that are the same are copied.
         """
         self.step_dir = step_dir
         """Directory of the step."""
         self._arrays, self._pace = arrays, pace
         self._process, self._num_hosts = process, num_hosts
+        self._earlier, self.written = earlier, WrittenParts(step_dir)
         self.report = HostReport({}, "was not written")
         """Report on this host's part of the step, once `result` has returned."""
         self.markers = {SUCCESS: str(step_dir).encode()}
@@ -216,13 +223,34 @@ class BucketWriter:
             if not part.file.size_bytes:
                 return None
             self._pace.clock.sleep(wait_seconds)
-            stat = gcs_objects.write_stream(self.step_dir / part.name, part.file)
+            path = self.step_dir / part.name
+            stat = self._copy(part) or gcs_objects.write_stream(path, part.file)
         except BaseException:
             laid_out.put(None)  # The save ends here: it waits for no other part.
             raise
         part.file.release()
-        check = functools.partial(verify_object, self.step_dir, part.name, stat)
-        return downloads.submit(check, part.chunks, part.digests, self._pace)
+        return downloads.submit(self._verify, part, stat)
+
+    def _copy(self, part: BucketPart) -> Stat | None:
+        """Copies the object of an earlier step if no array in it has changed; None: it did not."""
+        earlier = self._earlier
+        known = earlier and earlier.parts.get(part.name)
+        if not earlier or not known or known.stat is None or not is_remote(earlier.step_dir):
+            return None
+        if known.sums != _sums(part) or known.values != part.values:
+            return None
+        source, to = earlier.step_dir / part.name, self.step_dir / part.name
+        return object_copies.copy(source, known.stat, to)
+
+    def _verify(self, part: BucketPart, stat: Stat) -> HostReport:
+        """Downloads a part and compares it; a whole one may be copied by a later save."""
+        report = verify_object(
+            self.step_dir, part.name, stat, part.chunks, part.digests, self._pace
+        )
+        if not report.failure:
+            whole = WrittenPart((part.name,), _sums(part), stat, part.values)
+            self.written.parts[part.name] = whole
+        return report
 
     def _lay_out(self, folder: str, number: int, paths: list[str]) -> BucketPart:
         """Fetches and digests some arrays, and decides where they are in an object."""
@@ -289,6 +317,10 @@ class BucketWriter:
             {path: each for part in parts for path, each in part.digests.items()},
             self._pace,
         )
+
+
+def _sums(part: BucketPart) -> dict[str, bytes]:
+    return {path: linked_parts.sum_of(each) for path, each in part.digests.items()}
 
 
 def part_bytes(arrays: Mapping[str, tuple[ArrayInfo, Any]], num_hosts: int) -> int:

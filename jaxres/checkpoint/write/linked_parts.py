@@ -1,9 +1,10 @@
-"""Parts of a step whose arrays have not changed since an earlier step: links in place of new files.
+"""Parts of a step that have not changed since an earlier one: links, or copies in a bucket.
 
 A part is a link only if the digests of all its arrays are those of the same part of the earlier
 step. Its files are read back and compared with the digests like written ones, so that each save
 proves what storage holds. Two copies are linked in turn, as those of frozen parameters are
-(frozen_arrays.py).
+(frozen_arrays.py). A bucket has no links: there the service copies the object of a part
+(bucket_writer.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pathlib import Path
 import xxhash
 
 from jaxres.checkpoint.digests.block_digests import Digests
+from jaxres.checkpoint.read.ocdbt import ValuePlace
 from jaxres.storage import files
+from jaxres.storage.gcs_objects import Stat
+from jaxres.storage.path import RunPath
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,17 @@ class WrittenPart:
     """Names in the step directory."""
     sums: Mapping[str, bytes]
     """Path of each array -> `sum_of` its digests."""
+    stat: Stat | None = None
+    """The object of a part in a bucket, as it was read back."""
+    values: Mapping[str, bytes | ValuePlace] = field(default_factory=dict)
+    """Its entries in the index of the database."""
 
 
 @dataclass(frozen=True)
 class WrittenParts:
     """The parts of a step that one host has written."""
 
-    step_dir: Path
+    step_dir: RunPath
     """Directory of the step once it is written."""
     parts: dict[str, WrittenPart] = field(default_factory=dict)
     """Name of the part's database in the step directory -> the part."""

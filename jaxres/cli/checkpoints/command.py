@@ -85,7 +85,9 @@ def _add_checkpoints(checkpoints: argparse._SubParsersAction[Parser]) -> None:
     replicate.add_argument("--max-mb-per-second", type=float)
     replicate.add_argument("--json", action="store_true")
     _verb(checkpoints, "adopt").add_argument("--yes", action="store_true")
-    _verb(checkpoints, "pin").add_argument("--step", type=int, required=True)
+    pin = _verb(checkpoints, "pin")
+    pin.add_argument("--step", type=int, required=True)
+    pin.add_argument("--hold", action="store_true")
     _verb(checkpoints, "unpin").add_argument("--step", type=int, required=True)
     export = _verb(checkpoints, "export")
     export.add_argument("--names", choices=("huggingface", "jaxres", "peft", *STYLES))
@@ -224,8 +226,9 @@ def _prune(
 def _pin(run_dir: RunDir, options: argparse.Namespace) -> str:
     from jaxres.cli.checkpoints import prune as prune_cli
 
-    act = prune_cli.pin if options.sub == "pin" else prune_cli.unpin
-    return act(run_dir, options.step)
+    if options.sub == "pin":
+        return prune_cli.pin(run_dir, options.step, holds=options.hold)
+    return prune_cli.unpin(run_dir, options.step)
 
 
 def _hosts(run_dir: RunDir, history: RunHistory, options: Any) -> str:

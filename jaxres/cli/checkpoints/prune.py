@@ -20,7 +20,8 @@ from jaxres.faults import UsageError, command_line
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, RunHistory
-from jaxres.storage import files
+from jaxres.storage import files, object_holds
+from jaxres.storage.path import is_remote
 from jaxres.supervisor import attempt_runner
 from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_config import resolve_run, tell_repeated
@@ -154,12 +155,20 @@ def as_json(preview: PrunePreview) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def pin(run_dir: RunDir, step: int) -> str:
+def pin(run_dir: RunDir, step: int, *, holds: bool = False) -> str:
     """Pins a committed step; returns a message.
 
+    Args:
+      run_dir: the run.
+      step: the step.
+      holds: whether its objects get a temporary hold of Cloud Storage, too.
+
     Raises:
-      UsageError: the step is not committed, or was pruned before the pin was written.
+      UsageError: the step is not committed, was pruned before the pin was written, or is on a disk
+        that has no holds.
     """
+    if holds and not is_remote(run_dir.root):
+        raise UsageError(f"--hold: {run_dir.root} is in no bucket; a hold is that of an object")
     if step not in _steps(run_dir):
         steps = ", ".join(map(str, _steps(run_dir))) or "none"
         raise UsageError(f"{run_dir.root}: step {step} is not committed (committed: {steps})")
@@ -168,13 +177,24 @@ def pin(run_dir: RunDir, step: int) -> str:
         pruning.unpin(run_dir, step)
         raise UsageError(f"{run_dir.root}: step {step} was pruned meanwhile and can't be pinned")
     unpin = command_line("python -m jaxres checkpoints unpin", run_dir.root, "--step", step)
+    if holds:
+        _set_hold(run_dir, step, is_held=True)
+        return f"step {step} is pinned and held: nobody can delete it until `{unpin}`\n"
     return f"step {step} is pinned: it is kept until `{unpin}`\n"
 
 
 def unpin(run_dir: RunDir, step: int) -> str:
-    """Removes a pin; returns a message."""
+    """Removes the holds of a step, then its pin; returns a message."""
+    released = _set_hold(run_dir, step, is_held=False)
     outcome = "is no longer pinned" if pruning.unpin(run_dir, step) else "was not pinned"
-    return f"step {step} {outcome}\n"
+    return f"step {step} {outcome}{f'; {released} objects are no longer held' * bool(released)}\n"
+
+
+def _set_hold(run_dir: RunDir, step: int, *, is_held: bool) -> int:
+    """Sets or removes the holds of a committed step; returns the number of objects that changed."""
+    history = run_log.fold(run_log.read_records(run_dir.log))
+    paths = [run_dir.root / commit.path for commit in history.committed if commit.step == step]
+    return sum(object_holds.set_all(path, is_held=is_held) for path in paths if is_remote(path))
 
 
 def _steps(run_dir: RunDir) -> list[int]:

@@ -48,6 +48,14 @@ class ContinuousWhen(Section):
     """Starts a save as soon as the previous one is committed."""
 
 
+class EpochsWhen(Section):
+    """Save policy: at the end of every so many epochs."""
+
+    kind: Literal["epochs"] = "epochs"
+    every_epochs: PositiveInt = free(1)
+    """Passes over the training rows between saves; one of a mixture has as many rows as it has."""
+
+
 class AutoWhen(Section):
     """Save policy: an interval computed from the costs of saves and failures."""
 
@@ -62,7 +70,7 @@ class AutoWhen(Section):
 
 
 When = Annotated[
-    StepsWhen | SecondsWhen | ContinuousWhen | AutoWhen,
+    StepsWhen | SecondsWhen | ContinuousWhen | EpochsWhen | AutoWhen,
     Field(discriminator="kind"),
 ]
 
@@ -143,8 +151,8 @@ class CheckpointSection(Section):
     """What to do if a save is due while one is still being written: wait for it, or skip.
 
     wait blocks training for at most twice the duration of the longest save so far (at least 5 s;
-    1 s after a save that storage refused), then skips. Only saves by steps are affected: the other
-    policies never start a save during another."""
+    1 s after a save that storage refused), then skips. Only saves by steps and epochs are affected:
+    the other policies never start a save during another."""
     keep: KeepSection = KeepSection()
     """Retention: a step is kept if any of these rules names it, or if it is pinned."""
     keep_last: PositiveInt | None = free(None)

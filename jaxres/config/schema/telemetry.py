@@ -56,10 +56,12 @@ def _listening(text: str) -> str:
 
 
 class PrometheusSection(Section):
-    """Exporter of metrics for Prometheus in each supervisor (docs/watch.md)."""
+    """Exporter of metrics for Prometheus in each supervisor, and in a launcher of VMs."""
 
     address: Annotated[str, AfterValidator(_listening)] = free("127.0.0.1:19400")
     """Address HOST:PORT on which /metrics is served to everyone who can connect."""
+    launcher_address: Annotated[str, AfterValidator(_listening)] | None = free(None)
+    """The same of `launch gce up`, which waits for VMs while no supervisor runs; null: none."""
 
 
 class TelemetrySection(Section):

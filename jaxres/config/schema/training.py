@@ -204,7 +204,7 @@ class FromSafetensors(FromWeights):
 
     kind: Literal["safetensors"] = "safetensors"
     path: Folder = content_path()
-    """One safetensors file, or a folder with one, or with several and their index."""
+    """One safetensors file, or a folder with one, or with several and their index; also gs://."""
 
 
 class FromOrbax(FromWeights):

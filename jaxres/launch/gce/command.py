@@ -45,6 +45,7 @@ COMMAND = "python -m jaxres.launch gce"
 USAGE = """\
 usage: python -m jaxres.launch gce up CONFIG.yaml|gs://RUN [section.field=value ...]
                                       [--dry-run [--check]] [--standby] [--resume-only] [--detach]
+                                      [--other-region]
        python -m jaxres.launch gce check CONFIG.yaml [section.field=value ...] [--hosts 1|2]
                                       [--hardware quick|full] [--max-hours H] [--dry-run]
        python -m jaxres.launch gce status gs://RUN|CONFIG.yaml [--json]
@@ -70,6 +71,7 @@ check: creates one or two VMs as `up` would, tests their hardware and the networ
 --resume-only: continues a job, and starts none: exits with 0 if the job has ended.
 --detach: makes the checks here, then leaves the launcher to systemd: as a unit that outlives the
     shell, is started again when the launcher dies, and ends with the job.
+--other-region: the bucket may be in no region of the VMs, as after the loss of a region.
 --follow: prints what host 0 (or the host of --vm) prints as it appears in the bucket, over new
     attempts and replaced VMs; ends with the job, with its exit code. Ctrl-C ends only this command.
 ssh: prints the gcloud command that opens a shell on host 0 (or --vm); runs nothing.
@@ -81,6 +83,10 @@ init: shows how it would create or change the run's bucket; does so with --yes.
 VERBS = (
     *("up", "check", "status", "logs", "ssh", "cordon", "drain", "uncordon", "stop", "down"),
     "init",
+)
+UP_FLAGS = (
+    *("--dry-run", "--check", "--standby", "--resume-only", "--detach"),
+    "--other-region",
 )
 WATCH_SECONDS = 1.0
 
@@ -95,7 +101,7 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         )
     flags = [argument for argument in rest if argument.startswith("--")]
     if verb == "up":
-        _refuse_unknown(flags, ("--dry-run", "--check", "--standby", "--resume-only", "--detach"))
+        _refuse_unknown(flags, UP_FLAGS)
         if "--check" in flags and "--dry-run" not in flags:
             raise UsageError("--check: needs --dry-run; `up` makes the same checks by itself")
         target, overrides = parse_target(
@@ -106,7 +112,8 @@ def main(arguments: Sequence[str], *, env: Mapping[str, str], clock: Clock | Non
         if "--dry-run" in flags:
             config, run = job_config.find_without_bucket(target, overrides)
             if "--check" in flags:
-                return preflight.show_checks(config, run, compute_for(config, env))
+                compute, elsewhere = compute_for(config, env), "--other-region" in flags
+                return preflight.show_checks(config, run, compute, other_region=elsewhere)
             return preflight.show(config, run)
         return _up(target, overrides, flags, env=env, clock=clock)
     if verb == "check":
@@ -163,6 +170,7 @@ def _up(
         clock=clock,
         waits=waits,
         resume_only=resume_only,
+        other_region="--other-region" in flags,
     )
     if "--detach" in flags:
         return _detach(run, start, env=env, waits=waits)

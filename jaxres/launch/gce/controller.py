@@ -28,6 +28,7 @@ from jaxres.launch.gce.decide.lost_vms import find_suspects
 from jaxres.launch.gce.decide.provisioning import LOST_REQUEST_SECONDS
 from jaxres.launch.gce.decide.reconcile import CYCLE_SECONDS
 from jaxres.launch.gce.job_alerts import JobAlerts
+from jaxres.launch.gce.job_metrics import JobMetrics
 from jaxres.launch.gce.state import transition_events
 from jaxres.launch.gce.state.bucket_reader import BucketReader
 from jaxres.launch.gce.state.desired_state import (
@@ -89,6 +90,7 @@ class Controller:
     console: Callable[[str], None]
     """Writes a line to the console."""
     alerts: JobAlerts | None = None
+    metrics: JobMetrics | None = None
     boottime: Callable[[], float] = boot_seconds
     """Seconds of a clock that keeps running in suspend: VMs cost money then, too."""
     _observer: StateObserver = field(default_factory=StateObserver)
@@ -178,6 +180,8 @@ class Controller:
                     )
             for message in following.messages:
                 self.console(message)
+            if self.metrics is not None:
+                self.metrics.update(desired, observed)
             self._print_step(desired, observed)
             self._update_alerts(desired)
             self._answers.report("the bucket", True)

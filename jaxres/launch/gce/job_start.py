@@ -30,13 +30,14 @@ from jaxres.faults import (
     format_exit_message,
 )
 from jaxres.host import signals
-from jaxres.launch.gce import controller, job_alerts, job_config, orphaned_vms
+from jaxres.launch.gce import controller, job_alerts, job_config, job_metrics, orphaned_vms
 from jaxres.launch.gce.api.compute import Compute
 from jaxres.launch.gce.api.resource_reader import ReadDenied, ResourceReader
 from jaxres.launch.gce.checks import future_reservations, option_prices, preflight
 from jaxres.launch.gce.controller import Controller
 from jaxres.launch.gce.decide import elastic
 from jaxres.launch.gce.job_alerts import JobAlerts
+from jaxres.launch.gce.job_metrics import JobMetrics
 from jaxres.launch.gce.state import capacity_options, lease_wait
 from jaxres.launch.gce.state.desired_state import DesiredState, InstanceGroup, JobEnd
 from jaxres.launch.gce.state.lease import Lease
@@ -86,6 +87,7 @@ def start_or_resume(
     waits: bool,
     resume_only: bool = False,
     clear: Callable[[GcsPath], None] | None = None,
+    other_region: bool = False,
 ) -> Controller | int:
     """Takes the lease of a job and returns its controller, or an exit code: nothing is to be led.
 
@@ -96,6 +98,7 @@ def start_or_resume(
       resume_only: starts no new job.
       clear: deletes what an ended job has left in the run directory, so that a new run begins;
         None: its run goes on.
+      other_region: whether the bucket of a new job may be in no region of its VMs.
 
     Raises:
       ConfigError: a check before the first VM has failed.
@@ -112,7 +115,10 @@ def start_or_resume(
         job_alerts.send_rest(paths, config, desired, env=env, clock=clock)
         return ExitCode.DONE
     if is_new:
-        _check_before_lease(config, run, compute, env=env)
+        _check_before_lease(config, run, compute, env=env, other_region=other_region)
+        if clear is None:  # A check of machines has none.
+            for line in preflight.estimate_lines(config, run):
+                print_line(line)
     option_prices.check(config, print_line, earlier=None if is_new else desired)
     may_be_led = not is_new or bool(record.damage) or _may_have_vms(config, compute, paths)
     acquire = functools.partial(lease_wait.acquire, lease, run, clock, console=print_line)
@@ -130,10 +136,12 @@ def start_or_resume(
             desired = _new_job(config, paths, desired, compute, clock, vms)
         else:
             config = _adopt(config, paths, desired)
-        targets = alert_sender.resolve(config.alerts, env=env)
+        targets, metrics = alert_sender.resolve(config.alerts, env=env), JobMetrics(config, run)
         desired = option_prices.adopt(job_alerts.start_targets(desired, config), config)
         record.write(desired, epoch=lease.epoch, held=lease.held)
-    return controller_of(paths, config, compute, lease, record, clock, targets)
+    running = controller_of(paths, config, compute, lease, record, clock, targets)
+    running.metrics = metrics
+    return running
 
 
 def _is_over(
@@ -162,7 +170,12 @@ def report_end(run: GcsPath, end: JobEnd) -> int:
 
 
 def _check_before_lease(
-    config: RunConfig, run: GcsPath, compute: Compute, *, env: Mapping[str, str]
+    config: RunConfig,
+    run: GcsPath,
+    compute: Compute,
+    *,
+    env: Mapping[str, str],
+    other_region: bool,
 ) -> None:
     """Makes all checks of a new job, and prints the warnings.
 
@@ -171,10 +184,12 @@ def _check_before_lease(
       StorageUnavailable: the service does not answer.
     """
     alert_sender.resolve(config.alerts, env=env)
+    job_metrics.check(config)
     elastic.check_range(config)
-    for warning in preflight.check(gce_section(config), compute, run):
+    section = gce_section(config)
+    for warning in preflight.check(section, compute, run, other_region=other_region):
         print_line(warning)
-    require_packed(config, code_package.list_files(gce_section(config).package))
+    require_packed(config, code_package.list_files(section.package))
 
 
 def require_packed(config: RunConfig, packed: Sequence[code_package.PackedFile]) -> None:
@@ -348,10 +363,14 @@ def lead(
       Fenced: another launcher has taken the lease.
     """
     alerts = running.alerts or contextlib.nullcontext()
+    metrics = contextlib.nullcontext()
+    if running.metrics is not None:
+        metrics = contextlib.closing(running.metrics)
     with (
         signals.stops_first(),
         lease_wait.holding(running.lease),
         faults.refusals(at_start=False),
+        metrics,
         alerts,
     ):
         return running.run(until=until)

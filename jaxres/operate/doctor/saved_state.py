@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxres.config import RunConfig
-from jaxres.config.schema.checkpoint import AutoWhen, StepsWhen, When
+from jaxres.config.schema.checkpoint import AutoWhen, EpochsWhen, StepsWhen, When
 from jaxres.estimate.job_estimate import PREEMPTIBLE, JobEstimate
 from jaxres.operate.doctor import estimates
 from jaxres.operate.doctor.check import ItemResult, not_applicable, ok, warn
@@ -47,6 +47,12 @@ def interval(config: RunConfig, facts: Facts) -> ItemResult:
             f"a save every {when.every_steps} steps, of {config.train.steps}: only the last step "
             "is saved",
             "Set checkpoint.when.kind=auto",
+        )
+    if isinstance(when, EpochsWhen):
+        return warn(
+            f"a save every {when.every_epochs} epochs, of unknown duration; the optimum is about "
+            f"{number_text.duration(known.best_interval_seconds)}",
+            "Set checkpoint.when.kind=auto, unless a save has to be of whole epochs",
         )
     seconds = estimates.interval_seconds(config, facts)
     is_measured = not is_steps or known.step_seconds is not None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from jaxres.config.schema.checkpoint import EpochsWhen
 from jaxres.config.schema.run_config import RunConfig
 from jaxres.exit_codes import ExitCode, exit_row
 from jaxres.goodput.intervals import Activity, ActivityInterval
@@ -57,7 +58,8 @@ def of_run(
     """Returns the times and failures of a run; None: it is not of the kind that is simulated.
 
     The run is complete, began at step 0, has gone back only between attempts, and a restart loop
-    (`launch local`) or the launcher of `launch gce` has started all attempts but the first.
+    (`launch local`) or the launcher of `launch gce` has started all attempts but the first. Its
+    saves do not go by epochs.
 
     Args:
       records: its log, without late records.
@@ -65,7 +67,8 @@ def of_run(
       supervisor_events: those of the restart loop.
     """
     attempts = timeline.attempts
-    if not _goes_straight_on(attempts, records):
+    by_epochs = isinstance(config.checkpoint.when, EpochsWhen)
+    if by_epochs or not _goes_straight_on(attempts, records):
         return None
     vms, waits = _vms(config, launch_events, num_attempts=len(attempts)), None
     if vms is None and (waits := _waits(supervisor_events, attempts)) is None:

@@ -22,7 +22,14 @@ from dataclasses import dataclass, replace
 
 from jaxres.checkpoint.retention import save_interval
 from jaxres.checkpoint.retention.save_interval import HOUR_SECONDS, Costs
-from jaxres.config.schema.checkpoint import AutoWhen, ContinuousWhen, SecondsWhen, StepsWhen, When
+from jaxres.config.schema.checkpoint import (
+    AutoWhen,
+    ContinuousWhen,
+    EpochsWhen,
+    SecondsWhen,
+    StepsWhen,
+    When,
+)
 from jaxres.config.schema.supervision import LaunchSection, RestartSection
 from jaxres.operate.plan.simulated_vms import Gap, SimulatedLauncher, Vms
 from jaxres.runlog.attempt_result import AttemptOutcome
@@ -265,7 +272,7 @@ def _interval(
                     trained_hours=hours,
                 )
             return save_interval.choose(found, when).seconds
-        case StepsWhen() | ContinuousWhen():
+        case StepsWhen() | EpochsWhen() | ContinuousWhen():
             return 0.0
 
 

@@ -2,7 +2,8 @@
 
 The server is a thread of the supervisor, so it answers while workers die and between attempts. It
 reads what the supervisor has in memory: a scrape touches no storage and no worker. A client that
-takes longer than CLIENT_SECONDS is dropped, and keeps no other one away.
+takes longer than CLIENT_SECONDS is dropped, and keeps no other one away. The launcher of VMs serves
+its own metrics by the same server.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxres.clock import Clock
 from jaxres.cluster.limited_server import LimitedServer
 from jaxres.config import RunConfig
 from jaxres.faults import ConfigError, RunError
+from jaxres.runlog import launch_events
 from jaxres.runlog.event_log import read_json_lines_since
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Record
@@ -38,6 +40,62 @@ TAIL_BYTES = 65536
 """Size of the end of a metrics file in which its newest step is."""
 
 
+class MetricsServer:
+    """Serves samples at an address from its start until closed; a taken address is a warning."""
+
+    def __init__(
+        self, address: str, samples: Callable[[], list[Sample]], *, run_dir: RunDir, host: str
+    ) -> None:
+        """Serves nothing yet.
+
+        Args:
+          address: HOST:PORT.
+          samples: returns the present values, from any thread.
+          run_dir: its name is a label of every metric.
+          host: the other label.
+        """
+        name = run_dir.root.absolute().name.encode(errors="replace").decode()
+        self._address = address  # The name of a folder may be no UTF-8.
+        self._collector = _Collector(samples, (name, host))
+        self._is_refused = False
+        self.http: LimitedServer | None = None
+        """The HTTP server; None: it does not run."""
+
+    def ensure_started(self) -> None:
+        """Starts the server unless it runs; prints once that it can't."""
+        if self.http is not None:
+            return
+        try:
+            server = _serve(self._address, self._collector)
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host.
+            if not self._is_refused:
+                reason = error.strerror if isinstance(error, OSError) else error
+                print_message(
+                    f"telemetry.prometheus: no metrics are served at {self._address}: {reason}; "
+                    "training continues, and it is tried again"
+                )
+            self._is_refused = True
+            return
+        self.http = server
+        spawn_thread("prometheus", lambda: server.serve_forever(POLL_SECONDS), daemon=True)
+
+    def close(self) -> None:
+        """Ends the server if it runs."""
+        if self.http is not None:
+            closing = spawn_thread("prometheus-end", self.http.shutdown, daemon=True)
+            closing.join(CLOSE_SECONDS)
+            self.http.server_close()
+
+
+def require_package() -> None:
+    """Raises ConfigError if prometheus-client is not installed."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            "telemetry.prometheus: the package prometheus-client is not installed. Run `pip "
+            "install -e '.[prometheus]'` in the checkout of jaxres, or remove the section."
+        )
+
+
 class PrometheusExporter:
     """Serves /metrics from the first attempt on until closed; a context manager.
 
@@ -53,17 +111,13 @@ class PrometheusExporter:
         """
         self._section = config.telemetry.prometheus
         self._run_dir = run_dir
-        self._server: LimitedServer | None = None
-        self._is_refused = self._has_history = False
+        self._server: MetricsServer | None = None
+        self._has_history = False
         self.metrics: RunMetrics | None = None
         """The exported metrics; None: the exporter is off."""
         if self._section is None:
             return
-        if importlib.util.find_spec(PACKAGE) is None:
-            raise ConfigError(
-                "telemetry.prometheus: the package prometheus-client is not installed. Run `pip "
-                "install -e '.[prometheus]'` in the checkout of jaxres, or remove the section."
-            )
+        require_package()
         self.metrics = RunMetrics(config, clock=clock)
 
     def __enter__(self) -> PrometheusExporter:
@@ -71,16 +125,27 @@ class PrometheusExporter:
 
     def __exit__(self, *_: object) -> None:
         if self._server is not None:
-            closing = spawn_thread("prometheus-end", self._server.shutdown, daemon=True)
-            closing.join(CLOSE_SECONDS)
-            self._server.server_close()
+            self._server.close()
 
     def on_history(self, records: Sequence[Record]) -> None:
-        """Takes over counts of earlier attempts; `records` are the run log before the next."""
-        if self.metrics is not None:
-            reached = 0 if self._has_history else _reached(self._run_dir, records)
-            self.metrics.on_history(records, reached=reached)
-            self._has_history = True
+        """Takes over counts of earlier attempts; `records` are the run log before the next.
+
+        The events of a launcher of VMs are read by a thread: the attempt does not wait for them.
+        """
+        if (metrics := self.metrics) is None:
+            return
+        reached = 0 if self._has_history else _reached(self._run_dir, records)
+        metrics.on_history(records, reached=reached)
+        self._has_history = True
+        if not is_remote(self._run_dir.root):
+            metrics.on_restarts(records)
+            return
+
+        def read_ends() -> None:
+            events = launch_events.read(self._run_dir, warn=print_message)
+            metrics.on_restarts(records, events)
+
+        spawn_thread("prometheus-restarts", read_ends, daemon=True)
 
     def ensure_started(self, *, host: int, health: HealthWatcher | None) -> None:
         """Starts the server unless it runs.
@@ -89,40 +154,31 @@ class PrometheusExporter:
           host: the job's first host on this machine.
           health: the source of the machine's readings; None: there is none.
         """
-        if self._section is None or self._server is not None:
+        if self._section is None or self.metrics is None:
             return
-        assert self.metrics is not None
-        self.metrics.health = health
-        address = self._section.address
-        name = self._run_dir.root.absolute().name.encode(errors="replace").decode()
-        labels = (name, str(host))  # The name of a folder may be no UTF-8.
-        try:
-            server = _serve(address, _Collector(self.metrics, labels))
-        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host.
-            if not self._is_refused:
-                reason = error.strerror if isinstance(error, OSError) else error
-                print_message(
-                    f"telemetry.prometheus: no metrics are served at {address}: {reason}; "
-                    "training continues, the next attempt tries again"
-                )
-            self._is_refused = True
-            return
-        self._server = server
-        spawn_thread("prometheus", lambda: server.serve_forever(POLL_SECONDS), daemon=True)
+        if self._server is None:
+            self.metrics.health = health
+            self._server = MetricsServer(
+                self._section.address,
+                self.metrics.samples,
+                run_dir=self._run_dir,
+                host=str(host),
+            )
+        self._server.ensure_started()
 
 
 class _Collector:
     """Collects the present values for each scrape, in the form of prometheus-client."""
 
-    def __init__(self, metrics: RunMetrics, labels: tuple[str, ...]) -> None:
-        self._metrics, self._labels = metrics, labels
+    def __init__(self, samples: Callable[[], list[Sample]], labels: tuple[str, ...]) -> None:
+        self._samples, self._labels = samples, labels
 
     def collect(self) -> Iterator[Any]:
         """Yields each metric that has a value, with all of its samples."""
         core = importlib.import_module(f"{PACKAGE}.core")
         families = {"gauge": core.GaugeMetricFamily, "counter": core.CounterMetricFamily}
         by_metric: dict[str, list[Sample]] = {}
-        for sample in self._metrics.samples():
+        for sample in self._samples():
             by_metric.setdefault(sample.metric, []).append(sample)
         for name, samples in by_metric.items():
             metric = METRICS[name]

@@ -89,6 +89,7 @@ def test_each_key_of_the_trainer_is_refused_by_name(program: Path, key: str):
         ("program.env.JAXRES_HOST='1'", "is set by jaxres itself"),
         ("program.env.A=1", "must be text"),
         ("program.shell=true", "unknown key"),
+        ("checkpoint.when={kind: epochs}", "does not know the epochs of a program"),
     ],
 )
 def test_bad_values_are_one_line_each(program: Path, override: str, says: str):

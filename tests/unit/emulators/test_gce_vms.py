@@ -7,11 +7,13 @@ these tests hold the emulator to what is known of GCE, with Google's own client.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -335,6 +337,30 @@ def test_the_vms_of_a_killed_emulator_die_with_it(number: int) -> None:
         process.send_signal(number)
         process.wait(timeout=SURE_SECONDS)
     wait_until(lambda: not keeper.marked(mark) and not folder.exists(), "end of all processes")
+
+
+def test_vms_of_an_emulator_with_a_bucket_reach_it() -> None:
+    words = [sys.executable, "-m", "jaxres_emulators.gce", "--speed", "60", "--bucket", "mine"]
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        printed = itertools.takewhile(lambda line: not line.startswith("#"), lines)
+        variables = (line.strip().removeprefix("export ").partition("=") for line in printed)
+        env = {name: value for name, _, value in variables}
+        url = f"{env['STORAGE_EMULATOR_HOST']}/storage/v1/b/mine/o"
+        with urllib.request.urlopen(url, timeout=SURE_SECONDS) as response:
+            assert json.load(response)["kind"] == "storage#objects"
+        with Clients(_RemoteEmulator(env["JAXRES_GCE_ENDPOINT"])) as clients:
+            clients.wait(clients.insert("one", script="echo $STORAGE_EMULATOR_HOST"))
+            log = clients.instances.get_serial_port_output
+            seen = ""
+            while not seen.endswith("\n"):
+                seen = log(project=PROJECT, zone=ZONE, instance="one").contents
+        assert seen.strip() == env["STORAGE_EMULATOR_HOST"]
 
 
 class _RemoteEmulator:

@@ -100,6 +100,8 @@ def test_the_price_of_a_job_is_that_of_its_first_option() -> None:
         ("{kind: steps, every_steps: 40}", None, "saved every 40 steps; "),
         ("{kind: seconds, every_seconds: 600}", 600, "saved every 0:10:00; "),
         ("{kind: auto}", 416.2, "saved every 0:06:56 at first (auto); "),
+        ("{kind: epochs}", None, "saved every epoch; "),
+        ("{kind: epochs, every_epochs: 3}", None, "saved every 3 epochs; "),
         ("{kind: continuous}", 33, "saved every 33.0 s; "),
     ],
 )

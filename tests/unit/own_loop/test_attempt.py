@@ -399,3 +399,8 @@ def test_other_shapes_at_a_restart_are_refused_by_name(tmp_path):
     assert ended.value.code == ExitCode.CONFIG
     assert isinstance(ended.value.__cause__, ConfigError)
     assert "w: float32" in str(ended.value.__cause__)
+
+
+def test_saves_by_epochs_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not know the epochs of a loop of one's own"):
+        jaxres.attempt(tmp_path, when={"kind": "epochs"})

@@ -48,6 +48,7 @@ PLACEHOLDERS: dict[str, str] = {
     "images.yaml": "tests/promises/images.yaml",
     "CONFIG.yaml": "configs/quickstart.yaml",
     "CONFIG": "configs/quickstart.yaml",
+    "TRY.yaml": "configs/quickstart.yaml",
 }
 IGNORED_BY_THE_SHELL = re.compile(r"\$\([^)]*\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -62,4 +62,5 @@ def test_an_experiment_has_results_of_the_date_and_machine_in_its_readme(folder)
         assert f"{result['machine']['cpu_cores']} CPU cores" in text
         assert f"jax {result['machine']['jax']}" in text
         assert isinstance(result["holds"], bool)
+        assert f"**Claim**, fixed in the script: {result['claim']}." in " ".join(text.split())
         assert f"results/{path.name}" in text

@@ -12,7 +12,8 @@ from jaxres.config import RunConfig
 from jaxres.config.schema.alert_kinds import Kind
 from jaxres.exit_codes import ExitCode
 from jaxres.goodput.intervals import BY_LAUNCHER, Activity
-from jaxres.runlog.attempt_result import AttemptResult, stop_record
+from jaxres.runlog.attempt_result import PLANNED_ENDS, AttemptResult, stop_record
+from jaxres.runlog.launch_events import LaunchEvent
 from jaxres.runlog.records import Commit, Record
 from jaxres.runlog.supervisor_events import HardwareFaultFound
 from jaxres.supervisor.health.health_messages import GpuReading
@@ -134,8 +135,12 @@ def test_a_new_supervisor_knows_the_last_commit_and_all_restarts_from_the_log(me
         record(seq, attempt, body, time=100.0 + seq)
         for seq, (attempt, body) in enumerate(zip(attempts, bodies, strict=True), start=1)
     ]
-    metrics.on_history(records)
-    metrics.on_history(records)
+    assert values(metrics, "jaxres_restarts_total") == {}, (
+        "an increase from 0 to what is known late"
+    )
+    for _ in range(2):
+        metrics.on_history(records)
+        metrics.on_restarts(records)
     restarts = values(metrics, "jaxres_restarts_total")
     assert {cause: count for cause, count in restarts.items() if count} == {
         ("unhealthy",): 1,
@@ -145,6 +150,25 @@ def test_a_new_supervisor_knows_the_last_commit_and_all_restarts_from_the_log(me
     assert ("preempted",) in restarts, "increase() misses the first one of a series that begins"
     assert values(metrics, COMMIT_AT) == 102.0
     assert values(metrics, "jaxres_last_commit_step") == 6
+
+
+def test_an_end_that_a_launcher_has_planned_is_no_preemption(metrics):
+    again = [dataclasses.replace(CLAIM, attempt=number, nonce=f"{number}") for number in (1, 2, 3)]
+    saved = stop_record(AttemptResult(ExitCode.PREEMPTED, "requested by SIGTERM", committed=True))
+    bodies = [(1, again[0]), (1, saved), (2, again[1]), (2, saved), (3, again[2])]
+    records = [record(seq, *body, time=100.0 + seq) for seq, body in enumerate(bodies, start=1)]
+    ends = [
+        LaunchEvent(0, "attempt_ended", 102.5, cause="75", planned="drain"),
+        LaunchEvent(1, "attempt_ended", 104.5, cause="75"),
+        LaunchEvent(2, "attempt_ended", 105.5, cause="75", reason="vm-1: preempted"),
+    ]
+    metrics.on_restarts(records, ends)
+    restarts = values(metrics, "jaxres_restarts_total")
+    assert {cause: count for (cause,), count in restarts.items() if count} == {
+        "planned_drain": 1,
+        "preempted": 2,
+    }, "a VM that was lost without a record of the end is a preemption by its launcher"
+    assert {f"planned_{why}" for why in PLANNED_ENDS} < {cause for (cause,) in restarts}
 
 
 def test_steps_that_an_earlier_supervisor_has_reached_are_replayed(metrics, clock):

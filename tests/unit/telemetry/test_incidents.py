@@ -230,6 +230,7 @@ def test_the_launchers_events_that_are_incidents_and_those_that_are_none():
 def test_a_planned_end_is_no_preemption_and_a_degraded_job_is_told():
     ended = event(0, "attempt_ended", cause="75", planned="grow")
     assert of_events(ended, event(1, "grown", time=2.0)) == [("grown", 1)]
+    assert of_events(event(0, "attempt_ended", cause="75", planned="drain")) == []
     assert of_events(event(0, "shrunk", lacking=2), event(1, "grown", time=2.0, lacking=1)) == [
         ("shrunk", 0),
         ("shrunk", 1),

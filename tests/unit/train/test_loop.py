@@ -59,6 +59,18 @@ def due_steps(schedule, **kwargs):
         progress = dataclasses.replace(progress, step=progress.step + 1)
 
 
+def test_saves_by_epochs_are_at_the_first_step_of_another_epoch():
+    """An epoch of 5 rows and a step of 2; a rollback may leave out the rows around its end."""
+    schedule = dataclasses.replace(SCHEDULE, save_every_steps=None, save_every_epochs=2)
+    saves, progress, before = [], Progress(), 0
+    for cursor in (2, 4, 6, 8, 11, 13, 24, 26, 31):
+        progress = progress.after(next_cursor=cursor, num_rows=5, tokens=1)
+        due = schedule.at(progress, saved_step=0, save_requested=False, epoch_before=before)
+        saves += [progress.step] if due.save else []
+        before = progress.epoch
+    assert saves == [5, 7, 9]
+
+
 def test_the_last_step_is_saved_and_evaluated_besides_the_regular_ones():
     assert due_steps(SCHEDULE) == ([8, 16, 20], [5, 10, 15, 20])
     assert due_steps(dataclasses.replace(SCHEDULE, steps=16)) == ([8, 16], [5, 10, 15, 16])
@@ -218,6 +230,7 @@ def new_flight():
         skips=0,
         peak_rate=unused,
         cursor=0,
+        epoch_before=0,
         completed_at=0.0,
         dispatched_at=0.0,
     )

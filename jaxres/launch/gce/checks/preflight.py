@@ -6,6 +6,7 @@ result of each check (`--dry-run --check`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from jaxres.config import RunConfig, yaml
 from jaxres.config.errors import raise_all
 from jaxres.config.gce_machine_types import shape_of
 from jaxres.config.schema.gce import GceSection
+from jaxres.estimate import job_estimate, state_size, storage_rate
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.api import resize_requests
@@ -63,8 +65,27 @@ def lines(config: RunConfig, run: GcsPath) -> list[str]:
             body = {**resize_requests.bodies(machine, names)}
     found += [f"  {line}" for line in yaml.dump(_readable(body)).splitlines()]
     found += [*_code_lines(gce), *_account_lines(gce, run)]
+    found += estimate_lines(config, run)
     found += [f"a VM deletes itself after {gce.max_run_hours:g} hours in any case"]
     return [*found, *_limit_lines(config), "nothing was created"]
+
+
+def estimate_lines(config: RunConfig, run: GcsPath) -> list[str]:
+    """Returns the estimate of a job, which doctor, plan and its first start print too.
+
+    A program has none: the config says nothing of its state and saves.
+    """
+    gce, machines, size = config.launch.gce, job_estimate.vms_of(config), None
+    assert gce is not None, config
+    assert machines is not None, config
+    if config.program is not None:
+        return []
+    with contextlib.suppress(ConfigError):  # The estimate has "state unknown".
+        size = state_size.state_bytes(config)
+    machine = gce.capacity_options[0].machine_type
+    rate = storage_rate.read(config, run, machine=machine)
+    known = job_estimate.estimate(config, machines, state_bytes=size, rate=rate)
+    return [f"estimate: {line}" for line in known.lines()]
 
 
 def price_lines(config: RunConfig) -> list[str]:
@@ -152,19 +173,29 @@ def _readable(value: Any) -> Any:
     return value
 
 
-def check(gce: GceSection, compute: Compute, run: GcsPath) -> list[str]:
+def check(
+    gce: GceSection, compute: Compute, run: GcsPath, *, other_region: bool = False
+) -> list[str]:
     """Returns warnings for the operator.
+
+    Args:
+      gce: the section on VMs.
+      compute: the service.
+      run: the run directory.
+      other_region: whether its bucket may be in no region of the VMs.
 
     Raises:
       ConfigError: everything that is wrong, a line each.
       StorageUnavailable: the service does not answer.
     """
-    results = [*_results(gce, compute, run)]
+    results = [*_results(gce, compute, run, other_region=other_region)]
     raise_all(result.problem() for result in results if result.state == "failed")
     return [result.text() for result in results if result.state == "warning"]
 
 
-def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
+def show_checks(
+    config: RunConfig, run: GcsPath, compute: Compute, *, other_region: bool = False
+) -> int:
     """Prints the results of all checks of `up`, and the prices; creates nothing.
 
     Raises:
@@ -173,18 +204,20 @@ def show_checks(config: RunConfig, run: GcsPath, compute: Compute) -> int:
     """
     gce = config.launch.gce
     assert gce is not None, config
-    results = [*_results(gce, compute, run)]
+    results = [*_results(gce, compute, run, other_region=other_region)]
     results += option_prices.results(config)
     num_failed = sum(result.state == "failed" for result in results)
     found = [f"project {gce.project}, run {run}: {gce.most_hosts} VMs", *table(results)]
-    found += price_lines(config)
+    found += [*price_lines(config), *estimate_lines(config, run)]
     counts = f"{num_failed} of {len(results)} checks failed" if num_failed else "no check failed"
     found += [f"{counts}; nothing was created"]
     sys.stdout.write("".join(f"{line}\n" for line in found))
     return ExitCode.CONFIG if num_failed else ExitCode.DONE
 
 
-def _results(gce: GceSection, compute: Compute, run: GcsPath) -> Iterator[CheckResult]:
+def _results(
+    gce: GceSection, compute: Compute, run: GcsPath, *, other_region: bool
+) -> Iterator[CheckResult]:
     """Yields the results of all checks; raises as `check` does."""
     reader = ResourceReader(compute)
     yield from guard("project", resource_checks.project(reader))
@@ -199,10 +232,10 @@ def _results(gce: GceSection, compute: Compute, run: GcsPath) -> Iterator[CheckR
     yield from guard("firewall", network_checks.firewall(gce, reader))
     yield from guard("reservations", resource_checks.reservations(answering, reader))
     yield from resource_checks.quotas(gce, reader, silent=silent)
-    yield from _bucket(gce, run)
+    yield from _bucket(gce, run, other_region=other_region)
 
 
-def _bucket(gce: GceSection, run: GcsPath) -> Iterator[CheckResult]:
+def _bucket(gce: GceSection, run: GcsPath, *, other_region: bool) -> Iterator[CheckResult]:
     """Yields whether the bucket is in a region of the VMs: other traffic is slow and costs."""
     regions = network_checks.regions_of(gce)
     try:
@@ -219,10 +252,11 @@ def _bucket(gce: GceSection, run: GcsPath) -> Iterator[CheckResult]:
     elif place.name not in regions:
         yield CheckResult(
             "bucket",
-            "failed",
+            "warning" if other_region else "failed",
             f"{run}: the bucket is in {place.name}, the VMs would be in {', '.join(regions)}: each "
             "checkpoint would cross regions, slowly and at a cost",
-            "Use a bucket in their region (`launch gce init` creates one)",
+            "Use a bucket in their region (`launch gce init` creates one); `up --other-region`, if "
+            "no region has both",
             "run.dir",
         )
     else:

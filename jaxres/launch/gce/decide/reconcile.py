@@ -311,27 +311,29 @@ def follow_attempt(decided: Transition, observed: ObservedState, config: RunConf
     if not is_settled and (is_early or may_be_lost):
         return Transition(desired)
     outcome = _attempt_outcome(desired, codes, ended, lost, observed, config)
-    if not lost and _is_planned(desired, outcome, ended, observed):
-        planned = beside_attempt.planned_end(desired, observed)
+    planned = "" if lost else _planned(desired, outcome, ended, observed)
+    if planned:
         outcome = replace(outcome, planned=planned, reason=PLANNED_ENDS[planned])
     unhealthy = [name for name, code in codes.items() if code == ExitCode.UNHEALTHY]
     return _after_attempt(desired, outcome, observed, config, unhealthy=unhealthy)
 
 
-def _is_planned(
+def _planned(
     desired: DesiredState,
     outcome: AttemptOutcome[str],
     ended: Mapping[str, AgentReport],
     observed: ObservedState,
-) -> bool:
-    """Returns whether an attempt has ended because more hosts or cheaper VMs are ready.
+) -> str:
+    """Returns why the launcher has ended an attempt, one of PLANNED_ENDS; empty: it has not.
 
-    A drained host and a preemption notice end it too, and then count as before.
+    A preemption notice ends it too, and then is the cause.
     """
-    is_requested = bool(desired.attempt.draining) and not draining.to_drain(desired, observed)
     has_notice = any(lost_vms.is_notice_due(report, now=observed.now) for report in ended.values())
-    is_preempted = outcome.code == ExitCode.PREEMPTED and not has_notice
-    return is_requested and is_preempted and bool(beside_attempt.planned_end(desired, observed))
+    if not desired.attempt.draining or outcome.code != ExitCode.PREEMPTED or has_notice:
+        return ""
+    if draining.to_drain(desired, observed):
+        return "drain"
+    return beside_attempt.planned_end(desired, observed)
 
 
 def _settle_seconds(codes: Mapping[str, int], config: RunConfig) -> float:

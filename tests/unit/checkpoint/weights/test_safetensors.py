@@ -11,6 +11,8 @@ from safetensors import numpy as package
 from jaxres.checkpoint.read.manifest import ArrayInfo
 from jaxres.checkpoint.weights import safetensors
 from jaxres.faults import ConfigError
+from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 
 ARRAYS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -30,6 +32,34 @@ def test_files_of_the_reference_package_are_read(tmp_path):
         there = found[name].read()
         assert (there.dtype, there.shape) == (array.dtype, array.shape)
         assert there.tobytes() == array.tobytes()
+
+
+def test_an_object_of_a_bucket_is_read_in_parts_and_only_as_it_was(
+    tmp_path, gcs_bucket, monkeypatch
+):
+    monkeypatch.setattr(safetensors, "OBJECT_BYTES", 10)
+    package.save_file(ARRAYS, tmp_path / "x.safetensors", metadata={"who": "it"})
+    path = GcsPath(gcs_bucket, "weights/x.safetensors")
+    files.replace(path, (tmp_path / "x.safetensors").read_bytes())
+    for place in (path, path.parent):
+        found = safetensors.open_path(place)
+        assert found.keys() == ARRAYS.keys()
+        for name, array in ARRAYS.items():
+            there = found[name].read()
+            assert (there.dtype, there.shape) == (array.dtype, array.shape)
+            assert there.tobytes() == array.tobytes()
+    files.replace(path, (tmp_path / "x.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        found["a"].read()
+    with pytest.raises(ConfigError, match="there are none"):
+        safetensors.open_path(path.parent / "y.safetensors")
+    files.replace(path, b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ConfigError, match="pointer of Git LFS"):
+        safetensors.open_path(path)
+    for content in (b"", b"1234567", (200).to_bytes(8, "little") + b"{}"):
+        files.replace(path, content)
+        with pytest.raises(ConfigError, match=r"a header of \d+ bytes in a file of"):
+            safetensors.open_path(path)
 
 
 def test_a_file_whose_metadata_say_that_it_is_quantized_is_refused(tmp_path):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jaxres.checkpoint.read import readback
 from jaxres.checkpoint.read.readback import HostReport
 from jaxres.checkpoint.restore.load_arrays import load
 from jaxres.checkpoint.write import background_save, bucket_writer
+from jaxres.checkpoint.write.linked_parts import WrittenParts
 from jaxres.faults import StorageUnavailable
 from jaxres.storage import files, gcs_client, gcs_objects
 from jaxres.storage.gcs_objects import Stat
@@ -90,6 +93,63 @@ def test_every_kind_of_array_is_saved_and_each_object_is_downloaded_once(
     for name in plain:
         reads = [one for one in requests if f"{name.replace('/', '%2F')}?alt=media" in one]
         assert len(reads) == 1, reads
+
+
+def saved(
+    step_dir: GcsPath, arrays: dict[str, jax.Array], earlier: WrittenParts | None = None
+) -> background_save.Writer:
+    """Saves a step whose array `whole` is frozen; returns its writer."""
+    changing, frozen = dict(arrays), {"whole": arrays["whole"]}
+    del changing["whole"]
+    writing = background_save.start_save(
+        changing, step_dir, background_save.SaveSettings(), frozen=frozen, earlier=earlier
+    )
+    background_save.wait_save(writing, step_dir, timeout=SURE_SECONDS)
+    if not writing.writer.report.failure:
+        writing.complete([writing.writer.report])
+    return writing.writer
+
+
+def data_of(requests: list[str], verb: str) -> set[str]:
+    """Returns the last part of the names of data objects in copies, or in reads."""
+    names = (unquote(row.partition("/o/")[2]) for row in requests if verb in row)
+    found = (re.search(r"(state|frozen)/ocdbt.process_0.0/d/\d+", name) for name in names)
+    return {match[0] for match in found if match}
+
+
+def test_parts_that_have_not_changed_are_copied_in_the_bucket_and_read_back(
+    step_dir: GcsPath, gcs_server: GcsServer, own_requests: Callable[[], list[str]]
+) -> None:
+    arrays = state()
+    first = saved(step_dir, arrays)
+    before = len(own_requests())
+    changed = {**arrays, "rows": arrays["rows"] + 1}
+    second = step_dir.with_name("00000016-0001")
+    again = saved(second, changed, first.written)
+    assert not again.report.failure
+    requests = own_requests()[before:]
+    copied, read = data_of(requests, "/rewriteTo/"), data_of(requests, "alt=media")
+    assert {"frozen/ocdbt.process_0.0/d/0", f"{DATABASE}/d/0"} <= copied
+    assert copied < read, "what was copied is read back, and the rows are written"
+    files.delete_tree(step_dir)
+    expected = dict(changed)
+    del expected["whole"]
+    assert_equal(load(second, like(expected)), expected)
+    before = len(own_requests())
+    third = saved(step_dir.with_name("00000024-0001"), changed, first.written)
+    assert not third.report.failure, "the earlier step is gone: its parts are written"
+    assert data_of(own_requests()[before:], "alt=media") == read
+
+
+def test_a_damaged_object_is_not_copied_into_a_step_that_is_committed(
+    step_dir: GcsPath, gcs_server: GcsServer
+) -> None:
+    arrays = state()
+    first = saved(step_dir, arrays)
+    part = step_dir / DATABASE / "d" / "0"
+    gcs_server.flip_bit(part.key, random.Random(0), bucket=part.bucket)
+    again = saved(step_dir.with_name("00000016-0001"), arrays, first.written)
+    assert "read back" in again.report.failure
 
 
 @pytest.mark.slow

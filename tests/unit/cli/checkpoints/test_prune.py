@@ -13,11 +13,12 @@ from jaxres.cli.checkpoints import prune as prune_cli
 from jaxres.clock import SystemClock
 from jaxres.config.schema.checkpoint import KeepSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import UsageError
+from jaxres.faults import StorageRefused, UsageError
 from jaxres.runlog import run_log
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import AttemptEnded, Claim, Commit, Prune, Start
 from jaxres.storage import files
+from jaxres.storage.path import GcsPath
 from tests.unit.config.conftest import MINIMAL
 from tests.unit.runlog.example_records import CLAIM
 from tests.waiting import SURE_SECONDS
@@ -176,6 +177,39 @@ def test_a_pin_keeps_a_step_until_it_is_removed(run_dir, capsys):
     assert run_command("pin", run_dir.root, "--step", 20) == ExitCode.USAGE
     assert "step 20 is not committed (committed: 30, 40, 50)" in capsys.readouterr().err
     assert os.listdir(run_dir.pins) == []
+
+
+def in_bucket(run_dir, bucket):
+    """Returns a copy of a run in a bucket."""
+    root = GcsPath(bucket, "runs/held")
+    for path in run_dir.root.rglob("*"):
+        if path.is_file():
+            files.replace(root / path.relative_to(run_dir.root).as_posix(), path.read_bytes())
+    return RunDir(root)
+
+
+def test_a_held_step_is_deleted_by_nobody_until_it_is_unpinned(
+    run_dir, gcs_bucket, gcs_server, capsys
+):
+    copy = in_bucket(run_dir, gcs_bucket)
+    data = copy.checkpoints / "00000020-0001" / "data"
+    assert run_command("pin", copy.root, "--step", 20, "--hold") == 0
+    assert "is pinned and held" in capsys.readouterr().out
+    with pytest.raises(StorageRefused, match="hold"):
+        files.delete(data)
+    with pytest.raises(StorageRefused, match="hold"):
+        files.replace(data, b"other")
+    held = [one.name for one in gcs_server.objects.now.values() if one.is_held]
+    assert held == [data.key], "other steps, and the log, have no hold"
+    assert run_command("unpin", copy.root, "--step", 20) == 0
+    assert "no longer pinned; 1 objects are no longer held" in capsys.readouterr().out
+    assert files.delete(data)
+
+
+def test_a_hold_on_a_disk_is_refused_before_anything_is_pinned(run_dir, capsys):
+    assert run_command("pin", run_dir.root, "--step", 20, "--hold") == ExitCode.USAGE
+    assert "is in no bucket" in capsys.readouterr().err
+    assert pruning.pinned(run_dir) == set()
 
 
 def test_a_pin_after_the_prune_record_fails_and_is_removed(run_dir, monkeypatch):

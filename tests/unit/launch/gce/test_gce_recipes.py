@@ -51,7 +51,7 @@ def test_every_recipe_is_listed_and_says_where_it_is_from() -> None:
 def test_every_recipe_passes_the_checks_and_its_first_request_is_accepted(
     gce: GceEmulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_bucket", lambda *_: [])
+    monkeypatch.setattr(preflight, "_bucket", lambda *_, **__: [])
     for name in NAMES:
         config = load(name, tmp_path, gce.project)
         section = config.launch.gce

@@ -110,7 +110,7 @@ def test_clients_that_send_no_whole_request_keep_nobody_away(
         slow = clients(stack, address, number)
         assert "jaxres_run_info" in scraped(address)
         assert all(map(is_cut, slow[: -prometheus_exporter.MAX_CLIENTS]))
-        assert len(served._server._limited) <= prometheus_exporter.MAX_CLIENTS
+        assert len(served._server.http._limited) <= prometheus_exporter.MAX_CLIENTS
 
 
 @pytest.mark.parametrize("request_sent", REQUESTS)

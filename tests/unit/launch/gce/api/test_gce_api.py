@@ -233,7 +233,7 @@ def check(gce: GceEmulator, clock: SystemClock, **fields: Any) -> list[str]:
 @pytest.fixture
 def no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket is not looked up."""
-    monkeypatch.setattr(preflight, "_bucket", lambda *_: [])
+    monkeypatch.setattr(preflight, "_bucket", lambda *_, **__: [])
 
 
 @pytest.mark.usefixtures("no_bucket")

@@ -10,6 +10,7 @@ import pytest
 from jaxres.faults import ConfigError
 from jaxres.launch.gce.checks import preflight
 from jaxres.storage.path import GcsPath
+from jaxres_emulators.gcs import GcsServer
 from tests.unit.launch.gce_config import OPTION, config
 
 RUN = GcsPath("bkt", "runs/first")
@@ -38,6 +39,26 @@ def test_the_plan_has_every_zone_in_order_with_its_price() -> None:
         "no limit: launch.max_hours and launch.max_dollars are not set\n"
         "nothing was created\n"
     ), text
+
+
+def test_a_bucket_in_another_region_is_refused_except_in_an_emergency(
+    gcs_server: GcsServer, gcs_bucket: str
+) -> None:
+    gcs_server.objects.facts[gcs_bucket] = {"location": "EUROPE-WEST4", "locationType": "region"}
+    gce, run = config().launch.gce, GcsPath(gcs_bucket, "runs/a")
+    assert gce is not None
+    (refused,) = preflight._bucket(gce, run, other_region=False)
+    assert (refused.state, "`up --other-region`" in refused.text()) == ("failed", True)
+    (told,) = preflight._bucket(gce, run, other_region=True)
+    assert (told.state, "would cross regions" in told.text()) == ("warning", True)
+
+
+def test_the_plan_has_the_estimate_of_doctor_and_plan() -> None:
+    lines = [line for line in preflight.lines(config(), RUN) if line.startswith("estimate: ")]
+    assert "2 devices on 2 hosts" in lines[0]
+    assert "$3.00 an hour (spot)" in lines[0]
+    assert "a save takes" in lines[1]
+    assert "preemptions a VM and day" in lines[3]
 
 
 def test_the_price_of_all_vms_includes_the_spares() -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_bucket")
 @pytest.fixture
 def no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bucket is not looked up."""
-    monkeypatch.setattr(preflight, "_bucket", lambda *_: [])
+    monkeypatch.setattr(preflight, "_bucket", lambda *_, **__: [])
 
 
 def check(gce: GceEmulator, **fields: Any) -> list[str]:

@@ -66,7 +66,10 @@ def test_after_the_save_the_drained_vm_is_replaced_and_the_others_are_kept() -> 
     ended = {n: AgentReport("ended", "b", number, 75, "SIGTERM: saved") for n in NAMES}
     first = decide(leaving, replace(world, reports=ended)).desired
     assert (first.phase, first.attempt.draining) == ("placing", ())
-    assert first.history[-1].code == ExitCode.PREEMPTED, "it would use a restart budget"
+    assert (first.history[-1].code, first.history[-1].planned) == (ExitCode.PREEMPTED, "drain")
+    noticed = {**ended, KEPT: replace(ended[KEPT], notice="instance/preempted")}
+    both = decide(leaving, replace(world, reports=noticed)).desired
+    assert both.history[-1].planned == "", "the VM was preempted"
     second = decide(first, replace(world, reports=ended)).desired
     assert (KEPT in second.names, DRAINED in second.names) == (True, False)
     assert [count.kind for count in second.failures.replacements.losses] == ["excluded by hand"]
