@@ -33,14 +33,9 @@ class Program:
         self.folder, self.log = folder, folder.with_suffix(".txt")
         for suffix in (".held", ".go"):
             folder.with_suffix(suffix).unlink(missing_ok=True)
-        words = [
-            sys.executable,
-            str(script),
-            str(folder),
-            str(last),
-            *[str(hold_at)] * (hold_at > 0),
-        ]
+        words = [sys.executable, str(script), str(folder), str(last)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        env["HOLD"] = f"{hold_at}:{folder}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log)
 
