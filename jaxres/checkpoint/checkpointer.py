@@ -98,8 +98,7 @@ class Checkpointer:
           before_commit: makes durable what a commit depends on (the metrics lines).
           trainable: which parameters are frozen: unchanged ones are not written again.
         """
-        self._section = section
-        self._run_dir = run_dir
+        self._section, self._run_dir = section, run_dir
         self._log = log
         self._claim = claim
         self._peers = peers
@@ -342,16 +341,17 @@ class Checkpointer:
         step = save.progress.step
         try:
             written = self._write(save)
-            if self._leaving or written is None:
+            if self._leaving:
                 return
-            commit, linked_bytes = written
-            if self._refused_from is None or step < self._refused_from:
+            if written is None:  # The verdict on it is bad, which the other hosts must learn.
+                self._refused_from = step
+            elif self._refused_from is None or step < self._refused_from:
+                commit, linked_bytes = written
                 self._commits.commit(commit, save.started, linked_bytes=linked_bytes)
         except StorageUnavailable as refusal:
             if self._leaving:
                 return
-            others = self._peers.poll(save.topic)
-            whys = [f"host {host}: {why}" for host, why in others.items()]
+            whys = [f"host {host}: {why}" for host, why in self._peers.poll(save.topic).items()]
             self._commits.fail(step, "; ".join([*whys, str(refusal)]))
         outcome = self._outcome(step)
         self._share(save, is_committed=isinstance(outcome, Committed))

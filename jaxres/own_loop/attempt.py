@@ -6,7 +6,9 @@ import contextlib
 import math
 import operator
 import os
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,15 +20,15 @@ import numpy as np
 from jaxres import faults
 from jaxres.checkpoint.checkpointer import Checkpointer
 from jaxres.checkpoint.state_arrays import array_infos
-from jaxres.cluster.host_group import SingleHost
+from jaxres.clock import SystemClock
 from jaxres.config.schema.checkpoint import CheckpointSection, EpochsWhen, StepsWhen
-from jaxres.engine import guards
 from jaxres.engine.state import Progress
 from jaxres.exit_codes import ExitCode
 from jaxres.faults import (
     ConfigError,
     Continue,
     DivergedError,
+    PeerLost,
     RollbackRun,
     RunError,
     StopRun,
@@ -35,9 +37,9 @@ from jaxres.faults import (
     Verdict,
     Warn,
 )
-from jaxres.own_loop import ownership, trees
+from jaxres.own_loop import hosts, ownership, trees
 from jaxres.own_loop.checkpoints import SHOWN, loop_console
-from jaxres.own_loop.ownership import Observed, own
+from jaxres.own_loop.ownership import Observed, OwnedRun, own
 from jaxres.own_loop.positions import position_of, set_position
 from jaxres.own_loop.verdicts import (
     LAG,
@@ -58,11 +60,13 @@ from jaxres.telemetry import stdio
 from jaxres.telemetry.heartbeat import StatusWriter, exit_message
 from jaxres.telemetry.observers import Observers
 from jaxres.train import worker
+from jaxres.train.consensus import never
+from jaxres.train.jax_coordination import first_line, is_peer_lost
 from jaxres.train.save_scheduler import SaveScheduler
 from jaxres.train.stop_requests import InlineSignals
 
-STATUS_FD, NUM_HOSTS = "JAXRES_STATUS_FD", "JAXRES_NUM_HOSTS"
-"""Variables of a program's supervisor: the pipe for messages, and the number of hosts."""
+STATUS_FD = "JAXRES_STATUS_FD"
+"""Variable of a program's supervisor: the pipe for messages."""
 RESTORE_SECONDS = 3600.0
 _open = threading.Lock()
 """Held by the attempt of this process."""
@@ -74,6 +78,8 @@ class _Finished:
 
     step: int
     metrics: Mapping[str, Any]
+    facts: Any
+    """Flags of all hosts; None: there is one host."""
 
 
 class Attempt:
@@ -97,10 +103,12 @@ class Attempt:
         section: CheckpointSection,
         *,
         on_spike: OnSpike,
+        heartbeat_seconds: float,
         env: Mapping[str, str],
     ) -> None:
         """Reads and writes nothing yet."""
         self._run_dir, self._section, self._env = run_dir, section, env
+        self._heartbeat_seconds = heartbeat_seconds
         self._on_spike: OnSpike = on_spike
         self._signals = InlineSignals(is_command=False)
         self._requests = self._signals.requests
@@ -114,8 +122,8 @@ class Attempt:
         """Newest finished step, and the last one."""
         self._current: int | None = None
         """Step that the loop computes at the moment."""
-        self._stop: ExitCode | None = None
-        """Exit of the stop that the loop has ended by."""
+        self._stop: StopRun | None = None
+        """The stop that the loop has ended by."""
         self._seq, self._begun, self._saving = 0, 0.0, 0
 
     def __enter__(self) -> Attempt:
@@ -135,49 +143,64 @@ class Attempt:
         return self
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(self._signals)
+        seconds = self._heartbeat_seconds
+        peers = self._peers = hosts.join(self._env, heartbeat_seconds=seconds, clock=SystemClock())
+        stack.enter_context(self._signals)  # After JAX's, which would take SIGTERM for itself.
         observed = Observed(
             self._on_event, self._signals.on_watcher_event, lambda: self._requests.step
         )
-        owned = self._owned = stack.enter_context(own(self._run_dir, observed, env=self._env))
+        owned = self._owned = stack.enter_context(
+            own(self._run_dir, observed, env=self._env, peers=peers)
+        )
         attempt = owned.claim.attempt
         self._status: StatusWriter | None = None
         if (descriptor := self._env.get(STATUS_FD, "")).isdecimal():
             self._status = stack.enter_context(StatusWriter(int(descriptor)))
             self._observers.append(self._status)
-        self._due: Callable[[], bool] | None = None
-        if not isinstance(when := self._section.when, StepsWhen):
-            assert not isinstance(when, EpochsWhen), "calls.py refuses it"
-            scheduler = SaveScheduler(when, log=owned.log, emit=owned.emit, clock=owned.clock)
-            self._observers.append(scheduler)
-            self._due = scheduler.is_due
-        stacks = stack.enter_context(worker.inline_stacks(self._run_dir, attempt))
+        stacks = stack.enter_context(worker.inline_stacks(self._run_dir, attempt, peers.member))
         self._signals.on_attempt(stacks, lambda exit: None)
-        self._metrics = stack.enter_context(MetricsLog(self._run_dir.metrics(attempt)))
+        self._metrics: MetricsLog | None = None
+        if peers.member.leads:
+            self._metrics = stack.enter_context(MetricsLog(self._run_dir.metrics(attempt)))
         self._saver = stack.enter_context(
             Checkpointer(
                 self._section,
                 run_dir=owned.run_dir,
                 log=owned.log,
                 claim=owned.claim,
-                peers=SingleHost(),
+                peers=peers,
                 emit=owned.emit,
-                before_commit=self._metrics.sync,
+                before_commit=self._metrics.sync if self._metrics else lambda: None,
             )
+        )
+        self._agreement = hosts.Agreement(
+            peers, self._requests, self._saver.verdict, is_due=self._scheduled(owned)
         )
         stack.callback(self._verdicts.end)
         self._signals.allow_interrupts()
 
+    def _scheduled(self, owned: OwnedRun) -> Callable[[], bool]:
+        """Returns whether a save is due by the clock, of which host 0 decides."""
+        when = self._section.when
+        if isinstance(when, StepsWhen) or not self._peers.member.leads:
+            return never
+        assert not isinstance(when, EpochsWhen), "calls.py refuses it"
+        scheduler = SaveScheduler(when, log=owned.log, emit=owned.emit, clock=owned.clock)
+        self._observers.append(scheduler)
+        return lambda: not self._saver.in_flight and scheduler.is_due()
+
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
-        end: Any = error
-        with contextlib.ExitStack() as rest:
+        end, is_alone = self._named(error), self._peers.member.is_alone
+        with contextlib.suppress(_LeavesOthers), contextlib.ExitStack() as rest:
             rest.push(self._stack)
-            if error is None or isinstance(error, SystemExit):
+            if end is None or isinstance(end, SystemExit):
                 try:
                     self._owned.result = self._settle()
-                except RunError as refusal:
-                    end = refusal
-            elif not isinstance(error, RunError):
+                except (RunError, jax.errors.JaxRuntimeError) as refusal:
+                    end = self._named(refusal)
+                    if not isinstance(end, RunError):
+                        raise
+            elif not isinstance(end, RunError) and is_alone:
                 self._finish_saves()
             if end is not None and not isinstance(end, SystemExit):
                 self._owned.result = ownership.end_by(end)
@@ -185,13 +208,24 @@ class Attempt:
                 self._status.on_exit(exit_message(self._owned.result))
             if end is not None:  # So that nothing that was not judged is committed.
                 self._verdicts.end()
+            if isinstance(end, Exception) and not is_alone:
+                raise _LeavesOthers  # The save in flight may wait for a host that is gone.
         result = self._owned.result
         if not ownership.is_supervised(self._run_dir, self._env):
             run_dir_watcher.end_stop_request(self._run_dir, self._owned.claim.attempt, result.code)
         if not isinstance(end, Exception) and result.code != ExitCode.DONE:
             _exit(result.code, result.reason, None)
         if isinstance(end, RunError):
-            _exit(end.exit_code, str(end), end)
+            _exit(end.exit_code, str(end), end, waits=is_alone)
+        if isinstance(end, Exception) and not is_alone:
+            sys.excepthook = _exit_by_error
+
+    def _named(self, error: Any) -> Any:
+        """Returns an error of JAX that a lost host has caused as such, any other one as it is."""
+        is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+        if is_of_jax and not self._peers.member.is_alone and is_peer_lost(error):
+            return PeerLost(f"another host is gone: {first_line(error)}")
+        return error
 
     def restore_or(self, make_state: Callable[[], Any], *, position: Any = None) -> Any:
         """Returns state, position and step of the newest valid step, or of the beginning.
@@ -211,6 +245,8 @@ class Attempt:
         owned = self._owned
         owned.emit(PhaseChanged("init", "state of the program"))
         state = make_state()
+        if not self._peers.member.is_alone:
+            hosts.require_global(state)
         like = self._like = trees.abstract(state)
         history = owned.log.history()
         wanted = trees.like_of(like, ownership.recorded_arrays(self._run_dir, history))
@@ -222,20 +258,25 @@ class Attempt:
             assert restored is not None, history
             state = trees.from_plain(restored.state, like)
             progress, path = restored.progress, restored.commit.path
-            position = set_position(position, progress.position)
+            own = hosts.own_position(progress.position, self._peers.member)
+            position = set_position(position, own)
         self._verdicts.begin(progress)
         self._started_at = self._step = self._saving = progress.step
-        start = Start(
-            step=progress.step,
-            path=path,
-            dataset="",
-            computation={"devices": f"{jax.device_count()} {jax.devices()[0].device_kind}"},
-            devices=(jax.local_device_count(),),
-            looks_back_steps=looks_back_steps(self._on_spike),
-        )
-        self._seq = owned.log.append(start).seq
+        if self._peers.member.leads:
+            self._seq = owned.log.append(self._start(progress.step, path)).seq
         owned.emit(TrainingStarted(progress.step, path, "unknown: a loop of the user's own"))
         return state, position, progress.step
+
+    def _start(self, step: int, path: str | None) -> Start:
+        places = [device.process_index for device in jax.devices()]
+        return Start(
+            step=step,
+            path=path,
+            dataset="",
+            computation={"devices": f"{len(places)} {jax.devices()[0].device_kind}"},
+            devices=tuple(map(places.count, range(jax.process_count()))),
+            looks_back_steps=looks_back_steps(self._on_spike),
+        )
 
     def steps(self, step: int, last: int) -> Iterator[int]:
         """Returns the numbers of the steps to compute, from `step + 1` to `last`.
@@ -259,8 +300,8 @@ class Attempt:
         return self._steps(step)
 
     def _steps(self, step: int) -> Iterator[int]:
-        if (stop := self._requests.requested_stop()) is not None:
-            self._stop = stop
+        if self._peers.member.is_alone:  # Several agree after their first steps.
+            self._heed_stop()
         while step < self._last and self._stop is None:
             step += 1
             self._current = step
@@ -299,34 +340,41 @@ class Attempt:
         if self._current is None or step != self._current:
             raise UsageError(f"attempt.finished({step}): the loop computes step {self._current}.")
         self._current, self._step = None, self._current
-        self._pending.append(_Finished(self._step, dict(metrics or {})))
+        facts = self._agreement.send()
+        self._pending.append(_Finished(self._step, dict(metrics or {}), facts))
         self._judge_through(self._step - LAG)
         self._saver.check()
-        if isinstance(failed := self._saver.verdict(), StopRun):
-            raise StorageUnavailable(f"{failed.reason}: {self._saver.last_error}")
         if self._step < self._last:
-            self._stop = self._requests.requested_stop()
+            self._heed_stop()
         if self._stop is not None or self._step == self._last or self._is_save_due():
             self._save(state, position)
 
+    def _heed_stop(self) -> None:
+        """Ends the loop after this step if all hosts agree, or storage refuses all saves."""
+        verdict = self._agreement.consensus.verdict()
+        if not isinstance(verdict, StopRun):
+            return
+        if verdict.fault.exit == ExitCode.STORAGE:
+            raise StorageUnavailable(f"{verdict.reason}: {self._saver.last_error}")
+        self._stop = verdict
+
     def _is_save_due(self) -> bool:
-        if self._requests.save_requested():
-            return True
-        if self._due is not None:
-            return not self._saver.in_flight and self._due()
         when = self._section.when
-        return isinstance(when, StepsWhen) and self._step % when.every_steps == 0
+        is_at = isinstance(when, StepsWhen) and self._step % when.every_steps == 0
+        return is_at or self._agreement.consensus.save_requested()
 
     def _save(self, state: Any, position: Any) -> None:
         saved_position, plain = position_of(position), trees.to_plain(state)
         self._require_restorable(plain)
+        saved_position = hosts.position_of_all(saved_position, self._peers, step=self._step)
         if self._saver.in_flight:  # It ends only after the verdict on its step.
             self._judge_through(self._saving)
-        self._verdicts.expect(self._step)
+        if self._peers.member.leads:
+            self._verdicts.expect(self._step)
         self._saving = self._step
         progress = Progress(step=self._step, position=saved_position)
         self._saver.save(plain, progress, judged=self._verdicts.judged)
-        self._requests.clear_save_request()
+        self._agreement.consensus.clear_save_request()
 
     def _require_restorable(self, plain: trees.Tree) -> None:
         """Raises ConfigError if a restart could not restore a state by `make_state`."""
@@ -350,6 +398,7 @@ class Attempt:
             self._complete(self._pending.popleft())
 
     def _complete(self, done: _Finished) -> None:
+        self._agreement.receive(done.facts, is_saved=done.step <= self._saving)
         values = {name: _scalar(name, value) for name, value in done.metrics.items()}
         now = self._owned.clock.monotonic()
         loss, norm = values.pop("loss", None), values.pop("grad_norm", None)
@@ -368,7 +417,8 @@ class Attempt:
         )
         self._begun = now
         self._observers.on_step(line)
-        self._metrics.append(line)
+        if self._metrics is not None:
+            self._metrics.append(line)
         seen = observation(done.step, loss=loss, grad_norm=norm)
         self._obey(self._verdicts.judge(seen), step=done.step)
 
@@ -383,8 +433,9 @@ class Attempt:
             saver, log = self._saver, self._owned.log
             saver.discard_from(verdict.onset)
             good = [c.step for c in log.history().committed if c.step < verdict.onset]
-            target = max(good, default=0)
-            log.append(Rollback(onset=verdict.onset, target=target, rows=(), reason=verdict.reason))
+            target, reason = max(good, default=0), verdict.reason
+            if self._peers.member.leads:
+                log.append(Rollback(onset=verdict.onset, target=target, rows=(), reason=reason))
             saver.rewind(target)
         raise DivergedError(verdict.reason)  # type: ignore[union-attr]
 
@@ -405,11 +456,9 @@ class Attempt:
         if self._started_at is None or self._last == math.inf or self._current is not None:
             raise RunError("the block of jaxres.attempt has ended without its loop of steps.")
         if self._stop is not None:
-            verdict = guards.judge(self._stop_code(self._stop))
-            assert isinstance(verdict, StopRun)
             lost = f"; step {step} is not committed: {self._saver.last_error}"
-            reason = verdict.reason + lost * (not is_committed and step > 0)
-            return AttemptResult(verdict.fault.exit or ExitCode.BUG, reason, committed=is_committed)
+            reason = self._stop.reason + lost * (not is_committed and step > 0)
+            return AttemptResult(self._stop_code(self._stop), reason, committed=is_committed)
         if step < self._last:
             raise RunError(
                 f"the loop has ended at step {step} of {self._last} without a stop, so the run is "
@@ -418,12 +467,12 @@ class Attempt:
         ownership.require_committed("" if is_committed else self._saver.last_error, committed)
         return AttemptResult(ExitCode.DONE, "the last step is committed", committed=True)
 
-    def _stop_code(self, stop: ExitCode) -> ExitCode:
+    def _stop_code(self, stop: StopRun) -> ExitCode:
         """Returns the exit of a stop: a supervisor sends SIGTERM for a `stop` file, too."""
         is_asked = ownership.is_supervised(self._run_dir, self._env) and os.path.exists(
             str(self._run_dir.request("stop"))
         )
-        return ExitCode.STOPPED if is_asked else stop
+        return ExitCode.STOPPED if is_asked else ExitCode(stop.fault.exit or ExitCode.BUG)
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, events.RunOpened):
@@ -443,8 +492,24 @@ def _scalar(name: str, value: Any) -> float:
     return float(array)
 
 
-def _exit(code: int, reason: str, cause: BaseException | None) -> NoReturn:
-    """Ends the process with an exit code, and prints why, as the trainer does."""
+class _LeavesOthers(Exception):
+    """A block ends without the other hosts, of which one may be gone."""
+
+
+def _exit(code: int, reason: str, cause: BaseException | None, *, waits: bool = True) -> NoReturn:
+    """Ends the process with an exit code, and prints why, as the trainer does.
+
+    `waits`: whether the exit may wait for threads, which may wait minutes for a host that is gone.
+    """
     stdio.flush()
     stdio.eprint(faults.format_exit_message(code, reason))
+    if not waits:
+        os._exit(int(code))
     raise SystemExit(int(code)) from cause
+
+
+def _exit_by_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Ends the process after an error that nothing has caught, without waiting for threads."""
+    traceback.print_exception(kind, error, trace)
+    stdio.flush()
+    os._exit(1)

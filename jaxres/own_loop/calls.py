@@ -8,10 +8,12 @@ from typing import Any
 
 from jaxres import config as configs
 from jaxres.config.schema.checkpoint import EpochsWhen
+from jaxres.config.schema.supervision import HostsSection
 from jaxres.faults import ConfigError, UsageError
 from jaxres.own_loop import ownership
-from jaxres.own_loop.attempt import NUM_HOSTS, Attempt
+from jaxres.own_loop.attempt import Attempt
 from jaxres.own_loop.checkpoints import Checkpoints
+from jaxres.own_loop.hosts import NUM_HOSTS
 from jaxres.own_loop.ownership import SETTINGS, section_of
 from jaxres.own_loop.verdicts import OnSpike
 from jaxres.runlog.paths import RunDir, root_of
@@ -51,19 +53,26 @@ def attempt(
     root = env.get(ownership.RUN_DIR) if ownership.ATTEMPT in env else folder
     if root is None:
         raise UsageError("jaxres.attempt: give a folder, such as jaxres.attempt('runs/mine').")
-    if env.get(NUM_HOSTS, "1") != "1":
-        raise UsageError(
-            f"jaxres.attempt: {env[NUM_HOSTS]} hosts: a loop of one's own runs as one process yet."
-        )
     run_dir = RunDir(root_of(root))
     keys = (*SETTINGS, "when", "save_every_steps")
     section = section_of(settings, call="jaxres.attempt", keys=keys)
-    if not settings and ownership.is_supervised(run_dir, env):
+    heartbeat_seconds = HostsSection().heartbeat_seconds
+    is_alone = env.get(NUM_HOSTS, "1") == "1"
+    if ownership.is_supervised(run_dir, env) and not (settings and is_alone):
         recorded = run_dir.attempt(int(env[ownership.ATTEMPT])) / "config.yaml"
-        section = configs.load_recorded(recorded, ()).config.checkpoint
+        config = configs.load_recorded(recorded, ()).config
+        heartbeat_seconds = config.hosts.heartbeat_seconds
+        section = section if settings else config.checkpoint
+    elif not is_alone:
+        raise UsageError(
+            f"jaxres.attempt: {NUM_HOSTS}={env[NUM_HOSTS]}, and no supervisor has started this "
+            "process. For several hosts give the command as `program` in a config."
+        )
     if isinstance(section.when, EpochsWhen):
         raise ConfigError(
             "jaxres.attempt: when.kind=epochs: jaxres does not know the epochs of a loop of one's "
             "own. Give save_every_steps, or `when` of another kind."
         )
-    return Attempt(run_dir, section, on_spike=on_spike, env=env)
+    return Attempt(
+        run_dir, section, on_spike=on_spike, heartbeat_seconds=heartbeat_seconds, env=env
+    )

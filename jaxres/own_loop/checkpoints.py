@@ -19,6 +19,7 @@ from jaxres.cluster.host_group import SingleHost
 from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.engine.state import Progress
 from jaxres.faults import RunError, StopRun, StorageUnavailable, UsageError
+from jaxres.own_loop.hosts import require_one_process
 from jaxres.own_loop.ownership import (
     Observed,
     OwnedRun,
@@ -77,6 +78,7 @@ class Checkpoints:
         if self._saver is not None:
             raise UsageError(f"{self._run_dir.root}: its checkpoints are open already.")
         observed = Observed(self._on_event, self._on_watcher_event, lambda: self._newest)
+        require_one_process()
         with contextlib.ExitStack() as stack:
             owned = stack.enter_context(own(self._run_dir, observed, env=self._env))
             saver = Checkpointer(

@@ -7,30 +7,29 @@ attempt; JAXRES_RUN_DIR and JAXRES_ATTEMPT_NUMBER name them. Alone, this process
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxres.checkpoint.digests.block_digests import ArrayInfo
 from jaxres.checkpoint.read import manifest as manifests
 from jaxres.clock import Clock, SystemClock
+from jaxres.cluster.host_group import ALONE, HostGroup, HostRank
 from jaxres.config.load import load_checkpoint
 from jaxres.config.schema.checkpoint import CheckpointSection
 from jaxres.exit_codes import ExitCode
-from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable, UsageError
+from jaxres.faults import ConfigError, Fenced, RunError, StorageUnavailable
+from jaxres.host import process_lock
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptResult
 from jaxres.runlog.event_log import EventLog
-from jaxres.runlog.events import Emit, RunEnded, RunOpened
+from jaxres.runlog.events import Emit, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunHistory, RunLog
 from jaxres.storage import files
 from jaxres.supervisor import attempt_runner
+from jaxres.supervisor.process.watchdog import PROGRAM
 from jaxres.supervisor.process.worker_group import WorkerGroup
 from jaxres.supervisor.run_dir_watcher import RunDirWatcher, WatcherEvent
 from jaxres.supervisor.run_lock import RunLock
@@ -68,34 +67,48 @@ class Observed:
 
 
 @contextlib.contextmanager
-def own(run_dir: RunDir, observed: Observed, *, env: Mapping[str, str]) -> Iterator[OwnedRun]:
+def own(
+    run_dir: RunDir,
+    observed: Observed,
+    *,
+    env: Mapping[str, str],
+    peers: HostGroup | None = None,
+) -> Iterator[OwnedRun]:
     """Owns a run directory within the block, and records how the block ended.
+
+    Under a supervisor its worker (jaxres/program) records begin and end of the program, and this
+    process is the writer of the host's events within the block.
 
     Raises:
       Fenced: another live process owns it.
       ConfigError: it is a run of the trainer.
     """
-    _require_one_process()
+    supervised = is_supervised(run_dir, env)
+    member = ALONE if peers is None else peers.member
     with contextlib.ExitStack() as stack:
         clock = SystemClock()
-        claim, log = _claim(run_dir, stack, observed, clock, env=env)
-        file = run_dir.events(claim.attempt, 0)
+        claim, log = _claim(run_dir, stack, observed, clock, env=env, member=member)
+        file = run_dir.events(claim.attempt, member.host)
         events = stack.enter_context(EventLog(file, clock=clock, listeners=[observed.on_event]))
         end = AttemptResult(ExitCode.DONE, "closed by its program", committed=True)
         owned = OwnedRun(run_dir, log, claim, events.emit, clock, end)
+        opened = RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked=False)
         try:
-            events.emit(RunOpened(str(run_dir.root), claim.attempt, claim.threads, forked=False))
+            (observed.on_event if supervised else events.emit)(opened)
             yield owned
         except BaseException as error:
             if owned.result is end:
                 owned.result = end_by(error)
             raise
         finally:
-            result = owned.result
-            if result.code != ExitCode.FENCED and not is_supervised(run_dir, env):
-                attempt_runner.record_stop(log, result)
-            name, step = ExitCode(result.code).name, observed.step()
-            events.emit(RunEnded(result.code, name, step, result.committed, result.reason))
+            result, step = owned.result, observed.step()
+            if supervised:
+                events.emit(PhaseChanged(PROGRAM, "behind the loop"))
+            else:
+                if result.code != ExitCode.FENCED:
+                    attempt_runner.record_stop(log, result)
+                name = ExitCode(result.code).name
+                events.emit(RunEnded(result.code, name, step, result.committed, result.reason))
 
 
 def _claim(
@@ -105,12 +118,13 @@ def _claim(
     clock: Clock,
     *,
     env: Mapping[str, str],
+    member: HostRank,
 ) -> tuple[Claim, RunLog]:
     """Returns the claim of the attempt, written here unless a supervisor has."""
     if is_supervised(run_dir, env):
         attempt, records = int(env[ATTEMPT]), run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt, folder=run_dir.log)
-        stack.enter_context(_only_process(run_dir.local_attempt(attempt)))
+        stack.enter_context(_only_process(run_dir, attempt, member.host))
         return claim, RunLog.of_attempt(run_dir.log, records, attempt=attempt, clock=clock)
     if files.exists(run_dir.config):
         raise ConfigError(
@@ -135,31 +149,21 @@ def _claim(
 
 
 @contextlib.contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
+def _only_process(run_dir: RunDir, attempt: int, host: int) -> Iterator[None]:
     """Keeps a second process of an attempt out: it may have inherited the variables."""
-    files.make_dir(folder)
-    with open(folder / "loop.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+    path = run_dir.loop_lock(attempt, host)
+    with process_lock.hold(path) as is_ours:
+        if not is_ours:
             raise Fenced(
-                f"{folder}: another process of this attempt has its loop. Unset {ATTEMPT} for "
+                f"{path}: another process of this attempt has its loop. Unset {ATTEMPT} for "
                 "processes that your program starts."
-            ) from error
+            )
         yield
 
 
 def is_supervised(run_dir: RunDir, env: Mapping[str, str]) -> bool:
     """Returns whether a supervisor has started this process for a run directory."""
     return ATTEMPT in env and env.get(RUN_DIR) == str(run_dir.root.absolute())
-
-
-def _require_one_process() -> None:
-    if jax.process_count() > 1:
-        raise UsageError(
-            f"jax.distributed has {jax.process_count()} processes: a loop of one's own saves from "
-            "one process only as yet. Train with `python -m jaxres.train` on several hosts."
-        )
 
 
 def end_by(error: BaseException) -> AttemptResult:

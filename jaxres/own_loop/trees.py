@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lax import lax  # No public function makes an array weakly typed.
 
 from jaxres.checkpoint.digests.block_digests import ArrayInfo, dtype_named
 from jaxres.checkpoint.state_arrays import Tree, array_infos
@@ -136,11 +135,19 @@ def _as(like: Any, array: Any) -> Any:
         if _is_key(like):
             return jax.random.wrap_key_data(array, impl=like.dtype._impl)  # type: ignore[attr-defined]
         if like.weak_type:  # Else what is computed with it could have another dtype.
-            return lax._convert_element_type(array, array.dtype, weak_type=True)
+            return _weakly_typed(array)
         return array
     if isinstance(like, np.ndarray):
         return array
     return array[()] if isinstance(like, np.generic) else type(like)(array.item())
+
+
+def _weakly_typed(array: jax.Array) -> jax.Array:
+    """Returns an array with the type of a Python number: an update keeps the type of its target."""
+    zeros = jnp.full(array.shape, array.dtype.type(0).item())
+    if array.committed:
+        zeros = jax.device_put(zeros, array.sharding)
+    return zeros.at[...].set(array)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -22,14 +22,16 @@ from jaxres.config import RunConfig
 from jaxres.config.errors import raise_all
 from jaxres.config.schema.program import ProgramSection
 from jaxres.exit_codes import STOP_SIGNALS, ExitCode, ProgramEnd, exit_row, of_program
-from jaxres.faults import ConfigError
+from jaxres.faults import ConfigError, RunError
+from jaxres.host import process_lock
 from jaxres.host.processes import kill_me_with_parent, oom_kill_count
 from jaxres.program.output import READ_BYTES, Lines, OutputFile, Terminal
 from jaxres.runlog import run_log
 from jaxres.runlog.attempt_result import AttemptResult
-from jaxres.runlog.event_log import EventLog
-from jaxres.runlog.events import PhaseChanged, RunEnded, RunOpened
+from jaxres.runlog.event_log import AsyncEventLog, EventLog
+from jaxres.runlog.events import Emit, Event, PhaseChanged, RunEnded, RunOpened
 from jaxres.runlog.paths import RunDir
+from jaxres.runlog.records import PROGRAM_START
 from jaxres.runlog.run_log import RunLog, Start
 from jaxres.storage import files
 from jaxres.supervisor.process.spawn import LEAVE
@@ -142,7 +144,7 @@ class RunningProgram:
         *,
         status_fd: int,
         report_fd: int,
-        events: EventLog,
+        emit: Emit,
         clock: Clock,
     ) -> None:
         """Takes over a process that has just started.
@@ -150,9 +152,9 @@ class RunningProgram:
         Args:
           status_fd: read end of the pipe of the program's status messages.
           report_fd: write end of the pipe to the supervisor.
-          events: receives the phases.
+          emit: receives the phases.
         """
-        self._process, self._attempt, self._events = process, attempt, events
+        self._process, self._attempt, self._emit = process, attempt, emit
         self._status_fd, self._report_fd, self._clock = status_fd, report_fd, clock
         self._status_line = b""
         self._waiting: deque[StatusMessage] = deque(maxlen=MOST_MESSAGES)
@@ -266,7 +268,7 @@ class RunningProgram:
             case ExitMessage():
                 self._announced = message
             case PhaseEntered(phase) if self._requested is None:
-                self._has_own_phase = True
+                self._has_own_phase = phase != PROGRAM
                 self._enter(phase)
             case PhaseEntered():
                 pass
@@ -284,7 +286,7 @@ class RunningProgram:
             stdio.eprint(f"jaxres: {text}; it is ignored, and so are others like it\n")
 
     def _enter(self, phase: str) -> None:
-        self._events.emit(PhaseChanged(phase))
+        self._emit(PhaseChanged(phase))
         self._waiting.append(PhaseEntered(phase))
         self._send_waiting()
 
@@ -344,24 +346,27 @@ def run_program(attempt: HostAttempt, *, report_fd: int, env: Mapping[str, str])
         if member.leads:
             log = RunLog.of_attempt(run_dir.log, records, attempt=number, clock=clock)
             step = run_log.fold(records).step
-            log.append(Start(step=step, path=None, dataset=PROGRAM, computation={}))
+            log.append(Start(step=step, path=None, dataset=PROGRAM_START, computation={}))
         process = start(
             attempt.section, program_env(attempt, env, status_fd=write_end), keep=write_end
         )
         os.close(write_end)
-        with EventLog(run_dir.events(number, member.host), clock=clock) as events:
-            events.emit(RunOpened(str(run_dir.root), number, claim.threads, False))
+        events_file = run_dir.events(number, member.host)
+        with AsyncEventLog(events_file, clock=clock) as events:
+
+            def emit(event: Event) -> None:
+                # The file has one writer: while a loop (jaxres.attempt) runs in the program, it.
+                if not process_lock.is_held(run_dir.loop_lock(number, member.host)):
+                    events.emit(event)
+
+            emit(RunOpened(str(run_dir.root), number, claim.threads, False))
             program = RunningProgram(
-                process,
-                attempt,
-                status_fd=read_end,
-                report_fd=report_fd,
-                events=events,
-                clock=clock,
+                process, attempt, status_fd=read_end, report_fd=report_fd, emit=emit, clock=clock
             )
             result = program.run(signals_fd)
-            row = exit_row(result.code)
-            events.emit(
-                RunEnded(result.code, row.name, program.step, result.committed, result.reason)
-            )
+    ended = RunEnded(
+        result.code, exit_row(result.code).name, program.step, result.committed, result.reason
+    )
+    with contextlib.suppress(RunError), EventLog(events_file, clock=clock) as log:
+        log.emit(ended)  # Without it the supervisor has the result, too.
     return result

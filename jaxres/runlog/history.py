@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxres.runlog.records import (
+    PROGRAM_START,
     AttemptEnded,
     Branch,
     Claim,
@@ -168,7 +169,7 @@ def recorded_tokenizer(records: Sequence[Record]) -> str | None:
 
 
 def in_force(records: Sequence[Record]) -> list[Record]:
-    """Returns the records without late ones, which follow the claim of a newer attempt.
+    """Returns the records without late ones and without starts of programs that are replaced.
 
     Attempts write no record after a newer claim that they have read. But a bucket may execute a
     request long after its sender has ended.
@@ -179,7 +180,12 @@ def in_force(records: Sequence[Record]) -> list[Record]:
             kept.append(record)
         if isinstance(record.body, Claim):
             newest = max(newest, record.attempt)
-    return kept
+    loops = {r.attempt for r in kept if isinstance(r.body, Start) and not _is_of_program(r)}
+    return [r for r in kept if not (r.attempt in loops and _is_of_program(r))]
+
+
+def _is_of_program(record: Record) -> bool:
+    return isinstance(record.body, Start) and record.body.dataset == PROGRAM_START
 
 
 def fold(records: Sequence[Record]) -> RunHistory:

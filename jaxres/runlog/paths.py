@@ -191,6 +191,10 @@ class RunDir:
         """Output of a program on one host before that in `output`, whose size is bounded."""
         return self.local_attempt(attempt) / f"output-host{host:03d}-older.txt"
 
+    def loop_lock(self, attempt: int, host: int) -> Path:
+        """Lock of the loop (`jaxres.attempt`) in an attempt's program on a host."""
+        return self.local_attempt(attempt) / f"loop-host{host:03d}.lock"
+
     def traceback(self, attempt: int, host: int) -> Path:
         """The traceback of an uncaught exception of one host's worker."""
         return self.local_attempt(attempt) / f"traceback-host{host:03d}.txt"

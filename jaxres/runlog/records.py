@@ -45,6 +45,11 @@ class Claim:
     """The slot of each host of the attempt, by host number; None: the attempt is not restarted."""
 
 
+PROGRAM_START = "program"
+"""`dataset` of the Start of a program. It has no effect once a loop (`jaxres.attempt`) in the
+program has written its own Start, which has the step that it has restored."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Training starts at a step: 0, or a restored one."""

@@ -146,6 +146,11 @@ def join(member: HostRank, *, heartbeat_seconds: float, clock: Clock) -> JaxCoor
     )
     if (own := gloo_address(address)) is not None:
         _use_in_gloo(own)
+    return joined(member, clock=clock)
+
+
+def joined(member: HostRank, *, clock: Clock) -> JaxCoordination:
+    """Returns the group of a process that has called jax.distributed.initialize."""
     # JAX has no public function for the store; Orbax uses this attribute too.
     from jax._src import distributed
 

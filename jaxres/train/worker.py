@@ -277,10 +277,10 @@ def open_stacks(run_dir: RunDir, attempt: int, member: HostRank) -> IO[str]:
 
 
 @contextlib.contextmanager
-def inline_stacks(run_dir: RunDir, attempt: int) -> Iterator[IO[str]]:
+def inline_stacks(run_dir: RunDir, attempt: int, member: HostRank = ALONE) -> Iterator[IO[str]]:
     """Opens the file of stacks; afterwards a crash of the process is reported as before."""
     was_enabled = faulthandler.is_enabled()
-    with open_stacks(run_dir, attempt, ALONE) as stacks:
+    with open_stacks(run_dir, attempt, member) as stacks:
         try:
             yield stacks
         finally:

@@ -22,7 +22,7 @@ from tests.promises.trainer import ROOT
 from tests.waiting import SURE_SECONDS, wait_until
 
 LOOP = ROOT / "tests/promises/own_loop.py"
-EXAMPLE = ROOT / "examples/nnx_mnist/train.py"
+EXAMPLES = {name: ROOT / f"examples/{name}/train.py" for name in ("nnx_mnist", "decoder")}
 ENDLESS = 10**6
 
 
@@ -33,14 +33,9 @@ class Program:
         self.folder, self.log = folder, folder.with_suffix(".txt")
         for suffix in (".held", ".go"):
             folder.with_suffix(suffix).unlink(missing_ok=True)
-        words = [
-            sys.executable,
-            str(script),
-            str(folder),
-            str(last),
-            *[str(hold_at)] * (hold_at > 0),
-        ]
+        words = [sys.executable, str(script), str(folder), str(last)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        env["HOLD"] = f"{hold_at}:{folder}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(words, env=env, stdout=log, stderr=log)
 
@@ -105,12 +100,13 @@ def test_killed_at_any_step_it_ends_as_an_unbroken_run(
 
 
 @pytest.mark.slow
-def test_the_example_with_flax_ends_as_an_unbroken_run(
-    tmp_path: Path, programs: list[Program]
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_ends_as_an_unbroken_run(
+    tmp_path: Path, programs: list[Program], name: str
 ) -> None:
-    chance, folder = random.Random(tmp_path.name), tmp_path / "a"
+    example, chance, folder = EXAMPLES[name], random.Random(tmp_path.name), tmp_path / "a"
     for attempt in (1, 2):
-        programs.append(Program(EXAMPLE, folder, ENDLESS))
+        programs.append(Program(example, folder, ENDLESS))
         wait_until(lambda number=attempt: _has_run(programs[-1], 100 * number, RunDir(folder)))
         more, metrics = chance.randrange(1, 60), RunDir(folder).metrics(attempt)
         lines = len(read_json_lines(metrics)) + more
@@ -119,10 +115,9 @@ def test_the_example_with_flax_ends_as_an_unbroken_run(
     (newest, _) = digest(folder)
     assert newest > 0
     last = newest + 50
-    programs.append(Program(EXAMPLE, folder, last))
+    programs.append(Program(example, folder, last))
     assert programs[-1].wait() == ExitCode.DONE, programs[-1].log.read_text()
-    assert "are named right" in programs[-1].log.read_text()
-    assert digest(folder) == unbroken(EXAMPLE, tmp_path / "b", last)
+    assert digest(folder) == unbroken(example, tmp_path / "b", last)
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ ENDLESS = "train.steps=1000000"
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
+LOOP = Path(__file__).with_name("loop.yaml")
+"""A loop of the user's own in place of the trainer."""
 PACED = {"PACE": "0.001", "HELD": "40"}
 """Environment of a FAULTY run with about 20 steps per second, which tests interrupt. However slow a
 test is, the run has not ended then: in its 40th step it is held until the test waits for its end.
@@ -173,6 +175,16 @@ class TrainingProcess:
                     found[int(host)] = int(child)
         return found
 
+    def programs(self) -> dict[int, int]:
+        """Returns host -> pid of the running programs, which the workers have started."""
+        found = {}
+        for host, worker in self.workers().items():
+            children = Path(f"/proc/{worker}/task/{worker}/children")
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in children.read_text().split():
+                    found[host] = int(child)
+        return found
+
     def kill(self, sig: signal.Signals = signal.SIGKILL, *, target: str = "all") -> None:
         """Sends a real signal to the `supervisor`, the `worker`, or `all`: the worker first.
 
@@ -297,11 +309,14 @@ class Workspace:
         return self.command(run_dir, arguments, cores=cores, env=env, held_after=held_after)
 
     def _arguments(self, name: str, *overrides: str, config: Path | None) -> list[str]:
+        caches = [
+            f"data.cache_dir={self.caches}",
+            f"compilation.cache_dir={self.caches / 'xla'}",
+        ]
         return [
             str(config or TINY),
             f"run.dir={self.run_dir(name).root}",
-            f"data.cache_dir={self.caches}",
-            f"compilation.cache_dir={self.caches / 'xla'}",
+            *([] if config == LOOP else caches),
             *overrides,
         ]
 

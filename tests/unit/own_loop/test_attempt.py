@@ -337,7 +337,7 @@ def test_a_misuse_is_a_clear_error_and_the_next_attempt_works(tmp_path, capfd, m
     assert loop(tmp_path, 2) == 0
 
 
-def test_a_thread_and_several_hosts_are_refused(tmp_path, monkeypatch):
+def test_a_thread_and_several_hosts_without_a_supervisor_are_refused(tmp_path, monkeypatch):
     errors = []
 
     def enter():
@@ -350,13 +350,13 @@ def test_a_thread_and_several_hosts_are_refused(tmp_path, monkeypatch):
     thread.join()
     assert errors == ["refused"]
     monkeypatch.setenv("JAXRES_NUM_HOSTS", "2")
-    with pytest.raises(UsageError, match="2 hosts"):
+    with pytest.raises(UsageError, match="JAXRES_NUM_HOSTS=2, and no supervisor"):
         jaxres.attempt(tmp_path)
 
 
 def test_a_second_process_of_a_supervised_attempt_is_kept_out(tmp_path):
-    with ownership._only_process(tmp_path):
-        other = ownership._only_process(tmp_path)
+    with ownership._only_process(RunDir(tmp_path), 1, 0):
+        other = ownership._only_process(RunDir(tmp_path), 1, 0)
         with pytest.raises(Fenced, match="another process"):
             other.__enter__()
 

@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 
 from jaxres.runlog.history import fold
-from jaxres.runlog.records import Commit, Quarantine, Record, Rollback, Skip, Start
+from jaxres.runlog.records import (
+    PROGRAM_START,
+    Commit,
+    Quarantine,
+    Record,
+    Rollback,
+    Skip,
+    Start,
+)
 from tests.unit.runlog.example_records import CLAIM
 
 BEGUN = Start(step=0, path=None, dataset="d", computation={})
@@ -43,3 +51,12 @@ def test_commits_that_are_withdrawn_are_no_rollback_of_those_that_are_limited():
     bodies = [CLAIM, BEGUN, BACK, high_loss, BACK, BACK]
     history = fold([Record(seq, 1, 0.0, body) for seq, body in enumerate(bodies, 1)])
     assert (len(history.rollbacks), history.num_rollbacks) == (4, 1)
+
+
+def test_the_start_of_a_loop_replaces_that_of_its_program():
+    program = dataclasses.replace(BEGUN, dataset=PROGRAM_START)
+    loop = dataclasses.replace(FROM_20, dataset="")
+    later = dataclasses.replace(CLAIM, attempt=2)
+    bodies = [(1, CLAIM), (1, program), (1, loop), (1, FROM_20), (2, later), (2, program)]
+    records = [Record(seq, attempt, 0.0, body) for seq, (attempt, body) in enumerate(bodies, 1)]
+    assert [record.seq for record in fold(records).starts] == [3, 4, 6]
