@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxres.checkpoint.write import write_check
+from jaxres.cluster import program_transfer
 from jaxres.cluster.host_group import HostGroup, HostRank
 from jaxres.config import RunConfig
 from jaxres.config.schema.data import ImagesSource, single_sources
@@ -186,7 +187,8 @@ def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) 
         return context
     context.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
     job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=context.clock)
-    return dataclasses.replace(context, peers=job)
+    key = program_transfer.take_key(os.environ)
+    return dataclasses.replace(context, peers=job, programs_key=key)
 
 
 def _check_storage(config: RunConfig, context: AttemptContext) -> None:

@@ -1,6 +1,9 @@
 """Compiled steps are loaded on all hosts from one compilation, or compiled on all hosts."""
 
 import functools
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,13 +13,22 @@ import pytest
 
 from jaxres.clock import SystemClock
 from jaxres.cluster.host_group import HostRank, SingleHost
+from jaxres.cluster.program_transfer import PUBLIC_SECRET, AttemptKey
 from jaxres.config.schema.run_config import CompileSection, RunConfig
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature
-from jaxres.runlog.events import CompiledStepsLoaded, Noted, StepsCompiled
+from jaxres.runlog.events import (
+    CompiledStepsLoaded,
+    CompiledStepsReceived,
+    Noted,
+    StepsCompiled,
+)
 from jaxres.train.compiled import compile_cache
 from jaxres.train.compiled.compile_cache import StepToCompile
+from jaxres.train.compiled.program_offers import Offer
 from jaxres.train.compiled.xla_options import XlaOptions
+from jaxres.train.context import NO_KEY
+from tests.waiting import SURE_SECONDS
 
 
 @functools.cache
@@ -56,35 +68,74 @@ def test_combinations_of_learning_rates_names_and_tags_share_their_compiled_step
 
 
 class FirstOfTwoHosts(SingleHost):
-    """Host 0 of two; host 1 publishes the given message under every topic."""
+    """Host 0 of two; host 1 publishes the given offer, and no more."""
 
     member = HostRank(host=0, num_hosts=2)
 
     def __init__(self, other):
-        self.other, self.own = other, {}
+        self.other, self.own = other.encode(), {}
 
     def publish(self, topic, message):
         self.own[topic] = message
 
     def poll(self, topic):
-        return {0: self.own[topic], 1: self.other}
+        return {0: self.own[topic], 1: "" if topic.endswith(("-at", "-taken")) else self.other}
+
+
+class Job:
+    """Hosts in one process, each in a thread, which meet at barriers."""
+
+    def __init__(self, num_hosts):
+        self.barrier = threading.Barrier(num_hosts, timeout=SURE_SECONDS)
+        self.published = {}
+        self.num_hosts = num_hosts
+
+
+class HostOfJob(SingleHost):
+    def __init__(self, job, host):
+        self.job, self.member = job, HostRank(host=host, num_hosts=job.num_hosts)
+
+    def broadcast(self, topic, decide, *, seconds):
+        if self.member.leads:
+            self.publish(topic, decide())
+        self.barrier(topic, seconds=seconds)
+        return self.poll(topic)[0]
+
+    def barrier(self, topic, *, seconds):
+        self.job.barrier.wait()
+
+    def publish(self, topic, message):
+        self.job.published[topic, self.member.host] = message
+
+    def poll(self, topic):
+        return {host: m for (name, host), m in self.job.published.items() if name == topic}
 
 
 @pytest.fixture
 def get(tmp_path):
     """Returns a function that gets a step `x + constant`, and the events of doing so."""
 
-    def get(*, constant=1, peers=None, made_of=None, cache_dir=tmp_path, **options):
+    def get(
+        *, constant=1, peers=None, made_of=None, cache_dir=tmp_path, key=NO_KEY, **options
+    ):
         events = []
+        claim = SimpleNamespace(coordinator="127.0.0.1:80")
+        context = SimpleNamespace(
+            emit=events.append,
+            clock=SystemClock(),
+            peers=peers or SingleHost(),
+            claim=claim,
+            programs_key=key,
+        )
         step = jax.jit(lambda x: x + constant, out_shardings=here())
         compiled = compile_cache.get(
             {"training": StepToCompile(partial(step.trace, x()), Signature((x(),), here()))},
-            SimpleNamespace(emit=events.append, clock=SystemClock(), peers=peers or SingleHost()),
+            context,
             devices=jax.devices()[:1],
             made_of=made_of,
             section=CompileSection(cache_dir=cache_dir),
             options=XlaOptions(options),
-            seconds=1.0,
+            seconds=SURE_SECONDS,
         )
         assert compiled["training"].call(jax.device_put(jnp.ones(3), here()))[0] == 1 + constant
         (kind,) = [type(e) for e in events if isinstance(e, CompiledStepsLoaded | StepsCompiled)]
@@ -112,11 +163,12 @@ def test_hosts_load_programs_of_one_compilation_or_none(get, stored):
     """Kernels chosen in another compilation may give other bits on one of the hosts."""
     step, keys = stored
     found = [
-        get(made_of={"a": 1}, peers=FirstOfTwoHosts(f"{key}:{step.compilation}"))[1] for key in keys
+        get(made_of={"a": 1}, peers=FirstOfTwoHosts(Offer((key,), (step.compilation,))))[1]
+        for key in keys
     ]
     assert set(found) == {CompiledStepsLoaded, StepsCompiled}, "one of the keys is that of the text"
     for key in keys:
-        again, kind, _ = get(made_of={"a": 1}, peers=FirstOfTwoHosts(f"{key}:another"))
+        again, kind, _ = get(made_of={"a": 1}, peers=FirstOfTwoHosts(Offer((key,), ("another",))))
         is_new = kind == StepsCompiled and again.compilation != step.compilation
         assert is_new, "programs of two compilations are in use"
 
@@ -154,3 +206,108 @@ def test_without_a_private_folder_the_steps_are_compiled_and_the_run_continues(
     assert any("expected a folder of this account" in note for note in notes)
     none, kind, _ = get(cache_dir=None)
     assert (kind, none.text) == (StepsCompiled, step.text)
+
+
+KEY = AttemptKey(bytes(32), "")
+
+
+@pytest.fixture
+def get_on(get, tmp_path):
+    """Returns a function that gets the step on several hosts at once, each with its own folder."""
+
+    def get_on(*hosts):
+        """Gets it; `hosts` are the arguments of each host."""
+        job = Job(len(hosts))
+
+        def on(host, arguments):
+            given = {"made_of": {"a": 1}, "key": KEY, "cache_dir": tmp_path / f"host{host}"}
+            try:
+                return get(peers=HostOfJob(job, host), **(given | arguments))
+            except BaseException:
+                job.barrier.abort()  # The other hosts do not wait for this one.
+                raise
+
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            return list(pool.map(on, range(len(hosts)), hosts))
+
+    return get_on
+
+
+def kinds(found):
+    return [kind for _, kind, _ in found]
+
+
+def reasons(found):
+    return [event.reason for _, _, events in found for event in events if hasattr(event, "reason")]
+
+
+def lose(tmp_path, *hosts):
+    for host in hosts:
+        shutil.rmtree(tmp_path / f"host{host}")
+
+
+@pytest.mark.parametrize("lost", [(1,), (0,), (0, 2)])
+def test_a_host_without_the_steps_gets_them_from_another(get_on, tmp_path, lost):
+    first = get_on({}, {}, {})
+    assert kinds(first) == [StepsCompiled] * 3
+    lose(tmp_path, *lost)
+    again = get_on({}, {}, {})
+    assert kinds(again) == [CompiledStepsLoaded] * 3, "a host has compiled"
+    assert {step.compilation for step, _, _ in again} == {first[0][0].compilation}
+    senders = {}
+    for host, (_, _, events) in enumerate(again):
+        senders |= {host: e.host for e in events if isinstance(e, CompiledStepsReceived)}
+    assert set(senders) == set(lost)
+    assert not set(senders.values()) & set(lost)
+    assert kinds(get_on({}, {}, {})) == [CompiledStepsLoaded] * 3
+    assert not any(
+        isinstance(e, CompiledStepsReceived) for *_, events in get_on({}, {}, {}) for e in events
+    ), "what was received was not stored"
+
+
+def test_of_two_compilations_one_is_taken_by_all_hosts(get, get_on, tmp_path):
+    for host in (0, 1):
+        get(made_of={"a": 1}, cache_dir=tmp_path / f"host{host}")
+    found = get_on({}, {})
+    assert kinds(found) == [CompiledStepsLoaded] * 2
+    assert len({step.compilation for step, _, _ in found}) == 1
+
+
+def test_hosts_whose_keys_differ_take_nothing_from_each_other(get_on, tmp_path):
+    """The key stands for versions, devices and their processes, XLA's flags and settings."""
+    get_on({}, {})
+    lose(tmp_path, 1)
+    found = get_on({}, {"xla_llvm_disable_expensive_passes": True})
+    assert kinds(found) == [StepsCompiled] * 2, "a program of other options is in use"
+    assert all("have different versions, devices, XLA flags" in text for text in reasons(found))
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_without_a_private_secret_each_host_compiles_and_says_why(get_on, tmp_path, host):
+    get_on({}, {})
+    lose(tmp_path, 1)
+    given = [{}, {}]
+    given[host] = {"key": AttemptKey(refusal=PUBLIC_SECRET)}
+    found = get_on(*given)
+    assert kinds(found) == [StepsCompiled] * 2
+    assert all("readers of the bucket or mount have the secret" in text for text in reasons(found))
+
+
+def test_hosts_with_different_keys_of_the_attempt_compile_and_say_why(get_on, tmp_path):
+    get_on({}, {})
+    lose(tmp_path, 1)
+    found = get_on({}, {"key": AttemptKey(b"of another attempt", "")})
+    assert kinds(found) == [StepsCompiled] * 2
+    assert all("could not send them: it closed the connection" in text for text in reasons(found))
+
+
+def test_received_steps_that_cant_be_stored_are_used(get_on, tmp_path):
+    get_on({}, {})
+    lose(tmp_path, 1)
+    (tmp_path / "host1").mkdir()
+    (tmp_path / "host1" / "programs").mkdir(mode=0o777)
+    (tmp_path / "host1" / "programs").chmod(0o777)
+    found = get_on({}, {})
+    assert kinds(found) == [CompiledStepsLoaded] * 2
+    notes = [event.message for event in found[1][2] if isinstance(event, Noted)]
+    assert any("is not stored" in note for note in notes)
