@@ -20,17 +20,21 @@ import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import pydantic_core
 
 from jaxres.clock import Clock
+from jaxres.cluster.authentication import MIN_CHARACTERS, Secret
 from jaxres.cluster.authentication import VARIABLE as SECRET_VARIABLE
-from jaxres.cluster.authentication import Secret
 from jaxres.cluster.limited_server import LimitedServer
+from jaxres.faults import UsageError
 
 VARIABLE = "JAXRES_PROGRAMS_KEY"
 """Environment variable of a worker with the key of the attempt, which it removes."""
+GIVEN = "JAXRES_PROGRAMS_SECRET"
+"""Environment variable of a supervisor with a secret for programs alone, which `launch gce` sets on
+its VMs: if it differs between them, they compile, where another secret of the run ends them."""
 ONE_FOLDER = "the workers of one supervisor have one folder of programs"
 PUBLIC_SECRET = (
     "readers of the bucket or mount have the secret of this run, and must not be able to send "
@@ -49,6 +53,7 @@ CHUNK_BYTES = 1 << 20
 MAX_STRANGERS = 64
 POLL_SECONDS = 0.05
 _HEX = re.compile("[0-9a-f]{64}")
+T = TypeVar("T")
 
 
 class TransferFailed(Exception):
@@ -64,19 +69,28 @@ class AttemptKey:
     """Why this host neither sends nor takes programs; "": it does."""
 
 
-def variables(secret: Secret | None, nonce: str, *, num_hosts: int) -> dict[str, str]:
-    """Returns the variable for the worker of an attempt; empty where the secret is not private.
+def variables(
+    secret: Secret | None, nonce: str, *, num_hosts: int, given: str = ""
+) -> dict[str, str]:
+    """Returns the variable for the worker of an attempt; empty where no secret is private.
 
     Args:
       secret: that of the run; None: one supervisor has all workers.
       nonce: that of the attempt's claim.
       num_hosts: number of workers of the attempt.
+      given: the value of GIVEN, which is used instead of the secret of the run; empty: not set.
+
+    Raises:
+      UsageError: the given secret is too short.
     """
     if secret is None or num_hosts == 1:
         return {}
-    if not secret.is_private:
+    if given and len(given) < MIN_CHARACTERS:
+        raise UsageError(f"{GIVEN}: expected at least {MIN_CHARACTERS} characters")
+    if not (given or secret.is_private):
         return {VARIABLE: ""}
-    return {VARIABLE: hmac.digest(secret.key, f"jaxres programs {nonce}".encode(), "sha256").hex()}
+    own = given.encode("utf-8", "surrogateescape") or secret.key
+    return {VARIABLE: hmac.digest(own, f"jaxres programs {nonce}".encode(), "sha256").hex()}
 
 
 def take_key(env: MutableMapping[str, str]) -> AttemptKey:
@@ -152,11 +166,11 @@ def _fields(line: bytes) -> dict[str, Any]:
     return found
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
+def _is_list_of(value: Any, kind: type[T]) -> TypeGuard[list[T]]:
     return isinstance(value, list) and len(value) > 0 and all(type(each) is kind for each in value)
 
 
-def _is_hex(value: Any) -> bool:
+def _is_hex(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
@@ -187,7 +201,7 @@ class ProgramServer:
         Raises:
           OSError: it can't listen.
         """
-        self._server = _Server(address, programs, key)
+        self._server = _RequestServer(address, programs, key)
         literal = f"[{address}]" if ":" in address else address
         self.address = f"{literal}:{self._server.server_address[1]}"
         """host:port for the other hosts."""
@@ -205,7 +219,7 @@ class ProgramServer:
         self._server.server_close()
 
 
-class _Server(LimitedServer):
+class _RequestServer(LimitedServer):
     def __init__(self, address: str, programs: Mapping[str, bytes], key: bytes) -> None:
         super().__init__(
             (address, 0), _Answer, max_connections=MAX_STRANGERS, seconds=SILENCE_SECONDS
@@ -218,7 +232,7 @@ class _Answer(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         """Answers one request; closes the connection of a client without the key."""
-        assert isinstance(self.server, _Server)
+        assert isinstance(self.server, _RequestServer)
         programs, key = self.server.programs, self.server.key
         names, challenge = requested(self.rfile.readline(MAX_LINE_BYTES), key=key)
         contents = [programs[name] for name in names]

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from jaxres.checkpoint.write import write_check
-from jaxres.cluster import program_transfer
 from jaxres.cluster.host_group import HostGroup, HostRank
 from jaxres.config import RunConfig
 from jaxres.config.schema.data import ImagesSource, single_sources
@@ -187,8 +186,7 @@ def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) 
         return context
     context.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
     job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=context.clock)
-    key = program_transfer.take_key(os.environ)
-    return dataclasses.replace(context, peers=job, programs_key=key)
+    return dataclasses.replace(context, peers=job, programs_key=compile_cache.take_programs_key())
 
 
 def _check_storage(config: RunConfig, context: AttemptContext) -> None:

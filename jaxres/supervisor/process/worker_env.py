@@ -35,10 +35,12 @@ def worker_env(
     A program's has the tag only. `secret`: the run's, of which the attempt's keys follow; None:
     there is none.
     """
-    secretless = alert_sender.scrub_secrets(config.alerts, env)
+    given = env.get(program_transfer.GIVEN, "")
+    own = {name: value for name, value in env.items() if name != program_transfer.GIVEN}
+    secretless = alert_sender.scrub_secrets(config.alerts, own)
     if config.program is not None:
         return processes.tag_env(secretless, run_dir, claim)
     own = thread_variables(claim)
     own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
-    own |= program_transfer.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
+    own |= program_transfer.variables(secret, claim.nonce, num_hosts=claim.num_hosts, given=given)
     return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)

@@ -25,8 +25,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
 from jaxres.cluster import program_transfer
+from jaxres.cluster.compatibility import host_list
 from jaxres.cluster.connection import own_address
-from jaxres.cluster.program_transfer import ProgramServer, TransferFailed
+from jaxres.cluster.program_transfer import AttemptKey, ProgramServer, TransferFailed
 from jaxres.config import RunConfig
 from jaxres.config.schema.run_config import CompileSection
 from jaxres.engine import executable
@@ -54,6 +55,8 @@ SECTIONS_NOT_COMPILED = (
     *("hosts", "launch", "restart", "telemetry"),
 )
 """Sections of the config that no compiled step depends on."""
+NOTHING = "-"
+"""Message of a host that has no address or no failure; the store of JAX may refuse an empty one."""
 Trace = Callable[[], Any]
 """Returns a jax.stages.Traced."""
 
@@ -117,6 +120,11 @@ def use_compilation_cache(folder: Path) -> None:
 def environment_here() -> Mapping[str, str]:
     """Returns the environment of this process, in which JAX has read its settings."""
     return os.environ
+
+
+def take_programs_key() -> AttemptKey:
+    """Takes the key under which the hosts send each other programs out of the environment."""
+    return program_transfer.take_key(os.environ)
 
 
 def xla_flags_here() -> str:
@@ -338,14 +346,13 @@ class _Cache:
     ) -> tuple[dict[str, CompiledStep] | None, str]:
         """Sends the programs to the hosts that lack them; see `load`."""
         context, host = self._context, self._context.peers.member.host
-        sources, takers = (", ".join(map(str, h)) for h in (transfer.sources, transfer.takers))
-        doing = f"compiled steps from host {sources} to host {takers}"
-        context.emit(PhaseChanged("compile", doing))
+        doing = f"{host_list(transfer.sources)} -> {host_list(transfer.takers)}"
+        context.emit(PhaseChanged("compile", f"sending compiled steps: {doing}"))
         with contextlib.ExitStack() as stack:
             address = ""
             if host in transfer.sources and found is not None:
                 address = self._serve(dict(zip(programs, found.values(), strict=True)), stack)
-            addresses = self._all(f"{topic}-at", address)
+            addresses = self._all(f"{topic}-at", address or NOTHING)
             why = ""
             if host in transfer.takers:
                 try:
@@ -353,9 +360,9 @@ class _Cache:
                 except (TransferFailed, Unusable) as error:
                     why = f"host {transfer.source_of(host)} could not send them: {error}"
                     context.emit(Noted(f"the steps are compiled: {why}"))
-            results = self._all(f"{topic}-taken", why)
+            results = self._all(f"{topic}-taken", why or NOTHING)
         for other, reason in results.items():
-            if reason:
+            if reason != NOTHING:
                 return None, why or f"host {other} could not take them: {reason}"
         return found, ""
 
@@ -386,7 +393,7 @@ class _Cache:
         """
         context, begun = self._context, self._context.clock.monotonic()
         source = transfer.source_of(context.peers.member.host)
-        if not addresses.get(source):
+        if addresses.get(source, NOTHING) == NOTHING:
             raise TransferFailed("it can't listen")
         contents = program_transfer.fetch(
             addresses[source],

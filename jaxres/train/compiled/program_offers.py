@@ -31,7 +31,7 @@ class Transfer:
     compilations: tuple[str, ...]
     sources: tuple[int, ...]
     takers: tuple[int, ...]
-    """The other hosts, of which some may have programs of another compilation; none: all have it."""
+    """The other hosts, some perhaps with another compilation; none: all have the same one."""
 
     def source_of(self, taker: int) -> int:
         """Returns the host that sends to a taker; the takers are spread over all sources."""

@@ -13,6 +13,7 @@ from jaxres.clock import SystemClock
 from jaxres.cluster import program_transfer
 from jaxres.cluster.authentication import Secret
 from jaxres.cluster.program_transfer import AttemptKey, ProgramServer, TransferFailed
+from jaxres.faults import UsageError
 
 PROGRAMS = {"a": b"first" * 500_000, "b": b"second"}
 KEY = bytes(32)
@@ -79,6 +80,20 @@ def test_each_attempt_and_secret_has_its_own_key():
     public = key(Secret(b"1" * 32, "gs://bucket/run/secret", is_private=False), "a")
     assert public == AttemptKey(b"", program_transfer.PUBLIC_SECRET)
     assert key(first, "a", num_hosts=1).key == b""
+
+
+def test_a_secret_for_programs_alone_replaces_that_of_the_bucket():
+    public = Secret(b"1" * 32, "gs://bucket/run/secret", is_private=False)
+
+    def key(given, nonce="a"):
+        env = program_transfer.variables(public, nonce, num_hosts=2, given=given)
+        return program_transfer.take_key(env)
+
+    assert key("x" * 64).refusal == ""
+    assert key("x" * 64) == key("x" * 64)
+    assert len({key(given, nonce).key for given in ("x" * 64, "y" * 64) for nonce in "ab"}) == 4
+    with pytest.raises(UsageError, match="JAXRES_PROGRAMS_SECRET: expected at least 32"):
+        key("short")
 
 
 def test_a_host_without_the_key_receives_nothing(server):

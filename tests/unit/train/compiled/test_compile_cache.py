@@ -1,7 +1,9 @@
 """Compiled steps are loaded on all hosts from one compilation, or compiled on all hosts."""
 
+import contextlib
 import functools
 import shutil
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,8 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxres.clock import SystemClock
+from jaxres.cluster import program_transfer
 from jaxres.cluster.host_group import HostRank, SingleHost
-from jaxres.cluster.program_transfer import PUBLIC_SECRET, AttemptKey
+from jaxres.cluster.program_transfer import PUBLIC_SECRET, AttemptKey, ProgramServer
 from jaxres.config.schema.run_config import CompileSection, RunConfig
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature
@@ -28,6 +31,7 @@ from jaxres.train.compiled.compile_cache import StepToCompile
 from jaxres.train.compiled.program_offers import Offer
 from jaxres.train.compiled.xla_options import XlaOptions
 from jaxres.train.context import NO_KEY
+from tests.compiling import nothing_kept
 from tests.waiting import SURE_SECONDS
 
 
@@ -68,7 +72,7 @@ def test_combinations_of_learning_rates_names_and_tags_share_their_compiled_step
 
 
 class FirstOfTwoHosts(SingleHost):
-    """Host 0 of two; host 1 publishes the given offer, and no more."""
+    """Host 0 of two; host 1 publishes the given offer."""
 
     member = HostRank(host=0, num_hosts=2)
 
@@ -79,7 +83,7 @@ class FirstOfTwoHosts(SingleHost):
         self.own[topic] = message
 
     def poll(self, topic):
-        return {0: self.own[topic], 1: "" if topic.endswith(("-at", "-taken")) else self.other}
+        return {0: self.own[topic], 1: self.other}
 
 
 class Job:
@@ -115,9 +119,7 @@ class HostOfJob(SingleHost):
 def get(tmp_path):
     """Returns a function that gets a step `x + constant`, and the events of doing so."""
 
-    def get(
-        *, constant=1, peers=None, made_of=None, cache_dir=tmp_path, key=NO_KEY, **options
-    ):
+    def get(*, constant=1, peers=None, made_of=None, cache_dir=tmp_path, key=NO_KEY, **options):
         events = []
         claim = SimpleNamespace(coordinator="127.0.0.1:80")
         context = SimpleNamespace(
@@ -212,7 +214,7 @@ KEY = AttemptKey(bytes(32), "")
 
 
 @pytest.fixture
-def get_on(get, tmp_path):
+def get_on(get, tmp_path, monkeypatch):
     """Returns a function that gets the step on several hosts at once, each with its own folder."""
 
     def get_on(*hosts):
@@ -227,7 +229,9 @@ def get_on(get, tmp_path):
                 job.barrier.abort()  # The other hosts do not wait for this one.
                 raise
 
-        with ThreadPoolExecutor(len(hosts)) as pool:
+        with monkeypatch.context() as patch, nothing_kept(), ThreadPoolExecutor(len(hosts)) as pool:
+            # It changes a setting of the process, which is in the key, for the other threads too.
+            patch.setattr(compile_cache, "_without_jax_cache", contextlib.nullcontext)
             return list(pool.map(on, range(len(hosts)), hosts))
 
     return get_on
@@ -254,9 +258,12 @@ def test_a_host_without_the_steps_gets_them_from_another(get_on, tmp_path, lost)
     again = get_on({}, {}, {})
     assert kinds(again) == [CompiledStepsLoaded] * 3, "a host has compiled"
     assert {step.compilation for step, _, _ in again} == {first[0][0].compilation}
-    senders = {}
-    for host, (_, _, events) in enumerate(again):
-        senders |= {host: e.host for e in events if isinstance(e, CompiledStepsReceived)}
+    senders = {
+        host: event.host
+        for host, (_, _, events) in enumerate(again)
+        for event in events
+        if isinstance(event, CompiledStepsReceived)
+    }
     assert set(senders) == set(lost)
     assert not set(senders.values()) & set(lost)
     assert kinds(get_on({}, {}, {})) == [CompiledStepsLoaded] * 3
@@ -311,3 +318,111 @@ def test_received_steps_that_cant_be_stored_are_used(get_on, tmp_path):
     assert kinds(found) == [CompiledStepsLoaded] * 2
     notes = [event.message for event in found[1][2] if isinstance(event, Noted)]
     assert any("is not stored" in note for note in notes)
+
+
+def nothing(data):
+    return None
+
+
+def half(data):
+    return data[: len(data) // 2]
+
+
+def flipped(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def of_another_attempt(data):
+    """An answer of the same hosts, recorded before: the request has another challenge now."""
+    recorded = program_transfer.head(["a"], "0" * 64, [b"x"], key=KEY.key)
+    return recorded + b"x"
+
+
+TAMPERED = {
+    nothing: "closed the connection",
+    half: "closed the connection",
+    flipped: "do not match their digest",
+    of_another_attempt: "does not have the key of this attempt, or has changed it",
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
+def test_after_another_answer_all_hosts_compile_and_say_why(get_on, tmp_path, monkeypatch, tamper):
+    get_on({}, {})
+    lose(tmp_path, 1)
+    with tampering(monkeypatch, tamper):
+        found = get_on({}, {})
+    assert kinds(found) == [StepsCompiled] * 2, "a program that was changed on its way is in use"
+    assert all(TAMPERED[tamper] in text for text in reasons(found))
+    assert kinds(get_on({}, {})) == [CompiledStepsLoaded] * 2, "nothing wrong was stored"
+
+
+@contextlib.contextmanager
+def tampering(monkeypatch, tamper):
+    """Places a man in the middle before each server, who changes or holds back its answer."""
+    with contextlib.ExitStack() as stack:
+
+        class Tampering(ProgramServer):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+                threading.Thread(
+                    target=pass_on, args=(listener, self.address, tamper), daemon=True
+                ).start()
+                self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        with monkeypatch.context() as patch:
+            patch.setattr(compile_cache, "ProgramServer", Tampering)
+            yield
+
+
+def pass_on(listener, target, tamper):
+    host, _, port = target.rpartition(":")
+    near, _ = listener.accept()
+    with near, socket.create_connection((host, int(port))) as far:
+        with near.makefile("rb") as lines:
+            far.sendall(lines.readline())
+        with far.makefile("rb") as answer:
+            if (data := tamper(answer.read())) is not None:
+                near.sendall(data)
+
+
+def test_a_host_whose_file_is_damaged_takes_it_from_another(get_on, tmp_path):
+    get_on({}, {})
+    for path in (tmp_path / "host0" / "programs").glob("*.compiled"):
+        path.write_bytes(flipped(path.read_bytes()))
+    found = get_on({}, {})
+    assert kinds(found) == [CompiledStepsLoaded] * 2
+    assert any(isinstance(event, CompiledStepsReceived) for event in found[0][2])
+
+
+def test_a_program_of_another_compilation_than_the_one_asked_for_is_refused(
+    get, get_on, tmp_path, monkeypatch
+):
+    """A source whose file is replaced between its offer and its answer."""
+    get_on({}, {})
+    lose(tmp_path, 1)
+    get(made_of={"a": 1}, cache_dir=tmp_path / "other")
+    contents = [path.read_bytes() for path in (tmp_path / "other" / "programs").iterdir()]
+
+    class Replaced(ProgramServer):
+        def __init__(self, programs, **kwargs):
+            super().__init__(dict.fromkeys(programs, contents[0]), **kwargs)
+
+    monkeypatch.setattr(compile_cache, "ProgramServer", Replaced)
+    found = get_on({}, {})
+    assert kinds(found) == [StepsCompiled] * 2, "programs of two compilations are in use"
+    assert all(" instead of " in text for text in reasons(found))
+
+
+def test_a_source_that_cant_listen_is_named(get_on, tmp_path, monkeypatch):
+    get_on({}, {})
+    lose(tmp_path, 1)
+
+    def refuse(*_, **__):
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(compile_cache, "ProgramServer", refuse)
+    found = get_on({}, {})
+    assert kinds(found) == [StepsCompiled] * 2
+    assert all("host 0 could not send them: it can't listen" in text for text in reasons(found))
