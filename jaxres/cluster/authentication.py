@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
 import secrets
 import stat
@@ -37,6 +38,9 @@ APPEAR_SECONDS = 30.0
 """Longest wait until a secret that another host has created can be read; NFS caches names."""
 RETRY_SECONDS = 0.2
 
+MOUNTS = Path("/proc/self/mountinfo")
+"""The mounts of this process (Linux, proc_pid_mountinfo(5))."""
+
 _CHALLENGE, _PROOF, _REFUSED = "challenge", "proof", "refused"
 _HEX = re.compile("[0-9a-f]{64}")
 _OTHER_SECRET = "the two sides hold different secrets"
@@ -49,6 +53,8 @@ class Secret:
     key: bytes = field(repr=False)
     source: str
     """File or variable that this host has read it from, for messages."""
+    is_private: bool = True
+    """Whether only this account can read it; false in a bucket, which has readers of its own."""
 
 
 class NotAuthenticatedError(ValueError):
@@ -158,7 +164,24 @@ def load_secret(path: RunPath, *, given: str, clock: Clock) -> Secret:
             f"{path}: expected the secret of this run, {2 * SECRET_BYTES} hexadecimal digits. "
             "Delete the file while no host of this run is up; the next start creates it again."
         )
-    return Secret(bytes.fromhex(text), str(path))
+    is_private = not (is_remote(path) or _is_on_fuse(path, MOUNTS.read_text()))
+    return Secret(bytes.fromhex(text), str(path), is_private)
+
+
+def _is_on_fuse(path: Path, mounts: str) -> bool:
+    """Returns whether a file is on a FUSE mount, whose server may let others read it.
+
+    A mounted bucket (gcsfuse, s3fs) shows the permissions that the mount has set.
+
+    Args:
+      path: the file.
+      mounts: content of MOUNTS.
+    """
+    with files.typed_errors(path):
+        device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    found = [line.partition(" - ")[2] for line in mounts.splitlines() if line.split()[2] == number]
+    return any(kind.startswith("fuse") for kind in found)
 
 
 def _read_or_create(path: RunPath, *, clock: Clock) -> bytes:

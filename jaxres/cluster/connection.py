@@ -17,7 +17,7 @@ import errno
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxres.clock import Clock
 from jaxres.cluster.authentication import MAX_LINE_BYTES, Handshake, NotAuthenticatedError, Secret
@@ -291,6 +291,8 @@ def connect(address: Address, *, secret: Secret, seconds: float) -> Connection:
 LOOPBACK = ("127.0.0.1", "::1")
 """Addresses over which processes of a machine connect; a container may have only one of them."""
 LOOPBACK_SECONDS = 5.0
+ANY_OTHER_HOST = "192.0.2.1"
+"""An address of documentation (RFC 5737), for its route only."""
 
 
 def loopback() -> str:
@@ -320,6 +322,27 @@ def route_to(host: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def own_address(coordinator: str, source: Callable[[str], str] = route_to) -> str:
+    """Returns this host's IP address on the network of the coordinator.
+
+    Many machines give their own name a loopback address, which other hosts can't reach. There it
+    is the address of the default route.
+
+    Args:
+      coordinator: host:port of the coordination service.
+      source: returns the address from which this host would reach another one.
+
+    Raises:
+      OSError: the name is unknown, or there is no route.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    address = source(host)
+    is_local_job = host == "localhost" or host.startswith("127.") or host == "::1"
+    if ipaddress.ip_address(address).is_loopback and not is_local_job:
+        address = source(ANY_OTHER_HOST)
+    return address
 
 
 @contextlib.contextmanager

@@ -78,6 +78,17 @@ class CompiledStepsLoaded:
 
 
 @dataclass(frozen=True)
+class CompiledStepsReceived:
+    """Another host of the attempt has sent the compiled steps, which this host did not have."""
+
+    names: tuple[str, ...]
+    host: int
+    """The sender."""
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepsCompiled:
     """The steps were traced, then loaded by their text or compiled."""
 
@@ -447,6 +458,7 @@ Event = (
     | RunOpened
     | RunBuilt
     | CompiledStepsLoaded
+    | CompiledStepsReceived
     | StepsCompiled
     | TrainingStarted
     | HardwareTested
@@ -493,6 +505,7 @@ EVENTS: TaggedCodec[Event] = TaggedCodec(
         "run_opened": RunOpened,
         "run_built": RunBuilt,
         "compiled_steps_loaded": CompiledStepsLoaded,
+        "compiled_steps_received": CompiledStepsReceived,
         "steps_compiled": StepsCompiled,
         "training_started": TrainingStarted,
         "hardware_tested": HardwareTested,

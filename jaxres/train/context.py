@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxres.clock import Clock
 from jaxres.cluster.host_group import ALONE, HostGroup, HostRank
+from jaxres.cluster.program_transfer import AttemptKey
 from jaxres.runlog.events import Emit
 from jaxres.runlog.paths import RunDir
 from jaxres.runlog.run_log import Claim, RunLog
@@ -27,6 +28,7 @@ class WorkerPlace:
 
 
 WORKER_ALONE = WorkerPlace()
+NO_KEY = AttemptKey()
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,5 @@ class AttemptContext:
     requests: StopRequests
     peers: HostGroup
     place: WorkerPlace = WORKER_ALONE
+    programs_key: AttemptKey = NO_KEY
+    """The key under which the hosts send each other compiled steps."""

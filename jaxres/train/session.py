@@ -180,7 +180,7 @@ def _join_cluster(config: RunConfig, context: AttemptContext, member: HostRank) 
         return context
     context.emit(PhaseChanged("join", f"{member.num_hosts} hosts at {member.coordinator}"))
     job = join(member, heartbeat_seconds=config.hosts.heartbeat_seconds, clock=context.clock)
-    return dataclasses.replace(context, peers=job)
+    return dataclasses.replace(context, peers=job, programs_key=compile_cache.take_programs_key())
 
 
 def _check_storage(config: RunConfig, context: AttemptContext) -> None:

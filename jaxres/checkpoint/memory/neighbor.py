@@ -18,7 +18,6 @@ import hmac
 import http.client
 import http.server
 import io
-import ipaddress
 import math
 import secrets
 import socket
@@ -29,6 +28,7 @@ from typing import Any
 
 from jaxres.checkpoint.memory.slots import CHUNK_BYTES, MemoryDamaged, Slot, StateKey, oldest
 from jaxres.clock import Clock, SystemClock
+from jaxres.cluster.connection import own_address
 from jaxres.cluster.limited_server import LimitedServer
 from jaxres.runlog.events import Emit, MemoryCopied, MemoryCopyFailed
 
@@ -45,9 +45,6 @@ connections of strangers."""
 POLL_SECONDS = 0.1
 TOKEN = "X-Jaxres-Token"
 TOKEN_BYTES = 16
-DISCARD_PORT = 9
-ANY_OTHER_HOST = "192.0.2.1"
-"""An address of documentation (RFC 5737), for its route only."""
 MAX_REASON = 300
 """Characters of a reason in an answer."""
 
@@ -317,32 +314,3 @@ class _Connection(http.client.HTTPConnection):
 
 def _path(key: StateKey) -> str:
     return "/" + "-".join(map(str, key))
-
-
-def _source_address(host: str) -> str:
-    """Returns the IP address from which this host would reach another one; sends nothing."""
-    family, kind, _, _, address = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # The kernel chooses the route.
-        return str(probe.getsockname()[0])
-
-
-def own_address(coordinator: str, source: Callable[[str], str] = _source_address) -> str:
-    """Returns this host's IP address on the network of the coordinator.
-
-    Many machines give their own name a loopback address, which other hosts can't reach. There it
-    is the address of the default route.
-
-    Args:
-      coordinator: host:port of the coordination service.
-      source: returns the address from which this host would reach another one.
-
-    Raises:
-      OSError: the name is unknown, or there is no route.
-    """
-    host = coordinator.rpartition(":")[0].strip("[]")
-    address = source(host)
-    is_local_job = host == "localhost" or host.startswith("127.") or host == "::1"
-    if ipaddress.ip_address(address).is_loopback and not is_local_job:
-        address = source(ANY_OTHER_HOST)
-    return address

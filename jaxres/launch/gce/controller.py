@@ -8,6 +8,7 @@ attempt ends.
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -93,6 +94,8 @@ class Controller:
     metrics: JobMetrics | None = None
     boottime: Callable[[], float] = boot_seconds
     """Seconds of a clock that keeps running in suspend: VMs cost money then, too."""
+    _programs_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    """Secret of the VMs for compiled steps; that of an earlier launcher's VMs if there are any."""
     _observer: StateObserver = field(default_factory=StateObserver)
     _operations: dict[str, str | CreateFailed] = field(default_factory=dict)
     """Operation that a request has started, or how it was refused, by request id."""
@@ -286,6 +289,7 @@ class Controller:
     def _list_vms(self, desired: DesiredState, *, now: float) -> None:
         found = self.compute.list(desired.run)
         self._vms, self._unlisted_zones, self._listed_at = found.vms, found.unreachable, now
+        self._programs_secret = found.programs_secret or self._programs_secret
         unknown = {vm.name for vm in desired.all_vms if vm.zone in found.unreachable}
         self._observer.update_vms(found.vms, _wanted(desired), now=now, unknown=unknown)
 
@@ -408,7 +412,7 @@ class Controller:
         )  # Doubled until it is answered.
         self._not_before = now + self._retry_seconds
         vms = [vm for vm in desired.all_vms if vm.name in creation.names]
-        machine = machine_for(self.paths, self.config, desired, vms[0])
+        machine = machine_for(self.paths, self.config, desired, vms[0], self._programs_secret)
         self._pending, self._pending_zone = creation, vms[0].zone
         try:
             operation = self.compute.create(creation, vms, machine)
@@ -527,9 +531,9 @@ def _wanted(desired: DesiredState) -> dict[str, bool]:
 
 
 def machine_for(
-    paths: LaunchPaths, config: RunConfig, desired: DesiredState, vm: VmSpec
+    paths: LaunchPaths, config: RunConfig, desired: DesiredState, vm: VmSpec, programs: str = ""
 ) -> Machine:
-    """Returns the description of the VMs of a creation."""
+    """Returns the description of the VMs of a creation; `programs` is their secret for them."""
     gce = config.launch.gce
     assert gce is not None, config
     text = instance_spec.startup_script(config, paths.run, paths.code(desired.code), desired.code)
@@ -543,7 +547,8 @@ def machine_for(
             ID_LABEL: desired.id,
             CODE_LABEL: desired.code[:CODE_DIGITS],
         },
-        metadata={"startup-script": text, "jaxres-run": str(paths.run)},
+        metadata={"startup-script": text, "jaxres-run": str(paths.run)}
+        | ({instance_spec.PROGRAMS_SECRET: programs} if programs else {}),
         image=desired.image,
     )
 

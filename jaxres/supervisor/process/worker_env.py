@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxres.cluster import coordination_tls
+from jaxres.cluster import coordination_tls, program_transfer
 from jaxres.cluster.authentication import Secret
 from jaxres.config import RunConfig
 from jaxres.host import processes
@@ -32,12 +32,15 @@ def worker_env(
 ) -> dict[str, str]:
     """Returns the environment of an attempt's workers: without secrets, with threads and tag.
 
-    A program's has the tag only. `secret`: the run's, of which the attempt's key follows; None:
+    A program's has the tag only. `secret`: the run's, of which the attempt's keys follow; None:
     there is none.
     """
-    secretless = alert_sender.scrub_secrets(config.alerts, env)
+    given = env.get(program_transfer.GIVEN, "")
+    own = {name: value for name, value in env.items() if name != program_transfer.GIVEN}
+    secretless = alert_sender.scrub_secrets(config.alerts, own)
     if config.program is not None:
         return processes.tag_env(secretless, run_dir, claim)
     own = thread_variables(claim)
     own |= coordination_tls.variables(secret, claim.nonce, num_hosts=claim.num_hosts)
+    own |= program_transfer.variables(secret, claim.nonce, num_hosts=claim.num_hosts, given=given)
     return processes.tag_env({**WORKER_VARIABLES, **secretless, **own}, run_dir, claim)

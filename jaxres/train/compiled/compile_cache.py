@@ -2,7 +2,8 @@
 
 A program is stored as soon as it is compiled, in a folder that only this account can use, by every
 host for its machine. All hosts load programs of the same compilation, or none does: of two
-compilations of the same program, each may choose other kernels. No error of the cache ends a run.
+compilations of the same program, each may choose other kernels. Hosts that lack a program get it
+from one that has it (ADR 107). No error of the cache ends a run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,28 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxres import config as configs
 from jaxres.clock import Clock, SystemClock
+from jaxres.cluster import program_transfer
+from jaxres.cluster.compatibility import host_list
+from jaxres.cluster.connection import own_address
+from jaxres.cluster.program_transfer import AttemptKey, ProgramServer, TransferFailed
 from jaxres.config import RunConfig
 from jaxres.config.schema.run_config import CompileSection
 from jaxres.engine import executable
 from jaxres.engine.executable import Signature, Unusable
 from jaxres.faults import ConfigError, RunError
-from jaxres.runlog.events import CompiledStepsLoaded, Emit, Noted, PhaseChanged, StepsCompiled
+from jaxres.runlog.events import (
+    CompiledStepsLoaded,
+    CompiledStepsReceived,
+    Emit,
+    Noted,
+    PhaseChanged,
+    StepsCompiled,
+)
 from jaxres.runlog.guarantee import xla_flags
 from jaxres.secret_values import without_rotatable
 from jaxres.storage import files
+from jaxres.train.compiled import program_offers
+from jaxres.train.compiled.program_offers import Offer, Transfer
 from jaxres.train.compiled.xla_options import XlaOptions, compile_with
 from jaxres.train.context import AttemptContext
 
@@ -41,6 +55,8 @@ SECTIONS_NOT_COMPILED = (
     *("hosts", "launch", "restart", "telemetry"),
 )
 """Sections of the config that no compiled step depends on."""
+NOTHING = "-"
+"""Message of a host that has no address or no failure; the store of JAX may refuse an empty one."""
 Trace = Callable[[], Any]
 """Returns a jax.stages.Traced."""
 
@@ -104,6 +120,11 @@ def use_compilation_cache(folder: Path) -> None:
 def environment_here() -> Mapping[str, str]:
     """Returns the environment of this process, in which JAX has read its settings."""
     return os.environ
+
+
+def take_programs_key() -> AttemptKey:
+    """Takes the key under which the hosts send each other programs out of the environment."""
+    return program_transfer.take_key(os.environ)
 
 
 def xla_flags_here() -> str:
@@ -286,22 +307,121 @@ class _Cache:
     def load(
         self, programs: Mapping[str, Program], topic: str
     ) -> tuple[dict[str, CompiledStep] | None, str]:
-        """Returns the programs under their keys if every host has them of the same compilation.
+        """Returns the programs under their keys, of one compilation on all hosts.
 
-        Otherwise returns None and the reason.
+        Hosts that have them send them to the others. If that is impossible, or fails on a host,
+        returns None and the reason on all hosts.
         """
         found, why = self._load_here(programs)
-        names = ["none"]
-        if found is not None:
-            steps = zip(programs, found.values(), strict=True)
-            names = [f"{key}:{step.compilation}" for key, step in steps]
-        own, peers = "+".join(names), self._context.peers
-        peers.publish(topic, own)
+        if self._context.peers.member.is_alone:
+            return found, why
+        offer = Offer(
+            tuple(programs),
+            () if found is None else tuple(step.compilation for step in found.values()),
+            self._context.programs_key.refusal,
+        )
+        decided = program_offers.decide(self._all(topic, offer.encode()))
+        if isinstance(decided, str):
+            return None, f"{why}; {decided}" if why else decided
+        if not decided.takers:
+            return found, ""
+        return self._transfer(programs, topic, decided, found)
+
+    def _all(self, topic: str, message: str) -> Mapping[int, str]:
+        """Returns the message of every host."""
+        peers = self._context.peers  # No topic is a folder of another: `poll` reads all below it.
+        peers.publish(topic, message)
         peers.barrier(topic, seconds=self._seconds)
-        without = [host for host, other in peers.poll(topic).items() if other != own]
-        if found is not None and without:
-            return None, f"host {without[0]} could not load the same"
-        return found, why
+        return peers.poll(topic)
+
+    def _transfer(
+        self,
+        programs: Mapping[str, Program],
+        topic: str,
+        transfer: Transfer,
+        found: dict[str, CompiledStep] | None,
+    ) -> tuple[dict[str, CompiledStep] | None, str]:
+        """Sends the programs to the hosts that lack them; see `load`."""
+        context, host = self._context, self._context.peers.member.host
+        doing = f"{host_list(transfer.sources)} -> {host_list(transfer.takers)}"
+        context.emit(PhaseChanged("compile", f"sending compiled steps: {doing}"))
+        with contextlib.ExitStack() as stack:
+            address = ""
+            if host in transfer.sources and found is not None:
+                address = self._serve(dict(zip(programs, found.values(), strict=True)), stack)
+            addresses = self._all(f"{topic}-at", address or NOTHING)
+            why = ""
+            if host in transfer.takers:
+                try:
+                    found = self._take(programs, transfer, addresses)
+                except (TransferFailed, Unusable) as error:
+                    why = f"host {transfer.source_of(host)} could not send them: {error}"
+                    context.emit(Noted(f"the steps are compiled: {why}"))
+            results = self._all(f"{topic}-taken", why or NOTHING)
+        for other, reason in results.items():
+            if reason != NOTHING:
+                return None, why or f"host {other} could not take them: {reason}"
+        return found, ""
+
+    def _serve(self, steps: Mapping[str, CompiledStep], stack: contextlib.ExitStack) -> str:
+        """Sends programs on request until the stack is closed; returns the address, "" if none."""
+        coordinator = self._context.claim.coordinator
+        assert coordinator is not None
+        contents = {key: step.data for key, step in steps.items() if step.data is not None}
+        try:
+            server = ProgramServer(
+                contents,
+                address=own_address(coordinator),
+                key=self._context.programs_key.key,
+            )
+        except OSError as error:
+            self._context.emit(Noted(f"the compiled steps can't be sent to other hosts: {error}"))
+            return ""
+        return stack.enter_context(server).address
+
+    def _take(
+        self, programs: Mapping[str, Program], transfer: Transfer, addresses: Mapping[int, str]
+    ) -> dict[str, CompiledStep]:
+        """Returns the programs that another host sends; they are stored here too if possible.
+
+        Raises:
+          TransferFailed: they were not sent, or are of another compilation.
+          Unusable: they can't be loaded here.
+        """
+        context, begun = self._context, self._context.clock.monotonic()
+        source = transfer.source_of(context.peers.member.host)
+        if addresses.get(source, NOTHING) == NOTHING:
+            raise TransferFailed("it can't listen")
+        contents = program_transfer.fetch(
+            addresses[source],
+            list(programs),
+            key=context.programs_key.key,
+            num_takers=transfer.num_takers,
+            most_seconds=self._seconds / 2,
+            clock=context.clock,
+        )
+        taken = dict[str, CompiledStep]()
+        for data, (key, program), compilation in zip(
+            contents, programs.items(), transfer.compilations, strict=True
+        ):
+            call = executable.load(data, program.signature, program.devices or self._devices)
+            facts = executable.facts_of(data)
+            if facts["compilation"] != compilation:
+                raise TransferFailed(f"compilation {facts['compilation']} instead of {compilation}")
+            taken[program.name] = CompiledStep(call, **facts, data=data)
+            self._keep([key], program.name, data)
+        seconds = context.clock.monotonic() - begun
+        size_bytes = sum(map(len, contents))
+        context.emit(CompiledStepsReceived(tuple(taken), source, size_bytes, seconds))
+        return taken
+
+    def _keep(self, keys: Iterable[str], name: str, data: bytes) -> None:
+        """Stores a program under keys; a failure is an event."""
+        try:
+            for key in keys:
+                executable.keep(self._folder, key, data, most=self._most)
+        except (Unusable, RunError, OSError) as error:
+            self._context.emit(Noted(f"the compiled {name} step is not stored: {error}"))
 
     def _load_here(
         self, programs: Mapping[str, Program]
@@ -354,22 +474,19 @@ class _Cache:
             step = compiled[program.name]
             if step.data is None:
                 continue
-            try:
-                for key in {program.key, program.text_key}:
-                    if peers.member.leads or not self._has(key, step.compilation):
-                        executable.keep(self._folder, key, step.data, most=self._most)
-            except (Unusable, RunError, OSError) as error:
-                note = f"the compiled {program.name} step is not stored: {error}"
-                self._context.emit(Noted(note))
+            keys = {program.key, program.text_key}
+            if not peers.member.leads:
+                keys = {key for key in keys if not self._has(key, step.compilation)}
+            self._keep(keys, program.name, step.data)
         if peers.member.leads:
             peers.barrier("stored", seconds=self._seconds)
 
     def _has(self, key: str, compilation: str) -> bool:
         """Returns whether the file of a key is of a compilation."""
-        data = executable.read(self._folder, key)
         try:
+            data = executable.read(self._folder, key)
             return data is not None and executable.facts_of(data)["compilation"] == compilation
-        except (ValueError, KeyError, TypeError):
+        except (Unusable, ValueError, KeyError, TypeError):
             return False  # A file of another format, or a damaged one.
 
 

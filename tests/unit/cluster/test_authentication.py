@@ -412,6 +412,25 @@ def test_all_hosts_read_the_same_secret_from_a_bucket(gcs_bucket):
     found = together(*[partial(load_secret, run_dir.secret, given="", clock=CLOCK)] * 4)
     assert len({secret.key for secret in found}) == 1
     assert found[0].source == f"gs://{gcs_bucket}/runs/a/secret"
+    assert not found[0].is_private, "accounts that may read the bucket have it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_private"),
+    [("ext4", True), ("nfs4", True), ("fuse.gcsfuse", False), ("fuse", False), ("fuseblk", False)],
+)
+def test_a_secret_on_a_fuse_mount_is_not_private(tmp_path, monkeypatch, kind, is_private):
+    run_dir, mounts = RunDir(tmp_path / "a"), tmp_path / "mountinfo"
+    device = tmp_path.stat().st_dev
+    own = f"{os.major(device)}:{os.minor(device)}"
+    mounts.write_text(
+        "22 1 250:250 / /other rw,noatime shared:1 - fuse.gcsfuse bucket rw\n"
+        f"23 1 {own} / /run rw,noatime shared:1 - {kind} source rw\n"
+    )
+    monkeypatch.setattr(authentication, "MOUNTS", mounts)
+    secret = load_secret(run_dir.secret, given="", clock=CLOCK)
+    assert secret.is_private == is_private
+    assert load_secret(run_dir.secret, given="x" * 32, clock=CLOCK).is_private
 
 
 def test_a_given_secret_writes_no_file(tmp_path):

@@ -7,9 +7,11 @@ import pickle
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
@@ -194,6 +196,40 @@ def test_libraries_devices_threads_and_settings_are_in_the_key():
     finally:
         jax.config.update("jax_default_matmul_precision", None)
     assert len({key(), *others}) == 1 + len(others)
+
+
+def test_a_program_for_another_topology_or_machine_has_another_key(monkeypatch):
+    """So a host neither loads nor takes one: it asks for its own key."""
+
+    def key(*processes, kind="H100", platform="gpu", version="CUDA 12.9", **environment):
+        client = SimpleNamespace(platform_version=version)
+        chosen = [
+            SimpleNamespace(
+                id=number, process_index=process, device_kind=kind, platform=platform, client=client
+            )
+            for number, process in enumerate(processes)
+        ]
+        return executable.key(executable.here(chosen, environment=environment))
+
+    keys = [
+        key(0, 0, 1, 1),
+        key(0, 1, 2, 3),
+        key(0, 1, 0, 1),
+        key(1, 1, 0, 0),
+        key(0, 0, 1),
+        key(0, 0, 1, 1, kind="H200"),
+        key(0, 0, 1, 1, platform="tpu"),
+        key(0, 0, 1, 1, version="CUDA 13.0"),
+        key(0, 0, 1, 1, XLA_FLAGS="--xla_gpu_autotune_level=0"),
+        key(0, 0, 1, 1, LIBTPU_INIT_ARGS="--x"),
+    ]
+    for module in (jax, jaxlib, np):
+        monkeypatch.setattr(module, "__version__", "0")
+        keys.append(key(0, 0, 1, 1))
+        monkeypatch.undo()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    keys.append(key(0, 0, 1, 1))
+    assert len(set(keys)) == len(keys)
 
 
 def test_code_that_changed_after_its_import_has_no_digest(tmp_path):

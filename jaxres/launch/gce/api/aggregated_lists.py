@@ -26,6 +26,8 @@ class ListedVms:
     vms: Mapping[str, VmStatus] = field(default_factory=dict[str, VmStatus])
     unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
     """Why the VMs of a zone are unknown, by zone."""
+    programs_secret: str = field(default="", repr=False)
+    """Secret of the VMs for compiled steps, of the first one that has it; empty: none has."""
 
 
 def accept_partial_success(client: Any) -> Any:

@@ -27,7 +27,7 @@ from jaxres.faults import ConfigError
 from jaxres.launch.gce.api.aggregated_lists import ListedVms, accept_partial_success, read_pages
 from jaxres.launch.gce.state.desired_state import InstanceGroup, PendingCreate, VmSpec
 from jaxres.launch.gce.state.observed_state import EVENTS, CreateFailed, VmStatus
-from jaxres.launch.gce.vm.instance_spec import Machine
+from jaxres.launch.gce.vm.instance_spec import PROGRAMS_SECRET, Machine
 
 if TYPE_CHECKING:
     from google.cloud import compute_v1
@@ -110,7 +110,10 @@ class Compute:
         """Returns the VMs of a run, in all zones that are reachable."""
         key = {"project": self.project, "filter": f"labels.{RUN_LABEL}={run}"}
         found, missing = self.list_zones("InstancesClient", "instances", key)
-        return ListedVms({vm.name: _observed(vm) for vm in found}, missing)
+        listed = sorted(found, key=lambda vm: vm.name)
+        items = (item for vm in listed for item in vm.metadata.items)
+        programs = next((item.value for item in items if item.key == PROGRAMS_SECRET), "")
+        return ListedVms({vm.name: _observed(vm) for vm in found}, missing, programs)
 
     def list_zones(
         self, kind: str, word: str, key: dict[str, Any]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
+from jaxres.cluster import program_transfer
 from jaxres.config import RunConfig
 from jaxres.config.gce_machine_types import num_gpus, region_of, shape_of
 from jaxres.config.schema.gce import (
@@ -34,6 +35,8 @@ from jaxres.storage.path import GcsPath
 
 NOTICE = "jaxres-notice-seconds"
 """Metadata key of a VM: seconds until it is stopped once `preempted` has turned TRUE."""
+PROGRAMS_SECRET = "jaxres-programs-secret"
+"""Metadata key of a VM: the secret under which VMs of the job send each other compiled steps."""
 NUM_GPUS = "jaxres-num-gpus"
 """Metadata key of a VM: number of GPUs of its machine type; absent: none, or unknown."""
 POWER_OFF = "power_off"
@@ -329,6 +332,8 @@ await_gpus() {
 name=$(metadata_value instance/name)
 notice=$(metadata_value instance/attributes/@NOTICE@ || true)
 case "$notice" in '' | *[!0-9]*) notice=0 ;; esac
+programs=$(metadata_value instance/attributes/@PROGRAMS_SECRET@ || true)
+case "$programs" in *[!0-9a-f]*) programs= ;; esac
 gpus=$(metadata_value instance/attributes/@NUM_GPUS@ || true)
 case "$gpus" in '' | *[!0-9]*) gpus=0 ;; esac
 mkdir -p "$base"
@@ -360,6 +365,7 @@ cat > "$base/agent" <<AGENT
 cd "$base/package/@WORK@"
 export PYTHONPATH="$base/package/@CODE@:$base/package/@WORK@"
 export PYTHONUNBUFFERED=1
+export @PROGRAMS_VARIABLE@=$programs
 @EXPORTS@
 if [ "\${1:-}" = check ]; then
   exec @PYTHON@ -c '@CHECK@'
@@ -541,6 +547,8 @@ def startup_script(config: RunConfig, run: GcsPath, code: GcsPath, digest: str) 
         "@WORK@": WORK,
         "@NOTICE@": NOTICE,
         "@NUM_GPUS@": NUM_GPUS,
+        "@PROGRAMS_SECRET@": PROGRAMS_SECRET,
+        "@PROGRAMS_VARIABLE@": program_transfer.GIVEN,
         "@DRIVER_IMAGE@": DRIVER_IMAGE,
         "@IDLE@": "" if idle is None else f" --max-idle-seconds {60 * idle:g}",
         "@POWER_OFF@": POWER_OFF,
@@ -565,7 +573,7 @@ def _in_container(runtime: ContainerRuntime, gce: GceSection, *ours: str) -> str
     Of a flag that is given twice docker uses the last one, so ours follow those of the config.
     Values of variables are not on the command line, which all users of the VM can read.
     """
-    names = ["PYTHONPATH", "PYTHONUNBUFFERED", *sorted(gce.env)]
+    names = ["PYTHONPATH", "PYTHONUNBUFFERED", program_transfer.GIVEN, *sorted(gce.env)]
     words = [
         "docker run --user=0:0",  # The image's own user can't write the agent's folder.
         *map(_heredoc_quote, runtime.flags),

@@ -13,6 +13,7 @@ from jaxres.checkpoint.memory import neighbor as memory_neighbor
 from jaxres.checkpoint.memory.neighbor import CopyServer, Neighbor
 from jaxres.checkpoint.memory.slots import MemoryDamaged, Slot, layout, parts_of
 from jaxres.clock import SystemClock
+from jaxres.cluster import connection
 from tests.waiting import SURE_SECONDS, is_cut, wait_until
 
 
@@ -213,7 +214,7 @@ def test_a_neighbor_with_the_token_may_take_longer_than_strangers_and_is_not_cut
 def test_the_address_for_other_hosts_is_no_loopback_unless_the_job_is_local(
     coordinator, routes, address
 ):
-    assert memory_neighbor.own_address(coordinator, routes.__getitem__) == address
+    assert connection.own_address(coordinator, routes.__getitem__) == address
 
 
 def test_a_neighbor_that_is_gone_is_told_once(ring):

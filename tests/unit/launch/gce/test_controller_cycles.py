@@ -6,18 +6,19 @@ The controller is the real one; its environment is simulated, so its waits are c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import pytest
 
 from jaxres.config import RunConfig
 from jaxres.exit_codes import ExitCode
+from jaxres.launch.gce.api.aggregated_lists import ListedVms
 from jaxres.launch.gce.api.compute import ApiUnavailable
 from jaxres.launch.gce.state.desired_state import DesiredState, PendingCreate, VmSpec
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.state.paths import LaunchPaths
-from jaxres.launch.gce.vm.instance_spec import Machine
+from jaxres.launch.gce.vm.instance_spec import PROGRAMS_SECRET, Machine
 from jaxres.storage.path import GcsPath
 from tests.tiers import slow_but
 from tests.unit.launch.gce.test_simulated_cloud import lead
@@ -46,6 +47,8 @@ class WatchedCloud(SimulatedCloud):
     waits_for_events: bool = False
     """Whether the VM is lost right after the service was asked for events, and the attempt ends."""
     is_due: bool = False
+    secrets: list[str] = field(default_factory=list)
+    """Secret for compiled steps in each creation."""
 
     def note(self, what: str) -> None:
         if self.is_lost:
@@ -64,6 +67,7 @@ class WatchedCloud(SimulatedCloud):
         self, creation: PendingCreate, vms: Sequence[VmSpec], machine: Machine
     ) -> str | CreateFailed:
         self.note("request")
+        self.secrets.append(machine.metadata[PROGRAMS_SECRET])
         if 0.0 <= self.now - self.lost_at < self.refuses_seconds:
             raise ApiUnavailable("503 Backend Error")
         return super().create(creation, vms, machine)
@@ -123,6 +127,24 @@ def run_with_a_loss(
     assert desired.history[0].code == ExitCode.PREEMPTED, desired.history
     assert cloud.notes.count("request") == 1, cloud.notes
     return cloud
+
+
+@pytest.mark.parametrize("earlier", ["", 64 * "e"])
+def test_a_replacement_has_the_secret_for_compiled_steps_of_the_vms_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, earlier: str
+) -> None:
+    """They may be of an earlier launcher: a replacement with another one compiles."""
+
+    def listed(cloud: SimulatedCloud, run: str) -> ListedVms:
+        found = SimulatedCloud.list(cloud, run)
+        return replace(found, programs_secret=earlier if found.vms else "")
+
+    monkeypatch.setattr(WatchedCloud, "list", listed)
+    cloud = run_with_a_loss(monkeypatch, seed=0)
+    first, *others = cloud.secrets
+    assert others == [earlier or first], "the replacement has another secret"
+    assert len(first) == 64
+    assert first != earlier, "each launcher draws its own"
 
 
 @pytest.mark.parametrize("hosts", slow_but([1, 2], 2))

@@ -57,6 +57,7 @@ def test_vms_are_created_listed_and_deleted(gce: GceEmulator) -> None:
     listed = service.compute.list("jx").vms
     assert set(listed) == set(NAMES)
     assert all(vm.zone == ZONE and vm.status == "RUNNING" and vm.ip for vm in listed.values())
+    assert service.compute.list("jx").programs_secret == ""
     assert service.compute.list("jx-other") == ListedVms()
     for name in NAMES:
         assert service.compute.exists(name, ZONE)

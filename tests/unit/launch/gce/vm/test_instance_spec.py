@@ -16,7 +16,7 @@ from jaxres.launch.gce.job_start import boot_image_change, resolve_boot_image
 from jaxres.launch.gce.state.desired_state import PendingCreate, VmSpec
 from jaxres.launch.gce.state.observed_state import CreateFailed
 from jaxres.launch.gce.state.paths import LaunchPaths
-from jaxres.launch.gce.vm.instance_spec import NUM_GPUS, Machine
+from jaxres.launch.gce.vm.instance_spec import NUM_GPUS, PROGRAMS_SECRET, Machine
 from jaxres.storage.path import GcsPath
 from jaxres_emulators.gce import GceEmulator
 from jaxres_emulators.gce.vms.vm import Vm
@@ -251,6 +251,21 @@ def test_an_external_address_for_the_interfaces_of_a_template_is_refused() -> No
     loaded = config(**fields)
     problems = [problem.line() for problem in cross_checks.check(loaded)]
     assert any("launch.gce.external_ip: the network interfaces are" in line for line in problems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vms_have_the_secret_for_compiled_steps_and_a_later_launcher_reads_it(
+    gce: GceEmulator, kind: str
+) -> None:
+    service = ComputeFixture(gce, **KINDS[kind])
+    metadata = {PROGRAMS_SECRET: "5ec2e7"}
+    service.machine = replace(service.machine, metadata=metadata)
+    creation = CREATION if service.section.most_hosts > 1 else SINGLE
+    gce.wait_for(lambda: service.create(creation) is not None)
+    assert service.outcome(service.create(creation)) is True
+    listed = service.compute.list("jx")
+    assert listed.programs_secret == "5ec2e7"
+    assert "5ec2e7" not in repr(listed)
 
 
 @pytest.mark.parametrize(

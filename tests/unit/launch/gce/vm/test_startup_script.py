@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from jaxres.cluster.program_transfer import GIVEN
 from jaxres.config.schema.gce import ContainerRuntime, PythonRuntime
 from jaxres.launch.gce.state.boot_report import BootReport
 from jaxres.launch.gce.vm import instance_spec
@@ -34,6 +35,8 @@ SPECIAL = {
     "SIGNS": "a;b&c|d>e<f*g?h[i]~#%é",
     "EMPTY": "",
 }
+PROGRAMS = 64 * "e"
+"""Secret of the VM for compiled steps, from its metadata."""
 RUN = GcsPath("bkt", "runs/it's $(touch owned) `so`; a")
 RUNTIMES = {
     "bare": PythonRuntime(python="/opt/my python/bin/python3"),
@@ -68,7 +71,7 @@ def agent_script(script: str, home: Path) -> Path:
     head, _, rest = script.partition("name=$(metadata_value instance/name)\n")
     _, _, writes = rest.partition('mkdir -p "$base/package/work"\n')
     body = writes.partition('-C "$base/package"\n')[2].partition('chmod +x "$base/agent"\n')[0]
-    facts = "name=jx-0000\nnotice=120\n"
+    facts = f"name=jx-0000\nnotice=120\nprograms={PROGRAMS}\n"
     command = f'{head}{facts}mkdir -p "$base/package/work"\n{body}chmod +x "$base/agent"\n'
     env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
     subprocess.run(["bash", "-c", command], check=True, timeout=SURE_SECONDS, env=env, cwd=home)
@@ -98,6 +101,7 @@ def test_special_characters_reach_the_agent_unchanged(kind: str, tmp_path: Path)
     words = agent_output(tmp_path, kind)
     env = dict(word.split("=", 1) for word in words if "=" in word)
     assert {name: env[name] for name in SPECIAL} == SPECIAL
+    assert env[GIVEN] == PROGRAMS
     base = f"{tmp_path}/a home/.jaxres-vm"
     assert words[0] == f"{base}/package/work"
     assert env["PYTHONPATH"] == f"{base}/package/code:{base}/package/work"
@@ -109,7 +113,7 @@ def test_special_characters_reach_the_agent_unchanged(kind: str, tmp_path: Path)
     if kind == "container":
         assert "-e=A=$B `c`" in words
         assert words[words.index("-v") + 1] == f"{base}:{base}"
-        assert {w for n, w in itertools.pairwise(words) if n == "-e"} >= set(SPECIAL)
+        assert {w for n, w in itertools.pairwise(words) if n == "-e"} >= {*SPECIAL, GIVEN}
 
 
 def test_a_vm_is_powered_off_only_if_its_agent_has_asked_for_it(tmp_path: Path) -> None:
