@@ -348,9 +348,8 @@ def kind_of_secret(text: str) -> str | None:
             continue
         named = _NAMED.search(text, max(0, at - NEAR_CHARS), at)
         name = next(filter(None, named.groups())) if named else ""
-        if is_rotatable(
-            "password" if name in ("u", "user") and "curl" in named[0] else name, value
-        ):
+        by_curl = named is not None and named[0].startswith("curl")
+        if by_curl or is_rotatable(name, value):
             return f"secret named {name}"
     for match in re.finditer(_URL, text):
         if _has_password(match[3]):

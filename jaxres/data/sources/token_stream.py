@@ -102,7 +102,8 @@ def token_blocks(
             assert tokenizer is not None
             tokens, ends = _encode(batch.pieces, tokenizer)
             if isinstance(tokenizer, LibraryTokenizer) and tokenizer.may_drop:
-                characters = characters.union(*(piece.text for piece in batch.pieces))
+                texts = (piece.text for piece in batch.pieces)
+                characters = characters.union(*(x for x in texts if isinstance(x, str)))
         rest = (batch.position, batch.num_bytes, batch.problems, characters)
         return TokenBlock(tokens, ends, *rest)
 

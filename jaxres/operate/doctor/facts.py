@@ -216,7 +216,7 @@ def _bucket_places(config: RunConfig, run_dir: RunDir) -> dict[str, Location | N
     if replica is None or not is_remote(replica.path) or not is_remote(run_dir.root):
         return {}
     found: dict[str, Location | None] = {}
-    for path in (run_dir.root, replica.place):
+    for path in (run_dir.root, replica.path):
         found[path.bucket] = None
         with contextlib.suppress(RunError):  # What is not known is said to be so.
             found[path.bucket] = bucket_setup.location(path)
@@ -260,10 +260,10 @@ def _file_system(run_dir: RunDir) -> str | None:
 
 def _shares_disk(config: RunConfig, run_dir: RunDir) -> bool:
     replica = config.checkpoint.replica
-    if replica is None or is_remote(replica.path) or is_remote(run_dir.root):
+    if replica is None or is_remote(place := replica.place) or is_remote(run_dir.root):
         return False
     try:
-        devices = [existing(path).stat().st_dev for path in (replica.place, run_dir.root)]
+        devices = [existing(path).stat().st_dev for path in (place, run_dir.root)]
     except OSError:
         return False
     return devices[0] == devices[1]
