@@ -247,8 +247,8 @@ def unpack(
 ) -> Mapping[str, jax.Array]:
     """Returns the arrays of a packed batch, inside a computation.
 
-    The barrier and the shardings separate the copies from the operations that use them: without
-    these the compiler may split other dims of the arrays, as the operations' results are split.
+    The barrier keeps the copies out of the operations that use the arrays. Without the shardings
+    the compiler may split other dims of the arrays, as it splits the results of these operations.
     """
     columns = _columns(shapes)
     if not columns:

@@ -80,9 +80,9 @@ def replay_step(
         cursor = batch.next_cursor
     batch = batch_at(cursor)
     if explain:
-        other = batch_at(batch.next_cursor).arrays
-        both = (meshes.place_batch(mesh, arrays) for arrays in (batch.arrays, other))
-        explained = _explain(parts.model, state, *both, parts.plan.parts(rows))
+        own = meshes.place_batch(mesh, batch.arrays)
+        other = meshes.place_batch(mesh, batch_at(batch.next_cursor).arrays)
+        explained = _explain(parts.model, state, own, other, parts.plan.parts(rows))
     placed = meshes.place_batch(mesh, meshes.pack(batch.arrays))
     _, values = function(state, placed, None, peak_rate(history.rate_factor(step)))
     return ReplayResult(form.read(np.asarray(values))[0], batch, explained)
