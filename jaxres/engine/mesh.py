@@ -5,6 +5,7 @@ An *axis* is a mesh axis, a *dim* is a tensor dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from jaxres.engine.mesh_plan import AXES, MeshPlan
 from jaxres.runlog.guarantee import SEVERAL_KINDS
 
 BATCH_AXES = ("data", "fsdp")
+WORDS = (np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32))
+"""Types of the arrays that `pack` packs."""
+MAX_PACKED_WORDS = 4096
+"""Largest size of a row of a packed array: with larger ones the copy costs more than it saves."""
 AUTO = (AxisType.Auto,) * len(AXES)
 
 RULES: dict[str, str] = {
@@ -205,6 +210,73 @@ def rows_of(indices: Iterable[tuple[slice, ...]], num_rows: int) -> LocalRows:
     """Returns the rows that some devices compute, from each device's index into the batch."""
     taken = [np.arange(*index[0].indices(num_rows), dtype=np.int64) for index in indices]
     return LocalRows(np.unique(np.concatenate(taken)), num_rows)
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns a batch whose small arrays of 32-bit numbers are the columns of one array.
+
+    Each array that is placed takes time whatever its size, and a batch of tokens has five. `unpack`
+    is the inverse. Types are narrowed as JAX narrows them.
+    """
+    narrow = {
+        name: np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
+        for name, array in arrays.items()
+    }
+    columns = _columns(narrow)
+    packed = {name: array for name, array in narrow.items() if name not in columns}
+    if columns:
+        words = [narrow[name].reshape(-1, _row_size(narrow[name])) for name in columns]
+        packed[min(columns)] = np.concatenate([array.view(np.int32) for array in words], axis=1)
+    return packed
+
+
+def packed_shapes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of the arrays of a packed batch."""
+    columns = _columns(shapes)
+    packed = {name: shape for name, shape in shapes.items() if name not in columns}
+    if columns:
+        first = shapes[min(columns)]
+        size = first.shape[0], sum(own.stop - own.start for own in columns.values())
+        packed[min(columns)] = jax.ShapeDtypeStruct(size, np.int32, sharding=first.sharding)
+    return packed
+
+
+def unpack(
+    packed: Mapping[str, jax.Array], shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> Mapping[str, jax.Array]:
+    """Returns the arrays of a packed batch, inside a computation.
+
+    The barrier keeps the copies out of the operations that use the arrays. Without the shardings
+    the compiler may split other dims of the arrays, as it splits the results of these operations.
+    """
+    columns = _columns(shapes)
+    if not columns:
+        return packed
+    words = packed[min(columns)]
+    arrays = {name: array for name, array in packed.items() if name not in columns}
+    for name, own in columns.items():
+        numbers = jax.lax.bitcast_convert_type(words[:, own], shapes[name].dtype)
+        arrays[name] = numbers.reshape(shapes[name].shape)
+    shardings = {name: shape.sharding for name, shape in shapes.items()}
+    return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(arrays), shardings)
+
+
+def _columns(arrays: Mapping[str, Any]) -> dict[str, slice]:
+    """Returns the columns that each packed array of a batch has in the one array.
+
+    The array that they share has the name of the first of them. One array alone is not packed.
+    """
+    columns, end = dict[str, slice](), 0
+    for name in sorted(arrays):
+        size = _row_size(arrays[name])
+        if arrays[name].dtype in WORDS and 0 < size <= MAX_PACKED_WORDS:
+            columns[name] = slice(end, end + size)
+            end += size
+    return columns if len(columns) > 1 else {}
+
+
+def _row_size(array: Any) -> int:
+    return math.prod(array.shape[1:])
 
 
 def place_batch(

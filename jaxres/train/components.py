@@ -73,7 +73,7 @@ class Components:
         return () if mixture is None else tuple(part.name for part in mixture.sources)
 
     def batch_shapes(self, *, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape, dtype and sharding of `rows` training rows, as they are placed."""
+        """Returns shape, dtype and sharding of `rows` training rows, as a step has them."""
         row = data.first_row(self.dataset.train)
         sharding = meshes.batch_sharding(self.mesh)
         return {
@@ -173,7 +173,7 @@ class StepSchedule:
 
 
 PlacedBatch = tuple[Batch, Mapping[str, jax.Array]]
-"""A batch, and its arrays on the devices."""
+"""A batch, and its packed arrays (engine/mesh.py) on the devices."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Trainer:
     shapes: TrainState
     """jax.ShapeDtypeStruct with sharding for every array of the state."""
     step: Callable[[TrainState, Mapping[str, jax.Array], Any, Any], tuple[TrainState, jax.Array]]
-    """(state, batch, host flags, peak rate) -> state, metrics with the flags of all hosts.
+    """(state, packed batch, host flags, peak rate) -> state, metrics with the flags of all hosts.
     Donates the state."""
     peak_rate: Callable[[float], Any]
     """Factor on the peak learning rate -> the peak, as the step takes it; engine/optimizer.py."""

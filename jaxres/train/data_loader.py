@@ -85,7 +85,8 @@ def open_data_loader(
 def _place(mesh: Mesh, local: LocalRows, batch: Batch) -> PlacedBatch:
     """Places a batch that was read ahead on the devices, while they train."""
     with device_use.background():
-        return batch, jax.block_until_ready(meshes.place_batch(mesh, batch.arrays, local=local))
+        placed = meshes.place_batch(mesh, meshes.pack(batch.arrays), local=local)
+        return batch, jax.block_until_ready(placed)
 
 
 def showing_first_batch(loader: DataLoader, show: Callable[[Batch], None]) -> DataLoader:
@@ -163,7 +164,7 @@ class _Rows:
         ids, next_cursor = self.ids_at(cursor)
         row = data.first_row(self.dataset.train)
         arrays = {name: np.repeat(x, len(self.local.rows), axis=0) for name, x in row.items()}
-        placed = meshes.place_batch(self.mesh, arrays, local=self.local)
+        placed = meshes.place_batch(self.mesh, meshes.pack(arrays), local=self.local)
         return Batch(arrays=arrays, ids=ids, cursor=cursor, next_cursor=next_cursor), placed
 
 

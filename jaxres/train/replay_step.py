@@ -75,14 +75,15 @@ def replay_step(
     form = parts.metrics_layout()
     for number in range(progress.step + 1, step):
         batch = batch_at(cursor)
-        placed = meshes.place_batch(mesh, batch.arrays)
+        placed = meshes.place_batch(mesh, meshes.pack(batch.arrays))
         state, _ = function(state, placed, None, peak_rate(history.rate_factor(number)))
         cursor = batch.next_cursor
     batch = batch_at(cursor)
-    placed = meshes.place_batch(mesh, batch.arrays)
     if explain:
+        own = meshes.place_batch(mesh, batch.arrays)
         other = meshes.place_batch(mesh, batch_at(batch.next_cursor).arrays)
-        explained = _explain(parts.model, state, placed, other, parts.plan.parts(rows))
+        explained = _explain(parts.model, state, own, other, parts.plan.parts(rows))
+    placed = meshes.place_batch(mesh, meshes.pack(batch.arrays))
     _, values = function(state, placed, None, peak_rate(history.rate_factor(step)))
     return ReplayResult(form.read(np.asarray(values))[0], batch, explained)
 

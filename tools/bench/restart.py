@@ -149,7 +149,7 @@ def bare(run_dir: RunDir, caches: Path) -> None:
     state = load((run_dir.root / commit.path).absolute(), like)
     local = meshes.local_rows(mesh, parts.rows_per_batch)
     some = rows.train.rows(np.arange(parts.rows_per_batch))
-    placed = meshes.place_batch(mesh, some, local=local)
+    placed = meshes.place_batch(mesh, meshes.pack(some), local=local)
     rate = schedule.rate_arrays(config.optimizer.learning_rate, mesh)(1.0)
     _, metrics = step(from_plain(state), placed, None, rate)
     metrics.block_until_ready()

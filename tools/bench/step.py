@@ -281,7 +281,7 @@ def pipeline_tokens_per_second(config: RunConfig) -> float:
         ),
         depth=config.data.prefetch_batches,
         timeout_seconds=config.data.timeout_seconds,
-        place=lambda batch: (batch, meshes.place_batch(mesh, batch.arrays)),
+        place=lambda batch: (batch, meshes.place_batch(mesh, meshes.pack(batch.arrays))),
     ) as prefetch:
         started, cursor = 0.0, 0
         for index in range(PIPELINE_BATCHES + 1):

@@ -53,7 +53,7 @@ def _assembled(folder: Path, *overrides: str) -> Components:
 
 def _batch(parts: Components) -> dict[str, jax.Array]:
     rows = parts.dataset.train.rows(np.arange(parts.rows_per_batch))
-    return meshes.place_batch(parts.mesh, rows)
+    return meshes.place_batch(parts.mesh, meshes.pack(rows))
 
 
 def _step_seconds(parts: Components, step: Any) -> float:

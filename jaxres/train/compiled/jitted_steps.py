@@ -52,7 +52,7 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
         config.optimizer.schedule,
         total_steps=config.train.steps,
     )
-    train_step = steps.make_train_step(
+    step = steps.make_train_step(
         parts.model,
         parts.tx,
         rate,
@@ -70,6 +70,11 @@ def traced_step(parts: Components, *, facts: Any = None, donates: bool = True) -
     )
     _check_names(config, parts.evaluated_shapes(rows=1))
     signature = _step_signature(parts, facts=facts)
+    batch = parts.batch_shapes(rows=parts.rows_per_batch)
+
+    def train_step(state: TrainState, packed: Any, facts: Any, peak_rate: Any) -> Any:
+        return step(state, meshes.unpack(packed, batch), facts, peak_rate)
+
     donated = 0 if donates else ()
     jitted = jax.jit(train_step, donate_argnums=donated, out_shardings=signature.results)
     traced = jitted.trace(*signature.arguments)
@@ -96,7 +101,7 @@ def _step_signature(parts: Components, *, facts: Any) -> Signature:
     shapes, mesh = parts.shapes, parts.mesh
     batch = parts.batch_shapes(rows=parts.rows_per_batch)
     return Signature(
-        arguments=(shapes, batch, facts, schedule.rate_shape(mesh)),
+        arguments=(shapes, meshes.packed_shapes(batch), facts, schedule.rate_shape(mesh)),
         results=(jax.tree.map(lambda x: x.sharding, shapes), meshes.replicated(mesh)),
     )
 
