@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxres.clock import SystemClock
 from jaxres.storage import files
 
 TRIES, TRY_SECONDS = 5, 0.01
@@ -38,6 +38,6 @@ def _is_taken(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        time.sleep(TRY_SECONDS)
+        SystemClock().sleep(TRY_SECONDS)
         return False
     return True

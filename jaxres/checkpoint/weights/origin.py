@@ -36,7 +36,7 @@ class Origin:
 
 
 def find(config: RunConfig, exported: Mapping[str, Any]) -> Origin:
-    """Returns what an export with this config.json takes over."""
+    """Returns the settings and files that an export with this config.json takes over."""
     start = config.init_from
     if not isinstance(start, FromSafetensors):
         return Origin()

@@ -34,7 +34,7 @@ from jaxres.data.sources.folder_tree import unreadable
 from jaxres.data.sources.source_files import SourceFile
 from jaxres.data.sources.zstd_frames import ZstdFrames, buffered
 from jaxres.data.tokens.text_cuts import ANYWHERE, MAX_WHOLE_CHARS, NOWHERE, Cuts
-from jaxres.data.tokens.token_width import IdPattern
+from jaxres.data.tokens.token_width import IdPattern, refuse_chunk, refuse_version
 from jaxres.faults import ConfigError
 
 PIECE_CHARS = 2**20
@@ -50,9 +50,6 @@ MAX_LABEL = 2**31 - 1
 IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 HEADERS = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """First int32 of llm.c's files -> type of their ids (karpathy/llm.c, dev/data/data_common.py)."""
-HEADER_VERSION = 1
-LIT_GPT = b"LITPKDS"
-"""Begin of a chunk of lit-gpt (PackedDataset), which has a header of its own and padding."""
 
 REFUSED_AS_TEXT = {
     ".parquet": "parquet",
@@ -536,19 +533,11 @@ def _token_ids(file: SourceFile, source: NanogptSource, raw: BinaryIO) -> Iterat
     _check_start(file, raw)
     dtype, begin = np.dtype(source.dtype).newbyteorder("<"), 0
     header = raw.read(HEADER_BYTES)
-    if header.startswith(LIT_GPT):
-        raise ConfigError(
-            f"{where} is a chunk of lit-gpt's PackedDataset, not plain token ids. Write the ids of "
-            "its documents to a .bin file of uint16 or uint32, each with its end-of-text id."
-        )
+    refuse_chunk(header, where)
     fields = np.frombuffer(header, "<u4") if len(header) == HEADER_BYTES else np.zeros(3, "<u4")
     if int(fields[0]) in HEADERS:
         dtype, begin = HEADERS[int(fields[0])], HEADER_BYTES
-        if int(fields[1]) != HEADER_VERSION:
-            raise ConfigError(
-                f"{where}: its header is llm.c's of version {fields[1]}, and version "
-                f"{HEADER_VERSION} is known. Write the file again in that version."
-            )
+        refuse_version(int(fields[1]), where)
         declared = int(fields[2]) * dtype.itemsize + begin
         if declared != file.size_bytes:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxres.data.sources.token_stream import TokenBlock
+from jaxres.data.tokens import dropped_text
 from jaxres.data.tokens.tokenizer import LibraryTokenizer, Tokenizer
 
 NUM_NAMED = 8
@@ -52,7 +53,9 @@ class LostText:
                 f"WARNING: {self.num_unknown:,} tokens ({share:.2%}) are the unknown token: the "
                 "tokenizer does not have these words or characters"
             )
-        if self.tokenizer is not None and (dropped := self.tokenizer.dropped(self.characters)):
+        if self.tokenizer is not None and (
+            dropped := dropped_text.dropped(self.tokenizer, self.characters)
+        ):
             named = " ".join(map(ascii, dropped[:NUM_NAMED]))
             yield (
                 f"WARNING: the tokenizer drops {len(dropped):,} characters of the text that are "

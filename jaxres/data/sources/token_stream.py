@@ -23,6 +23,7 @@ from jaxres.data.sources.documents import (
 )
 from jaxres.data.sources.folder_tree import unreadable
 from jaxres.data.sources.source_files import SourceFile
+from jaxres.data.tokens import dropped_text
 from jaxres.data.tokens.text_cuts import ANYWHERE, Cuts
 from jaxres.data.tokens.tokenizer import LibraryTokenizer, Tokenizer
 from jaxres.faults import ConfigError
@@ -101,12 +102,13 @@ def token_blocks(
         else:
             assert tokenizer is not None
             tokens, ends = _encode(batch.pieces, tokenizer)
-            if isinstance(tokenizer, LibraryTokenizer) and tokenizer.may_drop:
+            if may_drop:
                 texts = (piece.text for piece in batch.pieces)
                 characters = characters.union(*(x for x in texts if isinstance(x, str)))
         rest = (batch.position, batch.num_bytes, batch.problems, characters)
         return TokenBlock(tokens, ends, *rest)
 
+    may_drop = isinstance(tokenizer, LibraryTokenizer) and dropped_text.may_drop(tokenizer)
     cuts = ANYWHERE if tokenizer is None else tokenizer.cuts
     return _ahead(encode, _batches(files, source, start or Position(), cuts, max_bad))
 

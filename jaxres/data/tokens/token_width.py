@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxres.faults import ConfigError
+
 MIN_IDS = 16
 """So few ids could be such by chance."""
 UPPER_HALVES = 4
@@ -26,6 +28,30 @@ SAME_SHARE = 0.2
 """Two distributions that differ in less than this share are the same one."""
 MIN_ZEROS = 1024
 """So few ids 0 at the end could be a text."""
+
+
+HEADER_VERSION = 1
+"""The version of llm.c's header that is known."""
+LIT_GPT = b"LITPKDS"
+"""Begin of a chunk of lit-gpt (PackedDataset), which has a header of its own and padding."""
+
+
+def refuse_chunk(header: bytes, where: str) -> None:
+    """Raises ConfigError for a file of lit-gpt, which is not plain ids."""
+    if header.startswith(LIT_GPT):
+        raise ConfigError(
+            f"{where} is a chunk of lit-gpt's PackedDataset, not plain token ids. Write the ids of "
+            "its documents to a .bin file of uint16 or uint32, each with its end-of-text id."
+        )
+
+
+def refuse_version(version: int, where: str) -> None:
+    """Raises ConfigError for a later header of llm.c."""
+    if version != HEADER_VERSION:
+        raise ConfigError(
+            f"{where}: its header is llm.c's of version {version}, and version {HEADER_VERSION} is "
+            "known. Write the file again in that version."
+        )
 
 
 class IdPattern:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -216,40 +216,6 @@ class LibraryTokenizer:
                     f"takes {taken}, the next free one: other programs would read other rows of "
                     "the embedding. Give the ids between words that are not used, in a copy of it."
                 )
-
-    @functools.cached_property
-    def may_drop(self) -> bool:
-        """Whether characters that are not in the vocabulary have no token at all."""
-        model = self.library.model
-        if type(model).__name__ != "BPE" or model.unk_token is not None:
-            return False  # The others have an unknown token, or do not encode them at all.
-        known = self.library.get_vocab(with_added_tokens=False).keys()
-        byte_level = set(importlib.import_module("tokenizers").pre_tokenizers.ByteLevel.alphabet())
-        if known >= byte_level >= set("".join(self._pieces("\u4e2d"))):
-            return False
-        return not model.byte_fallback or any(f"<0x{byte:02X}>" not in known for byte in range(256))
-
-    def dropped(self, characters: Iterable[str]) -> list[str]:
-        """Returns the characters of which a part has no token, sorted.
-
-        What the tokenizer's own normalizer or pre-tokenizer takes away, as white space, is no part.
-        """
-        return [one for one in sorted(characters) if self._drops(one)]
-
-    def _drops(self, character: str) -> bool:
-        with contextlib.suppress(ConfigError):  # A build tells what it does not encode at all.
-            tokens = (self.library.id_to_token(token) for token in self.encode(character))
-            return sum(map(len, tokens)) < sum(map(len, self._pieces(character)))
-        return False
-
-    def _pieces(self, text: str) -> list[str]:
-        """Returns what the model is given of a text."""
-        library = self.library
-        if library.normalizer is not None:
-            text = library.normalizer.normalize_str(text)
-        if library.pre_tokenizer is None:
-            return [text]
-        return [piece for piece, _ in library.pre_tokenizer.pre_tokenize_str(text)]
 
     def has_end(self, text: str) -> bool:
         """Returns whether a text has the token that ends a document."""

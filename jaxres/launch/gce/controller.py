@@ -587,17 +587,14 @@ def new_state(
     new = DesiredState(run, code, config, id=run_id, started_at=now, deleting=deleting)
     if after is None:
         return new
+    old, spend = after.capacity, job_conditions.SPEND
+    conditions = tuple(c for c in after.events.conditions if c.kind == spend)
     return replace(
         new,
         id=after.id,
         next_name=after.next_name,
         attempt=JobAttempt(number=after.attempt.number),
-        capacity=CapacityState(
-            placement=after.capacity.placement, freed_at=after.capacity.freed_at
-        ),
+        capacity=CapacityState(placement=old.placement, freed_at=old.freed_at),
         costs=replace(after.costs, cheaper_by=0.0, prices=()),
-        events=replace(
-            after.events,
-            conditions=tuple(c for c in after.events.conditions if c.kind == job_conditions.SPEND),
-        ),
+        events=replace(after.events, conditions=conditions),
     )
