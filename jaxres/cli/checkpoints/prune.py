@@ -179,7 +179,7 @@ def pin(run_dir: RunDir, step: int, *, holds: bool = False) -> str:
     unpin = command_line("python -m jaxres checkpoints unpin", run_dir.root, "--step", step)
     if holds:
         _set_hold(run_dir, step, is_held=True)
-        return f"step {step} is pinned and held: it can't be deleted until `{unpin}`\n"
+        return f"step {step} is pinned and held: no account can delete it until `{unpin}`\n"
     return f"step {step} is pinned: it is kept until `{unpin}`\n"
 
 
