@@ -11,7 +11,7 @@ from jaxres.storage.path import GcsPath
 from jaxres_emulators.gce import GceEmulator
 from jaxres_emulators.gcs import GcsServer
 from tests.promises.cloud import Cloud
-from tests.promises.trainer import FAULTY, LOOP, MLP, Workspace
+from tests.promises.trainer import FAULTY, LOOP, MLP, NNX, Workspace
 from tests.sharing import made_once
 from tests.tiers import campaign_but
 
@@ -115,6 +115,12 @@ def fault_free_pair(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
 def unbroken_loop(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
     """A LOOP from start to end on one host; read it, do not change it."""
     return shared_run("loop", lambda workspace, name: workspace.finish(name, config=LOOP))
+
+
+@pytest.fixture(scope="session")
+def unbroken_nnx(shared_run: Callable[[str, Make], RunDir]) -> RunDir:
+    """The example NNX from start to end; read it, do not change it."""
+    return shared_run("nnx", lambda workspace, name: workspace.finish(name, config=NNX))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -18,12 +19,13 @@ from tests.promises.preloaded import Mount
 from tests.promises.trainer import (
     ENDLESS,
     FAULTY,
+    NNX,
     PACED,
     TrainingProcess,
     Workspace,
     assert_bit_exact,
 )
-from tests.tiers import campaign_but
+from tests.tiers import campaign_but, slow_but
 
 EVALUATE_NEVER = "evaluation.every_steps=0"
 ALWAYS_TRAINING = (
@@ -31,6 +33,11 @@ ALWAYS_TRAINING = (
     "deadlines.step_seconds=10",
 )
 """No other limit than that of a step holds for a worker that is stopped at any instant."""
+LOOP_LIMITS = (
+    *("deadlines.step_seconds=10", "deadlines.compile_seconds=300"),
+    "deadlines.silence_seconds=300",
+)
+"""Only that of a step is short."""
 SHORT = ("data.timeout_seconds=8", "deadlines.data_seconds=20")
 """A slow machine reads a row, and makes a step, in a tenth of these limits."""
 
@@ -131,12 +138,19 @@ def test_hang_ends_even_while_storage_hangs(
     assert_bit_exact(trainer.run_dir, fault_free)
 
 
+@pytest.mark.parametrize("what", slow_but(["trainer", "loop of NNX"], "trainer"))
 def test_stopped_worker_ends_within_the_steps_limit(
-    workspace: Workspace, fault_free: RunDir
+    workspace: Workspace, request: pytest.FixtureRequest, what: str
 ) -> None:
-    trainer = workspace.start("run", *ALWAYS_TRAINING, config=FAULTY)
+    is_trainer = what == "trainer"
+    config, fault_free = (FAULTY, "fault_free") if is_trainer else (NNX, "unbroken_nnx")
+    limits = ALWAYS_TRAINING if is_trainer else LOOP_LIMITS
+    trainer = workspace.start("run", *limits, config=config)
     trainer.wait_step(10)
-    trainer.kill(signal.SIGSTOP, target="worker")
+    if is_trainer:
+        trainer.kill(signal.SIGSTOP, target="worker")
+    else:
+        os.kill(trainer.programs()[0], signal.SIGSTOP)
     code = trainer.wait_exit()  # Nothing else ends the worker.
     printed = trainer.printed()
     assert code == ExitCode.HUNG, printed
@@ -144,8 +158,8 @@ def test_stopped_worker_ends_within_the_steps_limit(
     assert found, printed
     slowest = max(row["step_seconds"] for row in read_json_lines(trainer.run_dir.metrics(1)))
     assert float(found[1]) <= max(10.0, 10 * slowest) + 0.1, printed
-    workspace.finish("run", config=FAULTY)
-    assert_bit_exact(trainer.run_dir, fault_free)
+    workspace.finish("run", config=config)
+    assert_bit_exact(trainer.run_dir, request.getfixturevalue(fault_free))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from tests.promises.trainer import (
     ENDLESS,
     FAULTY,
     MLP,
+    NNX,
     PACED,
     TINY,
     TrainingProcess,
@@ -64,10 +65,11 @@ class Disk:
             str(config),
             *(MLP if config == TINY else ()),
             f"run.dir={self.inside / 'run'}",
-            f"data.cache_dir={caches}",
-            f"compilation.cache_dir={caches / 'xla'}",
             *overrides,
         ]
+        if config != NNX:
+            arguments.insert(1, f"data.cache_dir={caches}")
+            arguments.insert(1, f"compilation.cache_dir={caches / 'xla'}")
         return self.workspace.command(self.run_dir, arguments, env=env, held_after=held_after)
 
 
@@ -212,6 +214,28 @@ def test_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
     assert again.wait_exit() == 0, again.printed()
     assert starts(disk.run_dir) == [0, good]
     assert_bit_exact(disk.run_dir, unbroken)
+
+
+@pytest.mark.slow
+def test_a_loop_on_a_disk_that_stays_full_exits_with_storage_and_the_same_command_resumes(
+    disk: Disk, unbroken_nnx: RunDir
+) -> None:
+    loop = disk.start(config=NNX)
+    loop.wait_commit(100)
+    program = loop.programs()[0]
+    os.kill(program, signal.SIGSTOP)  # In place of the trainer's hold.
+    ballast = disk.namespace.fill(disk.inside)
+    os.kill(program, signal.SIGCONT)
+    assert loop.wait_exit() == ExitCode.STORAGE, loop.printed()
+    assert "the newest save has failed" in loop.printed()
+    assert loop.printed().count("no space left") >= 2, "later saves were tried"
+    good = assert_commits_are_complete(disk)
+    assert good < 1500
+    ballast.unlink()
+    again = disk.start(config=NNX)
+    assert again.wait_exit() == 0, again.printed()
+    assert starts(disk.run_dir) == [0, good]
+    assert_bit_exact(disk.run_dir, unbroken_nnx)
 
 
 @pytest.mark.slow

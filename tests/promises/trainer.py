@@ -40,8 +40,8 @@ ENDLESS = "train.steps=1000000"
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.yaml")
 FAULTY = Path(__file__).with_name("faulty.yaml")
-LOOP = Path(__file__).with_name("loop.yaml")
-"""A loop of the user's own in place of the trainer."""
+LOOP, NNX = (Path(__file__).with_name(f"{name}.yaml") for name in ("loop", "nnx"))
+"""Loops of the user's own in place of the trainer."""
 PACED = {"PACE": "0.001", "HELD": "40"}
 """Environment of a FAULTY run with about 20 steps per second, which tests interrupt. However slow a
 test is, the run has not ended then: in its 40th step it is held until the test waits for its end.
@@ -316,7 +316,7 @@ class Workspace:
         return [
             str(config or TINY),
             f"run.dir={self.run_dir(name).root}",
-            *([] if config == LOOP else caches),
+            *([] if config in (LOOP, NNX) else caches),
             *overrides,
         ]
 
