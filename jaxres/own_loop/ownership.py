@@ -102,9 +102,7 @@ def own(
             raise
         finally:
             result, step = owned.result, observed.step()
-            if supervised:
-                events.emit(PhaseChanged(PROGRAM, "behind the loop"))
-            else:
+            if not supervised:
                 if result.code != ExitCode.FENCED:
                     attempt_runner.record_stop(log, result)
                 name = ExitCode(result.code).name
@@ -124,6 +122,8 @@ def _claim(
     if is_supervised(run_dir, env):
         attempt, records = int(env[ATTEMPT]), run_log.read_records(run_dir.log)
         claim = run_log.claim_of(records, attempt=attempt, folder=run_dir.log)
+        # Behind the loop the worker is the writer again: it is told after the lock is free.
+        stack.callback(observed.on_event, PhaseChanged(PROGRAM))
         stack.enter_context(_only_process(run_dir, attempt, member.host))
         return claim, RunLog.of_attempt(run_dir.log, records, attempt=attempt, clock=clock)
     if files.exists(run_dir.config):

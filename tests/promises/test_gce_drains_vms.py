@@ -80,7 +80,7 @@ def test_a_drained_vm_saves_and_is_replaced_while_its_output_is_followed(
     assert launcher.wait_exit() == 0, cloud.describe()
     assert f"{drained}: is drained; attempt 2 runs" in drain.printed()
     printed = launcher.printed()
-    assert printed.count("estimate: a notice leaves") == 1, "`up` does not print the estimate"
+    assert printed.count("estimate: 2 devices on 2 hosts") == 1, "`up` does not print the estimate"
     assert f"{drained}: is drained (noise); the attempt saves and ends" in printed
     assert f", {kept}\n" in printed.partition("attempt 2 on ")[2], "the other VM was not kept"
     assert re.search(r"step [0-9]+/60, loss [0-9.]+, .*tok/s.*, spent \$[0-9.]+\n", printed)
