@@ -217,8 +217,9 @@ def test_in_a_bucket_every_step_has_its_own_copy(shared: RunDir, any_workspace: 
     trainer.kill()
     assert trainer.wait_exit() == -9
     last = any_workspace.finish("run", *LORA)
-    for each in (trainer, last):
-        assert set(linked_bytes(each.run_dir, attempt=each.attempt)) == {0}
+    # Of a killed attempt the bucket may lack the newest events.
+    assert set(linked_bytes(trainer.run_dir, attempt=trainer.attempt)) <= {0}
+    assert set(linked_bytes(last.run_dir, attempt=last.attempt)) == {0}
     assert starts(last.run_dir)[1] > 0
     assert_bit_exact(last.run_dir, shared)
     assert_valid(last.run_dir)
