@@ -395,7 +395,7 @@ def _unchosen_tokenizer(config: Node) -> list[Problem]:
         return []
     try:
         place = normalized(parse_path(str(plain(path))))
-        folder = place if files.is_dir(place) else place.parent
+        folder = files.folder_of(place)
         # An export of jaxres with its own names has no tokenizer; the start says so.
         is_known = _holds(folder, "tokenizer.json", "jaxres.json") or not files.exists(place)
     except (ConfigError, ValueError, OSError):

@@ -168,6 +168,11 @@ def is_dir(path: RunPath) -> bool:
     return store_of(path).is_dir(path)
 
 
+def folder_of(path: RunPath) -> RunPath:
+    """Returns a folder itself, and of a file the folder that it is in."""
+    return path if is_dir(path) else path.parent
+
+
 def create(path: RunPath, data: bytes, *, mode: int = 0o666) -> bool:
     """Writes `data` unless `path` exists already; exactly one of any number of callers gets True.
 

@@ -257,8 +257,7 @@ def _comparison(section: FromStored, tokenizer: Tokenizer | None) -> Callable[[s
         if recorded is None:
             return lambda name: "unknown"
         return functools.partial(tokenizer_names.compare, recorded)
-    place = normalized(section.path)
-    folder = place if files.is_dir(place) else place.parent
+    folder = files.folder_of(normalized(section.path))
     there, where = files.read(folder / FILE_NAME), f"init_from.path: {folder / FILE_NAME}"
     files.refuse_lfs_pointer(there or b"", where)
     if there is None:

@@ -88,7 +88,7 @@ def of_folder(place: Path) -> tuple[ExportedParams, GptModel | None]:
 
 
 def _model_of(place: Path) -> GptModel:
-    folder = place if files.is_dir(place) else place.parent
+    folder = files.folder_of(place)
     data = files.read(folder / "config.json")
     if data is None:
         raise ConfigError(f"{folder}: no config.json here that describes the model.")

@@ -41,7 +41,7 @@ def find(config: RunConfig, exported: Mapping[str, Any]) -> Origin:
     if not isinstance(start, FromSafetensors):
         return Origin()
     place = normalized(start.path)
-    folder = place if files.is_dir(place) else place.parent
+    folder = files.folder_of(place)
     path = folder / "config.json"
     data = files.read(path)
     if data is None:
